@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.05
 
 
 def stop_with_all(
-    runtime: Runtime, tenure: EpochGuard, settings: Settings, identity: str, view: View, why: str
+    runtime: Runtime, epoch_guard: EpochGuard, settings: Settings, identity: str, view: View, why: str
 ) -> bool:
     """Declare the job finished before its last step if all members of `view` leave it here; return whether it is.
 
@@ -37,44 +37,45 @@ def stop_with_all(
     try:
         while view.phase == "running":
             wanted &= view.ranks.keys()
-            if _all_have_stopped(runtime, tenure, identity, view, wanted, deadline):
+            if _all_have_stopped(runtime, epoch_guard, identity, view, wanted, deadline):
                 runtime.stop(view.epoch, why)
-            elif not tenure.is_over(view.epoch):
+            elif not epoch_guard.is_over(view.epoch):
                 return False
-            view = tenure.wait(view.epoch, timeouts.rebuild + timeouts.join)
+            view = epoch_guard.wait(view.epoch, timeouts.rebuild + timeouts.join)
     except HoldfastError:
         return False
     return view.phase == "finished"
 
 
 def _all_have_stopped(
-    runtime: Runtime, tenure: EpochGuard, identity: str, view: View, wanted: set[str], deadline: float
+    runtime: Runtime, epoch_guard: EpochGuard, identity: str, view: View, wanted: set[str], deadline: float
 ) -> bool:
     """Whether all `wanted` members stop in the epoch of `view`; False if it ends before, or a member goes on."""
     try:
         store = runtime.store(view)
         store.set(f"stopped/{identity}", "")
-        while time.monotonic() < deadline and not runtime.others_go_on():
+        while time.monotonic() < deadline and not runtime.another_member_continues():
             with contextlib.suppress(KeyTimeout):
                 store.wait([f"stopped/{member}" for member in sorted(wanted)], timedelta(seconds=LOOK_SECONDS))
                 return True
     except FAILURES:
-        tenure.wait_over(view.epoch, LOOK_SECONDS)
+        epoch_guard.wait_over(view.epoch, LOOK_SECONDS)
     return False
 
 
 def end_with(
     runtime: Runtime,
-    tenure: EpochGuard,
+    epoch_guard: EpochGuard,
     settings: Settings,
     view: View,
     error: BaseException,
     known: StepError,
     on: OnError,
 ) -> bool:
-    """End the job with `error` if `on` asks for that or the same exception has come before; return whether it ended.
+    """End the job with `error`, if `on` asks for that or the same exception has come before.
 
-    The other members get the error as `known`. An error that follows from the death of a peer ends no job.
+    Returns whether the job ended. The other members get the error as `known`. An error that follows from the death of a
+    peer ends no job.
     """
     if not isinstance(error, Exception) or any(isinstance(each, FAILURES) for each in _chain(error)):
         return False
@@ -87,8 +88,8 @@ def end_with(
     runtime.fail(known, f"{'the same exception came again' if again else 'an exception'}: {known}")
     with contextlib.suppress(HoldfastError):  # `wait` raises at the end of the job
         while view.phase == "running":
-            view = tenure.wait(view.epoch, settings.timeouts.rebuild)
-    newest = tenure.view
+            view = epoch_guard.wait(view.epoch, settings.timeouts.rebuild)
+    newest = epoch_guard.view
     return newest is not None and newest.phase == "failed"
 
 

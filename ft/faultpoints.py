@@ -1,8 +1,8 @@
-"""Named places where a process can be made to die, so that tests kill it at every line of a protocol, not at random.
+"""Named points where a process can be killed, so that tests kill it at every step of a protocol.
 
 `HOLDFAST_FAULT="point:step:rank"` (several separated by `;`) makes the process that is `rank` end itself with SIGKILL
-when it reaches `point` in `step`. A fourth part is the epoch in which alone it does so: a spare that takes the dead
-rank's place has the same environment. Tests may `arm` any callable instead.
+when it reaches `point` in `step`. A fourth part restricts it to one epoch: a spare that takes the dead rank's place has
+the same environment. Tests may `arm` any callable instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _armed: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillAtPoint:
     """SIGKILL this process at `point` of `step` if it is `rank` (-1 for both: any), in `epoch` (None: any)."""
 
     point: str
@@ -65,13 +65,13 @@ class Kill:
 
 
 def reach(point: str, step: int, rank: int, epoch: int) -> None:
-    """Say that `point` is reached; what is armed may end the process here."""
+    """Report that `point` is reached; an armed fault may end the process here."""
     if _armed is not None:
         _armed(point, step, rank, epoch)
 
 
 def armed() -> bool:
-    """Whether anything may happen at a point."""
+    """Whether a fault is armed."""
     return _armed is not None
 
 
@@ -82,7 +82,7 @@ def arm(fault: Fault | None) -> None:
 
 
 def parse(text: str) -> Fault | None:
-    """The fault that the environment variable asks for; None for none. Raises ValueError for what it cannot mean."""
+    """The fault in the environment variable's text; None for none. Raises ValueError for invalid text."""
     kills = []
     for part in filter(None, text.split(";")):
         point, *numbers = part.split(":")
@@ -90,7 +90,7 @@ def parse(text: str) -> Fault | None:
             raise ValueError(f"{VARIABLE}: no fault point {point!r}; there are {', '.join(POINTS)}")
         if len(numbers) not in (2, 3):
             raise ValueError(f"{VARIABLE}: {part!r} is not point:step:rank or point:step:rank:epoch")
-        kills.append(Kill(point, *map(int, numbers)))
+        kills.append(KillAtPoint(point, *map(int, numbers)))
     if not kills:
         return None
 
@@ -102,7 +102,7 @@ def parse(text: str) -> Fault | None:
 
 
 def arm_from_environment() -> None:
-    """Arm what `HOLDFAST_FAULT` asks for, if it asks for anything. Raises ValueError for what it cannot mean."""
+    """Arm the fault of `HOLDFAST_FAULT`, if it is set. Raises ValueError for invalid text."""
     text = os.environ.get(VARIABLE)
     if text:
         arm(parse(text))

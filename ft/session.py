@@ -27,7 +27,7 @@ from holdfast.ft import departure, error_history, faultpoints, settings
 from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.commit import voting
 from holdfast.ft.commit.commit_state import CommitState
-from holdfast.ft.commit.decision import FOUNDER, NEWCOMER, Verdict, judge
+from holdfast.ft.commit.decision import FOUNDER, NEWCOMER, Decision, decide
 from holdfast.ft.communicators import CommunicatorManager
 from holdfast.ft.control.interface import check_ours
 from holdfast.ft.departure import OnError
@@ -38,6 +38,8 @@ from holdfast.ft.runtime.register import Register
 from holdfast.ft.runtime.runtime import Runtime, new_identity
 from holdfast.ft.state.attachments import Attachments
 from holdfast.ft.state.replicator import StateReplicator
+from holdfast.ft.state.sharded import Build, Shape, Sharded
+from holdfast.ft.state.transfer import Stateful
 from holdfast.ft.telemetry import telemetry
 from holdfast.ft.telemetry.event_log import EventLog, Listener
 from holdfast.ft.timeouts import Timeouts
@@ -53,7 +55,7 @@ EVIDENT_SECONDS = 0.002
 """Seconds to wait, after an op failed, for the next epoch or for a better reason from the other members."""
 
 
-class Session(Attachments):
+class Session:
     """A context manager: inside, this process belongs to the job, as a member or as a spare.
 
     `backend` is a name, a preference list or "auto". `size` is the number of members that the job wants, `min_size`
@@ -116,13 +118,14 @@ class Session(Attachments):
         faultpoints.arm_from_environment()
         self._identity = new_identity()
         self._events = EventLog(self._identity)
-        self._tenure = EpochGuard(self._identity, EpochEventLogger(self._identity, self._events))
+        self._epoch_guard = EpochGuard(self._identity, EpochEventLogger(self._identity, self._events))
         self._runtime: Runtime | None = None
         self._telemetry: telemetry.Telemetry | None = None
-        keeper = StateReplicator(self._settings.timeouts, self._events, self._tenure.why_over, self._reach)
-        super().__init__(keeper, self._settings.size)
+        over = self._epoch_guard.why_over
+        self._replicator = StateReplicator(self._settings.timeouts, self._events, over, self._reach)
+        self._attachments = Attachments(self._replicator, self._settings.size)
         self._group = DefaultGroup()
-        self._gaps = RecoveryTimes()
+        self._recovery_times = RecoveryTimes()
         self._comms = CommunicatorManager(self._settings)
         self._view: View | None = None
         self._commit_state = CommitState()
@@ -165,6 +168,33 @@ class Session(Attachments):
         """Call `listener(event)` for each event of this process; see `EventLog.subscribe`."""
         return self._events.subscribe(listener)
 
+    def attach(self, name: str, thing: Stateful) -> None:
+        """Keep `thing` the same on all ranks: newcomers get its state from the ranks that have it.
+
+        Raises TypeError at once if `thing` has no state_dict and load_state_dict, or its state cannot be sent.
+        """
+        self._attachments.attach(name, thing)
+
+    def attach_sharded(self, build: Build, *, copies: int = 1, mesh: Shape | None = None) -> Sharded:
+        """Keep the dict that `build(mesh)` returns (model, optimizer ...), sharded over a DeviceMesh of all ranks.
+
+        The mesh has one dimension, or those that `mesh(size)` returns, such as {"replicate": size // 2, "shard": 2}.
+        Each epoch builds the dict anew and loads its state: `copies` neighbours of each rank keep a copy of its part in
+        memory, refreshed with every commit. A part that is lost with all its copies comes from the newest of the
+        `checkpoints`. It belongs to the transaction: change it (`optimizer.step()`) inside the attempt.
+
+        Raises TypeError and ValueError for arguments that cannot work, HoldfastError if something sharded is attached.
+        """
+        return self._attachments.attach_sharded(build, copies=copies, mesh=mesh)
+
+    def checkpoints(self, directory: str | os.PathLike[str], *, every: int) -> None:
+        """Save all attached state with torch.distributed.checkpoint every `every` steps, to a `directory` of all ranks.
+
+        A job that finds checkpoints there at its start continues from the newest. Raises ValueError, TypeError, OSError
+        for arguments that cannot work.
+        """
+        self._attachments.checkpoints(directory, every=every)
+
     def process_group(self) -> SessionProcessGroup:
         """torch.distributed's default group in the current epoch; see `Attempt.process_group`."""
         comm, view = self._comms.comm, self._view
@@ -184,10 +214,10 @@ class Session(Attachments):
             raise ValueError(f"steps({total}): how many must be a whole number, 0 or more")
         if self._runtime is None:
             raise HoldfastError("the session is not open: write `with Session(...) as session:`")
-        if self._used:
+        if self._attachments.closed:
             raise HoldfastError("steps() can be called once: a job is one run of steps")
         self._replicator.check()
-        self._used = True
+        self._attachments.closed = True
         self._commit_state.total = total
         return self._steps(self._runtime)
 
@@ -208,7 +238,7 @@ class Session(Attachments):
             self._telemetry.close(error)
             raise
         try:
-            self._runtime = Runtime(self._settings, self._tenure, self._events, self._identity, self._host)
+            self._runtime = Runtime(self._settings, self._epoch_guard, self._events, self._identity, self._host)
         except BaseException as error:
             settings.close_single(self._settings)
             self._telemetry.close(error)
@@ -235,15 +265,15 @@ class Session(Attachments):
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
         """Whether this process's leave ends the job: all members leave their steps, or an exception ends it."""
         view, rank, done = self._view, self.rank, self._commit_state.done
-        if not self._used or view is None or rank is None or self._commit_state.standing == NEWCOMER:
+        if not self._attachments.closed or view is None or rank is None or self._commit_state.standing == NEWCOMER:
             return False
         if error is None:
             why = f"all members stopped after {done} of {self._commit_state.total} steps"
-            return departure.stop_with_all(runtime, self._tenure, self._settings, self._identity, view, why)
-        if self._tenure.ended:
+            return departure.stop_with_all(runtime, self._epoch_guard, self._settings, self._identity, view, why)
+        if self._epoch_guard.ended:
             return False
         known = error_history.describe(error, done, rank)
-        return departure.end_with(runtime, self._tenure, self._settings, view, error, known, self._on_error)
+        return departure.end_with(runtime, self._epoch_guard, self._settings, view, error, known, self._on_error)
 
     # The steps ------------------------------------------------------------------------------------------------
 
@@ -285,7 +315,7 @@ class Session(Attachments):
                 self._runtime.at_step(self._commit_state.done)
                 if self._telemetry is not None:
                     self._telemetry.at_step(self._commit_state.done)
-                with self._tenure.held(comm.epoch):
+                with self._epoch_guard.held(comm.epoch):
                     self._reach("step.begin")
                     if self._commit_state.done < self._commit_state.total:
                         self._events.emit("attempt", step=self._commit_state.done, epoch=comm.epoch)
@@ -303,13 +333,13 @@ class Session(Attachments):
         assert comm is not None
         self._replicator.stage(comm, self._hosts(), self._commit_state.done + 1)
         self._reach("commit.before_prepare")
-        with self._tenure.held(comm.epoch):
+        with self._epoch_guard.held(comm.epoch):
             self._commit_state.prepare()
             self._events.emit("prepared", step=self._commit_state.done, epoch=comm.epoch)
         self._reach("commit.before_barrier")
         comm.barrier()
         self._reach("commit.after_barrier")
-        with self._tenure.held(comm.epoch):
+        with self._epoch_guard.held(comm.epoch):
             self._note_commit("normal", comm.epoch)
         self._reach("commit.after_commit")
         self._comms.close_retired()
@@ -327,7 +357,7 @@ class Session(Attachments):
         assert self._comms.comm is not None
         epoch, word = self._comms.comm.epoch, self._comms.comm.announced
         if word is not None:
-            self._tenure.adopt_announced_view(word)
+            self._epoch_guard.adopt_announced_view(word)
         failure = self._comms.comm.in_its_ranks(failure)
         self._await_end(epoch, failure)
         self._rebuild(self._next_view(epoch, failure))
@@ -357,7 +387,7 @@ class Session(Attachments):
         patience = timeouts.rebuild + timeouts.join
         while True:
             try:
-                return self._tenure.wait(newer_than, patience)
+                return self._epoch_guard.wait(newer_than, patience)
             except OpTimeout as late:
                 if newer_than:
                     raise late from failure
@@ -369,9 +399,9 @@ class Session(Attachments):
         """
         timeouts, runtime = self._settings.timeouts, self._runtime
         assert runtime is not None
-        if not self._tenure.wait_over(epoch, EVIDENT_SECONDS):
+        if not self._epoch_guard.wait_over(epoch, EVIDENT_SECONDS):
             runtime.failed(failure)
-        if self._tenure.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
+        if self._epoch_guard.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
             return
         if not self._commit_state.may_break():
             raise failure
@@ -382,20 +412,20 @@ class Session(Attachments):
         began = time.monotonic()
         while view.phase == "running":
             try:
-                verdict = self._build(view)
+                decision = self._build(view)
             except FAILURES as failure:
                 self._await_end(view.epoch, failure)
                 view = self._next_view(view.epoch, failure)
                 continue
-            if verdict.committed:
+            if decision.committed:
                 self._note_commit("recovered", view.epoch)
-            self._commit_state.settle(verdict)
+            self._commit_state.settle(decision)
             seconds = time.monotonic() - began
             self._events.emit("rebuilt", epoch=view.epoch, seconds=seconds, rank=self.rank, size=self.size)
             return
         self._conclude(view)
 
-    def _build(self, view: View) -> Verdict:
+    def _build(self, view: View) -> Decision:
         """Connect the members of `view` and agree on what becomes of the open step."""
         assert self._runtime is not None
         rank = view.rank_of(self._identity)
@@ -413,32 +443,32 @@ class Session(Attachments):
             rank,
             self._runtime.store(view),
             patience,
-            over=lambda: self._tenure.why_over(view.epoch),
+            over=lambda: self._epoch_guard.why_over(view.epoch),
             recorder=None if self._telemetry is None else self._telemetry.recorder,
             connect_payload=mine.numbers(),
         )
         self._view = view
-        self._tenure.carry(comm)
+        self._epoch_guard.bind(comm)
         self._reach("rebuild.before_votes")
-        verdict = judge(voting.collect(comm, mine, patience), rank)
+        decision = decide(voting.collect(comm, mine, patience), rank)
         self._reach("rebuild.after_votes")
-        return verdict
+        return decision
 
     def _synchronise(self, comm: Communicator) -> None:
         """Transfer the state to newcomers and restore sharded state; collective.
 
         All ranks that hold the state are at the start of the same step.
         """
-        verdict = self._commit_state.pending
-        if verdict is not None:
+        decision = self._commit_state.pending
+        if decision is not None:
             founding = self._commit_state.standing == FOUNDER
-            taken = self._replicator.bring_up_to_date(
-                comm, self._hosts(), verdict, self._commit_state.done, founding=founding
+            taken = self._replicator.transfer_state(
+                comm, self._hosts(), decision, self._commit_state.done, founding=founding
             )
             if taken is not None:
                 self._commit_state.take_over(taken)
                 self._reach("sync.after_load")
-                self._replicator.everybody_has_it(comm)
+                self._replicator.confirm_transfer(comm)
             self._commit_state.synchronised()
         self._replicator.look(self._commit_state.done)
         if self._replicator.needs_group:
@@ -453,11 +483,9 @@ class Session(Attachments):
         self._commit_state.commit()
         self._replicator.committed(self._commit_state.done)
         assert self._view is not None
-        gap = self._gaps.commit(time.monotonic(), self._view, how == "normal")
+        gap = self._recovery_times.commit(time.monotonic(), self._view, how == "normal")
         if gap is not None:
             self._events.emit("gap", step=self._commit_state.done - 1, epoch=epoch, **gap)
-
-    # Helpers --------------------------------------------------------------------------------------------------
 
     def _hosts(self) -> list[str]:
         """The host of each member, by rank."""

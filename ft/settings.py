@@ -17,7 +17,7 @@ from holdfast.comms.quantities import integer_in
 from holdfast.comms.system.keys import load_key
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.control.errors import WrongKey
-from holdfast.ft.membership.admission import too_far
+from holdfast.ft.membership.admission import host_refusal_reason
 from holdfast.ft.membership.view import MESH, Job, View
 from holdfast.ft.timeouts import Timeouts
 
@@ -128,7 +128,7 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
         raise BackendUnavailable(
             there.backend, f"the job runs on it, this process cannot: {reasons or 'not asked for'}"
         )
-    distance = too_far(this_host(), one_host_backends(mine.backends), view)
+    distance = host_refusal_reason(this_host(), one_host_backends(mine.backends), view)
     if distance is not None:
         raise BackendUnavailable(there.backend, distance)
     return mine
@@ -176,7 +176,7 @@ def one_host_backends(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def key_check(key: bytes, name: str) -> str:
-    """A digest (16 bytes, hex) that tells the right key of a job from a wrong one and does not reveal it."""
+    """A digest (16 bytes, hex) that tells a job's key from others and does not reveal it."""
     return hmac.digest(key, b"holdfast job " + name.encode(), "sha256")[:16].hex()
 
 

@@ -1,4 +1,4 @@
-"""All the waiting times of a job in one object, checked against each other."""
+"""All timeouts of a job in one object, checked against each other."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from holdfast.comms.quantities import seconds
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds.
+    """In seconds.
 
-    `heartbeat`: how often a process says that it lives. `suspect`: how long it may be silent before somebody
-    looks. `operation`: the longest that one collective may take, and that members may wait for one that is still
-    computing. `rebuild`: the longest from a failure to the next epoch. `join`:
-    how long a job waits for members that it cannot do without.
+    `heartbeat`: the interval of a process's signs of life. `suspect`: how long it may be silent before it is checked.
+    `operation`: the longest that one collective may take, and that members may wait for a member that still computes.
+    `rebuild`: the longest from a failure to the next epoch. `join`: how long a job waits for members that it needs.
 
-    Raises ValueError, saying why, for times that cannot work together.
+    Raises ValueError, with the reason, for values that cannot work together.
     """
 
     heartbeat: float = 0.1

@@ -1,14 +1,14 @@
 """The commit protocol's state of one process: committed steps, the open step, and the failed epoch's outcome. No I/O.
 
 The protocol in order: `prepare` (this rank holds all results of the step), a barrier of all ranks, `commit`. After a
-failure, all ranks of the next epoch exchange their `vote`s and `settle` by the verdict of `judge`. Newcomers then get
+failure, all ranks of the next epoch exchange their `vote`s and `settle` by the decision of `decide`. Newcomers then get
 the state from ranks that have it, and `take_over`.
 """
 
 from __future__ import annotations
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Verdict, Vote
+from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Decision, Vote
 
 BROKEN_EPOCHS = 3
 """The number of epochs, between two commits, that failures without a known cause may end."""
@@ -17,7 +17,7 @@ BROKEN_EPOCHS = 3
 class CommitState:
     """The steps of one process: `done` of `total` are committed, and step number `done` is `prepared` or not.
 
-    `standing` is NEWCOMER, FOUNDER or HOLDER: what this process has of the job's state. `pending` is the verdict by
+    `standing` is NEWCOMER, FOUNDER or HOLDER: what this process has of the job's state. `pending` is the decision by
     which newcomers still have to get the state; None if none has to. `rewinds` counts returns to a checkpoint.
     """
 
@@ -27,7 +27,7 @@ class CommitState:
         self.total = -1
         self.prepared = False
         self.rewinds = 0
-        self.pending: Verdict | None = None
+        self.pending: Decision | None = None
         self._broken = 0
 
     def found(self) -> None:
@@ -53,11 +53,11 @@ class CommitState:
         """The vote of this process, for the ranks of the next epoch."""
         return Vote(self.standing, self.done, self.prepared, self.total, self.rewinds)
 
-    def settle(self, verdict: Verdict) -> None:
-        """Close the open step by `verdict`. If the verdict commits the step, call `commit` first."""
+    def settle(self, decision: Decision) -> None:
+        """Close the open step by `decision`. If the decision commits the step, call `commit` first."""
         self.prepared = False
-        self.pending = verdict if verdict.receivers else None
-        if self.standing == FOUNDER and not verdict.receivers:
+        self.pending = decision if decision.receivers else None
+        if self.standing == FOUNDER and not decision.receivers:
             self.standing = HOLDER
 
     def take_over(self, done: int) -> None:

@@ -45,7 +45,7 @@ FIELDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """The outcome: whether the step that this rank had open is `committed`, and how the state gets to all ranks.
 
     `done` steps are committed on all ranks that hold the state, after `rewinds` returns to a checkpoint. Rank `source`
@@ -58,8 +58,8 @@ class Verdict:
     rewinds: int
 
 
-def judge(votes: Sequence[Vote], rank: int) -> Verdict:
-    """The verdict for `rank`; all ranks decide the same about the step.
+def decide(votes: Sequence[Vote], rank: int) -> Decision:
+    """The decision for `rank`; all ranks decide the same about the step.
 
     Raises `Mismatch` if this rank, or a rank that holds the state, is not doing the same job as the first rank that
     holds it; `HoldfastError` if no rank holds the state any more.
@@ -90,4 +90,4 @@ def judge(votes: Sequence[Vote], rank: int) -> Verdict:
     source = holders[0]
     have = holders if best == HOLDER else [source]
     receivers = tuple(r for r in range(len(votes)) if r not in have)
-    return Verdict(committed, newest + int(commit_newest), source, receivers, rewinds)
+    return Decision(committed, newest + int(commit_newest), source, receivers, rewinds)

@@ -133,7 +133,7 @@ def _text_of(cell: object, console: Console) -> Text:
 
 
 def _needed(console: Console, options: ConsoleOptions, column: Column) -> Iterator[int]:
-    """The width that each cell of a column needs: that of its longest word, or of a whole number with its unit."""
+    """The width that each cell of a column needs: of its longest word, or of a number with its unit."""
     yield _width(console, options, column.header).minimum
     for cell in column.cells:
         width = _width(console, options, cell)

@@ -6,7 +6,10 @@ _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def format_seconds(seconds: float) -> str:
-    """A time of 0 or more with its unit, to three figures: 0.61 us, 12.3 ms, 1.25 s, 2 min 5 s, 1.5 h."""
+    """A time of 0 or more with its unit, to three figures.
+
+    For example 0.61 us, 12.3 ms, 1.25 s, 2 min 5 s, 1.5 h.
+    """
     if seconds >= 5400:
         return f"{seconds / 3600:.3g} h"
     if seconds >= 60:

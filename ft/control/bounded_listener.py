@@ -1,7 +1,7 @@
-"""A listening socket that strangers cannot use up the process with: how many may be in front of it, and for how long.
+"""A listening socket that limits unauthenticated connections, in number and in time.
 
-Every listener of ours in an event loop is one of these. A connection counts as a stranger's until it is `admitted`.
-When one too many comes the oldest goes, so that a flood of idle connections does not keep a peer out.
+Every asyncio listener of holdfast is one of these. A connection is a stranger's until it is admitted with `admit`. When
+one too many comes, the oldest is dropped, so that a flood of idle connections does not keep a peer out.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from holdfast.comms.system import forks
 _log = logging.getLogger(__name__)
 
 SHARE = 8
-"""A listener gives strangers at most this part of the descriptors of the process: recovery needs the rest."""
+"""Strangers may use at most one part in so many of the process's descriptors: recovery needs the rest."""
 _BACKLOG = 128  # connections that may be accepted in one go
 _SAY_SECONDS = 60.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 Departure = Literal["late", "full", "closed"]
-"""A stranger has to go because it took too long, because newer ones need its place, or because nobody listens any more.
-"""
+"""Why a stranger is dropped: it took too long, newer ones need its place, or the listener was closed."""
 
 
 class Stranger(Protocol):
-    """The asyncio protocol of a connection that may have to go."""
+    """The asyncio protocol of a connection that may be dropped."""
 
     def turn_away(self, why: Departure) -> None:
         """Close the connection."""
@@ -44,7 +43,7 @@ class BoundedListener:
     """Belongs to one event loop. `make` makes the protocol of each connection."""
 
     def __init__(self, make: Callable[[], Stranger], *, most: int, seconds: float) -> None:
-        """`most` strangers at a time, fewer where descriptors are scarce; each for so many `seconds`."""
+        """`most` strangers at a time, fewer where descriptors are scarce; each for at most `seconds`."""
         self._make, self._most, self._seconds = make, most, seconds
         self._strangers: dict[Stranger, asyncio.TimerHandle] = {}
         self._socket: socket.socket | None = None
@@ -53,7 +52,7 @@ class BoundedListener:
         self._said = float("-inf")
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen; the address and port. Raises OSError if it cannot be bound."""
+        """Listen; returns the address and port. Raises OSError if it cannot be bound."""
         loop = asyncio.get_running_loop()
         family, kind, number, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
         listener = socket.socket(family, kind, number)
@@ -74,7 +73,7 @@ class BoundedListener:
 
     @property
     def most(self) -> int:
-        """How many strangers there may be now."""
+        """The number of strangers that are allowed now."""
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return self._most if soft == resource.RLIM_INFINITY else max(1, min(self._most, soft // SHARE))
 
@@ -86,13 +85,13 @@ class BoundedListener:
         return guest in self._strangers
 
     def admit(self, guest: Stranger) -> None:
-        """No limit holds for it any more: it is known, or gone. Idempotent."""
+        """Lift the limits for this connection: it is authenticated, or closed. Idempotent."""
         timer = self._strangers.pop(guest, None)
         if timer is not None:
             timer.cancel()
 
     def close(self) -> None:
-        """Stop listening, and turn all strangers away. Idempotent."""
+        """Stop listening, and drop all strangers. Idempotent."""
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
@@ -133,7 +132,10 @@ class BoundedListener:
         guest.turn_away(why)
 
     def _refuse_one(self, error: OSError) -> None:
-        """Out of descriptors: close the connection that waits, with the one in reserve, and let the oldest go."""
+        """Handle a lack of descriptors: drop the oldest stranger, and close the connection that waits.
+
+        The reserved descriptor makes it possible to accept that connection.
+        """
         assert self._socket is not None
         if self._strangers:
             self._turn_away(next(iter(self._strangers)), "full")

@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
 MAX_PENDING = 256
-"""Unauthenticated connections that a listener holds; when one more comes, the oldest is turned away."""
+"""The most unauthenticated connections that a listener holds; when one more comes, the oldest is dropped."""
 
 UNACKNOWLEDGED_SECONDS = 4
-"""How long the other side's host may leave bytes unacknowledged before the connection is given up. The kernel would
-wait for many minutes, and after a cable is plugged in again for as long as it had been out.
+"""How long the other host may leave bytes unacknowledged before the connection is given up.
+
+The kernel would wait for many minutes, and after a cable is plugged in again for as long as it had been out.
 """
 
 _MAX_DROPS = 5  # in a row, before a dialler gives up on a listener that drops it without a word
@@ -69,7 +70,7 @@ class _Wire(asyncio.Protocol):
         self._number = -1
 
     def fileno(self) -> int:
-        """The socket's number while it is open."""
+        """The socket's number while it is open; -1 otherwise."""
         return self._number
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -211,10 +212,10 @@ async def dial(
 ) -> Connection:
     """Connect to a listener. Raises, as soon as it is known and after `timeout` seconds at the latest:
 
-    `WrongKey`, `WrongJob`, `UnknownVersion` or another `BadFrame` if the listener is not one of this job (it
-    then has learnt nothing but our identity); `ConnectionLost` if nobody listens; `Busy` if it was turned
-    away for others until the end; `CallTimeout` (an `OpTimeout`) if nothing answered; ValueError for an
-    address that is none.
+    `WrongKey`, `WrongJob`, `UnknownVersion` or another `BadFrame` if the listener is not one of this job (it then has
+    learnt nothing but our identity); `ConnectionLost` if no process listens; `Busy` if the listener dropped it for
+    other connections until the end; `CallTimeout` (an `OpTimeout`) if there was no answer; ValueError for an invalid
+    address.
     """
     host, port = split_address(address)
     started = time.monotonic()
@@ -231,7 +232,7 @@ async def dial(
 
 
 def pause_before_retry(error: ControlError, drops: int, deadline: float) -> float:
-    """Seconds to wait before dialling again after a drop; raises `error` if that is not worth it."""
+    """Seconds to wait before dialling again after a drop; raises `error` if another dial is not worth it."""
     pause = random.uniform(0.005, 0.05)
     if (isinstance(error, Dropped) and drops > _MAX_DROPS) or time.monotonic() + pause > deadline:
         raise error
@@ -241,7 +242,7 @@ def pause_before_retry(error: ControlError, drops: int, deadline: float) -> floa
 async def _dial_once(host: str, port: int, handshake: DiallerHandshake, address: str) -> Connection:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Connection] = loop.create_future()
-    result.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask for it
+    result.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may never be awaited
 
     def established(wire: _Wire, connection: Connection) -> None:
         if not result.done():

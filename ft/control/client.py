@@ -1,8 +1,7 @@
-"""A blocking client for remote calls: a plain socket used by the calling threads themselves, with no thread
-of its own.
+"""A blocking client for remote calls: the calling threads use a plain socket, without a thread of its own.
 
-Several threads may call at once. One of those that wait reads the socket for all of them and hands that role
-on when it has its own answer, so that a lone caller pays for no switch between threads.
+Several threads may call at once. One of the waiting threads reads the socket for all of them, and passes this role on
+when it has its own answer, so that a single caller pays for no switch between threads.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from holdfast.comms.system.local_causes import local_cause
 from holdfast.ft.control.channel import HANDSHAKE_SECONDS, join_address, pause_before_retry, split_address
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, RemoteError
-from holdfast.ft.control.frames import DEFAULT_LIMIT, DiallerHandshake, Session
+from holdfast.ft.control.frames import DEFAULT_LIMIT, AuthenticatedSession, DiallerHandshake
 from holdfast.ft.control.messages import Cancel, Failure, Reply, Request, decode, encode
 
 _CHUNK = 1 << 16
@@ -28,7 +27,7 @@ _CHUNK = 1 << 16
 
 @dataclass(slots=True)
 class _Call:
-    """One call in flight; `answer` is set by whichever thread reads it."""
+    """One call in flight; the thread that reads its answer sets `answer`."""
 
     id: int
     method: str
@@ -37,7 +36,7 @@ class _Call:
 
 
 class RpcClient:
-    """A connection to an `RpcServer` or `AsyncRpcServer`, made by the constructor. Thread-safe.
+    """A connection to an `AsyncRpcServer`, made by the constructor. Thread-safe.
 
     The constructor raises what `holdfast.ft.control.channel.dial` raises. `peer` is the server's identity.
     """
@@ -116,15 +115,16 @@ class RpcClient:
             if self._lost is None:
                 self._lost = reason
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes those inside `_using`; the last of them closes
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes threads inside `_using`; the last of them closes it
             if not self._users:
                 self._socket.close()
             self._state.notify_all()
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """Around system calls on the socket: its number must not be closed, and given to another file, under
-        them.
+        """A context for system calls on the socket.
+
+        It keeps the socket open, so that its number is not given to another file meanwhile.
         """
         with self._state:
             self._check()
@@ -179,7 +179,7 @@ class RpcClient:
                 return None
 
     def _read_for_all(self, call: _Call) -> None:
-        """Hand out answers until `call` has its own or no more time."""
+        """Distribute answers until `call` has its own or no more time."""
         while call.answer is None:
             remaining = call.deadline - time.monotonic()
             if remaining <= 0 or not self._readable.poll(1000 * remaining):
@@ -220,7 +220,9 @@ def _send_all(sock: socket.socket, data: bytes, deadline: float) -> None:
                 raise TimeoutError("it does not read what is sent to it") from None
 
 
-def _connect(address: str, timeout: float, arguments: tuple[bytes, str, str, int]) -> tuple[socket.socket, Session]:
+def _connect(
+    address: str, timeout: float, arguments: tuple[bytes, str, str, int]
+) -> tuple[socket.socket, AuthenticatedSession]:
     """A connected non-blocking socket and its session; raises what `channel.dial` raises."""
     started = time.monotonic()
     deadline, drops = started + timeout, 0
@@ -239,7 +241,9 @@ def _connect(address: str, timeout: float, arguments: tuple[bytes, str, str, int
             time.sleep(pause_before_retry(error, drops, deadline))
 
 
-def _connect_once(host: str, port: int, handshake: DiallerHandshake, deadline: float) -> tuple[socket.socket, Session]:
+def _connect_once(
+    host: str, port: int, handshake: DiallerHandshake, deadline: float
+) -> tuple[socket.socket, AuthenticatedSession]:
     sock = socket.create_connection((host, port), max(0.001, deadline - time.monotonic()))
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -7,28 +7,24 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from holdfast.ft.control.errors import ConnectionLost, ControlError
-from holdfast.ft.control.frames import Session
+from holdfast.ft.control.frames import AuthenticatedSession
 
 CLOSED_THERE = "the other side closed it or died"
 CLOSED_HERE = "closed on this side"
 
-_RECEIVE_HIGH, _RECEIVE_LOW = (
-    1024,
-    256,
-)  # messages that wait for `recv` before the sender is held back, and until
-_LINGER = 1.0  # seconds that `close` gives the peer to take what is still to be sent
-_SEND_LIMIT = 16 << 20  # bytes that `post` lets pile up for a peer that does not read
+_RECEIVE_HIGH, _RECEIVE_LOW = 1024, 256  # queued messages at which reading pauses, and resumes
+_LINGER = 1.0  # seconds that `close` waits for the peer to receive pending data
+_SEND_LIMIT = 16 << 20  # bytes that `post` queues for a peer that does not read
 
 
 class Connection:
     """An authenticated connection: whole messages, in order, each once. Belongs to one event loop.
 
-    `peer` is the identity that the other side gave, having proved that it has the job's key. When the
-    connection ends, `lost` says why: a `ConnectionLost`, or the `BadFrame` for which it was dropped; every
-    method raises it.
+    `peer` is the identity that the other side gave, having proved that it has the job's key. When the connection ends,
+    `lost` is the reason: a `ConnectionLost`, or the `BadFrame` for which it was dropped; every method raises it.
     """
 
-    def __init__(self, session: Session, transport: asyncio.Transport) -> None:
+    def __init__(self, session: AuthenticatedSession, transport: asyncio.Transport) -> None:
         self.peer = session.peer
         self.lost: ControlError | None = None
         self._session, self._transport = session, transport
@@ -120,7 +116,7 @@ class Connection:
             raise self.lost.again()
 
     def take(self, data: bytes) -> None:
-        """Bytes came from the socket."""
+        """Handle bytes from the socket."""
         if self.lost is not None:
             return
         try:
@@ -148,7 +144,7 @@ class Connection:
             self._arrived.set_result(None)
 
     def hold_writing(self, hold: bool) -> None:
-        """The socket's buffer is full, or has room again."""
+        """Hold back senders while the socket's buffer is full."""
         if hold:
             self._writable = self._loop.create_future()
         elif self._writable is not None:
@@ -170,7 +166,7 @@ class Connection:
             self._on_lost(reason)
 
     def socket_closed(self, error: Exception | None) -> None:
-        """The socket is closed; `error` if it did not end in good order."""
+        """The socket is closed; `error` if it was not closed in good order."""
         reason: ControlError | None = None
         try:
             self._session.end()

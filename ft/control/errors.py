@@ -1,4 +1,4 @@
-"""What can go wrong on the control channel. After any of these but `RemoteError` the connection is gone."""
+"""The errors of the control channel. After any of them but `RemoteError` and the timeouts, the connection is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 
 
 class ControlError(HoldfastError):
-    """Root of the control channel's errors."""
+    """Base class of the control channel's errors."""
 
 
 class WrongKey(ControlError):
@@ -16,7 +16,7 @@ class WrongKey(ControlError):
 
 
 class WrongJob(ControlError):
-    """The two sides hold the same key but mean different jobs."""
+    """The two sides hold the same key but belong to different jobs."""
 
 
 class Busy(ControlError):
@@ -52,9 +52,7 @@ class TruncatedFrame(BadFrame):
 
 
 class ConnectionLost(ControlError, PeerFailed):
-    """The connection to `peer` (its identity, or its address before that is known) ended or could not be
-    made.
-    """
+    """The connection to `peer` (its identity, or its address before that is known) ended or could not be made."""
 
     def __init__(self, peer: str, evidence: str) -> None:
         PeerFailed.__init__(self, (), evidence)
@@ -63,13 +61,11 @@ class ConnectionLost(ControlError, PeerFailed):
 
 
 class Dropped(ConnectionLost):
-    """The other side closed the connection during the handshake without a word, as it may under a flood."""
+    """The other side closed the connection during the handshake without a reason, as it may under a flood."""
 
 
 class RemoteError(ControlError):
-    """The call arrived, and its handler failed there. `kind` is the name of the error's type on the other
-    side.
-    """
+    """The handler of a call failed on the other side. `kind` is the name of the error's type there."""
 
     def __init__(self, peer: str, method: str, kind: str, message: str) -> None:
         self.peer, self.method, self.kind, self.message = peer, method, kind, message
@@ -77,9 +73,7 @@ class RemoteError(ControlError):
 
 
 class CallTimeout(ControlError, OpTimeout):
-    """No answer from `peer` in time: `op` says what was asked, `waited` how many seconds. The connection
-    stands.
-    """
+    """`peer` did not answer in time: `op` is what was asked, `waited` the seconds. The connection stays open."""
 
     def __init__(self, op: str, peer: str, waited: float) -> None:
         OpTimeout.__init__(self, op, 0, waited)
@@ -88,9 +82,7 @@ class CallTimeout(ControlError, OpTimeout):
 
 
 class KeyTimeout(ControlError, OpTimeout):
-    """Keys of the rendezvous table that nobody set in time: `missing` names them, `waited` says how many
-    seconds.
-    """
+    """Keys of the rendezvous table were not set in time: `missing` are their names, `waited` the seconds."""
 
     def __init__(self, missing: Sequence[str], waited: float) -> None:
         OpTimeout.__init__(self, "wait for keys", 0, waited)

@@ -8,9 +8,10 @@ A frame is a length (4 bytes, big endian, of what follows), a version byte, and 
     listener -> Welcome(identity, HMAC of all of it)    and the dialler that the listener has
              or Refusal(why)
 
-Neither key nor job name travels. Each direction then has a key of its own, made from the job's key and both
-nonces, and each frame ends with a MAC over its number, its header and its payload: what is forged, altered,
-repeated, left out or moved from another place, direction or connection does not verify. Nothing is encrypted.
+Neither key nor job name is sent. Each direction then has its own key, derived from the job's key and both nonces, and
+each frame ends with a MAC over its number, its header and its payload: a frame that is forged, altered, replayed or
+moved from another position, direction or connection does not verify, nor does one after an omitted frame. Nothing is
+encrypted.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from holdfast.ft.control.errors import (
 
 VERSION = 1
 DEFAULT_LIMIT = 1 << 20
-"""Bytes that the payload of one frame may have unless said otherwise."""
+"""The most bytes in the payload of one frame, by default."""
 HANDSHAKE_LIMIT = 1024
 MAC_BYTES = 16
 MIN_KEY_BYTES = 16
 MAX_IDENTITY = 200
-"""Characters that an identity may have."""
+"""The most characters in an identity."""
 
 _HEADER = struct.Struct("!IB")
 _NUMBER = struct.Struct("!Q")
@@ -86,7 +87,7 @@ def frame(body: bytes) -> bytes:
 
 
 def refusal(reason: Reason) -> bytes:
-    """The frame that turns a dialler away."""
+    """The frame that tells a dialler why it is refused."""
     return frame(_encode(Refusal(reason)))
 
 
@@ -103,9 +104,7 @@ class FrameBuffer:
         self._data += data
 
     def next(self) -> bytes | None:
-        """The next body; None if not all of it is there. Raises `FrameTooLarge`, `UnknownVersion`,
-        `BadFrame`.
-        """
+        """The next body; None if it is incomplete. Raises `FrameTooLarge`, `UnknownVersion`, `BadFrame`."""
         data = self._data
         if len(data) < _HEADER.size:
             return None
@@ -130,8 +129,8 @@ class FrameBuffer:
             raise TruncatedFrame(f"the stream ended {len(self._data)} bytes into a control frame")
 
 
-class Session:
-    """An authenticated connection: payloads to frames and back. Not thread-safe.
+class AuthenticatedSession:
+    """The state of an authenticated connection: turns payloads into frames and back. Not thread-safe.
 
     Sending and receiving share nothing, so one thread may do each.
     """
@@ -146,7 +145,7 @@ class Session:
         buffer.limit = limit + MAC_BYTES
 
     def seal(self, payload: bytes) -> bytes:
-        """The frame that carries `payload`. Raises `FrameTooLarge` and leaves the session as it was."""
+        """The frame that carries `payload`. Raises `FrameTooLarge` and leaves the session unchanged."""
         size = len(payload)
         if size > self._limit:
             raise FrameTooLarge(size, self._limit)
@@ -195,7 +194,7 @@ def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
 
 
 class DiallerHandshake:
-    """The side that connects. Send `hello`, then what `receive` returns, until `session` is there."""
+    """The handshake of the side that connects. Send `hello`, then what `receive` returns, until `session` is set."""
 
     def __init__(self, key: bytes, job: str, identity: str, limit: int = DEFAULT_LIMIT) -> None:
         _check_arguments(key, job, identity)
@@ -204,17 +203,16 @@ class DiallerHandshake:
         nonce = os.urandom(32)
         self._hello = _encode(Hello(nonce, _mac(key, b"job", nonce, job.encode()), identity))
         self._challenge = b""
-        self.session: Session | None = None
+        self.session: AuthenticatedSession | None = None
 
     def hello(self) -> bytes:
         return frame(self._hello)
 
     def receive(self, data: bytes) -> bytes:
-        """Take bytes from the listener; the bytes to answer with. After an error the connection must be
-        dropped.
+        """Handle bytes from the listener; returns the bytes to answer with. After an error, drop the connection.
 
-        Raises `WrongKey`, `WrongJob`, `Busy`, `UnknownVersion`, `FrameTooLarge`, `BadFrame`. Bytes that
-        follow the handshake are kept: ask `session.receive(b"")` for them.
+        Raises `WrongKey`, `WrongJob`, `Busy`, `UnknownVersion`, `FrameTooLarge`, `BadFrame`. Bytes that follow the
+        handshake are kept: `session.receive(b"")` returns them.
         """
         self._buffer.feed(data)
         answer = b""
@@ -234,7 +232,7 @@ class DiallerHandshake:
             if not hmac.compare_digest(_mac(self._key, b"listener", *transcript), message.mac):
                 raise WrongKey("the listener could not prove that it has this job's key; nothing was sent to it")
             to_listener, to_dialler = (_mac(self._key, name, *transcript) for name in _DIRECTIONS)
-            self.session = Session(message.identity, to_listener, to_dialler, self._buffer, self._limit)
+            self.session = AuthenticatedSession(message.identity, to_listener, to_dialler, self._buffer, self._limit)
             return b""
         raise BadFrame(f"{type(message).__name__} out of place in the handshake")
 
@@ -244,7 +242,7 @@ class DiallerHandshake:
 
 
 class ListenerHandshake:
-    """The side that was connected to. Send what `receive` returns until `session` is there.
+    """The handshake of the side that accepts. Send what `receive` returns until `session` is set.
 
     If it raises, send `farewell` (it tells an honest dialler why) and drop the connection.
     """
@@ -256,14 +254,13 @@ class ListenerHandshake:
         self._hello = self._challenge = b""
         self._claim: Hello | None = None
         self.farewell = b""
-        self.session: Session | None = None
+        self.session: AuthenticatedSession | None = None
 
     def receive(self, data: bytes) -> bytes:
-        """Take bytes from the dialler; the bytes to answer with. After an error the connection must be
-        dropped.
+        """Handle bytes from the dialler; returns the bytes to answer with. After an error, drop the connection.
 
-        Raises `WrongKey`, `WrongJob`, `UnknownVersion`, `FrameTooLarge`, `BadFrame`. Bytes that follow the
-        handshake are kept: ask `session.receive(b"")` for them.
+        Raises `WrongKey`, `WrongJob`, `UnknownVersion`, `FrameTooLarge`, `BadFrame`. Bytes that follow the handshake
+        are kept: `session.receive(b"")` returns them.
         """
         self._buffer.feed(data)
         answer = b""
@@ -290,7 +287,9 @@ class ListenerHandshake:
                 raise WrongJob(f"{self._claim.identity!r} has the key but is not of job {self._job!r}")
             transcript = (self._hello, self._challenge, self._identity.encode())
             to_listener, to_dialler = (_mac(self._key, name, *transcript) for name in _DIRECTIONS)
-            self.session = Session(self._claim.identity, to_dialler, to_listener, self._buffer, self._limit)
+            self.session = AuthenticatedSession(
+                self._claim.identity, to_dialler, to_listener, self._buffer, self._limit
+            )
             return frame(_encode(Welcome(self._identity, _mac(self._key, b"listener", *transcript))))
         raise BadFrame(f"{type(message).__name__} out of place in the handshake")
 
@@ -318,7 +317,7 @@ def _reason(error: ControlError) -> Reason:
 
 
 def _refused(reason: Reason) -> ControlError:
-    """What a refusal means to the dialler. It proves nothing: whoever sits at the address can send any."""
+    """The error for a refusal. It proves nothing: any process at that address can send one."""
     if reason == "key":
         return WrongKey("the listener refused this process: the two do not hold the same job key")
     if reason == "job":

@@ -1,4 +1,4 @@
-"""Which interface a process listens on: one of this machine, never all of them."""
+"""Checks the interface that a process listens on: one of this machine, never all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 LOOKUP_SECONDS = 5.0
-"""How long a name may take to be looked up."""
+"""How long the lookup of a name may take."""
 LONGEST = 253
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 
 
 def check_interface(host: object) -> str:
-    """The host, if it can be the name or the address of one interface. Raises TypeError, ValueError. Asks nobody."""
+    """The host, if it can be the name or address of one interface. Raises TypeError, ValueError. Does no lookup."""
     if not isinstance(host, str):
         raise TypeError(f"host must be a name or an address as text, not {type(host).__name__}")
     if not host:
@@ -37,7 +37,7 @@ def check_interface(host: object) -> str:
 
 
 def check_ours(host: object) -> str:
-    """The host, if this machine can listen there now. Raises TypeError, ValueError. Names are looked up."""
+    """The host, if this machine can listen there now. Raises TypeError, ValueError. Looks names up."""
     name = check_interface(host)
     reasons = []
     for family, kind, protocol, _, address in _looked_up(name):
@@ -67,7 +67,7 @@ def _check_address(host: str, address: Address) -> None:
 
 
 def _looked_up(name: str) -> list[Any]:
-    """An address needs nobody's answer; that to a name may not come, so a thread waits for it."""
+    """The addresses of a host. A lookup may never end, so a thread makes it."""
     found: list[list[Any] | Exception] = []
 
     def ask(flags: int) -> None:

@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs an event loop in a daemon thread until `close`, which cancels what still runs in it and joins the
-    thread.
+    """Runs an event loop in a daemon thread until `close`.
+
+    `close` cancels the tasks that still run in it and joins the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,11 +53,11 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop still runs."""
+        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop the loop and join the thread. Idempotent. Not to be called from the loop itself."""
+        """Stop the loop and join the thread. Idempotent. Must not be called from the loop itself."""
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""What travels inside the frames of a remote-call connection: either side may ask, either side answers."""
+"""The messages of a remote-call connection. Both sides may send requests, and answer them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """The caller waits for this call no more."""
+    """The caller no longer waits for this call."""
 
     id: Number
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
-    """A call that wants no answer."""
+    """A call without an answer."""
 
     method: str
     body: bytes

@@ -1,4 +1,4 @@
-"""Remote calls in asyncio. A connection is symmetric: once it stands, either side may call the other."""
+"""Remote calls in asyncio. A connection is symmetric: once it is made, either side may call the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.ft.control.frames import DEFAULT_LIMIT
 from holdfast.ft.control.messages import Cancel, Failure, Notice, Reply, Request, decode, encode
 
 Handler = Callable[[str, bytes], Awaitable[bytes] | bytes]
-"""(peer's identity, body) -> body. Runs in the event loop: one that does not return at once must be async."""
+"""(peer's identity, body) -> body. Runs in the event loop; a handler that does not return at once must be async."""
 
 _MESSAGE_CHARACTERS = 4000  # of a failed handler's error, at most
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class RpcConnection:
     """Remote calls over one authenticated connection; belongs to one event loop.
 
-    `peer` is the other side's identity, `lost` why the connection is over (None while it lives).
+    `peer` is the other side's identity, `lost` the error that ended the connection (None while it is open).
     """
 
     def __init__(self, connection: Connection, handlers: Mapping[str, Handler]) -> None:
@@ -45,7 +45,7 @@ class RpcConnection:
         return self._connection.lost
 
     def on_lost(self, receiver: Callable[[RpcConnection, ControlError], None]) -> None:
-        """Call `receiver` in the event loop, once, when the connection ends; at once if it has."""
+        """Call `receiver` in the event loop, once, when the connection ends; at once if it has ended."""
         if self.lost is None:
             self._on_lost.append(receiver)
         else:
@@ -54,9 +54,8 @@ class RpcConnection:
     async def call(self, method: str, body: bytes = b"", timeout: float = 30.0) -> bytes:
         """The answer of the other side's handler.
 
-        Raises `RemoteError` if the handler failed; what `lost` says, at once, when the connection is or goes
-        down; `CallTimeout` (an `OpTimeout`) after `timeout` seconds (the handler is then cancelled);
-        `FrameTooLarge` if nothing was sent.
+        Raises `RemoteError` if the handler failed; `lost`, at once, when the connection is or gets lost; `CallTimeout`
+        (an `OpTimeout`) after `timeout` seconds (the handler is then cancelled); `FrameTooLarge` if nothing was sent.
         """
         self._made += 1
         call, started = self._made, time.monotonic()
@@ -76,7 +75,7 @@ class RpcConnection:
             self._calls.pop(call, None)
 
     def notify(self, method: str, body: bytes = b"") -> None:
-        """Call without waiting and without an answer. Raises what `lost` says if the connection is down."""
+        """Call without waiting and without an answer. Raises `lost` if the connection is lost."""
         self._connection.post(encode(Notice(method, body)))
 
     def close(self) -> None:
@@ -84,7 +83,7 @@ class RpcConnection:
         self._connection.close()
 
     def abort(self) -> None:
-        """Like `close`, without sending what is still to be sent."""
+        """Like `close`, without sending what is pending."""
         self._connection.abort()
 
     async def wait_closed(self) -> None:
@@ -178,7 +177,7 @@ class RpcConnection:
         except FrameTooLarge as error:
             self._fail(call, error)
         except ControlError:
-            pass  # the caller is gone, and hears of it from its own side of the connection
+            pass  # the caller's own side of the connection reports the loss
 
     def _fail(self, call: int, error: Exception) -> None:
         if self.lost is None:
@@ -214,8 +213,8 @@ async def dial_rpc(
 class AsyncRpcServer:
     """Serves remote calls in the running event loop.
 
-    `on_connect` and `on_disconnect` are called in the loop for each connection. `connections` are those that
-    live: through them the server can call or notify its clients.
+    `on_connect` and `on_disconnect` are called in the loop for each connection. `connections` are the open ones:
+    through them the server can call or notify its clients.
     """
 
     def __init__(
@@ -245,9 +244,7 @@ class AsyncRpcServer:
         )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; `address` is known afterwards. Raises ValueError or OSError for an interface that will not
-        do.
-        """
+        """Listen; `address` is known afterwards. Raises ValueError or OSError for an interface that cannot be used."""
         await self._listener.start(host, port)
 
     @property
@@ -257,11 +254,11 @@ class AsyncRpcServer:
 
     @property
     def refused(self) -> int:
-        """How many connections did not authenticate."""
+        """The number of connections that did not authenticate."""
         return self._listener.refused
 
     async def close(self) -> None:
-        """Stop listening, end every connection and cancel what their handlers were doing. Idempotent."""
+        """Stop listening, end every connection and cancel its running handlers. Idempotent."""
         await self._listener.close()
 
     def _connected(self, connection: Connection) -> None:

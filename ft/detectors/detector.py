@@ -26,20 +26,21 @@ class Note(Protocol):
     def __call__(self, kind: str, **fields: Any) -> None: ...
 
 
-def _nobody(*words: object) -> None:
-    """Nobody is there to hear it."""
+def _no_receiver(*words: object) -> None:
+    """The default of a callback without a receiver: does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class DetectorContext:
     """What a detector has to work with.
 
-    `tell` gives evidence to the membership of this process; `stop` ends the epoch here at once, without agreement;
+    `tell` passes evidence to the membership of this process; `stop` ends the epoch here at once, without agreement;
     `resign` ends this process's part in the job. `send(member_id, body)` reaches the detector of the same name in
-    another process, if there is a connection to it; `send_all` all of them. `accuse(member_id, evidence)` tells the
-    detectors of all processes that this one cannot work with a member any more. `vouch(member_id)` and
-    `placed(member_id, place)` tell the detectors of this process that another lives, and how far it is. `place()` is
-    how far this process is in its ops. `lost(member_id)`: the membership takes the member for gone already.
+    another process, if there is a connection to it; `send_all` those of all connected processes. `accuse(member_id,
+    evidence)` tells the detectors of all processes that this one cannot work with a member any more. `vouch(member_id)`
+    and `placed(member_id, place)` tell the detectors of this process that another one lives, and its position in its
+    ops. `place()` is the position of this process. `lost(member_id)`: whether the membership already counts the member
+    as lost.
     """
 
     me: Member
@@ -51,65 +52,67 @@ class DetectorContext:
     note: Note
     place: Callable[[], OpPosition]
     lost: Callable[[str], bool]
-    send: Callable[[str, bytes], None] = _nobody
-    send_all: Callable[[bytes], None] = _nobody
-    accuse: Callable[[str, str], None] = _nobody
-    vouch: Callable[[str], None] = _nobody
-    placed: Callable[[str, OpPosition], None] = _nobody
+    send: Callable[[str, bytes], None] = _no_receiver
+    send_all: Callable[[bytes], None] = _no_receiver
+    accuse: Callable[[str, str], None] = _no_receiver
+    vouch: Callable[[str], None] = _no_receiver
+    placed: Callable[[str, OpPosition], None] = _no_receiver
 
 
 class Detector:
-    """One way to find out that others have failed. Every part has a default; override what is needed.
+    """The base class of failure detectors. Every method has a default; override what is needed.
 
-    `doubtful`: `look` is wanted a few times a heartbeat, not once."""
+    `doubtful`: `look` should be called a few times a heartbeat, not once.
+    """
 
     doubtful: bool = False
 
-    def __init__(self, surroundings: DetectorContext) -> None:
-        self.surroundings = surroundings
+    def __init__(self, context: DetectorContext) -> None:
+        self.context = context
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
-        """It is about these from now on: the newest view, and the processes in it or outside that matter here."""
+        """The newest view, and the processes in or outside of it that this process must watch from now on."""
 
     def beat(self, now: float) -> None:
-        """Once a heartbeat: say that this process lives."""
+        """Called once a heartbeat: show that this process lives."""
 
     def look(self, now: float) -> None:
-        """Once a heartbeat, and more often while anything is doubtful: judge."""
+        """Called once a heartbeat, and more often while any detector is `doubtful`: evaluate what is known."""
 
     def linked(self, member_id: str) -> None:
-        """A connection to another process has come to stand."""
+        """A connection to another process was made."""
 
     def refused(self, member_id: str, now: float) -> None:
-        """The host of another process says that nobody listens at its address any more."""
+        """The host of another process refuses connections to its address: no process listens there any more."""
 
     def heard(self, member_id: str, now: float) -> None:
-        """Another process has said that it lives, over the control channel."""
+        """Another process has shown over the control channel that it lives."""
 
     def received(self, member_id: str, body: bytes, now: float) -> None:
-        """The detector of the same name in another process says something. May raise `msgspec.DecodeError`
-        or UnicodeDecodeError, having changed nothing.
+        """A message from the detector of the same name in another process.
+
+        May raise `msgspec.DecodeError` or UnicodeDecodeError, having changed nothing.
         """
 
     def testified(self, observer: str, member: str, evidence: str | None, now: float) -> None:
-        """Another process suspects a member, or (None) does so no more."""
+        """Another process suspects a member, or has cleared it (None)."""
 
     def accused(self, observer: str, member: str, evidence: str, now: float) -> None:
         """A process, perhaps this one, cannot work with a member any more."""
 
     def placed(self, member_id: str, place: OpPosition) -> None:
-        """Another process is so far in its ops."""
+        """The position of another process in its ops."""
 
     def failed(self, view: View, failure: HoldfastError, now: float) -> None:
-        """An op of this process's communicator, that of `view`, has failed."""
+        """An op of the communicator of `view` has failed in this process."""
 
     @property
     def missed(self) -> int:
-        """How many heartbeats of others did not come, so far."""
+        """The number of heartbeats of others that did not arrive, so far."""
         return 0
 
     def silent_for(self, member_id: str, now: float) -> float | None:
-        """For how many seconds there was no sign of life of a process; None if this detector does not listen to it."""
+        """Seconds since the last sign of life of a process; None if this detector does not watch it."""
         return None
 
     def fence(self, member: Member) -> bool:
@@ -117,4 +120,4 @@ class Detector:
         return False
 
     def close(self) -> None:
-        """Let go of everything. Nothing is heard from here on."""
+        """Release all resources. No method is called afterwards."""

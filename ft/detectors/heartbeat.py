@@ -1,7 +1,8 @@
-"""`heartbeat`: processes of this host say in shared memory that they run; whoever is silent is looked at.
+"""`heartbeat`: processes of this host beat in shared memory; a silent one is checked for being stopped.
 
-Silence alone proves nothing: a process that holds its GIL for long, is swapped out or starved is silent too. One that
-is stopped at every look is ended. One that is silent and runs is vouched for to other hosts, which cannot look.
+SilenceTracker alone proves nothing: a process that holds its GIL for long, is swapped out or starved is silent too. A
+process that is stopped at every look is ended. For one that is silent but runs, this process vouches to other hosts,
+which cannot look.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import msgspec
 
 from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
-from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
+from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.membership.events import Stalled
 from holdfast.ft.membership.view import Member, View
 
@@ -24,14 +25,14 @@ _encode = msgspec.msgpack.Encoder().encode
 _words = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=0)] | list[str])
 
 
-class Heartbeat(Detector):
-    """Evicts a stopped process within the suspect time, and nobody else."""
+class HeartbeatDetector(Detector):
+    """Evicts a stopped process within the suspect time, and no other process."""
 
-    def __init__(self, surroundings: DetectorContext) -> None:
-        super().__init__(surroundings)
-        self._silence = Silence(surroundings.me, surroundings.timeouts, is_stopped)
-        self._pulse = Pulse()
-        self._readers: dict[str, PulseReader] = {}
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
+        self._silence = SilenceTracker(context.me, context.timeouts, is_stopped)
+        self._page = HeartbeatPage()
+        self._readers: dict[str, HeartbeatPageReader] = {}
         self._mates: Mapping[str, Member] = {}
         self._unopened: dict[str, int] = {}
         self._vouch_at = 0.0
@@ -44,16 +45,16 @@ class Heartbeat(Detector):
         return self._silence.silent_for(member_id, now)
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
-        me = self.surroundings.me
+        me = self.context.me
         self._mates = {m.id: m for m in watched if m.peer.host == me.peer.host and m.peer.pid != me.peer.pid}
-        self._silence.follow(self._mates.values(), self.surroundings.loop.time())
+        self._silence.follow(self._mates.values(), self.context.loop.time())
         for member_id in self._readers.keys() - self._mates.keys():
             self._readers.pop(member_id).close()
         for member_id, fd in list(self._unopened.items()):
             self._open(member_id, fd)
 
     def linked(self, member_id: str) -> None:
-        self.surroundings.send(member_id, _encode(self._pulse.fd))
+        self.context.send(member_id, _encode(self._page.fd))
 
     def received(self, member_id: str, body: bytes, now: float) -> None:
         words = _words.decode(body)
@@ -61,7 +62,7 @@ class Heartbeat(Detector):
             self._open(member_id, words)
         else:
             for each in words:
-                self.surroundings.vouch(each)
+                self.context.vouch(each)
 
     def _open(self, member_id: str, fd: int) -> None:
         member = self._mates.get(member_id)
@@ -72,7 +73,7 @@ class Heartbeat(Detector):
         if member_id in self._readers:
             return
         try:
-            self._readers[member_id] = PulseReader(member.peer, fd)
+            self._readers[member_id] = HeartbeatPageReader(member.peer, fd)
         except OSError as error:
             _log.warning("the heartbeat of %s in shared memory cannot be read, its messages are: %s", member_id, error)
 
@@ -81,29 +82,29 @@ class Heartbeat(Detector):
 
     def _hear(self, member_id: str, when: float) -> None:
         for verdict in self._silence.hear(member_id, when):
-            self.surroundings.tell(verdict)
+            self.context.tell(verdict)
 
     def beat(self, now: float) -> None:
-        self._pulse.beat(now, self.surroundings.place())
+        self._page.beat(now, self.context.place())
 
     def look(self, now: float) -> None:
         for member_id, reader in self._readers.items():
             found = reader.read()
             if found is not None:
                 self._hear(member_id, found[0])
-                self.surroundings.placed(member_id, found[1])
+                self.context.placed(member_id, found[1])
         for verdict in self._silence.look(now):
             if isinstance(verdict, Stalled):
-                self.surroundings.note("stalled", member=verdict.member, evidence=verdict.evidence)
-            self.surroundings.tell(verdict)
-        self.doubtful = self._silence.somebody_is_silent
+                self.context.note("stalled", member=verdict.member, evidence=verdict.evidence)
+            self.context.tell(verdict)
+        self.doubtful = self._silence.any_silent
         running = self._silence.silent_and_running()
         if running and now >= self._vouch_at:
-            self._vouch_at = now + self.surroundings.timeouts.heartbeat
-            self.surroundings.send_all(_encode(running))
+            self._vouch_at = now + self.context.timeouts.heartbeat
+            self.context.send_all(_encode(running))
 
     def close(self) -> None:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
-        self._pulse.close()
+        self._page.close()

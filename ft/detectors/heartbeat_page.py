@@ -1,7 +1,7 @@
-"""A heartbeat in shared memory: a page that its process writes to and the others of its host look at.
+"""A heartbeat in shared memory: a page that its process writes and the other processes of its host read.
 
-The page is a memfd that the others open through /proc, so it has no name and goes with its process. It says when its
-process was last seen to run, and how far it is in its ops: all of it can be read though the process is stopped.
+The page is a memfd that the others open through /proc, so it has no name and ends with its process. It holds the time
+at which its process last ran, and its position in its ops; both can be read while the process is stopped.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TRIES = 8
 _NAME = "holdfast-pulse"
 
 
-class Pulse:
-    """This process's page. `fd` is what others need to open it."""
+class HeartbeatPage:
+    """The page of this process. Others need `fd` to open it."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -35,7 +35,7 @@ class Pulse:
         self._version = 0
 
     def beat(self, now: float, place: OpPosition) -> None:
-        """Say that this process runs. The version is odd while the rest is being written."""
+        """Record that this process runs. The version is odd while the rest is being written."""
         self._version += 2
         _VERSION.pack_into(self._page, _AT, self._version - 1)
         _PAGE.pack_into(self._page, 0, _MAGIC, self._version - 1, now, place.epoch, place.entered, place.inside)
@@ -46,13 +46,13 @@ class Pulse:
         os.close(self.fd)
 
 
-class PulseReader:
-    """Another process's page."""
+class HeartbeatPageReader:
+    """The page of another process."""
 
     def __init__(self, peer: Peer, fd: int) -> None:
-        """Raises OSError if there is no such page, or this process may not look at it."""
+        """Raises OSError if there is no such page, or this process may not read it."""
         path = f"/proc/{peer.pid}/fd/{fd}"
-        _check_name(path)  # to open what else the number may stand for could wait for ever: a FIFO that nobody writes
+        _check_name(path)  # first: opening another file, such as a FIFO without a writer, could block for ever
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             _check_name(f"/proc/self/fd/{opened}")
@@ -65,7 +65,7 @@ class PulseReader:
             os.close(opened)
 
     def read(self) -> tuple[float, OpPosition] | None:
-        """When the process last said that it runs, and how far it was; None if it never has."""
+        """The time at which the process last beat, and its position; None if it never has."""
         for _ in range(_TRIES):
             magic, version, time, epoch, entered, inside = _PAGE.unpack_from(self._page, 0)
             if magic == _MAGIC and version % 2 == 0 and _VERSION.unpack_from(self._page, _AT)[0] == version:
@@ -78,6 +78,6 @@ class PulseReader:
 
 
 def _check_name(path: str) -> None:
-    """Raises OSError for what is no page of a heartbeat."""
+    """Raise OSError if `path` is not a heartbeat page."""
     if str(Path(path).readlink()) != f"/memfd:{_NAME} (deleted)":
         raise FileNotFoundError(path)

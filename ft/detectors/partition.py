@@ -1,16 +1,17 @@
-"""What suspicions between hosts add up to, beyond what most of a member's observers decide.
+"""Draws conclusions from suspicions between hosts, beyond what most observers of a member decide.
 
-Each suspicion is an edge between an observer and a member that does not hear, or cannot reach, the other. Sans-I/O: it
-is told the time, what this process and the others say, and whom this process watches. It answers four questions:
+Each suspicion is an edge between an observer and a member that it does not hear or cannot reach. Sans-I/O: the caller
+passes the time, the statements of all processes, and the processes that this one watches. There are four conclusions:
 
-- Is this process cut off? Whoever hears less than half of the job stops at once, and leaves the next epoch to the
-  others; a cut-off side cannot be told from a side whose others have all died, so if nobody has taken over after a
-  while it tries itself, and the register decides. If the others are heard again before that, it resigns: it has
-  stopped, they have not, and so it must be replaced.
-- Who else has stopped? Whoever says that it does not hear so many has to go, before it tries itself.
-- Can some pairs not reach each other, though most observers have no complaint (a single link is cut)? After a while
-  the fewest members that are in all such pairs have to go: those with the most complaints, and of equals the last.
-- Has a transport reported a peer? Its communicator is over, so somebody has to go too, and sooner.
+- This process is cut off if it hears less than half of the job. It stops at once, and leaves the next epoch to the
+  others. A cut-off side cannot be told from a side whose peers have all died, so if no new epoch begins for a while,
+  this process proposes one itself, and the register decides. If it hears the others again before that, it resigns: it
+  has stopped, they have not, and so it must be replaced.
+- Another process has stopped if its suspicions show that it is cut off. It is condemned before this process proposes.
+- Some pairs may be unable to reach each other while most observers have no suspicion (a single link is cut). After a
+  while the fewest members that are in all such pairs are condemned: those with the most suspicions, and of equals the
+  last.
+- If a transport has reported a peer, its communicator is over, so one member is condemned sooner.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from holdfast.ft.membership.view import Member, View
 from holdfast.ft.timeouts import Timeouts
 
 PATIENCE = 2.0
-"""For how many suspect times a side that is cut off leaves the next epoch to the others."""
+"""The number of suspect times for which a side that is cut off leaves the next epoch to the others."""
 STALEMATE = 3.0
-"""For how many suspect times pairs that do not hear each other may stay in one epoch."""
+"""The number of suspect times for which pairs that do not hear each other may stay in one epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +37,20 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True)
 class Resign:
-    """This process had stopped because it was cut off, and hears the others again. They must go on without it."""
+    """This process had stopped because it was cut off, and hears the others again. They must continue without it."""
 
     evidence: str
 
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """A member that the job has to go on without, if the register agrees."""
+    """A member that the job has to continue without, if the register agrees."""
 
     member: str
     evidence: str
 
 
-Verdict = CutOff | Resign | Condemned
+Conclusion = CutOff | Resign | Condemned
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ class _Edge:
     reported: bool  # by a transport: it does not heal in this epoch
 
 
-class Observers:
-    """What one process makes of suspicions. `in_doubt`: `look` is wanted again soon."""
+class SuspicionGraph:
+    """The suspicions that one process knows, and its conclusions. `in_doubt`: `look` should be called again soon."""
 
     def __init__(self, me: Member, timeouts: Timeouts) -> None:
         self._me, self._timeouts = me, timeouts
@@ -80,11 +81,11 @@ class Observers:
 
     @property
     def cut_off(self) -> bool:
-        """Whether this process has stopped because it hears too few."""
+        """Whether this process has stopped because it hears too few members."""
         return self._cut_off_since is not None
 
     def follow(self, view: View | None, watched: Iterable[Member]) -> None:
-        """From now on it is about the members of `view`, of whom this process watches some."""
+        """Evaluate the members of `view` from now on; this process watches `watched`."""
         if view is None or self._view is None or view.epoch != self._view.epoch:
             self._begin()
         self._view = view
@@ -97,7 +98,7 @@ class Observers:
         self._complain(observer, member, _Edge(now, evidence, False))
 
     def report(self, observer: str, member: str, evidence: str, now: float) -> None:
-        """A transport of `observer` says that `member` failed: its communicator is over, whatever is heard later."""
+        """A transport of `observer` reports that `member` failed: its communicator is over, whatever follows."""
         self._complain(observer, member, _Edge(now, evidence, True))
 
     def clear(self, observer: str, member: str) -> None:
@@ -114,8 +115,8 @@ class Observers:
         if known is None or (edge.reported and not known.reported):
             self._edges[observer, member] = edge
 
-    def look(self, now: float) -> tuple[Verdict, ...]:
-        """What follows by now. To be called a few times a heartbeat while `in_doubt`."""
+    def look(self, now: float) -> tuple[Conclusion, ...]:
+        """The conclusions so far. Call it a few times a heartbeat while `in_doubt`."""
         view = self._view
         if view is None or view.rank_of(self._me.id) is None or self._resigned:
             return ()
@@ -128,18 +129,18 @@ class Observers:
         return self._stalemate(view, now)
 
     def _in_minority(self, view: View, silent: list[str]) -> bool:
-        """Whether this process's side is less than half of the job, as far as those it watches tell."""
+        """Whether this process's side is less than half of the job, judged by the members that it watches."""
         return _outweighed(view, len(view.hosts[self._me.peer.host]) + len(self._watched), silent)
 
     def _stopped(self, view: View) -> set[str]:
-        """Those who say that they do not hear so many that they must have stopped, as this process would."""
+        """The members whose suspicions show that they are cut off, and so must have stopped."""
         silent: dict[str, list[str]] = {}
         for (observer, member), edge in self._edges.items():
             if not edge.reported:
                 silent.setdefault(observer, []).append(member)
         return {observer for observer, members in silent.items() if _outweighed(view, len(view.members), members)}
 
-    def _while_cut_off(self, silent: list[str], now: float) -> tuple[Verdict, ...]:
+    def _while_cut_off(self, silent: list[str], now: float) -> tuple[Conclusion, ...]:
         view, since = self._view, self._cut_off_since
         assert view is not None and since is not None
         if not silent or not self._in_minority(view, silent):
@@ -152,24 +153,25 @@ class Observers:
         words = f"silent like most others, and nobody has taken over for {now - since:.2f} s"
         return tuple(Condemned(member, words) for member in new)
 
-    def _stalemate(self, view: View, now: float) -> tuple[Verdict, ...]:
+    def _stalemate(self, view: View, now: float) -> tuple[Conclusion, ...]:
         suspect, stopped = self._timeouts.suspect, self._stopped(view)
         if not any(
             now - edge.since >= (1.0 if edge.reported or observer in stopped else STALEMATE) * suspect
             for (observer, _), edge in self._edges.items()
         ):
             return ()
-        verdicts = []
+        conclusions = []
         for member in self._cover(view, now):
             if member != self._me.id and member not in self._condemned:
                 self._condemned.add(member)
-                verdicts.append(Condemned(member, self._words(member)))
-        return tuple(verdicts)
+                conclusions.append(Condemned(member, self._words(member)))
+        return tuple(conclusions)
 
     def _cover(self, view: View, now: float) -> list[str]:
-        """Members that between them are in every pair: those that have stopped, the one in the most pairs, and so on.
+        """Members that together are in every pair, chosen greedily.
 
-        Of equals it is the one that more others complain of, and then the one of the highest rank.
+        Those that have stopped are first, then the member in the most pairs, and so on. Of equals, the one that more
+        members suspect is first, and then the one of the highest rank.
         """
         edges = [pair for pair, edge in self._edges.items() if now - edge.since >= self._timeouts.heartbeat]
         chosen: list[str] = []
@@ -195,7 +197,7 @@ class Observers:
 
 
 def _outweighed(view: View, seen: int, silent: list[str]) -> bool:
-    """Whether the `silent` are most of the `seen` members of `view`, or half of them and the first of all is one."""
+    """Whether the `silent` are most of the `seen` members of `view`, or half of them including the first member."""
     heard = seen - len(silent)
     if 2 * heard != seen:
         return 2 * heard < seen

@@ -1,4 +1,4 @@
-"""`pidfd`: the kernel tells of the end of processes of this host."""
+"""`pidfd`: reports the end of processes of this host, from the kernel."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from holdfast.ft.membership.events import ProvenDeaths
 from holdfast.ft.membership.view import Member, View
 
 
-class Pidfd(Detector):
-    """Proof in milliseconds. Can also fence."""
+class PidfdDetector(Detector):
+    """Proves deaths within milliseconds. Can also fence."""
 
-    def __init__(self, surroundings: DetectorContext) -> None:
-        super().__init__(surroundings)
-        self._processes = ProcessWatch(lambda deaths: surroundings.tell(ProvenDeaths(deaths)))
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
+        self._processes = ProcessWatch(lambda deaths: context.tell(ProvenDeaths(deaths)))
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
         self._processes.follow(watched)

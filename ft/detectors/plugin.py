@@ -1,4 +1,4 @@
-"""holdfast's own detectors, offered through the entry-point group `holdfast` like anybody's."""
+"""The built-in detectors, offered through the entry-point group `holdfast` like any plugin."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, Un
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 
 
-def _pidfd(surroundings: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.pidfd import Pidfd
+def _pidfd(context: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.pidfd import PidfdDetector
 
-    return Pidfd(surroundings)
-
-
-def _heartbeat(surroundings: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.heartbeat import Heartbeat
-
-    return Heartbeat(surroundings)
+    return PidfdDetector(context)
 
 
-def _observers(surroundings: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.observers import Observing
+def _heartbeat(context: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.heartbeat import HeartbeatDetector
 
-    return Observing(surroundings)
-
-
-def _transport(surroundings: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.transport_errors import Transport
-
-    return Transport(surroundings)
+    return HeartbeatDetector(context)
 
 
-def _progress(surroundings: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.progress import Progressing
+def _observers(context: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.observers import ObserversDetector
 
-    return Progressing(surroundings)
+    return ObserversDetector(context)
+
+
+def _transport(context: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.transport_errors import TransportErrorsDetector
+
+    return TransportErrorsDetector(context)
+
+
+def _progress(context: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.progress import ProgressDetector
+
+    return ProgressDetector(context)
 
 
 def _available() -> Available:
@@ -45,7 +45,7 @@ def _available() -> Available:
 
 
 def _kernel() -> Available | Unavailable:
-    """Whether pidfds can be had here, and whether they tell of threads too."""
+    """Whether pidfds are available here, and whether they report the end of threads too."""
     if (wrong := refused("pidfd_open", "pidfd_send_signal")) is not None:
         return wrong
     major, minor = map(int, os.uname().release.split("-")[0].split(".")[:2])

@@ -1,11 +1,11 @@
-"""Which processes of this host have ended, as the kernel tells the event loop; and how to end one for certain.
+"""Watches processes of this host through the kernel, in an event loop, and ends one for certain.
 
-The kernel tells of a process's end only once it has taken its memory apart: 5 to 50 ms for one that uses torch. The
-end of a single thread is told at once. So a few threads of each process are followed too, and when one of them ends
-while the process is exiting, that is proof enough: nothing stops an exit that has begun.
+The kernel reports the end of a process only after it has freed its memory: 5 to 50 ms for one that uses torch. The end
+of a single thread is reported at once. So a few threads of each process are watched too; when one of them ends while
+the process is exiting, that is sufficient proof, because an exit that has begun cannot be stopped.
 
-Taking that memory apart keeps a processor busy just when the survivors need it, so a process that is found exiting is
-made to give way to all others for a moment.
+Freeing that memory keeps a processor busy just when the survivors need it, so an exiting process is scheduled after all
+others for a moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.ft.membership.view import Member
 OnDeaths = Callable[[tuple[Death, ...]], None]
 
 PIDFD_THREAD = os.O_EXCL
-"""The flag of pidfd_open that takes a thread's number; since Linux 6.9."""
+"""The flag of pidfd_open for the number of a thread; since Linux 6.9."""
 _EXITING = 0x4  # PF_EXITING of the flags in /proc/pid/stat
 _KILLED = 1 << (signal.SIGKILL - 1)  # in its mask of pending signals
 _GIVES_WAY_SECONDS = 0.05
@@ -35,7 +35,7 @@ _SECOND_LOOKS = (0.0005, 0.001, 0.002, 0.005)  # seconds after a thread has ende
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """A process and the descriptors that tell of it: `process` for all of it, `threads` for some of its threads."""
+    """A process, and its descriptors: `process` for all of it, `threads` for some of its threads."""
 
     member: Member
     process: int
@@ -43,12 +43,6 @@ class _Followed:
 
 
 class ProcessWatch:
-    """Follows the processes behind members, by pidfds whose start time was checked. Belongs to one event loop.
-
-    `on_deaths` is called in the loop, once for all processes that are found to have ended at a time. Members of other
-    hosts, and those that are threads of this process, are beyond it.
-    """
-
     def __init__(self, on_deaths: OnDeaths) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_deaths = on_deaths
@@ -58,7 +52,7 @@ class ProcessWatch:
         self._gone: set[str] = set()
 
     def follow(self, members: Iterable[Member]) -> None:
-        """Follow exactly these from now on."""
+        """Watch exactly these from now on."""
         wanted = {m.id: m for m in members if m.peer.host == this_host() and m.peer.pid != os.getpid()}
         for member_id in self._followed.keys() - wanted.keys():
             self._let_go(member_id)
@@ -78,7 +72,7 @@ class ProcessWatch:
             self._loop.call_soon(self._on_deaths, tuple(gone))
 
     def fence(self, member: Member) -> bool:
-        """SIGKILL a followed process; False if it is not followed. Its death is told of as any other."""
+        """SIGKILL a watched process; False if it is not watched. Its death is reported like any other."""
         followed = self._followed.get(member.id)
         if followed is None:
             return False
@@ -89,12 +83,12 @@ class ProcessWatch:
         return True
 
     def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop watching."""
         for member_id in list(self._followed):
             self._let_go(member_id)
 
     def _look(self) -> None:
-        """Some descriptor is ready: take in all that are, so that simultaneous deaths are told of together."""
+        """Handle all descriptors that are ready, so that simultaneous deaths are reported together."""
         ended: dict[str, Member] = {}
         for fd, _ in self._poll.poll(0):
             member_id = self._owners.get(fd)
@@ -112,7 +106,7 @@ class ProcessWatch:
         self._tell(ended)
 
     def _look_again(self, followed: _Followed, delays: tuple[float, ...]) -> None:
-        """A thread has ended, its process not yet: it closes in good order, or is about to be seen exiting."""
+        """Check again whether the process of a thread that has ended is exiting: it may also close in good order."""
         if not delays:
             return
 
@@ -127,7 +121,7 @@ class ProcessWatch:
         self._loop.call_later(delays[0], look)
 
     def _hold_back(self, pid: int) -> None:
-        """Let an exiting process run only where nobody else would, for a while; unless another survivor has done so."""
+        """Let an exiting process run only on idle processors for a while, unless another survivor has done so."""
         with contextlib.suppress(OSError):
             if os.sched_getscheduler(pid) == os.SCHED_IDLE:
                 return
@@ -165,7 +159,7 @@ class ProcessWatch:
 
 
 def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Descriptors for those threads of a process that still are; none where the kernel cannot."""
+    """Descriptors for those threads of a process that still exist; none where the kernel does not support them."""
     fds = []
     for number in numbers:
         try:
@@ -180,7 +174,7 @@ def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
 
 
 def cpu_ticks(pid: int) -> int:
-    """The processor time that a process has used, in clock ticks; 0 for one that is gone."""
+    """The processor time that a process has used, in clock ticks; 0 for one that has ended."""
     try:
         fields = read_proc_stat(pid)
     except OSError:
@@ -189,10 +183,10 @@ def cpu_ticks(pid: int) -> int:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether a process is gone, exiting, or has a SIGKILL that it cannot escape."""
+    """Whether a process has ended, is exiting, or has a pending SIGKILL."""
     try:
         fields = read_proc_stat(pid)
-    except OSError:  # of this process, and no proof of anything
+    except OSError:  # an error of this process, and no proof
         return False
     if not fields or fields[0] in (b"Z", b"X"):
         return True
@@ -200,16 +194,16 @@ def is_exiting(pid: int) -> bool:
 
 
 def open_threads_of(pid: int, most: int = 4) -> tuple[int, ...]:
-    """Descriptors of some threads of a process of several; each becomes readable when its thread ends.
+    """Descriptors of some threads of a process that has several; each becomes readable when its thread ends.
 
-    None of a process that has only one: its memory is taken apart before that one is said to have ended.
+    Empty for a process with one thread: its memory is freed before that thread is reported.
     """
     numbers = _threads(pid)
     return _open_threads(pid, numbers[:most]) if len(numbers) > 1 else ()
 
 
 def _threads(pid: int) -> list[int]:
-    """The kernel's numbers of a process's threads; none of one that is gone."""
+    """The kernel's numbers of a process's threads; none of one that has ended."""
     try:
         return sorted(int(entry.name) for entry in os.scandir(f"/proc/{pid}/task"))
     except OSError:
@@ -217,10 +211,10 @@ def _threads(pid: int) -> list[int]:
 
 
 def _reschedule(threads: Iterable[int], policy: int, niceness: int) -> None:
-    """Let the kernel run threads in another way, as far as they still are and this process may.
+    """Change the scheduling of threads, as far as they still exist and this process may.
 
-    Niceness is what the kernel looks at, and not the policy, when it decides whether a thread must let go of its
-    processor at once, and not only at the next tick of the clock, after up to 4 ms.
+    The kernel looks at niceness, not at the policy, when it decides whether a thread must yield its processor at once,
+    and not only at the next clock tick, after up to 4 ms.
     """
     for thread in threads:
         with contextlib.suppress(OSError):
@@ -229,7 +223,7 @@ def _reschedule(threads: Iterable[int], policy: int, niceness: int) -> None:
 
 
 def fatal_signal(pid: int) -> int:
-    """The signal of which a process is dying; 0 if it is not, or dies of something else, or cannot be looked at."""
+    """The signal that is ending a process; 0 if there is none, or the process cannot be examined."""
     try:
         fields = read_proc_stat(pid)
     except OSError:

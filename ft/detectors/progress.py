@@ -1,9 +1,9 @@
-"""`progress`: an op that some ranks have entered and one has not.
+"""`progress`: reports a rank that has not entered an op in which others wait.
 
-A rank that waits inside of an op for the suspect time asks the others how far they are; how far those of its host are
-it sees in shared memory. Whoever is behind is looked at, and said so in the log. When the op's time is up, and the
-suspect time has brought newer words of all that can speak, it is ended, or suspected if it is on another host: so one
-rank that hangs costs the others an op, not the job.
+A rank that waits inside of an op for the suspect time asks the other hosts' ranks for their positions; it reads those
+of its own host in shared memory. Ranks that are behind are looked at and logged. When the time of the op is up, and the
+suspect time has brought newer positions of all ranks that can answer, a rank that is behind is ended, or suspected if
+it is on another host: so a rank that hangs costs the others an op, not the job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.process_watch import cpu_ticks
-from holdfast.ft.detectors.stragglers import OpPosition, Progress
+from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
 from holdfast.ft.membership.events import Stalled
 from holdfast.ft.membership.view import Member, View
 
@@ -24,12 +24,12 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 _words = msgspec.msgpack.Decoder(tuple[bool, _Count, _Count, bool])
 
 
-class Progressing(Detector):
-    """Finds out whom the others wait for."""
+class ProgressDetector(Detector):
+    """Finds the members that the others wait for."""
 
-    def __init__(self, surroundings: DetectorContext) -> None:
-        super().__init__(surroundings)
-        self._progress = Progress(surroundings.me, surroundings.timeouts, cpu_ticks)
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
+        self._progress = StragglerTracker(context.me, context.timeouts, cpu_ticks)
         self._late: tuple[View, OpTimeout, float] | None = None
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
@@ -39,13 +39,13 @@ class Progressing(Detector):
 
     def beat(self, now: float) -> None:
         if self._progress.waiting(now):
-            self.surroundings.send_all(self._say(self._progress.mine, asking=True))
+            self.context.send_all(self._say(self._progress.mine, asking=True))
 
     def received(self, member_id: str, body: bytes, now: float) -> None:
         asking, epoch, entered, inside = _words.decode(body)
         self._progress.there(member_id, OpPosition(epoch, entered, inside))
         if asking:
-            self.surroundings.send(member_id, self._say(self.surroundings.place(), asking=False))
+            self.context.send(member_id, self._say(self.context.place(), asking=False))
 
     def _say(self, place: OpPosition, *, asking: bool) -> bytes:
         return _encode((asking, place.epoch, place.entered, place.inside))
@@ -54,32 +54,32 @@ class Progressing(Detector):
         self._progress.there(member_id, place)
 
     def look(self, now: float) -> None:
-        self._progress.here(self.surroundings.place(), now)
+        self._progress.here(self.context.place(), now)
         for late in self._progress.look(now):
-            self.surroundings.note("late", member=late.member, op=late.op, evidence=late.evidence)
-        if self._late is not None and now - self._late[2] >= self.surroundings.timeouts.suspect:
+            self.context.note("late", member=late.member, op=late.op, evidence=late.evidence)
+        if self._late is not None and now - self._late[2] >= self.context.timeouts.suspect:
             (view, failure, _), self._late = self._late, None
             self._blame(view, failure, now)
 
     def failed(self, view: View, failure: HoldfastError, now: float) -> None:
         if not isinstance(failure, OpTimeout):
             return
-        if failure.joint:  # what is known of the others is as old as their last heartbeats
+        if failure.joint:  # the known positions are as old as the last heartbeats
             self._late = (view, failure, now)
-            self.surroundings.send_all(self._say(self.surroundings.place(), asking=True))
+            self.context.send_all(self._say(self.context.place(), asking=True))
         else:
             self._blame(view, failure, now)
 
     def _blame(self, view: View, failure: OpTimeout, now: float) -> None:
-        me = self.surroundings.me
+        me = self.context.me
         behind = self._progress.behind(failure.joint)
         for member in behind:
             words = f"it held up {failure.op} until its time was up: {self._progress.words(member.id, now)}"
             if member.peer.host == me.peer.host:
-                self.surroundings.tell(Stalled(member.id, words))
+                self.context.tell(Stalled(member.id, words))
             else:
-                self.surroundings.accuse(member.id, words)
+                self.context.accuse(member.id, words)
         if not behind:
             for rank in failure.missing_ranks:
                 if 0 <= rank < len(view.members) and view.members[rank].id != me.id:
-                    self.surroundings.accuse(view.members[rank].id, f"{me.id} waited for it in vain: {failure}")
+                    self.context.accuse(view.members[rank].id, f"{me.id} waited for it in vain: {failure}")

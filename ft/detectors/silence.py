@@ -1,7 +1,7 @@
-"""What silence means: heartbeats that do not come, settled by looking at the process where that is possible.
+"""Evaluates silence: missing heartbeats, confirmed by a look at the process where that is possible.
 
-Sans-I/O: it is told the time, what was heard and how to look. A process that holds its GIL for long, is swapped out
-or starved of CPU is silent too; only one that is stopped whenever it is looked at is taken for stalled.
+Sans-I/O: the caller passes the time, signs of life and a function that looks. A process that holds its GIL for long, is
+swapped out or starved of CPU is silent too; only one that is stopped at every look counts as stalled.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from holdfast.ft.timeouts import Timeouts
 
 MIN_LOOKS = 3
 
-Verdict = Stalled | Suspicion | Cleared
+SilenceEvent = Stalled | Suspicion | Cleared
 
 
 @dataclass(slots=True)
-class _Heard:
-    """What is known of one process: when it was last heard, and how often it was stopped when looked at since."""
+class _Contact:
+    """The state of one process: its last sign of life, and how often it was stopped when looked at since."""
 
     member: Member
     at: float
@@ -30,30 +30,32 @@ class _Heard:
     missed: int = 0
 
 
-class Silence:
-    """Watches how long others have been silent. `me` is this process; `is_stopped(pid)` looks at one of this host.
+class SilenceTracker:
+    """Tracks how long other processes have been silent.
 
-    `somebody_is_silent` is what the last `look` found. `missed` counts heartbeats that did not come, of all, so far.
+    `me` is this process; `is_stopped(pid)` looks at one of this host.
+
+    `any_silent` is the result of the last `look`. `missed` counts all heartbeats that did not arrive, so far.
     """
 
     def __init__(self, me: Member, timeouts: Timeouts, is_stopped: Callable[[int], bool]) -> None:
         self._me, self._timeouts, self._is_stopped = me, timeouts, is_stopped
-        self._heard: dict[str, _Heard] = {}
+        self._heard: dict[str, _Contact] = {}
         self._looked: float | None = None
-        self.somebody_is_silent = False
+        self.any_silent = False
         self.missed = 0
 
     def follow(self, members: Iterable[Member], now: float) -> None:
-        """Follow exactly these from now on."""
+        """Track exactly these processes from now on."""
         wanted = {m.id: m for m in members if m.peer.pid != self._me.peer.pid or m.peer.host != self._me.peer.host}
         for member_id in self._heard.keys() - wanted.keys():
             del self._heard[member_id]
         for member_id, member in wanted.items():
             if member_id not in self._heard:
-                self._heard[member_id] = _Heard(member, now)
+                self._heard[member_id] = _Contact(member, now)
 
-    def hear(self, member_id: str, now: float) -> tuple[Verdict, ...]:
-        """The process was heard at `now`, which may be a while ago."""
+    def hear(self, member_id: str, now: float) -> tuple[SilenceEvent, ...]:
+        """A sign of life at time `now`, which may be a while ago."""
         heard = self._heard.get(member_id)
         if heard is None or now <= heard.at:
             return ()
@@ -63,24 +65,24 @@ class Silence:
         heard.suspected = False
         return (Cleared(member_id, self._me.id),)
 
-    def doubt(self, member_id: str, evidence: str) -> tuple[Verdict, ...]:
-        """There is a reason to think that a process of another host is gone, before it has been silent for long."""
+    def doubt(self, member_id: str, evidence: str) -> tuple[SilenceEvent, ...]:
+        """Suspect a process of another host before it has been silent for long, because of `evidence`."""
         heard = self._heard.get(member_id)
         if heard is None or heard.suspected or heard.member.peer.host == self._me.peer.host:
             return ()
         heard.suspected = True
         return (Suspicion(member_id, self._me.id, evidence),)
 
-    def look(self, now: float) -> tuple[Verdict, ...]:
-        """What follows from the silence so far. To be called a few times a heartbeat while `somebody_is_silent`."""
-        verdicts: list[Verdict] = []
-        self.somebody_is_silent = False
+    def look(self, now: float) -> tuple[SilenceEvent, ...]:
+        """Evaluate the silence so far. Call it a few times a heartbeat while `any_silent`."""
+        verdicts: list[SilenceEvent] = []
+        self.any_silent = False
         self._allow_for_absence(now)
         for heard in self._heard.values():
             silent = now - heard.at
             if silent < 1.2 * self._timeouts.heartbeat:
                 continue
-            self.somebody_is_silent = True
+            self.any_silent = True
             beats = int(silent / self._timeouts.heartbeat)
             self.missed += max(0, beats - heard.missed)
             heard.missed = max(beats, heard.missed)
@@ -92,7 +94,7 @@ class Silence:
         return tuple(verdicts)
 
     def _allow_for_absence(self, now: float) -> None:
-        """While this process itself did not run it could not hear the others: that time does not count."""
+        """Do not count the time in which this process itself did not run and could not receive heartbeats."""
         absent = now - self._looked - self._timeouts.heartbeat if self._looked is not None else 0.0
         self._looked = now
         if absent > self._timeouts.heartbeat:
@@ -100,18 +102,18 @@ class Silence:
                 heard.at = min(now, heard.at + absent)
 
     def silent_for(self, member_id: str, now: float) -> float | None:
-        """For how many seconds a process was not heard; None for one that is not followed."""
+        """Seconds since the last sign of life of a process; None for one that is not tracked."""
         heard = self._heard.get(member_id)
         return None if heard is None else now - heard.at
 
     def silent_and_running(self) -> list[str]:
-        """Those who were silent at the last look, and not stopped."""
+        """The processes that were silent at the last look, and not stopped."""
         if self._looked is None:
             return []
         bound = self._looked - 1.2 * self._timeouts.heartbeat
         return [member_id for member_id, heard in self._heard.items() if heard.at <= bound and heard.looks == 0]
 
-    def _look_at(self, heard: _Heard, now: float, silent: float) -> list[Verdict]:
+    def _look_at(self, heard: _Contact, now: float, silent: float) -> list[SilenceEvent]:
         if not self._is_stopped(heard.member.peer.pid):
             heard.looks = 0
             return []

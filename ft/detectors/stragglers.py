@@ -1,8 +1,8 @@
-"""Who holds up the others: an op of a communicator that some ranks have entered and one has not.
+"""Finds the ranks that hold up the others: those that have not entered an op in which other ranks wait.
 
-Ops of a communicator are numbered alike on all ranks. Sans-I/O: it is told the time, how far this process and the
-others are, and how to look at a process of this host. A rank that computes for long is late too, and is left alone
-until its time is up (`Timeouts.operation`); what it does meanwhile is looked at and said.
+Ops of a communicator have the same numbers on all ranks. Sans-I/O: the caller passes the time, the positions of this
+process and the others, and a function that looks at a process of this host. A rank that computes for long is late too;
+it is reported, but left alone until its time is up (`Timeouts.operation`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.ft.timeouts import Timeouts
 
 @dataclass(frozen=True, slots=True)
 class OpPosition:
-    """How far a process is: how many ops it has entered in `epoch`, and whether it is inside of the last one."""
+    """The number of ops that a process has entered in `epoch`, and whether it is `inside` of the last one."""
 
     epoch: int
     entered: int
@@ -24,16 +24,16 @@ class OpPosition:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """A member that has not entered an op in which this process waits; what a look at it showed, if it is here."""
+class Straggler:
+    """A member that has not entered an op in which this process waits, with what a look at it showed."""
 
     member: str
     op: int
     evidence: str
 
 
-class Progress:
-    """Compares how far the members are. `cpu_ticks(pid)` is the processor time that a process of this host has used."""
+class StragglerTracker:
+    """Compares the positions of the members. `cpu_ticks(pid)` is the processor time of a process of this host."""
 
     def __init__(self, me: Member, timeouts: Timeouts, cpu_ticks: Callable[[int], int]) -> None:
         self._me, self._timeouts, self._cpu_ticks = me, timeouts, cpu_ticks
@@ -45,19 +45,19 @@ class Progress:
         self._ticks: dict[str, int] = {}
 
     def follow(self, view: View | None) -> None:
-        """From now on it is about the members of `view`."""
+        """Compare the members of `view` from now on."""
         if view is None or self._view is None or view.epoch != self._view.epoch:
             self._places, self._told, self._ticks = {}, set(), {}
         self._view = view
 
     def here(self, place: OpPosition, now: float) -> None:
-        """How far this process is."""
+        """Set the position of this process."""
         if place != self._mine:
             self._mine, self._since = place, now
 
     @property
     def mine(self) -> OpPosition:
-        """How far this process is, as it was told last."""
+        """The position of this process that was set last."""
         return self._mine
 
     def waiting(self, now: float) -> bool:
@@ -67,7 +67,7 @@ class Progress:
         return in_it and now - self._since >= self._timeouts.suspect
 
     def there(self, member: str, place: OpPosition) -> None:
-        """How far another process is."""
+        """Set the position of another process."""
         self._places[member] = place
 
     def behind(self, op: int) -> tuple[Member, ...]:
@@ -84,8 +84,8 @@ class Progress:
             and place.entered < op
         )
 
-    def look(self, now: float) -> tuple[Late, ...]:
-        """Whom this process waits for; each is told of once an op, at its second look."""
+    def look(self, now: float) -> tuple[Straggler, ...]:
+        """The members that this process waits for; each is returned once an op, at its second look."""
         if not self.waiting(now):
             return ()
         late = []
@@ -96,11 +96,11 @@ class Progress:
             doing = self._doing(member)
             if doing is not None:
                 self._told.add(key)
-                late.append(Late(member.id, self._mine.entered, f"{self.words(member.id, now)}; {doing}"))
+                late.append(Straggler(member.id, self._mine.entered, f"{self.words(member.id, now)}; {doing}"))
         return tuple(late)
 
     def words(self, member: str, now: float) -> str:
-        """How far a member is behind."""
+        """How far a member is behind, in words."""
         place, mine = self._places[member], self._mine
         return f"it has entered {place.entered} ops, {mine.entered} are entered here since {now - self._since:.2f} s"
 

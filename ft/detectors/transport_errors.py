@@ -1,4 +1,4 @@
-"""`transport`: what a backend says about its peers. Its communicator is over, so something has to follow from it."""
+"""`transport`: reports peers that a backend found to have failed. The epoch is over then, so a new view must follow."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from holdfast.ft.detectors.detector import Detector
 from holdfast.ft.membership.view import View
 
 
-class Transport(Detector):
-    """Turns a `PeerFailed` of this process's communicator into an accusation before all."""
+class TransportErrorsDetector(Detector):
+    """Turns a `PeerFailed` of this process's communicator into an accusation that all processes receive."""
 
     def failed(self, view: View, failure: HoldfastError, now: float) -> None:
         if not isinstance(failure, PeerFailed):
             return
         for rank in failure.ranks:
-            if 0 <= rank < len(view.members) and view.members[rank].id != self.surroundings.me.id:
-                evidence = f"the {view.job.backend} of {self.surroundings.me.id} says: {failure.evidence}"
-                self.surroundings.accuse(view.members[rank].id, evidence)
+            if 0 <= rank < len(view.members) and view.members[rank].id != self.context.me.id:
+                evidence = f"the {view.job.backend} of {self.context.me.id} says: {failure.evidence}"
+                self.context.accuse(view.members[rank].id, evidence)

@@ -1,4 +1,4 @@
-"""All detectors of one process, as its runtime sees them: one that fails is left out, and stops none of the others."""
+"""All detectors of one process. A detector that raises is removed, and the others continue."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from holdfast.ft.membership.view import Member, View
 T = TypeVar("T")
 
 LOOKS_A_HEARTBEAT = 4
-"""How often detectors look while one of them is in doubt."""
+"""How often detectors look, in one heartbeat, while one of them is in doubt."""
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
 _routed = msgspec.msgpack.Decoder(tuple[str, bytes])
 _accusation = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1)], str, str])
-_ALL = ""  # the name under which accusations travel, which are for every detector
+_TO_ALL = ""  # the name for accusations, which every detector receives
 
 
 class Detectors:
-    """Made and used in one event loop, from those that can work here."""
+    """Made and used in one event loop, from the detectors that are available here."""
 
     def __init__(
-        self, surroundings: DetectorContext, infos: list[DetectorInfo], send: Callable[[str | None, bytes], None]
+        self, context: DetectorContext, infos: list[DetectorInfo], send: Callable[[str | None, bytes], None]
     ) -> None:
-        """`send(member_id, body)` reaches `received` in another process; None: in all that there is a connection to."""
-        self._me = surroundings.me
-        self._heartbeat = surroundings.timeouts.heartbeat
-        self._loop = surroundings.loop
+        """`send(member_id, body)` reaches `received` in another process; None: in all connected ones."""
+        self._me = context.me
+        self._heartbeat = context.timeouts.heartbeat
+        self._loop = context.loop
         self._send = send
         self.places: dict[str, OpPosition] = {}
-        """How far the members of this host were last seen to be."""
+        """The last known positions of the members of this host in their ops."""
         self._view: View | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._detectors: dict[str, Detector] = {}
         for info in infos:
             own = dataclasses.replace(
-                surroundings,
+                context,
                 send=partial(self._send_to, info.name),
                 send_all=partial(self._send_to, info.name, None),
                 accuse=self._accuse,
@@ -85,21 +85,21 @@ class Detectors:
         self._look()
 
     def linked(self, member_id: str) -> None:
-        """A connection has come to stand."""
+        """A connection to another process was made."""
         self._each(lambda detector: detector.linked(member_id))
 
     def refused(self, member_id: str) -> None:
-        """The host of another process says that nobody listens at its address any more."""
+        """The host of another process refuses connections to its address: no process listens there any more."""
         now = time.monotonic()
         self._each(lambda detector: detector.refused(member_id, now))
 
     def heard(self, member_id: str) -> None:
-        """Another process lives."""
+        """Another process has shown that it lives."""
         now = time.monotonic()
         self._each(lambda detector: detector.heard(member_id, now))
 
     def received(self, member_id: str, body: bytes) -> None:
-        """Detectors of another process say something. Raises `CorruptData` for what nobody says."""
+        """A message from the detectors of another process. Raises `CorruptData` for an invalid one."""
         try:
             self._received(member_id, body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -108,7 +108,7 @@ class Detectors:
     def _received(self, member_id: str, body: bytes) -> None:
         name, words = _routed.decode(body)
         now = time.monotonic()
-        if name == _ALL:
+        if name == _TO_ALL:
             epoch, member, evidence = _accusation.decode(words)
             if self._view is not None and self._view.epoch == epoch:
                 self._accused(member_id, member, evidence, now)
@@ -121,7 +121,7 @@ class Detectors:
                 self._leave_out(name)
 
     def testified(self, observer: str, member: str, evidence: str | None) -> None:
-        """Another process suspects a member, or (None) does so no more."""
+        """Another process suspects a member, or has cleared it (None)."""
         now = time.monotonic()
         self._each(lambda detector: detector.testified(observer, member, evidence, now))
 
@@ -133,29 +133,29 @@ class Detectors:
         self._each(lambda detector: detector.failed(view, failure, now))
 
     def fence(self, member: Member) -> bool:
-        """End a process of this host for certain; False if none of the detectors can."""
+        """End a process of this host for certain; False if no detector can."""
         return any(self._each(lambda detector: detector.fence(member)))
 
     @property
     def missed(self) -> int:
-        """How many heartbeats of others did not come, so far. From any thread."""
+        """The number of heartbeats of others that did not arrive, so far. Thread-safe."""
         return sum(self._each(lambda detector: detector.missed))
 
     def silent_for(self, member_id: str) -> float | None:
-        """For how many seconds there was no sign of life of a process; None for one that nobody listens to."""
+        """Seconds since the last sign of life of a process; None if no detector watches it."""
         now = time.monotonic()
         found = self._each(lambda detector: detector.silent_for(member_id, now))
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all detectors."""
         if self._looking is not None:
             self._looking.cancel()
         self._each(lambda detector: detector.close())
         self._detectors.clear()
 
     def _each(self, act: Callable[[Detector], T]) -> list[T]:
-        """What `act` gives for each detector. One that raises is left out: it must not stop the others."""
+        """The result of `act` for each detector. One that raises is removed, so that it does not stop the others."""
         found = []
         for name, detector in list(self._detectors.items()):
             try:
@@ -165,7 +165,7 @@ class Detectors:
         return found
 
     def _leave_out(self, name: str) -> None:
-        """Go on without a detector that has just raised."""
+        """Remove a detector that has just raised."""
         _log.exception("detector %r failed: this process does without it from here on", name)
         detector = self._detectors.pop(name, None)
         if detector is not None:
@@ -177,7 +177,7 @@ class Detectors:
 
     def _accuse(self, member: str, evidence: str) -> None:
         if self._view is not None:
-            self._send_to(_ALL, None, _encode((self._view.epoch, member, evidence)))
+            self._send_to(_TO_ALL, None, _encode((self._view.epoch, member, evidence)))
             self._accused(self._me.id, member, evidence, time.monotonic())
 
     def _accused(self, observer: str, member: str, evidence: str, now: float) -> None:

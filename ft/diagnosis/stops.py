@@ -30,7 +30,7 @@ def find_stops(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
             named[finding.rank] = finding
     yield from named.values()
     if stopped and not named:
-        yield from _nobody(group)
+        yield from _unknown_cause(group)
 
 
 def _stopped(evidence: JobEvidence, group: RankGroup) -> bool:
@@ -155,7 +155,7 @@ def _left_inside(group: RankGroup) -> Iterator[Finding]:
             yield _finding("hang", group, group.tracks[rank], 0.8, words)
 
 
-def _nobody(group: RankGroup) -> Iterator[Finding]:
+def _unknown_cause(group: RankGroup) -> Iterator[Finding]:
     first = min(group.blocked.items(), key=lambda item: item[1].entered)
     words = (
         f"all ranks have arrived at {_op(first[1])} and it does not end; the backend "

@@ -46,7 +46,7 @@ def edges(group: RankGroup) -> Iterator[Edge]:
 
 
 def _awaited(group: RankGroup, rank: int, op: OpRecord) -> list[tuple[int, bool]]:
-    """The ranks that `rank` waits for in an op, each with True if it has yet to receive what `rank` sends."""
+    """The ranks that `rank` waits for in an op; True for one that has yet to receive from it."""
     if not op.signature.collective and op.signature.peer >= 0:
         return [(op.signature.peer, op.signature.op == "send")]
     if op.waiting is not None and (op.waiting.takes or op.waiting.gives):

@@ -61,7 +61,10 @@ def private_file(path: Path, mode: Literal["wb", "ab"]) -> BinaryIO:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove a directory that an ended holder of this user left; not if it is held, foreign, or without the marker."""
+    """Remove a directory that an ended holder of this user left.
+
+    One that is held, foreign, or without the marker stays.
+    """
     with contextlib.suppress(OSError):
         hold = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:

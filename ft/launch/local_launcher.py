@@ -37,7 +37,7 @@ from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch as launch_ranks
-from holdfast.ft.launch.run_report import LastWords
+from holdfast.ft.launch.run_report import LastErrorLine
 from holdfast.ft.launch.torch_environment import TorchEnvironment
 from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway
@@ -86,7 +86,7 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._processes: list[GuardedProcess] = []
         self._lines: dict[int, LineSplitter] = {}
-        self._words: dict[int, LastWords] = {}
+        self._words: dict[int, LastErrorLine] = {}
         self._began = time.monotonic()
 
     def run(self) -> int:
@@ -113,7 +113,7 @@ class Launcher:
             own = {**self._torch.of(number), **self._launch.environ(number)}
             process = GuardedProcess(self._plan.command, {**environ, **own})
             self._processes.append(process)
-            self._words[number] = LastWords()
+            self._words[number] = LastErrorLine()
             self._selector.register(process.output, selectors.EVENT_READ, number)
             self._selector.register(process.pidfd, selectors.EVENT_READ, number)
             self._launch.attach(number, process.pidfd)
@@ -184,7 +184,10 @@ class Launcher:
         return view if view is not None and view.phase in ("finished", "failed") else None
 
     def _give_up(self) -> View | None:
-        """End the job if fewer processes are left than it needs, as no other can join; returns its last view if so."""
+        """End the job if fewer processes are left than it needs, as no other can join.
+
+        Returns its last view if so.
+        """
         left = sum(process.returncode is None for process in self._processes)
         view = self._view()  # after the count: a job's last view is in the register before its members end
         if view is None or view.phase not in ("forming", "running") or left >= view.job.min_size:
@@ -291,7 +294,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def launch(plan: LaunchPlan, log_directory: Path | None = None) -> int:
-    """Run the job; returns the exit status: 0 only if it finished and its last members ended well, 130 if interrupted.
+    """Run the job; returns the exit status: 0 if it finished and its last members ended well, 130 if interrupted.
 
     Event logs and flight recordings are written to `log_directory` (made if missing). Raises `BackendUnavailable`,
     ValueError, and, before anything is started, OSError if that directory cannot be made.

@@ -12,7 +12,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _MOST_TEXT = 200
 
 
-class LastWords:
+class LastErrorLine:
     """Finds the line of a process's output that says why it ended: of its last traceback, or the last line."""
 
     def __init__(self) -> None:

@@ -94,23 +94,23 @@ class Stalled:
 class Suspicion:
     """`observer` no longer hears from `member`, which is on another host.
 
-    `word` numbers the statements of `observer` about `member`, so that a late message does not replace a newer one.
-    0 marks a new statement of this process.
+    `number` counts the statements of `observer` about `member`, so that a late message does not replace a newer one. 0
+    marks a new statement of this process.
     """
 
     member: str
     observer: str
     evidence: str
-    word: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """`observer` hears from `member` again. `word` as for `Suspicion`."""
+    """`observer` hears from `member` again. `number` as for `Suspicion`."""
 
     member: str
     observer: str
-    word: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""What is known of who is gone and who is suspected by whom. Immutable; every change gives another one.
+"""The evidence of one process: which processes are dead, and which observer suspects which member.
 
-A death is a proof and stands alone. A suspicion is one observer's; a member is lost when most of its observers
-suspect it (one outside of the view, a spare, when anybody does; one on the larger of two hosts never for that).
-Observers that are dead have no say, nor those that are lost themselves and were silent about it: so the set of the lost
-does not depend on the order in which evidence comes.
+A death is certain and counts alone. A suspicion is the statement of one observer; a member is lost when most of its
+observers suspect it. A process outside of the view (a spare) is lost when any observer suspects it; a member on the
+larger of two hosts is never lost by suspicions. Dead observers do not count, nor do lost ones that have not suspected
+the member: so the set of the lost does not depend on the order in which evidence arrives.
 """
 
 from __future__ import annotations
@@ -23,28 +23,33 @@ _SILENT: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """`dead`: id -> how that is known. `suspected`: id -> observer -> what it saw. `lost`: the dead, and those that
-    most of their observers suspect: id -> evidence. `words`: member ->
-    observer -> how often it has spoken of that member."""
+    """Immutable; every change returns another object.
+
+    `dead`: id -> evidence of the death. `suspected`: id -> observer -> what it saw. `lost`: the dead, and those that
+    most of their observers suspect: id -> evidence. `statements`: member -> observer -> the number of its statements
+    about that member.
+    """
 
     dead: Mapping[str, str] = field(default_factory=lambda: _NONE)
     suspected: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: _NOBODY)
     lost: Mapping[str, str] = field(default_factory=lambda: _NONE)
-    words: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: _SILENT)
+    statements: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: _SILENT)
 
     def __hash__(self) -> int:
         suspicions = frozenset((member, frozenset(seen.items())) for member, seen in self.suspected.items())
-        words = frozenset((member, frozenset(said.items())) for member, said in self.words.items())
+        words = frozenset((member, frozenset(said.items())) for member, said in self.statements.items())
         return hash((frozenset(self.dead.items()), suspicions, words))
 
     def deaths_of(self, departed: tuple[Member, ...], view: View) -> tuple[Death, ...]:
-        """How those ended who are not in `view` any more. Its reason says why if nothing else is known."""
+        """The deaths of the members that left with `view`; its reason is the evidence where no other is known."""
         deaths = view.remember("deaths", departed, lambda: tuple(Death(m.id, view.reason) for m in departed))
         return tuple(Death(d.id, self.lost.get(d.id, d.evidence)) for d in deaths) if self.lost else deaths
 
-    def in_doubt(self, view: View) -> bool:
-        """Whether more losses are likely to show in a moment: somebody is suspected, but not yet by enough, or shares
-        the host of one that is lost for silence.
+    def more_losses_likely(self, view: View) -> bool:
+        """Whether more losses are likely to follow soon.
+
+        That is so if a member is suspected by too few observers yet, or shares the host of a member that was lost by
+        suspicions.
         """
         if len(self.lost) == len(self.dead):
             return False
@@ -54,46 +59,48 @@ class Evidence:
         hosts = {view.members[rank].peer.host: None for rank in silent}
         return any(view.members[rank].id not in self.lost for host in hosts for rank in view.hosts[host])
 
-    def buried(self, deaths: Iterable[Death], view: View | None, shape: Shape) -> Evidence:
-        """With more dead. The same object if all were known."""
+    def with_deaths(self, deaths: Iterable[Death], view: View | None, shape: Shape) -> Evidence:
+        """Add deaths. Returns the same object if all were known."""
         new = {death.id: death.evidence for death in deaths if death.id not in self.dead}
         if not new:
             return self
         dead = {**self.dead, **new}
         if not self.suspected:
             return replace(self, dead=dead, lost=dead)
-        return replace(self, dead=dead, lost=dead)._judged(list(self.suspected), view, shape)
+        return replace(self, dead=dead, lost=dead)._with_losses(list(self.suspected), view, shape)
 
-    def suspecting(self, said: Suspicion, view: View | None, shape: Shape) -> Evidence:
-        """With one more suspicion. The same object if its observer has said something later."""
-        words = self._heard_out(said.member, said.observer, said.word)
-        if words is None:
+    def with_suspicion(self, said: Suspicion, view: View | None, shape: Shape) -> Evidence:
+        """Add a suspicion. Returns the same object if its observer has made a later statement."""
+        statements = self._numbered(said.member, said.observer, said.number)
+        if statements is None:
             return self
         against = {**self.suspected.get(said.member, {}), said.observer: said.evidence}
-        more = replace(self, suspected={**self.suspected, said.member: against}, words=words)
-        return more._judged([said.member], view, shape)
+        more = replace(self, suspected={**self.suspected, said.member: against}, statements=statements)
+        return more._with_losses([said.member], view, shape)
 
-    def cleared(self, said: Cleared, view: View | None, shape: Shape) -> Evidence:
-        """With a suspicion taken back. What rested on it falls."""
-        words = self._heard_out(said.member, said.observer, said.word)
-        if words is None:
+    def with_clearance(self, said: Cleared, view: View | None, shape: Shape) -> Evidence:
+        """Remove a suspicion, and the losses that it caused."""
+        statements = self._numbered(said.member, said.observer, said.number)
+        if statements is None:
             return self
         against = self.suspected.get(said.member, {})
         if said.observer not in against:
-            return replace(self, words=words) if said.word else self
+            return replace(self, statements=statements) if said.number else self
         suspected = dict(self.suspected)
         del suspected[said.member]
         left = {who: seen for who, seen in against.items() if who != said.observer}
         if left:
             suspected[said.member] = left
-        fresh = replace(self, suspected=suspected, words=words)
+        fresh = replace(self, suspected=suspected, statements=statements)
         if said.member not in self.lost or said.member in self.dead:
             return fresh
-        return replace(fresh, lost=self.dead)._judged(list(suspected), view, shape)
+        return replace(fresh, lost=self.dead)._with_losses(list(suspected), view, shape)
 
-    def after(self, view: View, departed: Iterable[Member], shape: Shape) -> Evidence:
-        """What still matters in `view`, which these left: suspicions of and by its members, and deaths of others."""
-        if not self.dead and not self.words:
+    def for_view(self, view: View, departed: Iterable[Member], shape: Shape) -> Evidence:
+        """Keep what still matters in `view`: suspicions of and by its members, and deaths of processes that did not
+        leave.
+        """
+        if not self.dead and not self.statements:
             return self
         gone = {member.id for member in departed}
         dead = {who: how for who, how in self.dead.items() if who not in gone}
@@ -106,21 +113,21 @@ class Evidence:
                 suspected[who] = left
         words = {
             who: {observer: word for observer, word in said.items() if observer not in gone}
-            for who, said in self.words.items()
+            for who, said in self.statements.items()
             if who not in gone
         }
-        return Evidence(dead, suspected, dead, words)._judged(list(suspected), view, shape)
+        return Evidence(dead, suspected, dead, words)._with_losses(list(suspected), view, shape)
 
-    def _heard_out(self, member: str, observer: str, word: int) -> Mapping[str, Mapping[str, int]] | None:
-        """How often everybody has spoken, with this word; None if it comes too late."""
-        said = self.words.get(member, {})
+    def _numbered(self, member: str, observer: str, number: int) -> Mapping[str, Mapping[str, int]] | None:
+        """The statement counts with this statement added; None if a later one is known."""
+        said = self.statements.get(member, {})
         last = said.get(observer, 0)
-        if word and word <= last:
+        if number and number <= last:
             return None
-        return {**self.words, member: {**said, observer: word or last + 1}}
+        return {**self.statements, member: {**said, observer: number or last + 1}}
 
-    def _touched(self, ids: Iterable[str], view: View | None, shape: Shape) -> list[str]:
-        """The suspects about whom these have a say."""
+    def _affected_suspects(self, ids: Iterable[str], view: View | None, shape: Shape) -> list[str]:
+        """The suspects that have one of `ids` among their observers."""
         if view is None:
             return []
         if shape.is_mesh(view):
@@ -132,8 +139,8 @@ class Evidence:
                 near.update(dict.fromkeys(m.id for m in observers(view, view.members[rank], shape)))
         return [who for who in near if who in self.suspected]
 
-    def _judged(self, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
-        """With everybody lost whom these suspicions, or the losses that follow from them, condemn."""
+    def _with_losses(self, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
+        """Add as lost each suspect that these suspicions, or the losses that follow from them, condemn."""
         if view is None:
             return self
         state = self
@@ -158,5 +165,5 @@ class Evidence:
             if 2 * len(guilty) > len(jury):
                 words = f"suspected by {len(guilty)} of {len(jury)} observers: {against[min(guilty)]}"
                 state = replace(state, lost={**state.lost, who: words})
-                todo += state._touched([who], view, shape)
+                todo += state._affected_suspects([who], view, shape)
         return state

@@ -1,7 +1,7 @@
-"""What a member tells the others of what it has seen itself, and whom: pure functions.
+"""Decides which members get the evidence that this process has seen: pure functions.
 
-In a small job it tells everybody who may not see it. In a large one it tells the heads, and if nothing comes of that
-those after them: so the load of a member does not grow with the size of the job.
+In a small job these are all members that may not see it themselves. In a large one these are the heads and, if that has
+no effect, the members after them: so the load of a member does not grow with the size of the job.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from holdfast.ft.membership.topology import Shape, heads
 from holdfast.ft.membership.view import Member, View
 
 
-def left_to_another(view: View | None, me: Member, lost: Container[str]) -> bool:
-    """Whether another member of this host is first to propose what follows from the loss of `lost`: it sees them end
-    as soon as this process does, and processors are few while all recover.
+def another_proposes_first(view: View | None, me: Member, lost: Container[str]) -> bool:
+    """Whether another member of this host is the first to propose the view after the loss of `lost`.
+
+    It sees processes end as soon as this one does, and processors are few while all members recover.
     """
     if view is None or view.phase != "running" or view.rank_of(me.id) is None:
         return False
@@ -27,15 +28,18 @@ def left_to_another(view: View | None, me: Member, lost: Container[str]) -> bool
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What `me` has to say: deaths on its own host, and whom it hears of other hosts and whom not any more."""
+class Findings:
+    """What `me` reports:
+
+    `deaths` on its own host, and in `seen` members of other hosts that it suspects or has cleared.
+    """
 
     deaths: tuple[Death, ...]
     seen: tuple[Suspicion | Cleared, ...]
 
 
-def news(event: Event, me: Member, view: View, evidence: Evidence, before: Evidence) -> Words:
-    """What `event` has made of what this process has seen: `evidence`, and `before` it."""
+def new_findings(event: Event, me: Member, view: View, evidence: Evidence, before: Evidence) -> Findings:
+    """What `event` added to the findings of this process; `evidence` is after it, `before` before it."""
     deaths: tuple[Death, ...] = ()
     seen: tuple[Suspicion | Cleared, ...] = ()
     match event:
@@ -47,52 +51,52 @@ def news(event: Event, me: Member, view: View, evidence: Evidence, before: Evide
             doubted = me.id in evidence.suspected.get(who, {})
             if doubted != (me.id in before.suspected.get(who, {})) and (doubted or who not in evidence.dead):
                 seen = (_suspicion(me, evidence, who) if doubted else _clearance(me, evidence, who),)
-    return Words(deaths, seen)
+    return Findings(deaths, seen)
 
 
-def standing(me: Member, view: View, evidence: Evidence) -> Words:
-    """All that has to be said for as long as nothing comes of it; what was taken back is said again too."""
+def open_findings(me: Member, view: View, evidence: Evidence) -> Findings:
+    """All findings that must be repeated until a new view follows; withdrawn suspicions are repeated too."""
     seen: list[Suspicion | Cleared] = []
-    for who, said in evidence.words.items():
+    for who, said in evidence.statements.items():
         if me.id in said and who not in evidence.dead and who in view.ranks:
             doubted = me.id in evidence.suspected.get(who, {})
             seen.append(_suspicion(me, evidence, who) if doubted else _clearance(me, evidence, who))
-    return Words(_seen_dead(me, view, evidence, evidence.dead), tuple(seen))
+    return Findings(_seen_dead(me, view, evidence, evidence.dead), tuple(seen))
 
 
-def urgent(words: Words) -> bool:
-    """Whether something must come of it: good news alone need not be told for ever."""
-    return bool(words.deaths) or any(isinstance(word, Suspicion) for word in words.seen)
+def need_repeating(findings: Findings) -> bool:
+    """Whether the findings must have an effect: cleared members alone need not be reported for ever."""
+    return bool(findings.deaths) or any(isinstance(word, Suspicion) for word in findings.seen)
 
 
 def _suspicion(me: Member, evidence: Evidence, who: str) -> Suspicion:
-    return Suspicion(who, me.id, evidence.suspected[who][me.id], evidence.words[who][me.id])
+    return Suspicion(who, me.id, evidence.suspected[who][me.id], evidence.statements[who][me.id])
 
 
 def _clearance(me: Member, evidence: Evidence, who: str) -> Cleared:
-    return Cleared(who, me.id, evidence.words[who][me.id])
+    return Cleared(who, me.id, evidence.statements[who][me.id])
 
 
-def addressed(
-    words: Words, me: Member, view: View, spares: tuple[Member, ...], evidence: Evidence, shape: Shape, turn: int
+def reports(
+    findings: Findings, me: Member, view: View, spares: tuple[Member, ...], evidence: Evidence, shape: Shape, turn: int
 ) -> tuple[Effect, ...]:
-    """What to do in order to tell `words`, for the `turn`-th time."""
+    """The effects that report `findings`, for the `turn`-th time."""
     if shape.is_mesh(view):
         everybody = [m for m in (*view.members, *spares) if m.id != me.id]
     else:
-        doubtful = {word.member for word in words.seen} | evidence.lost.keys()
+        doubtful = {word.member for word in findings.seen} | evidence.lost.keys()
         everybody = [m for m in heads(view, doubtful, shape, turn) if m.id != me.id]
     to = tuple(m for m in everybody if m.id not in evidence.dead)
     blind = tuple(m for m in to if m.peer.host != me.peer.host)
     effects: list[Effect] = []
-    if words.deaths and blind:
-        effects.append(ReportDeaths(words.deaths, blind))
-    if words.seen and to:  # whom it is about too: where one way alone is cut, they learn that this side has stopped
-        effects.append(ReportSuspicions(words.seen, to))
+    if findings.deaths and blind:
+        effects.append(ReportDeaths(findings.deaths, blind))
+    if findings.seen and to:  # the suspects too: if only one direction is cut, they learn that this side has stopped
+        effects.append(ReportSuspicions(findings.seen, to))
     return tuple(effects)
 
 
 def _seen_dead(me: Member, view: View, evidence: Evidence, ids: Iterable[str]) -> tuple[Death, ...]:
-    """Those of the dead that are members, and of this host."""
+    """The deaths of those among `ids` that are members on this host."""
     here = (who for who in ids if who in view.ranks and view.members[view.ranks[who]].peer.host == me.peer.host)
     return tuple(Death(who, evidence.dead[who]) for who in here)

@@ -1,14 +1,12 @@
-"""Who is in the job: every decision about it, as a pure state machine.
+"""The membership state machine: every decision about which processes are in the job.
 
-`Membership.on(event, now)` gives the next state and what is to be done about it. There is no clock, network,
-thread or chance in here, so the same class runs under the real runtime, a simulator and an exhaustive
-explorer.
+`Membership.on(event, now)` returns the next state and the effects to carry out. It uses no clock, network, thread or
+randomness, so the same class runs under the real runtime, a simulator and an exhaustive explorer.
 
-How it decides. The register holds one view an epoch, replaced only by compare-and-set, so two views of one
-epoch cannot exist. Whoever sees that the view should change works out the next one; the lowest alive member
-proposes it at once, each further member one heartbeat later if nothing has come of it. After every event the
-whole situation is looked at again, so a lost message, a lost race or another death on the way needs no case
-of its own.
+The register holds one view per epoch, replaced only by compare-and-set, so two views of one epoch cannot exist. A
+member that finds that the view should change computes the next one; the lowest living member proposes it at once, each
+further member one heartbeat later if no new view has appeared. After every event the whole state is evaluated again, so
+a lost message, a lost race or another death needs no case of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.membership.admission import refusal, too_far
+from holdfast.ft.membership.admission import host_refusal_reason, refusal_reason
 from holdfast.ft.membership.effects import (
     AnnounceSelf,
     Effect,
@@ -56,13 +54,13 @@ from holdfast.ft.membership.events import (
     ViewRead,
 )
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.evidence_reporting import addressed, news, standing, urgent
-from holdfast.ft.membership.next_view import formed, next_size, runnable, successors
+from holdfast.ft.membership.evidence_reporting import need_repeating, new_findings, open_findings, reports
+from holdfast.ft.membership.next_view import next_size, runnable_backends, successors, with_chosen_backend
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
 from holdfast.ft.membership.view import Job, Member, Phase, View
-from holdfast.ft.membership.view_delta import ViewDelta, applied
-from holdfast.ft.membership.view_dissemination import answered, passed_on, proclaimed
+from holdfast.ft.membership.view_delta import ViewDelta, apply_delta
+from holdfast.ft.membership.view_dissemination import announce_as_proposer, forward_view, reply_to_epoch
 from holdfast.ft.timeouts import Timeouts
 
 Ended = Literal["", "finished", "failed", "evicted", "refused"]
@@ -70,13 +68,14 @@ Step = tuple["Membership", tuple[Effect, ...]]
 Wanted = tuple[str | int, ...]
 
 DOUBLINGS = 4
-"""How often the time between two tellings of the same evidence doubles."""
+"""How often the interval between two reports of the same evidence doubles."""
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """A view that should come to be, which `make` works out: not before `after`, and then `turn` seconds later on this
-    process. `why` changes when the reasons do.
+class PlannedProposal:
+    """A view to propose, which `make` computes: not before `after`, and then `turn` seconds later on this process.
+
+    `why` changes when the reasons do.
     """
 
     why: Wanted
@@ -86,16 +85,16 @@ class Need:
 
 
 class Membership(Struct, frozen=True):
-    """What one process knows of the job, and what it makes of it. Immutable.
+    """What one process knows of the job, and what it concludes. Immutable.
 
-    `me` is this process. `job` is the job as this process would found it: `job.backends` are those that it
-    can run, in its order of preference; `one_host` those of them that need all members on one host. `view` is
-    the newest view known, `spares` the processes that wait outside, in the order they announced themselves.
-    `revoked` is the newest epoch that was revoked here because somebody was lost, or because an op failed as `broken`
-    says: it cannot go on, whatever is heard later. `finished`: all steps are committed here, or all members have
-    stopped, and this process has said so in the epoch of `view`. `failed`: the user's code raised here, and the job is
-    to end with that. `ended` is set once nothing more can happen. `wake_at` is when a `Tick` is wanted; None if none
-    is.
+    `me` is this process. `job` is the job as this process would found it: `job.backends` are those that it can run, in
+    its order of preference; `one_host` those of them that need all members on one host. `view` is the newest view
+    known, `spares` the processes that wait outside of it, in the order in which they announced themselves. `revoked` is
+    the newest epoch that was revoked here because a member was lost, or because an op failed (`broken` is its error):
+    the epoch cannot go on, whatever is heard later. `finished`: all steps are committed here, or all members have
+    stopped, and this process has said so in the epoch of `view`. `failed`: the user's code raised here, and the job has
+    to end with that. `ended` is set once nothing more can happen. `wake_at` is the time for the next `Tick`; None if
+    none is needed.
     """
 
     me: Member
@@ -123,7 +122,7 @@ class Membership(Struct, frozen=True):
     wake_at: float | None = None
 
     def on(self, event: Event, now: float) -> Step:
-        """The state after `event` at time `now` (seconds, never going back), and what is to be done."""
+        """The state after `event` at time `now` (seconds, never decreasing), and the effects to carry out."""
         if self.ended:
             return self, ()
         state, effects = self._absorb(event, now)
@@ -131,10 +130,10 @@ class Membership(Struct, frozen=True):
             return self, effects
         if state.ended:
             return replace(state, wake_at=None), effects
-        state, revoked = state._revoking(self)
-        state, told = state._tell(self, event, now)
+        state, revoked = state._revoke_after_losses(self)
+        state, told = state._report(self, event, now)
         state, more = state._decide(now)
-        return state._sleep(now), effects + revoked + told + more
+        return state._wake_for_report(now), effects + revoked + told + more
 
     def rank(self) -> int | None:
         """This process's rank in a running view; None outside of one."""
@@ -143,8 +142,10 @@ class Membership(Struct, frozen=True):
         return self.view.rank_of(self.me.id)
 
     def watched(self) -> tuple[Member, ...]:
-        """The processes that this one watches: everybody in a small job. In a large one those on its own host and
-        its neighbours elsewhere; a head watches the spares, a spare the heads.
+        """The processes that this one watches: all others in a small job.
+
+        In a large one these are the members of its own host and its neighbours on others; a head also watches the
+        spares, a spare the heads.
         """
         view = self.view
         if view is None or self.ended:
@@ -158,10 +159,10 @@ class Membership(Struct, frozen=True):
         return tuple({m.id: m for m in (*members, *self.spares) if m.id != self.me.id}.values())
 
     def lost(self) -> dict[str, str]:
-        """The dead and those condemned by most of their observers: id -> evidence."""
+        """The dead, and those that most of their observers suspect: id -> evidence."""
         return dict(self.evidence.lost)
 
-    # What an event changes ----------------------------------------------------------------------------------
+    # Apply an event ----------------------------------------------------------------------------------
 
     def _absorb(self, event: Event, now: float) -> Step:
         match event:
@@ -170,12 +171,12 @@ class Membership(Struct, frozen=True):
             case ViewRead(view, teller):
                 return self._adopt(view, teller)
             case ViewDeltaReceived(change, teller):
-                return self._follow(change, teller)
+                return self._apply(change, teller)
             case EpochHeard(member, epoch):
-                return self, answered(self.view, member, epoch, self.shape)
+                return self, reply_to_epoch(self.view, member, epoch, self.shape)
             case CasWon(view):
                 state, effects = replace(self, in_flight=None)._adopt(view)
-                return state, (*effects, *proclaimed(view, self.me, state.spares, self.shape))
+                return state, (*effects, *announce_as_proposer(view, self.me, state.spares, self.shape))
             case CasLost(view):
                 lost = replace(self, in_flight=None)
                 if view is None or (self.view is not None and view.epoch <= self.view.epoch):
@@ -184,9 +185,9 @@ class Membership(Struct, frozen=True):
             case CasFailed():
                 return replace(self, in_flight=None, retry_at=now + self.timeouts.heartbeat), ()
             case ProvenDeaths(deaths):
-                return self._bury(deaths), ()
+                return self._record_deaths(deaths), ()
             case SpareGone(member, evidence):
-                return self._bury((Death(member, evidence),)), ()
+                return self._record_deaths((Death(member, evidence),)), ()
             case EpochBroken(epoch, reason):
                 if self.rank() is None or self.view is None or self.view.epoch != epoch or self.revoked == epoch:
                     return self, ()
@@ -196,11 +197,11 @@ class Membership(Struct, frozen=True):
             case Suspicion():
                 if event.member == self.me.id:
                     return self, ()
-                return self._knowing(self.evidence.suspecting(event, self.view, self.shape)), ()
+                return self._with_evidence(self.evidence.with_suspicion(event, self.view, self.shape)), ()
             case Cleared():
-                return self._knowing(self.evidence.cleared(event, self.view, self.shape)), ()
+                return self._with_evidence(self.evidence.with_clearance(event, self.view, self.shape)), ()
             case SpareAnnounced(member):
-                return self._welcome(member), ()
+                return self._add_spare(member), ()
             case LocalFinished(epoch):
                 is_now = self.view is not None and self.view.epoch == epoch
                 return (replace(self, finished=event) if is_now else self), ()
@@ -209,23 +210,23 @@ class Membership(Struct, frozen=True):
             case Tick():
                 return self, ()
 
-    def _knowing(self, evidence: Evidence) -> Membership:
+    def _with_evidence(self, evidence: Evidence) -> Membership:
         return self if evidence is self.evidence else replace(self, evidence=evidence)
 
-    def _follow(self, change: ViewDelta, teller: str) -> Step:
-        """Take over the view that comes out of a change. Whoever has missed the one before asks the register."""
+    def _apply(self, change: ViewDelta, teller: str) -> Step:
+        """Adopt the view that a delta leads to. A process that lacks the view before it reads the register."""
         view = self.view
         if view is not None and change.epoch <= view.epoch:
             return self, ()
         if view is None or change.epoch != view.epoch + 1:
             return self, (ReadRegister(change.epoch),)
         try:
-            return self._adopt(applied(view, change), teller)
+            return self._adopt(apply_delta(view, change), teller)
         except CorruptData:
             return self, (ReadRegister(change.epoch),)
 
     def _adopt(self, view: View | None, teller: str = "") -> Step:
-        """Take over a newer view. Older ones, and ones already known, change nothing: epochs never go back."""
+        """Adopt a newer view. Older and known ones change nothing: epochs never go back."""
         old = self.view
         if view is None or (old is not None and view.epoch <= old.epoch):
             return self, ()
@@ -239,7 +240,7 @@ class Membership(Struct, frozen=True):
         state = replace(
             self,
             view=view,
-            evidence=self.evidence.after(view, departed, self.shape),
+            evidence=self.evidence.for_view(view, departed, self.shape),
             spares=tuple(spare for spare in self.spares if spare.id not in view.ranks) if self.spares else (),
             finished=None,
             broken="",
@@ -250,7 +251,7 @@ class Membership(Struct, frozen=True):
         )
         if not is_in and was_in:
             return replace(state, ended="evicted"), (*effects, Evicted(view, view.reason))
-        spread = passed_on(view, old, teller, self.me, state.spares, self.shape)
+        spread = forward_view(view, old, teller, self.me, state.spares, self.shape)
         if view.phase in ("finished", "failed"):
             effects = (*effects, Install(view), *spread)
             return replace(state, ended="finished" if view.phase == "finished" else "failed"), effects
@@ -262,9 +263,9 @@ class Membership(Struct, frozen=True):
                 effects = (*effects, AnnounceSelf(view, to))
         return state, (*effects, *spread)
 
-    def _bury(self, deaths: tuple[Death, ...]) -> Membership:
+    def _record_deaths(self, deaths: tuple[Death, ...]) -> Membership:
         others = tuple(death for death in deaths if death.id != self.me.id)
-        evidence = self.evidence.buried(others, self.view, self.shape)
+        evidence = self.evidence.with_deaths(others, self.view, self.shape)
         if evidence is self.evidence:
             return self
         spares = self.spares
@@ -278,17 +279,19 @@ class Membership(Struct, frozen=True):
             return self, ()
         return replace(self, fenced=self.fenced | {member_id}), (Fence(target, evidence),)
 
-    def _welcome(self, spare: Member) -> Membership:
+    def _add_spare(self, spare: Member) -> Membership:
         known = spare.id == self.me.id or spare.id in self.evidence.dead or any(m.id == spare.id for m in self.spares)
         if known:
             return self
         view = self.view
-        if view is not None and (spare.id in view.ranks or too_far(spare.peer.host, self.one_host, view) is not None):
+        if view is not None and (
+            spare.id in view.ranks or host_refusal_reason(spare.peer.host, self.one_host, view) is not None
+        ):
             return self
         return replace(self, spares=(*self.spares, spare))
 
-    def _revoking(self, before: Membership) -> Step:
-        """The revocation that a loss causes: at once, before anything is agreed."""
+    def _revoke_after_losses(self, before: Membership) -> Step:
+        """Revoke the epoch because of new losses: at once, before any agreement."""
         view, lost = self.view, self.evidence.lost
         if self.rank() is None or view is None or not lost:
             return self, ()
@@ -302,53 +305,51 @@ class Membership(Struct, frozen=True):
         ranks = ", ".join(f"rank {view.ranks[death.id]}: {death.evidence}" for death in new)
         return replace(self, revoked=view.epoch), (Revoke(view.epoch, new, ranks),)
 
-    # Telling others what was seen here ----------------------------------------------------------------------
+    # Report evidence ----------------------------------------------------------------------
 
-    def _tell(self, before: Membership, event: Event, now: float) -> Step:
-        """Tell others what this process has seen itself: at once, and again for as long as nothing has come of it."""
+    def _report(self, before: Membership, event: Event, now: float) -> Step:
+        """Report what this process has seen: at once, and repeatedly until a new view follows."""
         view = self.view
         if self.evidence is before.evidence and view is before.view:
             if self.tell_at is None or now < self.tell_at:
                 return self, ()
-        elif not self.evidence.dead and not self.evidence.words and self.tell_at is None:
+        elif not self.evidence.dead and not self.evidence.statements and self.tell_at is None:
             return self, ()
         if self.rank() is None or view is None:
             return self, ()
         if view is before.view and self.evidence is not before.evidence:
-            turn, words = 0, news(event, self.me, view, self.evidence, before.evidence)
-            if not words.deaths and not words.seen:
+            turn, findings = 0, new_findings(event, self.me, view, self.evidence, before.evidence)
+            if not findings.deaths and not findings.seen:
                 return self, ()
         else:
-            turn, words = self.told, standing(self.me, view, self.evidence)
-            if not urgent(words) and (not words.seen or turn > DOUBLINGS):
+            turn, findings = self.told, open_findings(self.me, view, self.evidence)
+            if not need_repeating(findings) and (not findings.seen or turn > DOUBLINGS):
                 return replace(self, tell_at=None), ()
-        effects = addressed(words, self.me, view, self.spares, self.evidence, self.shape, turn)
+        effects = reports(findings, self.me, view, self.spares, self.evidence, self.shape, turn)
         if not effects and self.shape.is_mesh(view):
             return replace(self, tell_at=None), ()
         wait = self.timeouts.heartbeat * 2 ** min(turn, DOUBLINGS)
         return replace(self, told=turn + 1, tell_at=now + wait), effects
 
-    # What follows from the situation ------------------------------------------------------------------------
+    # Propose the next view ------------------------------------------------------------------------
 
-    def _sleep(self, now: float) -> Membership:
-        """With a `Tick` wanted no later than something has to be told again."""
+    def _wake_for_report(self, now: float) -> Membership:
+        """Set `wake_at` no later than the time of the next report."""
         if self.ended or self.tell_at is None or (self.wake_at is not None and self.wake_at <= self.tell_at):
             return self
         return replace(self, wake_at=self.tell_at)
 
     def _decide(self, now: float) -> Step:
-        """Propose the view that should come next if this process's turn has come; else say when to look
-        again.
-        """
+        """Propose the next view if it is this process's turn; otherwise set the time to check again."""
         if self.started_at is None or self.in_flight is not None:
-            return self._waking(None), ()
-        why = refusal(self.me, self.job, self.one_host, self.view)
+            return self._with_wake_at(None), ()
+        why = refusal_reason(self.me, self.job, self.one_host, self.view)
         if why is not None:
             return replace(self, ended="refused", wake_at=None), (Refused(why),)
         state = self._measure_shortage(now)
-        need = state._need()
+        need = state._next_proposal()
         if need is None:
-            return (replace(state, wanted=()) if state.wanted else state)._waking(None), ()
+            return (replace(state, wanted=()) if state.wanted else state)._with_wake_at(None), ()
         since = state.wanted_since if state.wanted == need.why else now
         due = max(max(since, need.after) + need.turn, state.retry_at)
         if now < due:
@@ -358,77 +359,83 @@ class Membership(Struct, frozen=True):
         state = replace(state, wanted=need.why, wanted_since=since, in_flight=view, wake_at=None)
         return state, (Propose(expected, view),)
 
-    def _waking(self, at: float | None) -> Membership:
+    def _with_wake_at(self, at: float | None) -> Membership:
         return self if self.wake_at == at else replace(self, wake_at=at)
 
-    def _need(self) -> Need | None:
+    def _next_proposal(self) -> PlannedProposal | None:
         if self.view is None:
-            return Need(("found",), lambda: self._forming((self.me,), f"{self.me.id} founds the job"), 0.0)
+            return PlannedProposal(("found",), lambda: self._forming((self.me,), f"{self.me.id} founds the job"), 0.0)
         if self.view.phase == "forming":
-            return self._need_while_forming(self.view)
+            return self._proposal_while_forming(self.view)
         if self.view.rank_of(self.me.id) is None:
-            return self._need_as_spare(self.view)
-        return self._need_while_running(self.view)
+            return self._proposal_as_spare(self.view)
+        return self._proposal_while_running(self.view)
 
-    def _need_while_forming(self, view: View) -> Need | None:
+    def _proposal_while_forming(self, view: View) -> PlannedProposal | None:
         alive, lost = self._alive(view), self.evidence.lost
         if view.rank_of(self.me.id) is None:
             words = f"{self.me.id} joins as one of {view.job.size}"
-            return Need(("join", view.epoch), lambda: self._forming((*alive, self.me), words), 0.0)
+            return PlannedProposal(("join", view.epoch), lambda: self._forming((*alive, self.me), words), 0.0)
         turn = self._turn(view)
         if len(alive) < len(view.members):
             words = "; ".join(f"{m.id} is gone: {lost[m.id]}" for m in view.members if m.id in lost)
-            return Need(("lost", *(m.id for m in alive)), lambda: self._forming(alive, words), turn)
+            return PlannedProposal(("lost", *(m.id for m in alive)), lambda: self._forming(alive, words), turn)
         assert self.started_at is not None
         deadline = self.started_at + self.timeouts.join
         words = f"{len(alive)} of {view.job.size} members came within {self.timeouts.join:g} s"
         if len(alive) >= view.job.min_size:
-            return Need(
+            return PlannedProposal(
                 ("enough", *(m.id for m in alive)),
-                lambda: self._next("running", alive, words, formed(view.job)),
+                lambda: self._next("running", alive, words, with_chosen_backend(view.job)),
                 turn,
                 deadline,
             )
         short = f"{words}, {view.job.min_size} are needed"
-        return Need(("few", *(m.id for m in alive)), lambda: self._next("failed", alive, short), turn, deadline)
+        return PlannedProposal(
+            ("few", *(m.id for m in alive)), lambda: self._next("failed", alive, short), turn, deadline
+        )
 
-    def _need_as_spare(self, view: View) -> Need | None:
+    def _proposal_as_spare(self, view: View) -> PlannedProposal | None:
         lost = self.evidence.lost
         if len(lost) < len(view.members) or any(m.id not in lost for m in view.members):
             return None
         words = "every member died, and the state of the job with them"
-        return Need(("all lost",), lambda: self._next("failed", (), words), 0.0)
+        return PlannedProposal(("all lost",), lambda: self._next("failed", (), words), 0.0)
 
-    def _need_while_running(self, view: View) -> Need | None:
+    def _proposal_while_running(self, view: View) -> PlannedProposal | None:
         turn = self._turn(view)
         if self.failed is not None:
             failed = self.failed
-            return Need(("raised",), lambda: self._ended(view, "failed", failed.reason, error=failed.error), 0.0)
+            return PlannedProposal(
+                ("raised",), lambda: self._ended(view, "failed", failed.reason, error=failed.error), 0.0
+            )
         if self.finished is not None:
             done = self.finished
-            return Need(("finished",), lambda: self._ended(view, "finished", done.reason, stopped=done.stopped), turn)
+            return PlannedProposal(
+                ("finished",), lambda: self._ended(view, "finished", done.reason, stopped=done.stopped), turn
+            )
         lost, waiting = self._lost_members(view), self._waiting()
         if not lost and not (waiting and len(view.members) < view.job.size):
             if self.revoked == view.epoch:
                 words = "nobody is lost after all: who was taken for it is heard again"
                 if self.broken:
                     words = f"nobody is lost, but an op has failed: {self.broken}"
-                return Need(("again",), lambda: self._next("running", view.members, words), turn)
+                return PlannedProposal(("again",), lambda: self._next("running", view.members, words), turn)
             return None
         if next_size(view, lost, waiting) < view.job.min_size:
             assert self.short_since is not None
             deadline = self.short_since + self.timeouts.join
-            return Need(("short", lost, waiting), lambda: self._too_few(view), turn, deadline)
-        if not lost or self.evidence.in_doubt(view):
+            return PlannedProposal(("short", lost, waiting), lambda: self._too_few(view), turn, deadline)
+        if not lost or self.evidence.more_losses_likely(view):
             turn += self.timeouts.heartbeat
-        return Need(("running", lost, waiting), lambda: self._succeeding(view), turn)
+        return PlannedProposal(("running", lost, waiting), lambda: self._next_running(view), turn)
 
     def _ended(
         self, view: View, phase: Phase, reason: str, *, stopped: bool = False, error: StepError | None = None
     ) -> View:
         return replace(self._next(phase, self._alive(view), reason), stopped=stopped, error=error)
 
-    def _succeeding(self, view: View) -> View:
+    def _next_running(self, view: View) -> View:
         next_up = successors(view, self.evidence.lost, self.spares)
         return self._next("running", next_up.members, next_up.reason)
 
@@ -447,10 +454,11 @@ class Membership(Struct, frozen=True):
         return sum(map(view.ranks.__contains__, self.evidence.lost))
 
     def _waiting(self) -> int:
-        """How many spares can be taken."""
+        """The number of spares that can be promoted."""
         return sum(spare.id not in self.evidence.lost for spare in self.spares)
 
     def _measure_shortage(self, now: float) -> Membership:
+        """Set or clear the time since which too few members are left."""
         view = self.view
         if view is None or view.phase != "running" or view.rank_of(self.me.id) is None:
             return self
@@ -461,10 +469,10 @@ class Membership(Struct, frozen=True):
 
     def _forming(self, members: tuple[Member, ...], reason: str) -> View:
         job = self.job if self.view is None else self.view.job
-        job = replace(job, backends=runnable(job.backends, self.job.backends, self.one_host, members))
+        job = replace(job, backends=runnable_backends(job.backends, self.job.backends, self.one_host, members))
         if len(members) < job.size or not job.backends:
             return self._next("forming", members, reason, job)
-        return self._next("running", members, f"all {job.size} members are here", formed(job))
+        return self._next("running", members, f"all {job.size} members are here", with_chosen_backend(job))
 
     def _next(self, phase: Phase, members: tuple[Member, ...], reason: str, job: Job | None = None) -> View:
         if self.view is None:
@@ -472,8 +480,10 @@ class Membership(Struct, frozen=True):
         return View(self.view.epoch + 1, phase, members, job or self.view.job, reason)
 
     def _turn(self, view: View) -> float:
-        """How long this process leaves it to the members before it: a heartbeat for each of the first, and then ever
-        less, so that in a job of any size somebody's turn comes soon.
+        """Seconds that this process leaves the proposal to the members before it.
+
+        One heartbeat for each of the first members, and then ever less, so that in a job of any size a member proposes
+        soon.
         """
         before, first = view.before(self.me.id, self.evidence.lost.keys()), self.shape.heads
         beats = before if before <= first else first + math.log2(before / first)

@@ -1,4 +1,4 @@
-"""An exception of a user's code in a step, as it is told to the other processes of a job."""
+"""An exception of a user's code in a step, as other processes of the job receive it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ class StepError(msgspec.Struct, frozen=True):
     place: str
 
     def repeats(self, earlier: StepError) -> bool:
-        """Whether it is the same exception again, on whatever rank: in the same step, or in the next one, for a step is
-        committed without the rank that raised if all others had done their part.
+        """Whether it is the same exception again, on any rank, in the same step or the next.
+
+        The next step counts, because a step is committed without the rank that raised if all others had done their
+        part.
         """
         alike = msgspec.structs.replace(self, step=earlier.step, rank=earlier.rank) == earlier
         return alike and self.step - earlier.step in (0, 1)

@@ -1,13 +1,13 @@
-"""Who is connected to whom, who watches whom, and who decides: pure functions of a view.
+"""Decides which members are connected, watch each other, and propose: pure functions of a view.
 
-Up to `Shape.mesh` members everybody knows everybody. In larger jobs a member knows those on its own host and, on
-other hosts, its neighbours on a few rings. Each ring has all hosts in an order of its own that looks random; two
-hosts that follow each other on a ring connect their members in pairs, shifted by one from ring to ring. Such a graph
-is an expander: a handful of connections a member, about log N steps from anyone to anyone, and it stays in one piece
-when many fall out. It changes only around those who come and go. The neighbours of a member are also its observers,
-as in Rapid (Suresh et al., "Stable and Consistent Membership at Scale with Rapid", ATC 2018).
+Up to `Shape.mesh` members each member knows all others. In larger jobs a member knows those on its own host and, on
+other hosts, its neighbours on a few rings. Each ring has all hosts in an order of its own that looks random; two hosts
+that follow each other on a ring connect their members in pairs, shifted by one from ring to ring. Such a graph is an
+expander: a few connections per member, about log N steps between any two, and it stays connected when many members
+fail. It changes only around members that join or leave. The neighbours of a member are also its observers, as in Rapid
+(Suresh et al., "Stable and Consistent Membership at Scale with Rapid", ATC 2018).
 
-The heads are the first few members that live: evidence is told to them, and they propose.
+The heads are the first few living members: evidence is reported to them, and they propose.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _FACTORS = (0x1D8E4E27C47D124F, 0x0EB44ACCAB455D16, 0x1B873593CC9E2D51)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`mesh`: up to how many members everybody knows everybody. `rings`: on how many rings a member has two neighbours
-    above that. `heads`: how many members are told of evidence first.
+    """`mesh`: the largest number of members at which each knows all others.
+
+    `rings`: the rings, above that, on each of which a member has two neighbours. `heads`: the number of members that
+    get evidence first.
     """
 
     mesh: int = MESH
@@ -47,8 +49,10 @@ def host_mates(view: View, member: Member) -> tuple[Member, ...]:
 
 
 def observers(view: View, member: Member, shape: Shape) -> tuple[Member, ...]:
-    """The members on other hosts that watch `member`, and that it watches in turn. For one who is not in the view: the
-    first members that are elsewhere."""
+    """The members on other hosts that watch `member`, and that it watches in turn.
+
+    For a process that is not in the view: the first members on other hosts.
+    """
     if shape.is_mesh(view):
         return tuple(m for m in view.members if m.peer.host != member.peer.host)
     if view.rank_of(member.id) is None:
@@ -57,8 +61,10 @@ def observers(view: View, member: Member, shape: Shape) -> tuple[Member, ...]:
 
 
 def can_be_condemned(view: View, member: Member) -> bool:
-    """Whether the observers of `member` may condemn it. Each of two hosts is the whole jury of the other, so only the
-    one with most of the members may, or the first of two halves: the other may be the smaller side of a cut.
+    """Whether the observers of `member` may condemn it.
+
+    With two hosts, all observers of one are on the other. So only the host with most of the members may condemn the
+    other or, of two halves, the one with the first member: the other may be the smaller side of a network partition.
     """
     if len(view.hosts) != 2:
         return True
@@ -69,7 +75,7 @@ def can_be_condemned(view: View, member: Member) -> bool:
 
 
 def heads(view: View, lost: Container[str], shape: Shape, turn: int = 0) -> tuple[Member, ...]:
-    """Those who are told of evidence: the first living members; in the next turn those after them, and so on around."""
+    """The members that get evidence: the first living ones; in the next `turn` those after them, cyclically."""
     first = turn * shape.heads
     alive = list(islice((m for m in view.members if m.id not in lost), first + shape.heads))
     if len(alive) < first + shape.heads:
@@ -78,16 +84,17 @@ def heads(view: View, lost: Container[str], shape: Shape, turn: int = 0) -> tupl
 
 
 def _neighbours(view: View, member: Member, rings: int) -> tuple[Member, ...]:
-    """Those on other hosts, each once. Worked out for all members of a host when one of them is asked for."""
+    """The neighbours of `member` on other hosts, each once; computed for all members of its host at a time."""
     host = member.peer.host
     found = view.remember(f"{rings} rings around {host}", view.members, lambda: _around(view, host, rings))
     return found[member.id]
 
 
 def _around(view: View, host: str, rings: int) -> dict[str, tuple[Member, ...]]:
-    """The neighbours of every member of a host. On each ring it has a host after and one before it. Pair i of two hosts
-    is member i of one and member i + ring of the other, each counted around, for as many pairs as the larger has
-    members.
+    """The neighbours of every member of a host.
+
+    On each ring a host has one host after it and one before it. Pair i of two hosts is member i of one and member i +
+    ring of the other, each modulo its number of members, for as many pairs as the larger host has members.
     """
     members, here = view.members, view.hosts[host]
     met: list[dict[int, None]] = [{} for _ in here]
@@ -106,7 +113,7 @@ def _around(view: View, host: str, rings: int) -> dict[str, tuple[Member, ...]]:
 
 
 def _rings(view: View, rings: int) -> tuple[tuple[list[str], dict[str, int]], ...]:
-    """For each ring the hosts in its order, and the place of each."""
+    """For each ring, its hosts in order, and the position of each."""
 
     def work_out() -> tuple[tuple[list[str], dict[str, int]], ...]:
         hosts = [(int.from_bytes(host.encode(), "big"), host) for host in view.hosts]

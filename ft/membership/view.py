@@ -1,4 +1,4 @@
-"""The view: who is in the job, in rank order, at one epoch. What processes agree on through the register."""
+"""The view: the members of a job in rank order, at one epoch. Processes agree on it through the register."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 Phase = Literal["forming", "running", "finished", "failed"]
 
 MESH = 64
-"""Up to how many members everybody knows everybody, unless HOLDFAST_MESH says otherwise."""
+"""The largest number of members at which each knows all others, unless HOLDFAST_MESH says otherwise."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A process that takes part. `id` is its own for ever: a process that comes back has another one.
+    """A process that takes part. Its `id` is unique for ever: a process that comes back has another one.
 
     `address` is its control endpoint, "host:port". `threads` are the kernel's numbers of threads that live as long as
-    it takes part: their end is the first sign of its own.
+    the process takes part: the end of one is the first sign of its end.
     """
 
     id: str
@@ -39,11 +39,11 @@ class Member(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """What all members of a job have in common; it does not change from the first running epoch on.
 
-    `size` is how many members the job wants, `min_size` how few it can run with. `shards` is the number of
-    shards of a step, whatever the size. `backends` are the names that every candidate so far can run, in
-    order of preference, and `backend` the one chosen when the job was formed ("" before). `key_check` tells a
-    wrong key apart from the right one and is of no other use. By `timeouts` and `mesh` (see `Shape`) the members judge
-    each other: who had others would be taken for dead, or watched by nobody.
+    `size` is the number of members that the job wants, `min_size` the fewest that it can run with. `shards` is the
+    number of shards of a step, whatever the size. `backends` are the names that every candidate so far can run, in
+    order of preference, and `backend` the one chosen when the job was formed ("" before). `key_check` only tells a
+    wrong key from the right one. By `timeouts` and `mesh` (see `Shape`) the members judge each other: with other values
+    a member would be taken for dead, or would not be watched.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True):
     mesh: int = MESH
 
     def conflict(self, there: Job) -> str | None:
-        """Why a process that wants this job cannot be in the job that is `there`; None if it can."""
+        """Why a process that wants this job cannot be in the job `there`; None if it can."""
         if self.name != there.name:
             return f"it belongs to job {there.name!r}, not to {self.name!r}; use another register"
         if self.key_check != there.key_check:
@@ -77,13 +77,13 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True, dict=True):
-    """One epoch. Rank equals position in `members`; `reason` says in words why this view came to be.
+    """One epoch. Rank equals position in `members`; `reason` says in words why this view was made.
 
     A job is `forming` until it has its members, then `running`, and ends `finished` (all steps committed, or all
-    members `stopped` before the last one) or `failed` (it cannot go on, and `reason` says why; `error` is the user's
-    exception if that is it).
+    members `stopped` before the last one) or `failed` (it cannot go on, for `reason`; `error` is the user's exception
+    if that is the cause).
 
-    What is derived from a view is worked out once and kept with it (`remember`), so that a question about one member
+    What is derived from a view is computed once and kept with it (`remember`), so that a question about one member
     takes no time that grows with their number.
     """
 
@@ -119,7 +119,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
         return self.ranks.get(member_id)
 
     def before(self, member_id: str, gone: Set[str]) -> int:
-        """How many members come before this one, which is in the view, when those in `gone` do not count."""
+        """The number of members before this one, which is in the view, without those in `gone`."""
         rank = self.ranks[member_id]
         return rank - sum(self.ranks.get(who, rank) < rank for who in gone)
 
@@ -132,9 +132,9 @@ class View(msgspec.Struct, frozen=True, dict=True):
         return self.remember("left since", old.members, work_out)
 
     def remember(self, name: str, of: object, work_out: Callable[[], T]) -> T:
-        """What `work_out` gives, kept with this view as `name`; worked out anew if what is kept is not of `of`.
+        """The cached result of `work_out` for `name` and `of`; computed anew if the cached one is for another `of`.
 
-        Any thread may ask. What is kept is replaced as one, with what it is of, and never changed.
+        Thread-safe: the result and its `of` are replaced together, and never changed.
         """
         kept: tuple[object, T] | None = self.__dict__.get(name)
         if kept is None or (kept[0] is not of and kept[0] != of):
@@ -142,7 +142,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
         return kept[1]
 
     def recall(self, name: str) -> object:
-        """What is kept with this view as `name`; None if nothing is."""
+        """The cached result for `name`; None if there is none."""
         kept: tuple[object, object] | None = self.__dict__.get(name)
         return None if kept is None else kept[1]
 

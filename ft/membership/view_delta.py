@@ -1,6 +1,6 @@
-"""What is different between a view and the next: all that members of a large job tell each other of it.
+"""The difference between a view and the next: the only part that members of a large job send each other.
 
-A view of N members has O(N) bytes; the loss of a host changes a handful of ranks.
+A view of N members has O(N) bytes; the loss of a host changes a few ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from holdfast.ft.membership.view import Job, Member, Phase, View
 class ViewDelta(msgspec.Struct, frozen=True):
     """The step from the view of epoch `epoch` - 1 to that of `epoch`.
 
-    `gone` are ranks of the old view that nobody takes over, `placed` those that newcomers take over, and `joined`
-    newcomers that come last. `job` is None if it stays as it is. `stopped` and `error` are those of the new view.
+    `gone` are ranks of the old view that are not filled again, `placed` the ranks that newcomers take over, and
+    `joined` the newcomers that come last. `job` is None if it stays as it is. `stopped` and `error` are those of the
+    new view.
     """
 
     epoch: int
@@ -34,7 +35,7 @@ class ViewDelta(msgspec.Struct, frozen=True):
 
     @staticmethod
     def decode(data: bytes) -> ViewDelta:
-        """Raises `CorruptData` for anything that is not an encoded change."""
+        """Raises `CorruptData` for anything that is not an encoded delta."""
         try:
             return _decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -42,19 +43,22 @@ class ViewDelta(msgspec.Struct, frozen=True):
 
 
 _CHANGE = "change"
-"""Under which name a view keeps what has made it."""
+"""The name under which a view keeps the delta that led to it."""
 
 _decoder = msgspec.msgpack.Decoder(ViewDelta)
 
 
-def latest(view: View) -> ViewDelta | None:
-    """What has made this view out of the one before, if it is known here."""
+def last_delta(view: View) -> ViewDelta | None:
+    """The delta that led to this view, if it is known here."""
     change = view.recall(_CHANGE)
     return change if isinstance(change, ViewDelta) else None
 
 
-def between(old: View, new: View) -> ViewDelta | None:
-    """What makes `new` out of `old`; None if it is not the next one, or survivors have not kept their order."""
+def delta_between(old: View, new: View) -> ViewDelta | None:
+    """The delta from `old` to `new`.
+
+    None if `new` is not the next view, or survivors have not kept their order.
+    """
     if new.epoch != old.epoch + 1:
         return None
     return new.remember(_CHANGE, old.epoch, lambda: _work_out(old, new))
@@ -80,8 +84,8 @@ def _work_out(old: View, new: View) -> ViewDelta | None:
     return ViewDelta(new.epoch, new.phase, tuple(gone), tuple(placed), joined, new.reason, job, new.stopped, new.error)
 
 
-def applied(old: View, change: ViewDelta) -> View:
-    """The view that `change` makes out of `old`. Raises `CorruptData` if they do not belong together."""
+def apply_delta(old: View, change: ViewDelta) -> View:
+    """The view that `change` makes of `old`. Raises `CorruptData` if they do not belong together."""
     if change.epoch != old.epoch + 1:
         raise CorruptData(f"a change to epoch {change.epoch} does not follow epoch {old.epoch}")
     return old.remember("applied", change, lambda: _make(old, change))

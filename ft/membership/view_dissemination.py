@@ -1,7 +1,7 @@
-"""Who tells whom of a new view: pure functions.
+"""Decides which members announce a new view to which: pure functions.
 
-In a small job whoever has brought it about tells everybody. In a large one it tells those around it, and everybody who
-learns of it those around itself, once: the news reaches all in about log N steps, whoever has died on the way.
+In a small job the proposer tells all members. In a large one it tells its neighbours, and each member that learns of
+the view tells its own neighbours, once: the view reaches all members in about log N steps, although some may have died.
 """
 
 from __future__ import annotations
@@ -9,36 +9,36 @@ from __future__ import annotations
 from holdfast.ft.membership.effects import Announce, Effect, ReadRegister
 from holdfast.ft.membership.topology import Shape, host_mates, observers
 from holdfast.ft.membership.view import Member, View
-from holdfast.ft.membership.view_delta import ViewDelta, between, latest
+from holdfast.ft.membership.view_delta import ViewDelta, delta_between, last_delta
 
 
-def proclaimed(view: View, me: Member, spares: tuple[Member, ...], shape: Shape) -> tuple[Effect, ...]:
-    """What `me` says, having brought `view` about: in a large job to those on its host, beside what it passes on."""
+def announce_as_proposer(view: View, me: Member, spares: tuple[Member, ...], shape: Shape) -> tuple[Effect, ...]:
+    """The announcement of `me`, whose proposal `view` won: in a large job to its host, beside what it forwards."""
     mesh = shape.is_mesh(view)
     others = (*view.members, *spares) if mesh else host_mates(view, me)
     to = tuple(m for m in others if m.id != me.id)
-    return (Announce(view, to, None if mesh else latest(view)),) if to else ()
+    return (Announce(view, to, None if mesh else last_delta(view)),) if to else ()
 
 
-def passed_on(
+def forward_view(
     view: View, old: View | None, teller: str, me: Member, spares: tuple[Member, ...], shape: Shape
 ) -> tuple[Effect, ...]:
-    """What `me` says to its neighbours in a large job, having learnt from `teller` that `view` follows on `old`."""
+    """In a large job, tell the neighbours of `me` about `view`, which `teller` announced and which follows `old`."""
     if shape.is_mesh(view):
         return ()
     around = observers(view, me, shape) if view.rank_of(me.id) is not None else ()
     to = tuple(m for m in (*around, *spares) if m.id != teller)
-    change = between(old, view) if old is not None else None
+    change = delta_between(old, view) if old is not None else None
     return (Announce(view, to, change),) if to else ()
 
 
-def answered(view: View | None, member: Member, epoch: int, shape: Shape) -> tuple[Effect, ...]:
-    """What follows when `member` shows that it is in `epoch`: tell it of the newest view, or ask for that."""
+def reply_to_epoch(view: View | None, member: Member, epoch: int, shape: Shape) -> tuple[Effect, ...]:
+    """The reply when `member` shows that it is in `epoch`: send it the newest view, or read the register."""
     if view is None or epoch > view.epoch:
         return (ReadRegister(epoch),)
     if epoch == view.epoch:
         return ()
     change: ViewDelta | None = None
     if epoch == view.epoch - 1 and not shape.is_mesh(view):
-        change = latest(view)
+        change = last_delta(view)
     return (Announce(view, (member,), change),)

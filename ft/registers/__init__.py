@@ -1,6 +1,4 @@
-"""Registers: where a job keeps the few bytes that all its processes must agree on, chosen by the scheme of a
-URL.
-"""
+"""Registers hold the few bytes that all processes of a job must agree on. The scheme of a URL selects one."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def schemes() -> dict[str, Callable[[str, str], Cell]]:
-    """URL scheme -> factory(url, cell_name), from every plugin; a plugin that fails to say is left out and
-    logged.
+    """URL scheme -> factory(url, cell_name), from every plugin; a plugin that raises is left out and logged.
 
     Raises ValueError if two plugins claim one scheme.
     """
@@ -35,12 +32,10 @@ def schemes() -> dict[str, Callable[[str, str], Cell]]:
 
 
 def open_cell(url: str, name: str) -> Cell:
-    """Open the cell `name` of the register at `url`, such as `memory://job` or
-    `sqlite:///run/user/1000/job.sqlite`.
+    """Open the cell `name` of the register at `url`, such as `memory://job` or `sqlite:///run/user/1000/job.sqlite`.
 
-    A register that is not there yet is created if its kind can be. Raises ValueError for a URL that nobody
-    can open, `RegisterAway` if it cannot be reached or used, `CorruptData` if what is there is not a
-    register.
+    A missing register is created if its kind allows that. Raises ValueError for a URL that is not a register's,
+    `RegisterAway` if the register cannot be reached or used, `CorruptData` if something else is in its place.
     """
     if not name:
         raise ValueError("a cell needs a name")

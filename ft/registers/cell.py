@@ -1,4 +1,4 @@
-"""The seam that a register plugin implements: one cell of bytes, replaced only by compare-and-set."""
+"""The interface of register plugins: one cell of bytes, replaced only by compare-and-set."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from holdfast.comms.errors import HoldfastError
 
 
 class RegisterAway(HoldfastError):
-    """The register cannot be reached or used now. What was asked may or may not have been done: read it
-    again.
-    """
+    """The register cannot be reached or used now. The operation may or may not have been done: read again."""
 
     def __init__(self, url: str, reason: str) -> None:
         self.url, self.reason = url, reason
@@ -19,22 +17,21 @@ class RegisterAway(HoldfastError):
 
 
 class RegisterBusy(RegisterAway):
-    """Another process is using the register, and this one was not to wait. Nothing was done."""
+    """Another process is using the register, and the caller asked not to wait. Nothing was done."""
 
 
 class Cell(ABC):
-    """A linearizable versioned cell. Versions start at 0 (never written, no value) and grow by one with each
-    write.
+    """A linearizable versioned cell. Versions start at 0 (never written, no value) and grow by one with each write.
 
-    Safe to use from several threads. Every method raises `RegisterAway` when the register cannot be reached,
-    and after `close`; a `wait` in another thread then ends at once.
+    Thread-safe. Every method raises `RegisterAway` when the register cannot be reached, and after `close`; a `wait` in
+    another thread then ends at once.
     """
 
     local: ClassVar[bool] = False
-    """Whether `try_read` and `try_compare_and_set` take microseconds, and wait for nobody."""
+    """Whether `try_read` and `try_compare_and_set` take microseconds and never block."""
 
     pushes: ClassVar[bool] = False
-    """Whether a `wait` costs nothing while nothing happens: the register tells it, and nobody has to ask again."""
+    """Whether a `wait` costs nothing while nothing happens: the register reports changes, without polling."""
 
     @property
     def lasts(self) -> bool:
@@ -47,24 +44,20 @@ class Cell(ABC):
 
     @abstractmethod
     def compare_and_set(self, expected: int, value: bytes) -> bool:
-        """Write `value` as version expected + 1 if the newest version is `expected`; say whether it was
-        written.
-        """
+        """Write `value` as version expected + 1 if the newest version is `expected`; return whether it was written."""
 
     def try_read(self) -> tuple[int, bytes]:
-        """As `read`; a `local` cell raises `RegisterBusy` rather than wait for another process."""
+        """Like `read`; a `local` cell raises `RegisterBusy` rather than wait for another process."""
         return self.read()
 
     def try_compare_and_set(self, expected: int, value: bytes) -> bool:
-        """As `compare_and_set`; a `local` cell raises `RegisterBusy` rather than wait for another process."""
+        """Like `compare_and_set`; a `local` cell raises `RegisterBusy` rather than wait for another process."""
         return self.compare_and_set(expected, value)
 
     @abstractmethod
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
-        """The newest (version, value) as soon as its version exceeds `newer_than`; None after `timeout`
-        seconds.
-        """
+        """The newest (version, value) as soon as its version exceeds `newer_than`; None after `timeout` seconds."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the register. Idempotent."""
+        """Close the cell. Idempotent."""

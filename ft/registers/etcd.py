@@ -1,13 +1,14 @@
 """`etcd://host1:2379,host2:2379/name`: a register in an etcd cluster, which survives the loss of its leader.
 
 With TLS it is `etcds://user@host:2379,host:2379/name?cacert=/path&cert=/path&key=/path&password_file=/path`: `cacert`
-says whose certificates to trust (default: the system's), `cert` and `key` are this process's, `password_file` holds the
-password of `user`. Without TLS, whoever can reach etcd can read and change the register.
+has the trusted certificates (default: the system's), `cert` and `key` are this process's, `password_file` holds the
+password of `user`. Without TLS, any process that can reach etcd can read and change the register.
 
-A cell is one key, whose etcd version is the cell's version, replaced by one transaction. Reads are linearizable. Every
-question is put to one endpoint after the other until one answers. A write whose answer is lost may have been done:
-each carries the mark of its writer, so that the next endpoint can tell. Needs etcd 3.4 or newer (for its JSON gateway)
-and `pip install 'holdfast[etcd]'`. etcd takes values of 1.5 MiB at most unless told otherwise (--max-request-bytes).
+A cell is one key, replaced by one transaction; the version of the key is that of the cell. Reads are linearizable.
+Every request goes to one endpoint after the other until one answers. If the answer to a write is lost, the write may
+have been done: each carries a mark of its writer, so that the next endpoint can tell. Needs etcd 3.4 or newer (for its
+JSON gateway) and `pip install 'holdfast[etcd]'`. etcd takes values of 1.5 MiB at most unless told otherwise
+(--max-request-bytes).
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from holdfast.ft.registers.etcd_access import Unauthorised, parse
 ANSWER_SECONDS = 1.0
 """How long one endpoint may take to answer before the next one is asked."""
 PATIENCE = 5.0
-"""How long to go on asking in turn while some endpoint is there but does not answer (a leader is being elected)."""
+"""How long to ask the endpoints in turn while one exists but does not answer (a leader is being elected)."""
 
 Answer = Mapping[str, Any]
 T = TypeVar("T")
 
 _SCHEMA = b"HFE1"
 _MARK_BYTES = 8
-_QUIET_SECONDS = 1.0  # after which a `wait` reads again though its watch has shown nothing
+_QUIET_SECONDS = 1.0  # after which a `wait` reads again although its watch has reported nothing
 _PAUSE = 0.05  # seconds between rounds over the endpoints
 _TOKEN_EXPIRED = "invalid auth token"
 _COMMON_NAME = "CommonName of client"
@@ -58,7 +59,7 @@ class OtherCluster(RegisterAway):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a key holds: the times it was written, its first revision, and what was written."""
+    """The content of a key: its version, first revision, the mark of its last writer, and the value."""
 
     version: int
     created: int
@@ -67,7 +68,7 @@ class _Found:
 
 
 class EtcdCell(Cell):
-    """One cell in etcd. Keeps a connection open to each endpoint it has asked A forked child opens its own."""
+    """One cell in etcd. Keeps a connection open to each endpoint that it has asked. A forked child opens its own."""
 
     pushes = True
 
@@ -131,7 +132,7 @@ class EtcdCell(Cell):
             return True
         if tries == 1:
             return False
-        _, found = self._range()  # an earlier try may have done it, without our hearing of it
+        _, found = self._range()  # an earlier try may have done it, and its answer was lost
         if found is None or found.version <= expected:
             return False
         if found.version == expected + 1:
@@ -156,10 +157,10 @@ class EtcdCell(Cell):
                 _hang_up(stream)
         self._session.close()
 
-    # Asking -----------------------------------------------------------------------------------------------------
+    # Requests -----------------------------------------------------------------------------------------------------
 
     def _range(self) -> tuple[int, _Found | None]:
-        """The revision of the answer, and what the key holds; None if it is not there."""
+        """The revision of the answer, and the content of the key; None if it does not exist."""
 
         def ask(client: etcd3gw.Etcd3Client) -> Answer:
             return client.post(client.get_url("/kv/range"), json={"key": self._key})  # type: ignore[no-any-return]
@@ -186,7 +187,7 @@ class EtcdCell(Cell):
         return _Found(int(pair["version"]), int(pair["create_revision"]), mark, value)
 
     def _ask(self, question: Callable[[etcd3gw.Etcd3Client], Answer]) -> Answer:
-        """Put a question to one endpoint after the other until one answers it."""
+        """Send a request to one endpoint after the other until one answers it."""
         deadline = time.monotonic() + PATIENCE
         problems: dict[str, str] = {}
         while True:
@@ -232,7 +233,7 @@ class EtcdCell(Cell):
             self._closed.wait(_PAUSE)
 
     def _log_in(self, client: etcd3gw.Etcd3Client) -> None:
-        """Get a token for the user, if there is one and this process has none."""
+        """Get a token for the user, if there is a user and this process has no token."""
         if self._access.user and "Authorization" not in self._session.headers:
             said = {"name": self._access.user, "password": self._access.password()}
             token = client.post(client.get_url("/auth/authenticate"), json=said)["token"]
@@ -243,7 +244,7 @@ class EtcdCell(Cell):
             raise RegisterAway(self._url, "this handle is closed")
 
     def _check_cluster(self, client: etcd3gw.Etcd3Client, answer: Answer, floor: int) -> None:
-        """All endpoints must be of one cluster, and its revisions only grow. `floor` was known before."""
+        """Check that all endpoints are of one cluster, whose revisions only grow. `floor` is the newest known."""
         try:
             cluster, revision = str(answer["header"]["cluster_id"]), int(answer["header"]["revision"])
         except (KeyError, TypeError, ValueError):
@@ -255,10 +256,10 @@ class EtcdCell(Cell):
         self._cluster = cluster
         self._revision = max(self._revision, revision)
 
-    # Watching ---------------------------------------------------------------------------------------------------
+    # Watches ---------------------------------------------------------------------------------------------------
 
     def _watch(self, revision: int, seconds: float) -> None:
-        """Sleep until the key is written at `revision` or later, for `seconds` at most; shorter if a watch breaks."""
+        """Sleep until the key is written at `revision` or later, for at most `seconds`; shorter if a watch breaks."""
         client = self._clients[self._turn]
         body = {"create_request": {"key": self._key, "start_revision": str(revision)}}
         url = client.get_url("/watch")
@@ -278,7 +279,7 @@ class EtcdCell(Cell):
 
 
 def _until_event(stream: requests.Response, deadline: float) -> None:
-    """Read a watch until it shows an event. Its first line says that it was created."""
+    """Read a watch until it reports an event. Its first line only reports its creation."""
     for chunk in stream.iter_content(chunk_size=None):
         if b'"events"' in chunk or time.monotonic() >= deadline:
             return
@@ -293,7 +294,7 @@ def _hang_up(stream: requests.Response) -> None:
 
 
 def _tls_problem(error: BaseException) -> str:
-    """What is wrong with a certificate, its or ours, if that is why the connection failed."""
+    """What is wrong with either side's certificate, if that is why the connection failed; "" if not."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError | requests.exceptions.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -306,7 +307,7 @@ def _tls_problem(error: BaseException) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """What etcd says was wrong."""
+    """The error message of etcd."""
     text = str(getattr(error, "detail_text", "") or error)
     with contextlib.suppress(ValueError, AttributeError):
         return str(json.loads(text).get("message", text))

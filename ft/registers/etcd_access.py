@@ -1,4 +1,4 @@
-"""Which etcd a URL names, and how this process shows who it is there. Secrets are in files, never in the URL."""
+"""Parses the URL of an etcd register: endpoints, and credentials. Secrets are in files, never in the URL."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SECURE = "etcds://user@host:2379,host:2379/name?cacert=/path&cert=/path&key=/pa
 
 
 class Unauthorised(RegisterAway):
-    """etcd does not accept what this process shows it, or the other way round: certificates, user or password."""
+    """etcd rejects this process's certificate, user or password, or this process rejects etcd's certificate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The endpoints, the name in front of all keys, and the files with what TLS and a user need; "" for none."""
+    """The endpoints, the prefix of all keys, and the files with certificates and password; "" for none."""
 
     url: str
     endpoints: tuple[tuple[str, int], ...]
@@ -38,12 +38,12 @@ class Access:
 
     @property
     def verify(self) -> str | bool:
-        """As `requests` takes it: whose certificates to trust."""
+        """The trusted certificates, as `requests` takes them."""
         return self.cacert or True
 
     @property
     def client_certificate(self) -> tuple[str, str] | None:
-        """As `requests` takes it."""
+        """This process's certificate, as `requests` takes it."""
         return (self.cert, self.key) if self.cert else None
 
     def check_files(self) -> None:
@@ -54,7 +54,7 @@ class Access:
                 raise Unauthorised(self.url, f"{what} {path} cannot be read")
 
     def password(self) -> str:
-        """What is in the password file, read anew each time. Raises `Unauthorised`."""
+        """The content of the password file, read anew each time. Raises `Unauthorised`."""
         try:
             return Path(self.password_file).read_text().strip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
@@ -62,7 +62,7 @@ class Access:
 
 
 def parse(url: str) -> Access:
-    """What an `etcd://` or `etcds://` URL says; ValueError for anything else."""
+    """Parse an `etcd://` or `etcds://` URL; ValueError for anything else."""
     secure = url.startswith("etcds://")
     form = _SECURE if secure else _PLAIN
     try:
@@ -108,7 +108,7 @@ def _endpoints(hosts: str, wrong: ValueError, url: str) -> tuple[tuple[str, int]
 
 
 def _without_secrets(url: str) -> str:
-    """The URL without a password that stands in it."""
+    """The URL without the password in it."""
     scheme, separator, rest = url.partition("://")
     netloc, slash, more = rest.partition("/")
     user, at, hosts = netloc.rpartition("@")

@@ -1,4 +1,4 @@
-"""Sleep until a file is written to, by anybody on this host, at no cost while nothing happens."""
+"""Sleeps until a file is written to by any process of this host; costs nothing while nothing happens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Watch:
-    """Watches one file from construction to `close`. Costs one inotify instance (Linux gives a user 128 or
-    more).
+    """Watches one file from construction to `close`. Costs one inotify instance (Linux gives a user 128 or more).
 
-    Keep it: the kernel may take tens of milliseconds to close one. Raises OSError if the file cannot be
-    watched.
+    Keep it: the kernel may take tens of milliseconds to close one. Raises OSError if the file cannot be watched.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,10 +29,9 @@ class Watch:
         self._poll.register(self._fd, select.POLLIN)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until somebody writes, or has written since the last wait, but no longer than `seconds`;
-        which it was.
+        """Sleep until the file is written to, for at most `seconds`; return whether it was written since the last wait.
 
-        The file may be told of as written a moment before the writer is done.
+        A write may be reported a moment before it is complete.
         """
         if not self._poll.poll(1000 * seconds):
             return False

@@ -1,7 +1,6 @@
 """`memory://name`: cells in this process, for tests, notebooks and ranks that are threads.
 
-Cells of the same URL and cell name are one cell. Its value lives as long as anyone in the process has it
-open.
+Cells of the same URL and cell name are one cell. Its value lives as long as any handle in the process is open.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from holdfast.comms.system import forks
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 
-class _Value:
-    """What all handles of one cell share."""
+class _SharedCell:
+    """The state that all handles of one cell share."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -22,14 +21,12 @@ class _Value:
         self.value = b""
 
 
-_values: weakref.WeakValueDictionary[tuple[str, str], _Value] = weakref.WeakValueDictionary()
+_values: weakref.WeakValueDictionary[tuple[str, str], _SharedCell] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 
 
 class MemoryCell(Cell):
-    """One handle on a cell of this process. A forked child must open its own, and shares nothing with its
-    parent.
-    """
+    """One handle on a cell of this process. A forked child must open its own, and shares nothing with its parent."""
 
     local = True
 
@@ -39,14 +36,14 @@ class MemoryCell(Cell):
         with _opening:
             value = _values.get((url, name))
             if value is None:
-                value = _values[url, name] = _Value()
-        self._shared: _Value | None = value
+                value = _values[url, name] = _SharedCell()
+        self._shared: _SharedCell | None = value
 
     @property
     def lasts(self) -> bool:
         return False
 
-    def _open(self) -> _Value:
+    def _open(self) -> _SharedCell:
         shared = self._shared
         if shared is None:
             raise RegisterAway(self._url, "this handle is closed")

@@ -1,4 +1,4 @@
-"""holdfast's own registers, offered through the entry-point group `holdfast` like anybody's."""
+"""The built-in registers, offered through the entry-point group `holdfast` like any plugin."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""`sqlite:///absolute/path`: the embedded register of one host. One file, no server; survives SIGKILL of any
-process.
+"""`sqlite:///absolute/path`: the embedded register of one host. One file, no server; survives SIGKILL of any process.
 
-The file appears complete: its creator writes a template, already in WAL mode, under another name and links it
-into place, so nobody ever needs the exclusive lock that SQLite's own switch to WAL takes, and nobody sees
-half a file. A compare-and-set is one UPDATE statement: about 10 us, readers never wait for it, and a writer
-that is killed inside it leaves an unfinished WAL frame that the next reader ignores. `synchronous=OFF` is
-safe against the death of processes, not of the host: with the host the job is gone as well.
+The file appears complete: its creator writes a template, already in WAL mode, under another name and links it into
+place. So no process ever needs the exclusive lock that SQLite's own switch to WAL takes, and none sees half a file. A
+compare-and-set is one UPDATE statement: about 10 us, readers never wait for it, and a writer that is killed inside it
+leaves an unfinished WAL frame that the next reader ignores. `synchronous=OFF` is safe against the death of processes,
+not of the host: with the host the job is gone as well.
 """
 
 from __future__ import annotations
@@ -33,15 +32,13 @@ from holdfast.ft.registers.inotify import Watch
 APPLICATION_ID = 0x484F4C44  # "HOLD"
 SCHEMA = 1
 BUSY_SECONDS = 5.0
-"""How long to try again while another process holds the write lock (normally microseconds) before
-`RegisterAway`.
-"""
+"""How long to retry while another process holds the write lock (normally microseconds) before `RegisterAway`."""
 
 T = TypeVar("T")
 
-_POLL = 0.002  # seconds between looks of a `wait` that has no watch
-_QUIET_POLL = 0.05  # seconds after which `wait` looks again though nobody seems to have written
-_SETTLING, _SETTLING_POLL = 0.002, 0.0002  # after a write began: how long, and how often, to look for its commit
+_POLL = 0.002  # seconds between polls of a `wait` that has no watch
+_QUIET_POLL = 0.05  # seconds after which `wait` polls although its watch has reported nothing
+_SETTLING, _SETTLING_POLL = 0.002, 0.0002  # after a write began: how long, and how often, to poll for its commit
 _REPLACE = "UPDATE cell SET version = version + 1, value = ? WHERE name = ? AND version = ?"
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -50,8 +47,7 @@ _opening = threading.Lock()
 _open_files: Counter[tuple[int, int]] = Counter()  # handles of this process by device and inode
 _paths: dict[tuple[int, int], Path] = {}
 _inherited: dict[tuple[int, int], list[int]] = {}
-"""Files that a parent of this process had open when it forked, and the descriptors by which this one holds its locks.
-"""
+"""Files that a parent of this process had open when it forked, with the descriptors that hold this one's locks."""
 
 _cells: weakref.WeakSet[SqliteCell] = weakref.WeakSet()
 _held_for_fork: list[threading.Lock] = []
@@ -59,14 +55,15 @@ FORK_SECONDS = 1.0
 """How long a fork waits for the transactions of other threads, which take microseconds."""
 
 _IN_USE = (("", 0x40000002, 510), ("-shm", 128, 1))
-"""The locks of SQLite's that say that a process uses a file: of which file, from which byte, how many. It takes them
-once in a process, and does not know that a child has none of its parent's. Without them the last other process to close
-takes the WAL away, and the child goes on with one that nobody else sees.
+"""SQLite's locks on a file in use: (suffix of the file, first byte, number of bytes).
+
+SQLite takes them once in a process, and does not know that a child has none of its parent's. Without them the last
+other process to close removes the WAL, and the child continues with one that no other process sees.
 """
 
 
 def path_of(url: str) -> Path:
-    """The file that a `sqlite:///absolute/path` URL names."""
+    """The file of a `sqlite:///absolute/path` URL."""
     return paths.path_of(url, "sqlite", "sqlite:///absolute/path/job.sqlite")
 
 
@@ -88,9 +85,7 @@ def _template() -> bytes:
 
 
 def _create(path: Path) -> None:
-    """Put an empty register at `path` unless something is there already. Any number of processes may do so at
-    once.
-    """
+    """Put an empty register at `path` unless a file is there already. Any number of processes may do so at once."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.new")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -100,17 +95,17 @@ def _create(path: Path) -> None:
             os.link(draft, path)
         except FileExistsError:
             pass
-        except FileNotFoundError:  # another creator was first and swept our draft away
+        except FileNotFoundError:  # another creator was first and removed this draft
             if not path.exists():
                 raise
     finally:
         draft.unlink(missing_ok=True)
-    for other in path.parent.glob(f".{glob.escape(path.name)}.*.new"):  # of creators that were killed, or come too late
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*.new"):  # of creators that were killed, or are late
         other.unlink(missing_ok=True)
 
 
 def _check_file(path: Path, url: str) -> tuple[int, int]:
-    """Refuse what is not an owner-only register, without opening it as a database, which may write. Its identity."""
+    """The identity of the file. Refuses one that is not an owner-only register, without opening it as a database."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise CorruptData(f"register {url} is not a regular file; name another path")
@@ -120,7 +115,7 @@ def _check_file(path: Path, url: str) -> tuple[int, int]:
             f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}: it must be yours alone (0600)",
         )
     identity = (found.st_dev, found.st_ino)
-    # To open and close it again would undo the locks of a handle that is open.
+    # Opening and closing it would release the locks of an open handle.
     if not _open_files[identity] and identity not in _inherited:
         with path.open("rb") as file:
             header = file.read(100)
@@ -135,14 +130,17 @@ def _check_file(path: Path, url: str) -> tuple[int, int]:
 
 
 def _finish_transactions() -> None:
-    """Before a fork: a child cannot use the file any more if its copy of SQLite believes to be in a transaction."""
+    """Before a fork, wait until other threads have finished their transactions.
+
+    A child cannot use the file any more if its copy of SQLite believes to be in a transaction.
+    """
     deadline = time.monotonic() + FORK_SECONDS
     locks = [_opening, *(cell.lock for cell in _cells)]
     _held_for_fork.extend(lock for lock in locks if lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)))
 
 
 def _go_on() -> None:
-    """After it, in the parent."""
+    """Release the locks in the parent, after the fork."""
     while _held_for_fork:
         _held_for_fork.pop().release()
 
@@ -152,7 +150,7 @@ forks.run_around_fork(_finish_transactions, _go_on)
 
 @forks.run_in_children
 def _begin_child() -> None:
-    """A forked child has no handle of its own yet, and no thread that could release the lock."""
+    """Reset the module in a forked child: it has no handle yet, and no thread that could release the locks."""
     global _opening
     _opening = threading.Lock()
     for file, count in _open_files.items():
@@ -167,7 +165,7 @@ def _begin_child() -> None:
 
 def _hold(path: Path, held: list[int]) -> None:
     """Take the locks of a file that this process's copy of SQLite believes to hold."""
-    with contextlib.suppress(OSError):  # it is gone: that is found when it is used
+    with contextlib.suppress(OSError):  # the file is gone: its next use reports that
         if not held:
             held += [os.open(f"{path}{suffix}", os.O_RDONLY | os.O_CLOEXEC) for suffix, _, _ in _IN_USE]
         for descriptor, (_, start, length) in zip(held, _IN_USE, strict=True):
@@ -177,10 +175,10 @@ def _hold(path: Path, held: list[int]) -> None:
 class SqliteCell(Cell):
     """One cell of the register file. Costs one connection (3 file descriptors); a forked child opens its own.
 
-    `wait` sleeps in the kernel until somebody writes to the WAL, and so learns of a change in well under a
-    millisecond. It looks every 50 ms all the same, at some 0.5% of a core, and notices within that time that
-    the file is gone or the cell closed. A second thread that waits on the same cell, or any where the kernel
-    has no watch left to give, looks every 2 ms instead, at some 3% of a core.
+    `wait` sleeps in the kernel until the WAL is written to, and so learns of a change in well under a millisecond. It
+    also polls every 50 ms, at some 0.5% of a core, and notices within that time that the file is gone or the cell
+    closed. A second thread that waits on the same cell, or any thread where the kernel has no watch left to give, polls
+    every 2 ms instead, at some 3% of a core.
     """
 
     local = True
@@ -215,16 +213,14 @@ class SqliteCell(Cell):
         try:
             self._attempt(lambda: db.execute("PRAGMA synchronous=OFF"))
             self._attempt(lambda: db.execute("SELECT name, version, value FROM cell LIMIT 0").fetchall())
-            self._attempt(lambda: db.execute(_REPLACE, (b"", self._name, -1)))  # from here on it is prepared
+            self._attempt(lambda: db.execute(_REPLACE, (b"", self._name, -1)))  # prepares the statement
         except BaseException:
             db.close()
             raise
         return db
 
     def _attempt(self, action: Callable[[], T], wait: bool = True) -> T:
-        """Do `action`, again while another process holds the lock it needs, for up to `BUSY_SECONDS` if it is to
-        `wait`.
-        """
+        """Do `action`. While another process holds the lock, repeat it for up to `BUSY_SECONDS` if `wait`."""
         deadline, pause = time.monotonic() + BUSY_SECONDS, 0.0001
         while True:
             try:
@@ -246,7 +242,7 @@ class SqliteCell(Cell):
     def _execute(
         self, sql: str, arguments: tuple[object, ...], wait: bool = True
     ) -> tuple[list[tuple[int, bytes]], int]:
-        """One statement, which is one transaction: its rows, and how many it wrote."""
+        """Execute one statement, which is one transaction; returns its rows, and how many rows it wrote."""
 
         def once() -> tuple[list[tuple[int, bytes]], int]:
             with self.lock:
@@ -257,7 +253,7 @@ class SqliteCell(Cell):
         return self._attempt(once, wait)
 
     def _check_usable(self) -> None:
-        """A file removed or replaced under us would split the job in two registers: refuse to go on."""
+        """Refuse to continue if the file was removed or replaced: that would split the job in two registers."""
         if self._closed:
             raise RegisterAway(self._url, "this handle is closed")
         try:
@@ -287,7 +283,7 @@ class SqliteCell(Cell):
 
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
         deadline = time.monotonic() + timeout
-        settling = 0.0  # until when a commit that has begun may take to become visible
+        settling = 0.0  # the time by which a commit that has begun is visible
         with self._watch() as watch:
             while True:
                 version, value = self.read()
@@ -305,10 +301,9 @@ class SqliteCell(Cell):
 
     @contextlib.contextmanager
     def _watch(self) -> Iterator[Watch | None]:
-        """The cell's watch, for one thread at a time; None for the others, and where the kernel has none
-        left.
+        """The cell's watch, for one thread at a time; None for the others, and where the kernel has none left.
 
-        Every commit writes to the WAL, which stays the same file as long as anybody has the register open.
+        Every commit writes to the WAL, which stays the same file as long as any process has the register open.
         """
         if not self._watching.acquire(blocking=False):
             yield None
@@ -324,7 +319,7 @@ class SqliteCell(Cell):
                 self._close_watch()
 
     def _close_watch(self) -> None:
-        if self._watching.acquire(blocking=False):  # else whoever has it closes it
+        if self._watching.acquire(blocking=False):  # otherwise the thread that has the watch closes it
             watch, self._kept_watch = self._kept_watch, None
             self._watching.release()
             if watch is not None:

@@ -1,12 +1,12 @@
 """`tcp://host:port/name`: a register in a torch TCPStore. Easy, and a single point of failure.
 
-The store lives in one process, and what it holds goes with that process: a job that is running goes on, but it cannot
-be rebuilt any more. **It is open**: whoever can reach the port can read and write, the job's key does not guard it, and
-nothing is encrypted. Use `sqlite://` on one host and `etcds://` on several where that matters.
+The store lives in one process, and its content is lost with that process: a running job continues, but it cannot be
+rebuilt any more. **It is open**: any process that can reach the port can read and write, the job's key does not protect
+it, and nothing is encrypted. Use `sqlite://` on one host and `etcds://` on several where that matters.
 
-A process that finds nobody at the address and may bind it serves the store itself, as long as it has a handle open;
-`serving` does so for a launcher. Any other TCPStore will do as well. A value is one key, "version and writer, then
-bytes", replaced by the store's compare_set.
+A process that finds no server at the address and may bind it serves the store itself, as long as it has a handle open;
+`serving` does so for a launcher. Any other TCPStore works too. A value is one key, "version and writer, then bytes",
+replaced by the store's compare_set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.comms.system import forks
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 PATIENCE = 5.0
-"""Seconds that one question to the store may take before `RegisterAway`."""
+"""Seconds that one request to the store may take before `RegisterAway`."""
 CONNECT_SECONDS = 2.0
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("!4sQ8s")  # schema, version, writer
 _SCHEMA = b"HFT1"
-_PEACE = (0.001, 0.025)  # seconds between the looks of a `wait`: at first, and at most
+_PAUSES = (0.001, 0.025)  # seconds between two polls of a `wait`: at first, and at most
 
 _opening = threading.Lock()
 _servers: weakref.WeakValueDictionary[tuple[str, int], _Server] = weakref.WeakValueDictionary()
@@ -59,7 +59,7 @@ def parse(url: str) -> tuple[str, int, str]:
 
 
 class _Server:
-    """A TCPStore that this process serves, on one interface; it ends when nobody refers to it any more."""
+    """A TCPStore that this process serves, on one interface; it ends with the last reference to it."""
 
     def __init__(self, host: str, port: int) -> None:
         """Raises OSError if the address is not one of this machine, or in use."""
@@ -76,7 +76,7 @@ class _Server:
 
 @contextlib.contextmanager
 def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve a store on one interface (port 0: a free one) for as long as the context lasts; gives its `tcp://` URL.
+    """Serve a store on one interface (port 0: a free one) while the context lasts; yields its `tcp://` URL.
 
     Raises OSError if the address cannot be bound.
     """
@@ -89,15 +89,15 @@ def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
 
 
 def _server_at(host: str, port: int) -> _Server | None:
-    """The store that this process serves there, begun now if nobody answers; None if another process serves it.
+    """The store that this process serves there, started now if there is none; None if another process serves it.
 
-    Raises OSError if nobody does and this process cannot.
+    Raises OSError if no process serves it and this one cannot.
     """
     with _opening:
         mine = _servers.get((host, port))
         if mine is not None and forks.error_of(mine) is None:
             return mine
-        for _ in range(3):  # two may find nobody at the same moment; the one that is late finds the other
+        for _ in range(3):  # two processes may start at the same moment; the later one finds the other
             try:
                 with socket.create_connection((host, port), CONNECT_SECONDS):
                     return None
@@ -112,7 +112,7 @@ def _server_at(host: str, port: int) -> _Server | None:
 
 
 class _Client:
-    """One connection to a store, whose answers come within `PATIENCE` or not at all.
+    """One connection to a store. An answer comes within `PATIENCE`, or an error.
 
     A client that failed once is not used again (`dial` says why).
     """
@@ -121,16 +121,16 @@ class _Client:
         self._store = dial(host, port, CONNECT_SECONDS, PATIENCE)
 
     def exchange(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """compare_set: what the key then holds."""
+        """compare_set: the value of the key afterwards."""
         return bytes(self._store.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
     def read(self, key: str) -> bytes:
-        """What the key holds; empty if it is not there. (`get` would wait for it.)"""
+        """The value of the key; empty if it does not exist. (`get` would wait for it.)"""
         return self.exchange(key, b"", b"")
 
 
 class TcpCell(Cell):
-    """One cell of a TCPStore. Costs two connections; a `wait` looks every 25 ms A forked child opens its own."""
+    """One cell of a TCPStore. Costs two connections; a `wait` polls every 25 ms. A forked child opens its own."""
 
     def __init__(self, url: str, name: str) -> None:
         self._url = url
@@ -153,7 +153,7 @@ class TcpCell(Cell):
         return self._server is None
 
     def _ask(self, question: Callable[[_Client], T]) -> T:
-        """Ask over the connection, or a new one if the last one failed."""
+        """Send a request over the connection, or over a new one if the last one failed."""
         with self._lock:
             if self._closed.is_set():
                 raise RegisterAway(self._url, "this handle is closed")
@@ -166,7 +166,7 @@ class TcpCell(Cell):
                 raise RegisterAway(self._url, f"its server does not answer: {str(error).splitlines()[0]}") from error
 
     def _connected(self) -> _Client:
-        """A connection to the same store as ever: one that was begun anew has forgotten what the job knows."""
+        """A connection to the same store as before: a restarted store has lost the job's data."""
         client = _Client(self._host, self._port)
         mine = secrets.token_bytes(16)
         identity = client.exchange("holdfast/store", b"", mine)
@@ -202,7 +202,7 @@ class TcpCell(Cell):
 
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
         deadline = time.monotonic() + timeout
-        pause, longest = _PEACE
+        pause, longest = _PAUSES
         while True:
             version, value = self.read()
             left = deadline - time.monotonic()

@@ -1,6 +1,6 @@
-"""Connections to the other processes of a job: one each, kept open, so that what is urgent goes out at once.
+"""Keeps one connection open to each other process of a job, so that urgent messages go out at once.
 
-A newcomer dials those that are there already. Whoever waits for a dial in vain for a while dials itself.
+A newcomer dials the members that are there already. A member that is not dialled within `LATE_SECONDS` dials itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.ft.membership.view import Member
 LATE_SECONDS = 0.5
 """How long to wait for the other side's dial before dialling it."""
 REDIAL_SECONDS = 0.005
-"""How long after the end of a connection to dial anew, for the first time."""
+"""Delay from the end of a connection to the first new dial."""
 RETRY_SECONDS = 0.1
 DIAL_SECONDS = 5.0
 REFUSED = os.strerror(errno.ECONNREFUSED)
@@ -30,8 +30,8 @@ _log = logging.getLogger("holdfast.ft")
 class MemberConnections:
     """The connections of one process. Belongs to one event loop.
 
-    `handlers` are what others may call here; `on_link(member_id)` is called for each connection that comes to stand,
-    `on_refused(member_id)` whenever the member's host answers that nobody listens at its address any more.
+    `handlers` serve the calls of others; `on_link(member_id)` is called for each new connection,
+    `on_refused(member_id)` whenever the member's host answers that no process listens at its address any more.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class MemberConnections:
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, list[asyncio.Future[RpcConnection]]] = {}
         self._dialled: list[RpcConnection] = []
-        self._visits: dict[str, list[tuple[str, bytes]]] = {}
-        self._visiting: set[asyncio.Task[None]] = set()
+        self._undelivered: dict[str, list[tuple[str, bytes]]] = {}
+        self._delivering: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def start(self, host: str) -> str:
-        """Listen on an interface; the address for others."""
+        """Listen on an interface; returns the address for others."""
         await self._server.start(host, 0)
         return self._server.address
 
     def follow(self, at_once: Iterable[Member], later: Iterable[Member]) -> None:
-        """Keep connections to exactly these: dial the first now, the others if they do not dial us."""
+        """Keep connections to exactly these members: dial `at_once` now, the others if they do not dial first."""
         now = {member.id: member for member in at_once}
         self._wanted = {**{member.id: member for member in later}, **now}
         for member_id in self._dials.keys() - self._wanted.keys():
@@ -86,26 +86,27 @@ class MemberConnections:
         return True
 
     def deliver(self, member: Member, method: str, body: bytes) -> None:
-        """Send without waiting; to one that is not followed over a connection that is dialled for it, and kept until
-        `follow` is called again. What cannot be delivered is lost.
+        """Send without waiting, to any member. An undeliverable message is lost.
+
+        A connection to a member that is not followed is dialled for it, and kept until `follow` is called again.
         """
         if self.notify(member.id, method, body) or member.id in self._wanted or self._closed:
             return
-        waiting = self._visits.setdefault(member.id, [])
+        waiting = self._undelivered.setdefault(member.id, [])
         waiting.append((method, body))
         if len(waiting) == 1:
-            task = asyncio.get_running_loop().create_task(self._visit(member))
-            self._visiting.add(task)
-            task.add_done_callback(self._visiting.discard)
+            task = asyncio.get_running_loop().create_task(self._deliver_pending(member))
+            self._delivering.add(task)
+            task.add_done_callback(self._delivering.discard)
 
-    async def _visit(self, member: Member) -> None:
+    async def _deliver_pending(self, member: Member) -> None:
         link: RpcConnection | None = None
         try:
             link = await self._dialled_link(member)
         except (ControlError, ResourceExhausted) as error:
             _log.debug("%s cannot reach %s at %s: %s", self._identity, member.id, member.address, error)
         finally:
-            waiting = self._visits.pop(member.id, [])
+            waiting = self._undelivered.pop(member.id, [])
         if link is None:
             return
         self._dialled.append(link)
@@ -114,14 +115,14 @@ class MemberConnections:
             self.notify(member.id, method, body)
 
     def notify_all(self, method: str, body: bytes) -> None:
-        """Send to everybody there is a connection to."""
+        """Send to every connected member."""
         for member_id in list(self._links):
             self.notify(member_id, method, body)
 
     async def call(self, member: Member, method: str, body: bytes, timeout: float) -> bytes:
-        """Call a followed member, waiting for the connection to it if there is none yet.
+        """Call a followed member; waits for the connection to it if there is none yet.
 
-        Raises what `RpcConnection.call` raises, and `ConnectionLost` if none comes to stand in time.
+        Raises what `RpcConnection.call` raises, and `ConnectionLost` if there is no connection in time.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -137,9 +138,9 @@ class MemberConnections:
         return await link.call(method, body, deadline - loop.time())
 
     async def close(self) -> None:
-        """End every connection, once what was given to it is sent. Idempotent."""
+        """Send what is pending and end every connection. Idempotent."""
         self._closed = True
-        for task in (*self._dials.values(), *self._visiting):
+        for task in (*self._dials.values(), *self._delivering):
             task.cancel()
         for link in [*self._links.values(), *self._dialled]:
             link.close()
@@ -205,7 +206,7 @@ class MemberConnections:
             return
 
     async def _dialled_link(self, member: Member) -> RpcConnection | None:
-        """A connection to `member`; None if another process has the dead one's port. Raises what `dial_rpc` raises."""
+        """A connection to `member`; None if another process has its port now. Raises what `dial_rpc` raises."""
         link = await dial_rpc(
             member.address,
             key=self._key,

@@ -1,7 +1,7 @@
-"""The epoch that this process works in, between the thread that learns of it and the thread that works in it.
+"""The epoch that this process works in, shared by the runtime's thread and the session's thread.
 
-The runtime installs and revokes; the session waits for the next view, and does what must not happen in an epoch that
-is over while it holds the epoch.
+The runtime installs and revokes epochs. The session waits for the next view, and holds the epoch while it does what
+must not happen in a revoked one.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.view import View
-from holdfast.ft.membership.view_delta import ViewDelta, applied, between
+from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
 from holdfast.ft.telemetry.event_log import EventLog
 
 
-class Witness(Protocol):
-    """Who is told what happens to a tenure, as it happens, from any thread."""
+class EpochCallbacks(Protocol):
+    """Callbacks for epoch changes, from any thread."""
 
     def installed(self, view: View) -> None:
-        """`view`, which is running, holds."""
+        """`view`, which is running, is installed."""
 
     def revoked(self, epoch: int, reason: str) -> None:
-        """`epoch` holds no more."""
+        """`epoch` is revoked."""
 
 
 class EpochEventLogger:
-    """The witness that writes it into the events of a process."""
+    """Writes epoch changes to the event log of a process."""
 
     def __init__(self, identity: str, events: EventLog) -> None:
         self._identity, self._events = identity, events
@@ -46,11 +46,11 @@ class EpochEventLogger:
 
 
 class EpochGuard:
-    """The newest view that this process is in, whether it still holds, and the communicator that lives in it."""
+    """The newest view that this process is in, whether it is revoked, and the communicator that belongs to it."""
 
-    def __init__(self, identity: str = "", witness: Witness | None = None) -> None:
-        """For the process `identity`."""
-        self._identity, self._witness = identity, witness
+    def __init__(self, identity: str = "", callbacks: EpochCallbacks | None = None) -> None:
+        """`identity` is this process's."""
+        self._identity, self._callbacks = identity, callbacks
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._view: View | None = None
@@ -73,18 +73,18 @@ class EpochGuard:
         return self._ended is not None
 
     def on_over(self, tell: Callable[[int], None]) -> None:
-        """Call `tell(epoch)`, from any thread, when `epoch` and those before it hold no more."""
+        """Call `tell(epoch)`, from any thread, when `epoch` and those before it are over."""
         self._on_over = tell
 
-    # What the runtime says ------------------------------------------------------------------------------------
+    # Called by the runtime ------------------------------------------------------------------------------------
 
     def install(self, view: View) -> None:
-        """`view` holds from now on, if it is newer than the one at hand."""
+        """Make `view` the current one, if it is newer."""
         with self._lock:
             if self._view is not None and view.epoch <= self._view.epoch:
                 return
-            if view.phase == "running" and self._witness is not None:
-                self._witness.installed(view)
+            if view.phase == "running" and self._callbacks is not None:
+                self._callbacks.installed(view)
             replaced, why = self._view, self._over
             self._why_before = (replaced.epoch, why) if replaced is not None and why is not None else None
             self._view, self._over, self._comm = view, None, None
@@ -92,9 +92,9 @@ class EpochGuard:
         self._on_over(view.epoch - 1)
 
     def revoke(self, epoch: int, error: HoldfastError, reason: str = "") -> bool:
-        """`epoch` is over: nothing more can be done in it. False if that was known.
+        """End `epoch`: nothing more can be done in it. False if it was over already.
 
-        The ops that are pending in it end when `end_ops` is called.
+        Call `end_ops` to end its pending ops.
         """
         with self._lock:
             if self._view is None or self._view.epoch != epoch or self._over is not None:
@@ -102,26 +102,27 @@ class EpochGuard:
             self._over = error
             if self._comm is not None:
                 self._revoked.append((self._comm, error))
-            if self._witness is not None:
-                self._witness.revoked(epoch, reason)
+            if self._callbacks is not None:
+                self._callbacks.revoked(epoch, reason)
             self._changed.notify_all()
         self._on_over(epoch)
         return True
 
     def rest(self) -> None:
-        """Somebody has died: the ops that are pending will be ended, and need not be quick to notice."""
+        """A member has died: waits in pending ops may stop spinning, because these ops will be ended."""
         comm = self._comm
         if comm is not None:
             comm.transport.rest()
 
     def announce(self, view: View) -> bool:
-        """Leave word of `view`, which the register has taken, where the other ranks of the epoch before it wait in ops.
-        Whether there is such a way. Here the session installs it, once it looks for what comes next.
+        """Announce `view`, which the register has taken, to the ranks of the epoch before it that wait in ops.
+
+        Returns False if there is no way to. Here the session installs the view when it waits for the next one.
         """
         old, comm = self._view, self._comm
         if old is None or comm is None or comm.epoch != old.epoch:
             return False
-        change = between(old, view)
+        change = delta_between(old, view)
         if change is None or not comm.announce(change.encode()):
             return False
         with self._lock:
@@ -130,13 +131,13 @@ class EpochGuard:
         return True
 
     def end_ops(self) -> None:
-        """End the ops that are pending in revoked epochs. Their threads wake up, and compete for the interpreter."""
+        """End the pending ops of revoked epochs. Their threads wake up and compete for the interpreter."""
         while self._revoked:
             comm, error = self._revoked.pop()
             comm.abort(error)
 
     def end(self, error: HoldfastError) -> None:
-        """This process can do nothing more in the job. The first reason stays."""
+        """Record that this process can do nothing more in the job. The first reason is kept."""
         with self._lock:
             self._ended = self._ended or error
             self._over = self._over or error
@@ -147,17 +148,18 @@ class EpochGuard:
         if view is not None:
             self._on_over(view.epoch)
 
-    # What the session does ------------------------------------------------------------------------------------
+    # Called by the session ------------------------------------------------------------------------------------
 
     def adopt_announced_view(self, word: bytes) -> None:
-        """Go on in the view that another rank has announced. If that is not the next one, or not one for this process
-        to go on in, nothing happens: what holds then, the runtime will say.
+        """Switch to the view that another rank has announced.
+
+        Does nothing if it is not the next view, or one without this process: the runtime then installs what is valid.
         """
         old = self._view
         if old is None:
             return
         try:
-            view = applied(old, ViewDelta.decode(word))
+            view = apply_delta(old, ViewDelta.decode(word))
         except CorruptData:
             return
         if view.phase == "running" and view.rank_of(self._identity) is not None:
@@ -168,13 +170,13 @@ class EpochGuard:
 
     @contextmanager
     def held(self, epoch: int) -> Iterator[None]:
-        """Do something in `epoch` that cannot be overtaken by its revocation. Raises why it is over if it is."""
+        """Hold `epoch` so that it is not revoked meanwhile. Raises the reason if it is over."""
         with self._lock:
             self._check(epoch)
             yield
 
-    def carry(self, comm: Communicator) -> None:
-        """End `comm` when its epoch is revoked. Raises why it is over if it is."""
+    def bind(self, comm: Communicator) -> None:
+        """End `comm` when its epoch is revoked. Raises the reason if it is over."""
         with self._lock:
             self._check(comm.epoch)
             self._comm = comm
@@ -184,14 +186,14 @@ class EpochGuard:
         return self._view is None or self._view.epoch != epoch or self._over is not None
 
     def place(self) -> OpPosition:
-        """How far this process is in the ops of its epoch."""
+        """The position of this process in the ops of its epoch."""
         view, comm = self._view, self._comm
         if comm is None or view is None:
             return OpPosition(view.epoch if view is not None else 0, 0, False)
         return OpPosition(comm.epoch, *comm.progress)
 
     def why_over(self, epoch: int) -> HoldfastError | None:
-        """Why `epoch` is over; None while it holds."""
+        """The error that ended `epoch`; None while it is valid."""
         with self._lock:
             try:
                 self._check(epoch)
@@ -207,9 +209,9 @@ class EpochGuard:
             return self._changed.wait_for(lambda: self.is_over(epoch), timeout)
 
     def wait(self, newer_than: int, timeout: float) -> View:
-        """The newest view once its epoch exceeds `newer_than` and it holds.
+        """The newest view, once its epoch exceeds `newer_than` and it is not revoked.
 
-        Raises why this process can do nothing more in the job, or OpTimeout after `timeout` seconds.
+        Raises the error that ended this process's part in the job, or OpTimeout after `timeout` seconds.
         """
         began = time.monotonic()
         while True:

@@ -1,7 +1,7 @@
-"""What members tell each other: the name and form of each notice, and who hears it.
+"""The messages between members: name and form of each notice, and the callbacks that receive it.
 
-Sans-I/O. A notice is the name of a remote call and its body, in msgpack. One that cannot be read is `CorruptData`, and
-nobody hears of it.
+Sans-I/O. A notice is the name of a remote call and its body, in msgpack. A notice that cannot be read is dropped with
+`CorruptData`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def beat(view: View | None) -> Notice:
 
 
 def install(view: View) -> Notice:
-    """The register shows `view`."""
+    """The newest view is `view`."""
     return "install", view.encode()
 
 
 def change(what: ViewDelta) -> Notice:
-    """The same, as the difference from the view before."""
+    """The newest view, as the difference from the one before."""
     return "change", what.encode()
 
 
@@ -49,37 +49,39 @@ def spare(me: Member) -> Notice:
 
 
 def deaths(seen: Iterable[Death]) -> Notice:
-    """These processes have ended: this one has seen it."""
+    """These processes have ended, as the sender has seen."""
     return "deaths", _encode([(death.id, death.evidence) for death in seen])
 
 
 def leave(reason: str) -> Notice:
-    """This process is gone for the job, as if it had died."""
+    """The sender leaves the job, as if it had died."""
     return "leave", _encode(reason)
 
 
 def share(epoch: int, items: Mapping[str, bytes]) -> Notice:
-    """What was set in the table by which the members of `epoch` meet."""
+    """Items that were set in the rendezvous table of `epoch`."""
     return "share", _encode((epoch, items))
 
 
 def testimony(said: Suspicion | Cleared) -> Notice:
-    """This process hears a member no more, or hears it again."""
+    """The sender suspects a member, or has cleared it."""
     if isinstance(said, Suspicion):
-        return "suspect", _encode((said.member, said.evidence, said.word))
-    return "clear", _encode((said.member, said.word))
+        return "suspect", _encode((said.member, said.evidence, said.number))
+    return "clear", _encode((said.member, said.number))
 
 
 def detect(body: bytes) -> Notice:
-    """What a detector tells its like."""
+    """A message from a detector to the same detector of another process."""
     return "detect", body
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
-    """Who hears what. `peer` is the id of the member that said it, and has proved to have the job's key.
+class MessageCallbacks:
+    """The receivers of each kind of notice.
 
-    `core` hears what is an event of the membership core as it stands.
+    `peer` is the id of the member that sent it; it has proved to have the job's key.
+
+    `core` receives what is an event of the membership state machine as it stands.
     """
 
     core: Callable[[Event], None]
@@ -87,12 +89,12 @@ class Listener:
     deaths: Callable[[tuple[Death, ...]], None]
     share: Callable[[int, dict[str, bytes]], None]
     testimony: Callable[[str, str, str | None], None]
-    """peer, member, evidence: `peer` hears `member` no more, or hears it (None)."""
+    """(peer, member, evidence): `peer` suspects `member`, or has cleared it (None)."""
     detectors: Callable[[str, bytes], None]
 
 
-def handlers(listener: Listener) -> dict[str, Callable[[str, bytes], bytes]]:
-    """What other members may call in this one."""
+def handlers(listener: MessageCallbacks) -> dict[str, Callable[[str, bytes], bytes]]:
+    """The handlers for the calls of other members."""
     core = listener.core
 
     def suspect(peer: str, body: bytes) -> None:

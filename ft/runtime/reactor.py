@@ -1,7 +1,7 @@
-"""The membership core in an event loop: what is heard goes into it, what it asks for is done.
+"""Runs the membership state machine of one process in an event loop.
 
-What it hears: processes that end (pidfds), silence, the other members, the register, time. What it does: revoke and
-install in the `EpochGuard` that the session works by, compare-and-set the register, tell the others.
+Its events come from the kernel (pidfds), detectors, the other members, the register and timers. It carries out the
+effects: revoke and install epochs in the session's `EpochGuard`, compare-and-set the register, notify the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, 
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import faultpoints
-from holdfast.ft.control import kv
 from holdfast.ft.detectors.detector import DetectorContext
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.detectors.watch import Detectors
@@ -47,57 +46,62 @@ from holdfast.ft.membership.events import (
     Tick,
     ViewRead,
 )
-from holdfast.ft.membership.evidence_reporting import left_to_another
+from holdfast.ft.membership.evidence_reporting import another_proposes_first
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.registers import RegisterAway
+from holdfast.ft.rendezvous import handlers as rendezvous
+from holdfast.ft.rendezvous.table import RendezvousTable
 from holdfast.ft.runtime import messages
 from holdfast.ft.runtime.connections import MemberConnections
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.ft.runtime.register import Register
 from holdfast.ft.runtime.register_client import Answer, RegisterClient
-from holdfast.ft.runtime.rendezvous_table import SharedTable
 from holdfast.ft.settings import Settings, one_host_backends
 from holdfast.ft.telemetry.event_log import EventLog
 
 FOLLOW_SECONDS, FOLLOW_FEWER_SECONDS = 0.002, 0.02
-"""How long after a new view to look whom to watch: later if nobody is new."""
+"""Delay from a new view to an update of the watched processes; the longer one if no process is new."""
 DEFER_SECONDS = 0.005
-"""How long a death is left to the member of this host that will propose what follows, if there is one."""
+"""Delay before this process acts on a death that another member of its host will act on first."""
 ANNOUNCED_SECONDS = 0.003
-"""How long after a view was announced in their ops the others are written to: processors are few while all recover."""
+"""Delay before members that learn of a view inside their ops also get it as a message.
+
+Processors are few while all members recover.
+"""
 
 WON_SECONDS = 0.001
-"""How long after all members of a view have been told of it in their ops this process's core hears of it."""
+"""Delay before this process's core learns that its proposal won, if all members of the view learn of it in their ops.
+"""
 
 _log = logging.getLogger("holdfast.ft")
 
 
 class Reactor:
-    """One process's membership. Made and used in one event loop.
+    """The membership of one process. Made and used in one event loop.
 
-    `step` is what fault points are told. `was_spare` is True once this process has waited outside of a running view.
+    `step` is passed to fault points. `was_spare` is True once this process has waited outside of a running view.
     """
 
     def __init__(
         self,
         identity: str,
         settings: Settings,
-        tenure: EpochGuard,
+        epoch_guard: EpochGuard,
         events: EventLog,
         register: Register,
         pool: Executor,
     ) -> None:
         self.step = -1
         self.was_spare = False
-        self.table = SharedTable(self._share_soon)
-        self._identity, self._settings, self._tenure, self._events = identity, settings, tenure, events
+        self.table = RendezvousTable(self._share_soon)
+        self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, events
         self._loop = asyncio.get_running_loop()
-        hears = messages.Listener(
+        callbacks = messages.MessageCallbacks(
             core=self.feed,
             beat=self._hear_beat,
-            deaths=self._buried,
+            deaths=self._handle_deaths,
             share=self._hear_share,
             testimony=self._hear_testimony,
             detectors=self._hear_detectors,
@@ -106,24 +110,24 @@ class Reactor:
             identity,
             key=settings.key,
             job=settings.name,
-            handlers={**kv.handlers(self.table), **messages.handlers(hears)},
+            handlers={**rendezvous.handlers(self.table), **messages.handlers(callbacks)},
             on_link=self._linked,
             on_refused=self._refused,
         )
         self._detectors: Detectors | None = None
         self._core: Membership | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._pulse: asyncio.TimerHandle | None = None
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._depth = 0
         self._following = False
-        self._asking = RegisterClient(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
-        self._introduced_to: dict[str, Member] = {}
+        self._register_client = RegisterClient(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
+        self._announced_self_to: dict[str, Member] = {}
         self._deferred: tuple[Death, ...] = ()
         self._announced: tuple[int, frozenset[str]] = (0, frozenset())
-        self._won: CasWon | None = None
+        self._unreported_win: CasWon | None = None
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
-        """Listen on `host` and take part in `job`, of which the register shows `view`.
+        """Listen on `host` and take part in `job`; `view` is what the register holds.
 
         `threads` are the kernel's numbers of threads of this process that end no sooner than this reactor.
         """
@@ -138,7 +142,7 @@ class Reactor:
                 stop=self._stop,
                 resign=self._resign,
                 note=self._events.emit,
-                place=self._tenure.place,
+                place=self._epoch_guard.place,
                 lost=self._is_lost,
             ),
             list(registry().detectors.values()),
@@ -153,19 +157,19 @@ class Reactor:
 
     @property
     def missed_heartbeats(self) -> int:
-        """How many heartbeats of others did not come, so far. From any thread."""
+        """The number of heartbeats of others that did not arrive, so far. Thread-safe."""
         return 0 if self._detectors is None else self._detectors.missed
 
     def ahead(self, place: OpPosition) -> bool:
-        """Whether another member of this host is seen to have entered an op after those of `place`. From any thread."""
+        """Whether another member of this host was seen to have entered more ops than `place` says. Thread-safe."""
         places = () if self._detectors is None else tuple(self._detectors.places.values())
         return any(there.epoch == place.epoch and there.entered > place.entered for there in places)
 
     async def end(self) -> None:
-        """Let go of everything. Nothing is heard from here on."""
+        """Close detectors, timers and connections. No event is handled afterwards."""
         self._core = None
-        self._asking.end()
-        for timer in (self._timer, self._pulse):
+        self._register_client.end()
+        for timer in (self._timer, self._heartbeat_timer):
             if timer is not None:
                 timer.cancel()
         if self._detectors is not None:
@@ -174,12 +178,12 @@ class Reactor:
         await self.links.close()
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this process is gone for the job, as if it had died."""
+        """Tell the others that this process has left the job, as if it had died."""
         self.links.notify_all(*messages.leave(reason))
 
     def feed(self, event: Event) -> None:
-        """One event through the core, its effects into the world."""
-        self._feed_won()
+        """Pass one event to the state machine and carry out its effects."""
+        self._feed_win()
         before = self._core
         if before is None:
             return
@@ -190,12 +194,14 @@ class Reactor:
                 self._perform(effect)
         except Exception as error:
             _log.exception("an effect of %r failed", event)
-            self._tenure.end(HoldfastError(f"this process cannot go on in its job: {type(error).__name__}: {error}"))
+            self._epoch_guard.end(
+                HoldfastError(f"this process cannot go on in its job: {type(error).__name__}: {error}")
+            )
             raise
         finally:
             self._depth -= 1
-            if self._depth == 0:  # what others wait for comes before what wakes up this process's own threads
-                self._tenure.end_ops()
+            if self._depth == 0:  # notify the others before this process's own threads wake up
+                self._epoch_guard.end_ops()
         if self._core.spares is not before.spares:
             for spare in self._core.spares:
                 if spare not in before.spares:
@@ -205,7 +211,7 @@ class Reactor:
         self._set_timer(self._core.wake_at)
 
     def _follow_soon(self, before: Membership) -> None:
-        """Whom to watch may have changed: look a moment later, when what is urgent is done."""
+        """Update the watched processes a moment later, after urgent work."""
         if not self._following:
             assert self._core is not None
             known = {member.id for member in before.watched()} | {self._identity}
@@ -227,7 +233,7 @@ class Reactor:
             mine = view.rank_of(self._identity)
         earlier = {m.id for m in view.members[:mine]} if view is not None else set[str]()
         linked = {m.id: m for m in watched}
-        if view is not None and view.members:  # the first member serves the table by which all meet
+        if view is not None and view.members:  # the first member serves the rendezvous table
             first = view.members[0]
             meeting = view.members[1:] if first.id == self._identity else (first,)
             linked.update({m.id: m for m in meeting})
@@ -252,12 +258,12 @@ class Reactor:
                 self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
                 self._propose(expected, view)
             case Announce(view, to, None):
-                self._spread(view, to, messages.install(view))
+                self._announce_to(view, to, messages.install(view))
             case Announce(view, to, change):
                 assert change is not None
-                self._spread(view, to, messages.change(change))
+                self._announce_to(view, to, messages.change(change))
             case ReadRegister():
-                self._asking.read()
+                self._register_client.read()
             case ReportDeaths(deaths, to):
                 self._tell(to, messages.deaths(deaths))
             case ReportSuspicions(seen, to):
@@ -267,48 +273,48 @@ class Reactor:
                 if not self.was_spare:
                     self.was_spare = True
                     self._events.emit("spare", epoch=view.epoch, to=[member.id for member in to])
-                self._introduced_to = {member.id: member for member in to}
+                self._announced_self_to = {member.id: member for member in to}
                 for member in to:
-                    self._introduce(member)
+                    self._announce_self(member)
             case Install(view):
                 self._install(view)
             case Evicted(view, reason):
                 self._events.emit("evicted", epoch=view.epoch, reason=reason)
-                self._tenure.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
+                self._epoch_guard.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
             case Refused(reason):
-                self._tenure.end(Mismatch(f"cannot join job {self._settings.name!r}: {reason}"))
+                self._epoch_guard.end(Mismatch(f"cannot join job {self._settings.name!r}: {reason}"))
             case Fence(member, reason):
                 self._events.emit("fenced", member=member.id, reason=reason)
                 if self._detectors is not None:
                     self._detectors.fence(member)
 
     def _revoke(self, effect: Revoke) -> None:
-        view = self._tenure.view
+        view = self._epoch_guard.view
         error: HoldfastError
         if effect.dead and view is not None and view.epoch == effect.epoch:
             ranks = [rank for death in effect.dead if (rank := view.rank_of(death.id)) is not None]
             error = PeerFailed(ranks, "; ".join(death.evidence for death in effect.dead))
         else:
             error = Revoked(effect.epoch, effect.reason)
-        if self._tenure.revoke(effect.epoch, error, effect.reason):
+        if self._epoch_guard.revoke(effect.epoch, error, effect.reason):
             self.table.drop_before(effect.epoch + 1, effect.reason)
 
     def _install(self, view: View) -> None:
-        self._introduced_to = {}
+        self._announced_self_to = {}
         self.table.drop_before(view.epoch)
         if view.phase == "failed":
             name = view.job.name
-            self._tenure.end(
+            self._epoch_guard.end(
                 HoldfastError(f"job {name!r} has ended: {view.reason}")
                 if view.error is None
                 else StepFailed(name, view.reason, view.error)
             )
-        self._tenure.install(view)
-        if items := self.table.items(view.epoch):  # the session was told before, and has set them
+        self._epoch_guard.install(view)
+        if items := self.table.items(view.epoch):  # the session has installed the view earlier, and set items
             self._share(view.epoch, items)
 
-    def _spread(self, view: View, to: tuple[Member, ...], notice: messages.Notice) -> None:
-        """Tell of a view; those who were left word of it where they wait, a moment later."""
+    def _announce_to(self, view: View, to: tuple[Member, ...], notice: messages.Notice) -> None:
+        """Announce a view; members that learn of it inside their ops get the message a moment later."""
         epoch, announced_to = self._announced
         if epoch == view.epoch:
             later = tuple(m for m in to if m.id in announced_to)
@@ -322,45 +328,47 @@ class Reactor:
 
     def _propose(self, expected: int, view: View) -> None:
         self._reach("rebuild.before_propose")
-        self._asking.propose(expected, view)
+        self._register_client.propose(expected, view)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, CasFailed):
             self._events.emit("register_away", reason=answer.reason)
-            if self._tenure.view is None and self._asking.away >= self._settings.timeouts.rebuild:
-                why = f"nobody runs the job, and nothing can be agreed for {self._asking.away:.3g} s: {answer.reason}"
-                self._tenure.end(RegisterAway(self._settings.register, why))
+            away = self._register_client.away
+            if self._epoch_guard.view is None and away >= self._settings.timeouts.rebuild:
+                why = f"nobody runs the job, and nothing can be agreed for {away:.3g} s: {answer.reason}"
+                self._epoch_guard.end(RegisterAway(self._settings.register, why))
         if isinstance(answer, CasWon):
             self._reach("rebuild.after_propose")
             if self._announce(answer.view):
-                self._won = answer
-                self._loop.call_later(WON_SECONDS, self._feed_won)
+                self._unreported_win = answer
+                self._loop.call_later(WON_SECONDS, self._feed_win)
                 return
         self.feed(answer)
 
-    def _feed_won(self) -> None:
-        won, self._won = self._won, None
+    def _feed_win(self) -> None:
+        won, self._unreported_win = self._unreported_win, None
         if won is not None:
             self.feed(won)
 
     def _announce(self, view: View) -> bool:
-        """Tell of a view that the register has taken where the others wait, if it is one to go on in. Whether nobody
-        else has to be told soon.
+        """Announce a view that the register has taken to the ranks that wait in ops, if it is running.
+
+        Returns whether the announcement reaches all members of the view.
         """
-        before = self._tenure.view
-        if before is None or view.phase != "running" or not self._tenure.announce(view):
+        before = self._epoch_guard.view
+        if before is None or view.phase != "running" or not self._epoch_guard.announce(view):
             return False
         self._announced = (view.epoch, frozenset(before.ranks))
         return view.ranks.keys() <= before.ranks.keys()
 
     def _reach(self, point: str) -> None:
         if faultpoints.armed():
-            view = self._tenure.view
+            view = self._epoch_guard.view
             rank = view.rank_of(self._identity) if view is not None else None
             faultpoints.reach(point, self.step, -1 if rank is None else rank, view.epoch if view is not None else 0)
 
     def _share_soon(self, epoch: int, keys: tuple[str, ...]) -> None:
-        """From any thread: push to the others of the view what was set in the table, if this process is its first."""
+        """Push what was set in the table to the other members, if this process is the first. Thread-safe."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
             self._loop.call_soon_threadsafe(self._share_keys, epoch, keys)
 
@@ -377,9 +385,9 @@ class Reactor:
             if only in (None, member.id):
                 self.links.notify(member.id, *notice)
 
-    # What is heard --------------------------------------------------------------------------------------------
+    # Received messages --------------------------------------------------------------------------------------------
 
-    def _buried(self, deaths: tuple[Death, ...]) -> None:
+    def _handle_deaths(self, deaths: tuple[Death, ...]) -> None:
         deaths, self._deferred = (*self._deferred, *deaths), ()
         if not deaths:
             return
@@ -400,51 +408,53 @@ class Reactor:
     def _linked(self, member_id: str) -> None:
         if self._detectors is not None:
             self._detectors.linked(member_id)
-        view = self._tenure.view
-        if view is not None and view.phase == "running" and not self._tenure.is_over(view.epoch):
+        view = self._epoch_guard.view
+        if view is not None and view.phase == "running" and not self._epoch_guard.is_over(view.epoch):
             items = self.table.items(view.epoch)
             if items:
                 self._share(view.epoch, items, only=member_id)
-        if member_id in self._introduced_to:
-            self._introduce(self._introduced_to[member_id])
+        if member_id in self._announced_self_to:
+            self._announce_self(self._announced_self_to[member_id])
 
-    def _introduce(self, member: Member) -> None:
+    def _announce_self(self, member: Member) -> None:
         assert self._core is not None
         self.links.deliver(member, *messages.spare(self._core.me))
 
     def _beat(self) -> None:
-        """Once a heartbeat: say that this process lives and in what epoch, and look whether somebody is silent."""
-        self._pulse = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
+        """Once a heartbeat: send a sign of life with the epoch, and let the detectors check for silence."""
+        self._heartbeat_timer = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
         self.links.notify_all(*messages.beat(self._core.view if self._core is not None else None))
         if self._detectors is not None:
             self._detectors.beat()
 
     def _tell_core(self, event: Event) -> None:
-        """What a detector says."""
+        """Handle an event from a detector."""
         if not isinstance(event, ProvenDeaths):
             self.feed(event)
             return
-        view = self._tenure.view
+        view = self._epoch_guard.view
         if view is not None and any(death.id in view.ranks for death in event.deaths):
-            self._tenure.rest()
+            self._epoch_guard.rest()
         self._deferred += event.deaths
         gone = {death.id for death in self._deferred}
-        if self._core is not None and left_to_another(self._core.view, self._core.me, gone | self._core.lost().keys()):
-            self._loop.call_later(DEFER_SECONDS, self._buried, ())
+        if self._core is not None and another_proposes_first(
+            self._core.view, self._core.me, gone | self._core.lost().keys()
+        ):
+            self._loop.call_later(DEFER_SECONDS, self._handle_deaths, ())
         else:
-            self._buried(())
+            self._handle_deaths(())
 
     def _stop(self, reason: str) -> None:
         """End the epoch here without agreement: this process must do nothing more in it."""
-        view = self._tenure.view
-        if view is not None and self._tenure.revoke(view.epoch, Revoked(view.epoch, reason), reason):
+        view = self._epoch_guard.view
+        if view is not None and self._epoch_guard.revoke(view.epoch, Revoked(view.epoch, reason), reason):
             self.table.drop_before(view.epoch + 1, reason)
-            self._tenure.end_ops()
+            self._epoch_guard.end_ops()
 
     def _resign(self, reason: str) -> None:
         """End this process's part in the job. The others replace it."""
         self.leave(reason)
-        self._tenure.end(StaleEpoch(f"this process has left the job: {reason}"))
+        self._epoch_guard.end(StaleEpoch(f"this process has left the job: {reason}"))
 
     def _refused(self, member_id: str) -> None:
         if self._detectors is not None:
@@ -469,7 +479,7 @@ class Reactor:
             self.feed(EpochHeard(view.members[rank], epoch))
 
     def _hear_share(self, epoch: int, items: dict[str, bytes]) -> None:
-        with contextlib.suppress(Revoked):  # it is about an epoch that is over here
+        with contextlib.suppress(Revoked):  # the epoch is over here
             self.table.receive(epoch, items)
 
     def _hear_testimony(self, peer: str, member: str, evidence: str | None) -> None:

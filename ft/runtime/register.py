@@ -1,4 +1,4 @@
-"""The epoch register: the one place that says which view is the newest. Two views of one epoch cannot exist."""
+"""The epoch register, which holds the newest view of a job. Two views of one epoch cannot exist."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ CELL = "view"
 
 
 class Register:
-    """Views in a `Cell`: the cell's version is the view's epoch. As safe and as fast as the cell; close it
-    after use.
+    """Views in a `Cell`: the cell's version is the view's epoch. As safe and as fast as the cell; close it after use.
 
-    Every method raises `RegisterAway` while the register cannot be reached, `CorruptData` if what it holds is
-    no view.
+    Every method raises `RegisterAway` while the register cannot be reached, `CorruptData` if it does not hold a view.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -23,7 +21,7 @@ class Register:
 
     @property
     def local(self) -> bool:
-        """Whether `try_read` and `try_compare_and_set` take microseconds, and wait for nobody."""
+        """Whether `try_read` and `try_compare_and_set` take microseconds and never block."""
         return self._cell.local
 
     @property
@@ -38,7 +36,7 @@ class Register:
 
     @classmethod
     def open(cls, url: str) -> Register:
-        """The register at `url`; see `holdfast.ft.registers.open_cell` for what may be wrong with it."""
+        """The register at `url`; raises what `holdfast.ft.registers.open_cell` raises."""
         return cls(open_cell(url, CELL))
 
     def read(self) -> View | None:
@@ -47,8 +45,7 @@ class Register:
         return _decode(version, value) if version else None
 
     def compare_and_set(self, expected_epoch: int, view: View) -> bool:
-        """Make `view` the newest if the newest epoch is `expected_epoch` (0: none yet); say whether it was
-        done.
+        """Make `view` the newest if the newest epoch is `expected_epoch` (0: none yet); return whether it was done.
 
         After `RegisterAway` it may or may not have been done: read, and compare.
         """
@@ -56,12 +53,12 @@ class Register:
         return self._cell.compare_and_set(expected_epoch, view.encode())
 
     def try_read(self) -> View | None:
-        """As `read`; a `local` register raises `RegisterBusy` rather than wait for another process."""
+        """Like `read`; a `local` register raises `RegisterBusy` rather than wait for another process."""
         version, value = self._cell.try_read()
         return _decode(version, value) if version else None
 
     def try_compare_and_set(self, expected_epoch: int, view: View) -> bool:
-        """As `compare_and_set`; a `local` register raises `RegisterBusy` rather than wait for another process."""
+        """Like `compare_and_set`; a `local` register raises `RegisterBusy` rather than wait for another process."""
         _check_next(expected_epoch, view)
         return self._cell.try_compare_and_set(expected_epoch, view.encode())
 
@@ -71,7 +68,7 @@ class Register:
         return _decode(*found) if found else None
 
     def close(self) -> None:
-        """Let go of the register; a `watch` in another thread ends at once. Idempotent."""
+        """Close the register; a `watch` in another thread ends at once. Idempotent."""
         self._cell.close()
 
     def __enter__(self) -> Register:

@@ -1,8 +1,8 @@
-"""The register as the event loop asks it, one question of a kind at a time.
+"""Accesses the register from the event loop, with one request of a kind at a time.
 
-A register of this host is asked at once: that takes microseconds. If another process is using it just then, perhaps
-one that was stopped meanwhile, it is asked in a thread, as is a register elsewhere: one that does not answer delays a
-rebuild and holds up nothing else, neither heartbeats nor the fencing of the process that holds it.
+A register of this host is used directly: that takes microseconds. If another process is using it just then (it may have
+been stopped meanwhile), or if the register is on another host, a thread makes the request. A register that does not
+answer then delays a rebuild, but neither heartbeats nor the fencing of the process that holds it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("holdfast.ft")
 
 
 class RegisterClient:
-    """Asks `register`, in `pool` if need be, and gives the answers to `shown` and `answered`, in the running loop.
+    """Makes requests to `register`, in `pool` if they may block; calls `shown` and `answered` in the running loop.
 
     A compare-and-set that takes longer than `patience` seconds counts as not answered.
     """
@@ -49,11 +49,11 @@ class RegisterClient:
 
     @property
     def away(self) -> float:
-        """For how many seconds no compare-and-set has been answered; 0 if the last one was."""
+        """Seconds since the first compare-and-set in a row that was not answered; 0 if the last one was."""
         return 0.0 if self._away_since is None else time.monotonic() - self._away_since
 
     def read(self) -> None:
-        """Show the newest view, soon; nothing if the register is away."""
+        """Pass the newest view to `shown`, soon; nothing if the register is away."""
         if self._register.local:
             with contextlib.suppress(RegisterBusy):
                 self._loop.call_soon(self._show, self._read(self._register.try_read))
@@ -79,7 +79,7 @@ class RegisterClient:
         self._pool.submit(lambda: self._soon(self._take, number, self._compare_and_set(ask, expected, view)))
 
     def end(self) -> None:
-        """No answer is given any more."""
+        """Pass on no more answers."""
         self._ended = True
         if self._deadline is not None:
             self._deadline.cancel()

@@ -1,6 +1,6 @@
-"""A process's membership at work in a thread of its own, and what a session may ask of it.
+"""The membership of a process in a thread of its own, and the methods of it that a session calls.
 
-Three threads: the event loop of the `Reactor`, one that asks the register, one that watches it.
+Three threads: the event loop of the `Reactor`, one that accesses the register, one that watches it.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ import torch.distributed as dist
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Revoked, StaleEpoch
 from holdfast.comms.transport.liveness import this_process
-from holdfast.ft.control import kv
 from holdfast.ft.control.errors import ConnectionLost
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.membership.events import EpochBroken, Event, LocalFailed, LocalFinished, ViewRead
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.registers import RegisterAway
+from holdfast.ft.rendezvous.client import RendezvousClient
+from holdfast.ft.rendezvous.messages import REPEATABLE
+from holdfast.ft.rendezvous.store import RendezvousStore
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.ft.runtime.reactor import Reactor
 from holdfast.ft.runtime.register import Register
-from holdfast.ft.runtime.rendezvous_table import Replica
 from holdfast.ft.settings import Settings, candidate_job
 from holdfast.ft.telemetry.event_log import EventLog
 
 START_SECONDS = 30.0
 WATCH_SECONDS = 1.0
 AWAY_SECONDS = 0.2
-LOOKS = 2
-"""How often the register is looked at within the suspect time, in case others could not tell of a new view.
+READS_PER_SUSPECT_TIME = 2
+"""Reads of the register within the suspect time, in case members could not announce a new view.
 
-A look takes 0.4 ms of code that has left the caches: at each heartbeat that was a third of what a session costs while
-nothing fails.
+A read takes 0.4 ms of code that has left the caches: with one at each heartbeat, that was a third of what a session
+costs while nothing fails.
 """
 
 
 class Runtime:
     """One process in a job, from construction to `close`."""
 
-    def __init__(self, settings: Settings, tenure: EpochGuard, events: EventLog, identity: str, host: str) -> None:
+    def __init__(self, settings: Settings, epoch_guard: EpochGuard, events: EventLog, identity: str, host: str) -> None:
         """Listen on `host`, and join the job or be a spare of it. Raises what `candidate_job` raises."""
-        self._identity, self._settings, self._tenure = identity, settings, tenure
+        self._identity, self._settings, self._epoch_guard = identity, settings, epoch_guard
         self._calls: dict[Future[bytes], int] = {}
         self._calls_lock = threading.Lock()
         self._begun, self._closing = threading.Event(), threading.Event()
@@ -72,10 +73,10 @@ class Runtime:
             undo.callback(self._begun.set)
             undo.callback(self._closing.set)
             threads = (os.getpid(), self._thread.native_id, self._watcher.native_id)
-            live_long = tuple(number for number in threads if number is not None)
-            self._thread.run(self._reactor.begin(host, job, view, live_long), START_SECONDS)
+            lasting = tuple(number for number in threads if number is not None)
+            self._thread.run(self._reactor.begin(host, job, view, lasting), START_SECONDS)
             self._begun.set()
-            tenure.on_over(self._end_calls)
+            epoch_guard.on_over(self._end_calls)
             self._undo = undo.pop_all()
 
     @property
@@ -85,20 +86,20 @@ class Runtime:
 
     @property
     def missed_heartbeats(self) -> int:
-        """How many heartbeats of others did not come, so far."""
+        """The number of heartbeats of others that did not arrive, so far."""
         return self._reactor.missed_heartbeats
 
     def at_step(self, step: int) -> None:
-        """Fault points are to be told that the session is at `step`."""
+        """Set the step that is passed to fault points."""
         self._reactor.step = step
 
     def failed(self, failure: HoldfastError) -> None:
-        """An op of this process's communicator has failed: what that says of others is evidence."""
+        """An op of this process's communicator has failed: its error is evidence about other members."""
         with contextlib.suppress(RuntimeError):
             self._thread.loop.call_soon_threadsafe(self._reactor.failed, failure)
 
     def broken(self, epoch: int, failure: HoldfastError) -> None:
-        """An op of `epoch` has failed, and nobody was found to be to blame: the members need another epoch."""
+        """An op of `epoch` has failed, and no member was found to be dead: the members need another epoch."""
         self._feed_soon(EpochBroken(epoch, str(failure)))
 
     def finish(self, epoch: int) -> None:
@@ -110,53 +111,56 @@ class Runtime:
         self._feed_soon(LocalFinished(epoch, reason, stopped=True))
 
     def fail(self, error: StepError, reason: str) -> None:
-        """The user's code raised `error` here, and the job is to end with it."""
+        """The user's code raised `error` here, and the job has to end with it."""
         self._feed_soon(LocalFailed(error, reason))
 
-    def others_go_on(self) -> bool:
-        """Whether another member of this host is seen to have entered more ops of the epoch than this process."""
-        return self._reactor.ahead(self._tenure.place())
+    def another_member_continues(self) -> bool:
+        """Whether another member of this host was seen to have entered more ops of the epoch than this process."""
+        return self._reactor.ahead(self._epoch_guard.place())
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this process is gone for the job, as if it had died."""
-        self._tenure.end(StaleEpoch(f"this process has left the job: {reason}"))
+        """Tell the others that this process has left the job, as if it had died."""
+        self._epoch_guard.end(StaleEpoch(f"this process has left the job: {reason}"))
         with contextlib.suppress(RuntimeError):
             self._thread.loop.call_soon_threadsafe(self._reactor.leave, reason)
 
     def store(self, view: View) -> dist.Store:
-        """Where the members of `view` meet to build its communicator: served by its first member."""
+        """The store with which the members of `view` build its communicator; its first member serves it."""
         first, table, timeouts = view.members[0], self._reactor.table, self._settings.timeouts
         timeout = max(timeouts.rebuild, timeouts.operation)
         if first.id == self._identity:
-            return kv.ControlStore(table, view.epoch, timeout)
+            return RendezvousStore(table, view.epoch, timeout)
         call = functools.partial(self._call, first, view.epoch)
-        return kv.ControlStore(Replica(table, kv.RemoteTable(call, timeout)), view.epoch, timeout)
+        return RendezvousStore(RendezvousClient(call, timeout, copy=table), view.epoch, timeout)
 
     def close(self) -> None:
         """End every thread, connection and descriptor. Idempotent."""
         self._undo.close()
 
     async def _make_reactor(self, events: EventLog) -> Reactor:
-        return Reactor(self._identity, self._settings, self._tenure, events, self._register, self._pool)
+        return Reactor(self._identity, self._settings, self._epoch_guard, events, self._register, self._pool)
 
     def _end_reactor(self) -> None:
         with contextlib.suppress(TimeoutError):
             self._thread.run(self._reactor.end(), START_SECONDS)
 
     def _feed_soon(self, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._thread.loop.call_soon_threadsafe(self._reactor.feed, event)
 
-    # Remote calls of the session's thread, which end when their epoch does ----------------------------------------
+    # Remote calls of the session's thread, cancelled when their epoch ends ----------------------------------------
 
     def _call(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
-        """What can be asked again is, over the next connection, if one ends though its epoch holds."""
+        """Make a remote call.
+
+        A `REPEATABLE` call is repeated over the next connection if one is lost while the epoch is valid.
+        """
         deadline = time.monotonic() + timeout
         while True:
             try:
                 return self._call_once(member, epoch, method, body, max(deadline - time.monotonic(), 0.0))
             except ConnectionLost:
-                if method not in kv.REPEATABLE or self._tenure.is_over(epoch) or time.monotonic() >= deadline:
+                if method not in REPEATABLE or self._epoch_guard.is_over(epoch) or time.monotonic() >= deadline:
                     raise
 
     def _call_once(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
@@ -165,7 +169,7 @@ class Runtime:
         with self._calls_lock:
             self._calls[answer] = epoch
         try:
-            if self._tenure.is_over(epoch):
+            if self._epoch_guard.is_over(epoch):
                 answer.cancel()
             return answer.result(timeout + 1.0)
         except CancelledError:
@@ -175,7 +179,7 @@ class Runtime:
                 del self._calls[answer]
 
     def _end_calls(self, epoch: int) -> None:
-        """No epoch up to `epoch` holds any more."""
+        """Cancel the calls of all epochs up to `epoch`."""
         with self._calls_lock:
             ended = [answer for answer, of in self._calls.items() if of <= epoch]
         for answer in ended:
@@ -184,11 +188,11 @@ class Runtime:
     # The thread that watches the register -------------------------------------------------------------------------
 
     def _watch(self, register: Register) -> None:
-        """Tell the reactor of new views, at once while the job is being formed.
+        """Pass new views to the reactor, at once while the job is being formed.
 
-        Later its members tell each other, and the register is looked at now and then in case they could not: a thread
-        that woke at each change would compete with a rebuild for the processor. Not so where looking means asking
-        another machine and waiting does not.
+        Later the members announce views to each other, and the register is read now and then in case they could not: a
+        thread that woke at each change would compete with a rebuild for the processor. A register that pushes changes
+        is watched all the time: to read it would ask another machine, to wait costs nothing.
         """
         self._begun.wait()
         view: View | None = None
@@ -197,7 +201,7 @@ class Runtime:
                 if view is None or view.phase == "forming" or register.pushes:
                     newest = register.watch(view.epoch if view is not None else 0, WATCH_SECONDS)
                 else:
-                    self._closing.wait(self._settings.timeouts.suspect / LOOKS)
+                    self._closing.wait(self._settings.timeouts.suspect / READS_PER_SUSPECT_TIME)
                     newest = register.read()
             except (RegisterAway, CorruptData):
                 self._closing.wait(AWAY_SECONDS)
@@ -208,5 +212,5 @@ class Runtime:
 
 
 def new_identity() -> str:
-    """A name for this process that no other process of any time has."""
+    """A name for this process that no other process ever has."""
     return f"p{this_process().pid}-{secrets.token_hex(3)}"

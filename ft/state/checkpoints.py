@@ -19,7 +19,7 @@ import torch
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.quantities import integer_in
-from holdfast.ft.state.codec import put_together
+from holdfast.ft.state.codec import decode_state
 from holdfast.ft.state.leaves import Leaf, place
 from holdfast.ft.state.mesh import Mesh, shape_of
 
@@ -65,7 +65,7 @@ class Checkpoints:
         contents = msgspec.msgpack.encode(_Contents(tuple(leaves), description))
         state: dict[str, Any] = {leaf.path: tensor for leaf, tensor in zip(leaves, tensors, strict=True)}
         state[DESCRIPTION] = torch.frombuffer(bytearray(contents), dtype=torch.uint8)
-        with _quiet():
+        with _without_warnings():
             dcp.save(state, checkpoint_id=self._path(done))
         if dist.get_rank() == 0:
             for old in sorted(self._complete())[:-KEPT]:
@@ -84,7 +84,7 @@ class Checkpoints:
         if known is None or not hasattr(known, "size"):
             raise CorruptData(f"{path} is no checkpoint of a holdfast session: it has no {DESCRIPTION!r}")
         raw = torch.empty(known.size, dtype=torch.uint8, device="cpu")
-        with _quiet():
+        with _without_warnings():
             dcp.load({DESCRIPTION: raw}, checkpoint_id=path)
         try:
             contents = _decoder.decode(raw.numpy().tobytes())
@@ -96,11 +96,11 @@ class Checkpoints:
             )
             for leaf in contents.leaves
         ]
-        with _quiet():
+        with _without_warnings():
             dcp.load(
                 {leaf.path: tensor for leaf, tensor in zip(contents.leaves, tensors, strict=True)}, checkpoint_id=path
             )
-        state: dict[str, Any] = put_together(contents.description, tensors)
+        state: dict[str, Any] = decode_state(contents.description, tensors)
         return state
 
     def _complete(self) -> list[int]:
@@ -116,7 +116,7 @@ class Checkpoints:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_warnings() -> Iterator[None]:
     """Suppress the warnings of torch's checkpoints about their own use of deprecated types."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

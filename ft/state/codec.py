@@ -1,6 +1,6 @@
 """Encodes state dicts as plain data and tensors, without pickle, to send them to newcomers.
 
-`take_apart` turns a state dict into a description (msgpack bytes) and the tensors in it; `put_together` is the
+`encode_state` turns a state dict into a description (msgpack bytes) and the tensors in it; `decode_state` is the
 inverse. Decoding runs no code, so a description need not come from a trusted process.
 """
 
@@ -78,33 +78,33 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Node] = msgspec.msgpack.Decoder(Node)
 
 
-class Taken(NamedTuple):
-    """A state taken apart: its description, and its tensors with their paths, in the order of the description."""
+class EncodedState(NamedTuple):
+    """An encoded state: its description, and its tensors with their paths, in the order of the description."""
 
     description: bytes
     tensors: list[torch.Tensor]
     paths: list[str]
 
 
-def take_apart(state: Any) -> tuple[bytes, list[torch.Tensor]]:
+def encode_state(state: Any) -> tuple[bytes, list[torch.Tensor]]:
     """The description of `state`, and its tensors in the order of the description.
 
     Handles dicts (keys of any kind listed here), lists, tuples, sets, tensors, numbers (numpy's too), arrays of
     numbers, strings, bytes, None. Raises TypeError with the path of anything else.
     """
-    taken = take_apart_sharded(state, shards=False)
+    taken = encode_sharded_state(state, shards=False)
     return taken.description, taken.tensors
 
 
-def take_apart_sharded(state: Any, *, shards: bool = True) -> Taken:
-    """As `take_apart`, with the path of each tensor, and with DTensors allowed if `shards`.
+def encode_sharded_state(state: Any, *, shards: bool = True) -> EncodedState:
+    """Like `encode_state`, with the path of each tensor, and with DTensors allowed if `shards`.
 
     Call it under `torch.no_grad()`: with `shards`, tensors are not detached, because detaching a DTensor takes longer
     than copying it.
     """
     walk = _Walk(shards)
     try:
-        return Taken(_encode(walk.describe(state, ())), walk.tensors, walk.paths)
+        return EncodedState(_encode(walk.describe(state, ())), walk.tensors, walk.paths)
     except RecursionError:
         raise TypeError(
             "the state is nested too deeply, or contains itself: it cannot be given to a newcomer"
@@ -113,8 +113,8 @@ def take_apart_sharded(state: Any, *, shards: bool = True) -> Taken:
         raise TypeError(f"the state has text that is not valid Unicode: {error}") from None
 
 
-def put_together(description: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The state that `take_apart` was given. Raises `CorruptData` if the description is invalid or does not fit."""
+def decode_state(description: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """The state that `encode_state` was given. Raises `CorruptData` if the description is invalid or does not fit."""
     try:
         return _build(_decoder.decode(description), tensors)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:

@@ -79,7 +79,7 @@ class ShardSums:
         for number in range(rounds):
             turn = Turn(shards[min(number, len(shards) - 1)], number < len(shards), number == rounds - 1)
             self._turn = turn
-            with self._quietly(turn):
+            with self._without_communication(turn):
                 yield turn
         self._turn = None
 
@@ -109,7 +109,7 @@ class ShardSums:
         return kept.module
 
     @contextlib.contextmanager
-    def _quietly(self, turn: Turn) -> Iterator[None]:
+    def _without_communication(self, turn: Turn) -> Iterator[None]:
         """Run a turn of a data-parallel model; without communication, unless it is the last, and keep its gradients."""
         if self._replica is None:
             yield

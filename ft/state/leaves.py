@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.state.codec import Taken, take_apart_sharded
+from holdfast.ft.state.codec import EncodedState, encode_sharded_state
 from holdfast.ft.state.mesh import Box, Cuts, Mesh, box_of, shape_of
 
 ALIGNMENT = 64
@@ -100,16 +100,16 @@ class PartLayout(msgspec.Struct, frozen=True, dict=True):
         return buffer[begin : begin + count].view(leaf.torch_dtype).view(shape)
 
 
-def take_shards(
+def encode_local_shards(
     state: Any, mesh: Mesh, rank: int, known: Mapping[str, Leaf]
-) -> tuple[Taken, tuple[Leaf, ...], list[torch.Tensor]]:
-    """`state` taken apart, its leaves, and this rank's part of each leaf.
+) -> tuple[EncodedState, tuple[Leaf, ...], list[torch.Tensor]]:
+    """The encoded `state`, its leaves, and this rank's part of each leaf.
 
     `known` are the leaves of an earlier state, by path: their cuts decide where a mesh dimension of size 1 leaves the
     cut open. Raises TypeError for state that cannot be sent, ValueError for tensors sharded in a way that cannot be
     copied.
     """
-    taken = take_apart_sharded(state)
+    taken = encode_sharded_state(state)
     leaves, mine = [], []
     meshes: dict[int, tuple[str, ...]] = {}
     for path, tensor in zip(taken.paths, taken.tensors, strict=True):

@@ -90,7 +90,10 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def stretch(part: Box, box: Box) -> tuple[int, int]:
-    """The range of flat indexes in `box` that covers `part`, a box inside it: the first, and the one after the last."""
+    """The range of flat indexes in `box` that covers `part`, a box inside it.
+
+    Returned are the first index, and the one after the last.
+    """
     first = last = 0
     for (low, high), (begin, end) in zip(part, box, strict=True):
         first = first * (end - begin) + low - begin

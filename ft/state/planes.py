@@ -14,7 +14,7 @@ _ONE_HOST = ("shm",)
 _ANY_HOST = ("ucx", "nixl")
 
 
-class Planes:
+class MemoryPlanes:
     """The memory planes of this process, each opened at its first use."""
 
     def __init__(self) -> None:

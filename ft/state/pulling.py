@@ -18,7 +18,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.attempt import FAILURES
-from holdfast.ft.commit.decision import Verdict
+from holdfast.ft.commit.decision import Decision
 from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.transfer import (
     PackedState,
@@ -76,7 +76,7 @@ class Pulled:
 def offer(
     comm: Communicator,
     plane: MemoryPlane,
-    verdict: Verdict,
+    decision: Decision,
     attached: Mapping[str, Stateful],
     done: int,
     before_chunk: Told,
@@ -96,7 +96,7 @@ def offer(
                 before_chunk()
                 region = exposed.enter_context(plane.expose(chunk))
                 chunks.append(_Chunk(region.handle, [digest(block) for block in blocks_of(chunk)]))
-            said = (packed.description, packed.pieces) if comm.rank == verdict.source else ()
+            said = (packed.description, packed.pieces) if comm.rank == decision.source else ()
             offered = _Offer(done, chunks, *said)
         except FAILURES:
             raise
@@ -111,7 +111,7 @@ def offer(
 def pull(
     comm: Communicator,
     plane: MemoryPlane,
-    verdict: Verdict,
+    decision: Decision,
     attached: Mapping[str, Stateful],
     fetcher: Fetcher,
     *,
@@ -126,11 +126,11 @@ def pull(
     the source's state cannot be sent; what `Fetcher.fetch` raises. Nothing is loaded then.
     """
     offers = [_decoded(raw) for raw in comm.all_gather_object(b"")]
-    first = offers[verdict.source]
+    first = offers[decision.source]
     if first is None:
-        raise CorruptData(f"rank {verdict.source} offers no state")
+        raise CorruptData(f"rank {decision.source} offers no state")
     if first.refusal:
-        raise StateNotGiven(verdict.source, first.refusal)
+        raise StateNotGiven(decision.source, first.refusal)
     chunks = [torch.empty(chunk.handle.nbytes, dtype=torch.uint8, device="cpu") for chunk in first.chunks]
     blocks = []
     agreeing: set[int] = set()

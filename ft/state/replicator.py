@@ -19,17 +19,17 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.ops import Recv, Send
 from holdfast.ft.attempt import FAILURES
-from holdfast.ft.commit.decision import Verdict
+from holdfast.ft.commit.decision import Decision
 from holdfast.ft.state import pulling, transfer
 from holdfast.ft.state.checkpoints import Checkpoints
-from holdfast.ft.state.codec import put_together, take_apart
+from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.ft.state.fetching import Fetched, Fetcher
-from holdfast.ft.state.leaves import Leaf, PartLayout, place, take_shards
+from holdfast.ft.state.leaves import Leaf, PartLayout, encode_local_shards, place
 from holdfast.ft.state.mesh import Mesh, all_ranks
-from holdfast.ft.state.planes import Planes
+from holdfast.ft.state.part_store import PartStore, shifts
+from holdfast.ft.state.planes import MemoryPlanes
 from holdfast.ft.state.restoring import complete_size, restore
 from holdfast.ft.state.sharded import Sharded
-from holdfast.ft.state.shelf import Shelf, shifts
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
 
@@ -62,8 +62,8 @@ class StateReplicator:
         self.sharded: Sharded | None = None
         self.checkpoints: Checkpoints | None = None
         self._timeouts, self._events, self._over, self._reach = timeouts, events, over, reach
-        self._planes, self._fetcher = Planes(), Fetcher()
-        self._shelf: Shelf | None = None
+        self._planes, self._fetcher = MemoryPlanes(), Fetcher()
+        self._part_store: PartStore | None = None
         self._epoch = -1
         self._mesh = Mesh((), ())
         self._known: dict[str, Leaf] = {}
@@ -106,8 +106,8 @@ class StateReplicator:
 
     # Replicated state -----------------------------------------------------------------------------------------
 
-    def bring_up_to_date(
-        self, comm: Communicator, hosts: Sequence[str], verdict: Verdict, done: int, *, founding: bool
+    def transfer_state(
+        self, comm: Communicator, hosts: Sequence[str], decision: Decision, done: int, *, founding: bool
     ) -> int | None:
         """Send the state after `done` steps to newcomers, or receive it as one; collective.
 
@@ -116,7 +116,7 @@ class StateReplicator:
         raise it.
         """
         plane = self._planes.agree(comm, hosts)
-        taking = comm.rank in verdict.receivers
+        taking = comm.rank in decision.receivers
 
         def refused(reason: str) -> None:
             _log.error("rank %d cannot give its state to newcomers: %s", comm.rank, reason)
@@ -125,20 +125,20 @@ class StateReplicator:
                 raise transfer.StateNotGiven(comm.rank, reason)
 
         if plane is None:
-            taken = self._over_the_communicator(comm, verdict, done, refused)
+            taken = self._transfer_over_communicator(comm, decision, done, refused)
             if taken is None:
                 pulling.arrived(comm, self.patience)
             return taken
         if not taking:
-            if comm.rank == verdict.source:
+            if comm.rank == decision.source:
                 self._reach("sync.before_header")
-            pulling.offer(comm, plane, verdict, self.attached, done, self._before_chunk, self.patience, refused)
+            pulling.offer(comm, plane, decision, self.attached, done, self._before_chunk, self.patience, refused)
             return None
         began = time.monotonic()
         pulled = pulling.pull(
             comm,
             plane,
-            verdict,
+            decision,
             self.attached,
             self._fetcher,
             timeout=self._timeouts.operation,
@@ -147,12 +147,12 @@ class StateReplicator:
             before_load=lambda: self._reach("sync.before_load"),
         )
         if pulled.unlike:
-            _log.warning("ranks %s have another state than rank %d", pulled.unlike, verdict.source)
+            _log.warning("ranks %s have another state than rank %d", pulled.unlike, decision.source)
         self._events.emit(
             "synced",
             step=pulled.done - 1,
             epoch=comm.epoch,
-            source=verdict.source,
+            source=decision.source,
             bytes=sum(pulled.moved.values()),
             seconds=time.monotonic() - began,
             via=plane.name,
@@ -162,7 +162,7 @@ class StateReplicator:
         )
         return pulled.done
 
-    def everybody_has_it(self, comm: Communicator) -> None:
+    def confirm_transfer(self, comm: Communicator) -> None:
         """Let the other ranks continue: this newcomer has recorded its state. Collective."""
         pulling.arrived(comm, self.patience)
 
@@ -176,7 +176,7 @@ class StateReplicator:
         for name, thing in self.attached.items():
             reason = ""
             try:
-                take_apart({name: thing.state_dict()})
+                encode_state({name: thing.state_dict()})
             except FAILURES:
                 raise
             except Exception as error:
@@ -186,24 +186,24 @@ class StateReplicator:
                 _log.warning("what is attached as %r cannot be given to newcomers any more: %s", name, reason)
                 self._events.emit("state_unfit", step=done - 1, name=name, reason=reason)
 
-    def _over_the_communicator(
-        self, comm: Communicator, verdict: Verdict, done: int, refused: Callable[[str], None]
+    def _transfer_over_communicator(
+        self, comm: Communicator, decision: Decision, done: int, refused: Callable[[str], None]
     ) -> int | None:
-        """As `bring_up_to_date` if no memory plane reaches all ranks: from one source, over the communicator."""
-        if comm.rank != verdict.source and comm.rank not in verdict.receivers:
+        """As `transfer_state` if no memory plane reaches all ranks: from one source, over the communicator."""
+        if comm.rank != decision.source and comm.rank not in decision.receivers:
             return None
-        pipe = transfer.Pipe(comm, verdict.source, verdict.receivers, self._timeouts.operation)
+        pipe = transfer.Pipe(comm, decision.source, decision.receivers, self._timeouts.operation)
         began = time.monotonic()
-        if comm.rank == verdict.source:
+        if comm.rank == decision.source:
             self._reach("sync.before_header")
-            transfer.give(pipe, self.attached, done, self._before_chunk, refused)
+            transfer.send_state(pipe, self.attached, done, self._before_chunk, refused)
             return None
-        given = transfer.take(pipe, self.attached, self._before_chunk, lambda: self._reach("sync.before_load"))
+        given = transfer.receive_state(pipe, self.attached, self._before_chunk, lambda: self._reach("sync.before_load"))
         self._events.emit(
             "synced",
             step=given.done - 1,
             epoch=comm.epoch,
-            source=verdict.source,
+            source=decision.source,
             bytes=given.nbytes,
             seconds=time.monotonic() - began,
             via="communicator",
@@ -244,9 +244,9 @@ class StateReplicator:
         return done
 
     def _enter(self, comm: Communicator, hosts: Sequence[str], done: int) -> tuple[int, str, Fetched]:
-        shelf = self._on_shelf(comm.device)
+        part_store = self._parts_on(comm.device)
         self._mesh = all_ranks(comm.size) if self.sharded is None else self.sharded.mesh(comm.size)
-        kept = shelf.of(done)
+        kept = part_store.of(done)
         newest = -1 if self.checkpoints is None else self.checkpoints.newest()
         held = comm.all_gather_object([part.share for part in kept])
         newest = min(comm.all_gather_object(newest))
@@ -297,14 +297,14 @@ class StateReplicator:
         self._copy(comm, hosts, done)
         comm.barrier()
         self._reach("restore.after_load")
-        shelf.keep_only(done, comm.size)
+        part_store.keep_only(done, comm.size)
         return done, source, fetched
 
     def _check_replicas(self, comm: Communicator, done: int, first: bool) -> None:
         """Check that the built state can outlive any rank; if not, ValueError if `first`, else a warning."""
         if not self._relies_on_replicas:
             return
-        own = next(part for part in self._on_shelf(comm.device).of(done) if part.layout.part == comm.rank)
+        own = next(part for part in self._parts_on(comm.device).of(done) if part.layout.part == comm.rank)
         if own.layout.share[1] < comm.size:
             return
         said = "copies=0, no checkpoints(), and no two ranks have the same part of the state: the death of any ends it"
@@ -318,7 +318,7 @@ class StateReplicator:
 
         assert self.sharded is not None
         self.sharded.drop()
-        if self._shelf is not None and self._shelf.nbytes > _LARGE:
+        if self._part_store is not None and self._part_store.nbytes > _LARGE:
             gc.collect()
         names, sizes, kind = self._mesh.names, self._mesh.sizes, comm.device.type
         group: Any = dist.group.WORLD
@@ -344,7 +344,7 @@ class StateReplicator:
         whole = [
             place(leaf, local.to(device), self._mesh, devices) for leaf, local in zip(leaves, tensors, strict=True)
         ]
-        state = put_together(description, whole)
+        state = decode_state(description, whole)
         transfer.check_names(state, self.sharded.things)
         transfer.load(state, self.sharded.things)
 
@@ -367,8 +367,8 @@ class StateReplicator:
 
     def committed(self, done: int) -> None:
         """Make the state after `done` steps the current one, and remove older versions."""
-        if self.sharded is not None and self._shelf is not None:
-            self._shelf.keep_only(done)
+        if self.sharded is not None and self._part_store is not None:
+            self._part_store.keep_only(done)
 
     def begin(self, comm: Communicator, done: int) -> None:
         """Before an attempt, write a checkpoint if one is due; collective.
@@ -387,7 +387,7 @@ class StateReplicator:
             state = {name: thing.state_dict() for name, thing in self.attached.items()}
             if self.sharded is not None:
                 state |= {name: thing.state_dict() for name, thing in self.sharded.things.items()}
-            taken, leaves, _ = take_shards(state, self._mesh, comm.rank, self._known)
+            taken, leaves, _ = encode_local_shards(state, self._mesh, comm.rank, self._known)
             self._reach("checkpoint.before_save")
             self.checkpoints.save(done, taken.description, leaves, taken.tensors)
         self._saved = done
@@ -397,11 +397,11 @@ class StateReplicator:
         assert self.sharded is not None
         began = time.monotonic()
         self._reach("copies.before_copy")
-        shelf = self._on_shelf(comm.device)
+        part_store = self._parts_on(comm.device)
         with torch.no_grad():
             state = {name: _state_of(thing) for name, thing in self.sharded.things.items()}
-            taken, leaves, mine = take_shards(state, self._mesh, comm.rank, self._known)
-            own = shelf.new(version, self._layout(leaves, comm.rank), taken.description)
+            taken, leaves, mine = encode_local_shards(state, self._mesh, comm.rank, self._known)
+            own = part_store.new(version, self._layout(leaves, comm.rank), taken.description)
             for index, tensor in enumerate(mine):
                 own.layout.view(own.buffer, index).copy_(tensor)
         parts = [own]
@@ -409,16 +409,16 @@ class StateReplicator:
         to = shifts(hosts, self.sharded.copies)
         for shift in to:
             theirs = (comm.rank - shift) % comm.size
-            copy = shelf.new(version, self._layout(leaves, theirs), taken.description, own=False)
+            copy = part_store.new(version, self._layout(leaves, theirs), taken.description, own=False)
             moves += [Send(own.buffer, (comm.rank + shift) % comm.size), Recv(copy.buffer, theirs)]
             parts.append(copy)
         if moves:
             comm.batch_send_recv(moves)
-        shelf.put(parts)
+        part_store.put(parts)
         self._seen = [(tensor, tensor._version) for tensor in mine]
         self._reach("copies.after_copy")
         seconds, nbytes = time.monotonic() - began, own.layout.nbytes * len(to)
-        self.sharded.copied.note(nbytes, seconds, shelf.nbytes)
+        self.sharded.copied.note(nbytes, seconds, part_store.nbytes)
         self._events.emit("copied", step=version - 1, epoch=comm.epoch, bytes=nbytes, seconds=seconds)
 
     def _layout(self, leaves: tuple[Leaf, ...], part: int) -> PartLayout:
@@ -428,10 +428,10 @@ class StateReplicator:
             self._known = {leaf.path: leaf for leaf in leaves}
         return known
 
-    def _on_shelf(self, device: torch.device) -> Shelf:
-        if self._shelf is None:
-            self._shelf = Shelf(device)
-        return self._shelf
+    def _parts_on(self, device: torch.device) -> PartStore:
+        if self._part_store is None:
+            self._part_store = PartStore(device)
+        return self._part_store
 
 
 def _state_of(thing: transfer.Stateful) -> dict[str, Any]:

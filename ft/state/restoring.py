@@ -20,7 +20,7 @@ from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.state.fetching import BLOCK, Block, Fetched, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.leaves import Leaf, PartLayout
 from holdfast.ft.state.mesh import Box, Mesh, common, stretch, who_has
-from holdfast.ft.state.shelf import Kept
+from holdfast.ft.state.part_store import StoredPart
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class BoxSource:
 
 
 def complete_size(held: Sequence[Sequence[tuple[int, int, int]]], size: int) -> int | None:
-    """The number of parts of a state that the ranks can restore completely; None if a part of each is missing.
+    """The number of parts of a state that the ranks can restore completely; None if each state lacks a part.
 
     `held` lists each rank's parts as (number of parts, number among those that differ, how many differ). If several
     states are complete, the one of `size` parts is preferred, else the one with the most.
@@ -85,7 +85,7 @@ def complete_size(held: Sequence[Sequence[tuple[int, int, int]]], size: int) -> 
 def restore(
     comm: Communicator,
     plane: MemoryPlane | None,
-    kept: Sequence[Kept],
+    kept: Sequence[StoredPart],
     size: int,
     mesh: Mesh,
     fetcher: Fetcher,
@@ -186,7 +186,7 @@ def _cut(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _expose(part: Kept, plane: MemoryPlane, exposed: contextlib.ExitStack) -> Holding:
+def _expose(part: StoredPart, plane: MemoryPlane, exposed: contextlib.ExitStack) -> Holding:
     buffer = part.buffer.cpu()
     region = exposed.enter_context(plane.expose(buffer))
     return Holding(part.layout.size, part.layout.part, region.handle, [digest(block) for block in blocks_of(buffer)])

@@ -38,7 +38,7 @@ class Sharded(Mapping[str, Any]):
         if shape is not None and not callable(shape):
             raise TypeError(f"mesh must be a function of the number of ranks, not {type(shape).__name__}")
         self.copies = copies
-        self.copied = Copied()
+        self.copied = CopyCost()
         self._build = build
         self._shape = shape
         self._names: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Sharded(Mapping[str, Any]):
         self._things = dict(made)
 
 
-class Copied:
+class CopyCost:
     """The cost of copies in this process: how many `times` copies were made, and `seconds` in sum.
 
     `nbytes` were sent to neighbours in sum; `held` bytes are in memory now, for this process and its neighbours.

@@ -20,7 +20,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.comms.tensors.shared import check_agreement, groups_sharing_memory
 from holdfast.ft.attempt import FAILURES
-from holdfast.ft.state.codec import put_together, take_apart
+from holdfast.ft.state.codec import decode_state, encode_state
 
 CHUNK = 16 << 20
 """The most bytes of a chunk that small tensors share; a larger tensor is a chunk of its own."""
@@ -70,7 +70,7 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class TransferResult:
     """The result of a transfer: the number of steps `done` in the state, and the bytes moved."""
 
     done: int
@@ -100,13 +100,13 @@ class Pipe:
             self._comm.recv(tensor, self.source, timeout=self._timeout)
 
 
-def give(
+def send_state(
     pipe: Pipe,
     attached: Mapping[str, Stateful],
     done: int,
     before_chunk: Callable[[], None],
     on_refusal: Callable[[str], None],
-) -> Given:
+) -> TransferResult:
     """Send the state of everything attached, after `done` committed steps.
 
     If the state cannot be sent, the receivers are refused, and `on_refusal` is called with the reason.
@@ -127,7 +127,7 @@ def give(
         pipe.give(chunk)
     if refusal:
         on_refusal(refusal)
-    return Given(done, sum(chunk.nbytes for chunk in packed.chunks))
+    return TransferResult(done, sum(chunk.nbytes for chunk in packed.chunks))
 
 
 def reason_of(error: Exception) -> str:
@@ -135,12 +135,12 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
-def take(
+def receive_state(
     pipe: Pipe,
     attached: Mapping[str, Stateful],
     before_chunk: Callable[[], None],
     before_load: Callable[[], None],
-) -> Given:
+) -> TransferResult:
     """Receive state and load it into everything attached.
 
     Raises, before anything is loaded, `CorruptData` if a checksum is wrong; `Mismatch` if other things are attached at
@@ -170,7 +170,7 @@ def take(
     check_names(state, attached)
     before_load()
     load(state, attached)
-    return Given(header.done, sum(chunk.nbytes for chunk in chunks))
+    return TransferResult(header.done, sum(chunk.nbytes for chunk in chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class PackedState:
 
 def unpack(packed: PackedState) -> Any:
     """The state, each tensor in memory of its own. Raises `CorruptData` if its parts do not fit together."""
-    return put_together(packed.description, [_unpack(piece, packed.chunks) for piece in packed.pieces])
+    return decode_state(packed.description, [_unpack(piece, packed.chunks) for piece in packed.pieces])
 
 
 def check_names(state: Mapping[str, Any], attached: Mapping[str, Stateful]) -> None:
@@ -226,7 +226,7 @@ def pack(attached: Mapping[str, Stateful], device: torch.device) -> PackedState:
 
     Raises TypeError for state that cannot be sent.
     """
-    description, tensors = take_apart({name: thing.state_dict() for name, thing in attached.items()})
+    description, tensors = encode_state({name: thing.state_dict() for name, thing in attached.items()})
     pieces: list[PackedTensor] = []
     contents: list[list[torch.Tensor]] = []
     open_chunk, filled = -1, 0

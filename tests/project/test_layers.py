@@ -34,6 +34,7 @@ LAYERS = {
     "ft": """
         timeouts faultpoints console on_demand
         control
+        rendezvous
         registers
         membership
         telemetry

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
 from holdfast.ft.detectors.detector import DetectorContext
-from holdfast.ft.detectors.observers import Observing
-from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.detectors.observers import ObserversDetector
+from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.effects import (
     Announce,
@@ -42,10 +42,10 @@ from holdfast.ft.membership.events import (
     ViewDeltaReceived,
     ViewRead,
 )
-from holdfast.ft.membership.evidence_reporting import left_to_another
+from holdfast.ft.membership.evidence_reporting import another_proposes_first
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.view import Member, View
-from holdfast.ft.membership.view_delta import between
+from holdfast.ft.membership.view_delta import delta_between
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.harness.simulate.core.worker import SimulatedSession
 
@@ -114,8 +114,8 @@ class SimulatedProcess:
         self.announced: tuple[int, frozenset[str]] = (0, frozenset())
         self.word = (0, b"")
         self.deferred: tuple[Death, ...] = ()
-        self.silence: Silence | None = None
-        self.observing: Observing | None = None
+        self.silence: SilenceTracker | None = None
+        self.observing: ObserversDetector | None = None
         self.watched: dict[str, Member] = {}
         self.followers: dict[str, None] = {}
         self.follow_wanted = self.looking = False
@@ -269,7 +269,7 @@ class SimulatedProcess:
         before = self.guard.view
         if self.worker is None or before is None or view.phase != "running" or len(before.hosts) > 1:
             return
-        change = between(before, view)
+        change = delta_between(before, view)
         if change is None:
             return
         self.announced = (view.epoch, frozenset(before.ranks))
@@ -317,11 +317,11 @@ class SimulatedProcess:
         self._detectors()[0].follow(here, self.local())
         self._detectors()[1].follow(self.core.view, tuple(watched.values()))
 
-    def _detectors(self) -> tuple[Silence, Observing]:
+    def _detectors(self) -> tuple[SilenceTracker, ObserversDetector]:
         """The detectors for its own host and for others, constructed at first use."""
         if self.silence is None or self.observing is None:
-            self.silence = Silence(self.member, self.core.timeouts, self.world.is_stopped)
-            self.observing = Observing(
+            self.silence = SilenceTracker(self.member, self.core.timeouts, self.world.is_stopped)
+            self.observing = ObserversDetector(
                 DetectorContext(
                     me=self.member,
                     timeouts=self.core.timeouts,
@@ -357,7 +357,7 @@ class SimulatedProcess:
         """Handle the kernel's report that these processes have ended."""
         self.deferred += deaths
         gone = {death.id for death in self.deferred}
-        if left_to_another(self.core.view, self.member, gone | self.core.evidence.lost.keys()):
+        if another_proposes_first(self.core.view, self.member, gone | self.core.evidence.lost.keys()):
             self.after(self.world.rng.choice(DEFER_SECONDS), self._bury_deferred)
         else:
             self._bury_deferred()
@@ -414,7 +414,7 @@ class SimulatedProcess:
         for verdict in self.silence.look(now):
             self.hear(verdict)
         self.observing.look(now)
-        if (self.silence.somebody_is_silent or self.observing.doubtful) and not self.looking:
+        if (self.silence.any_silent or self.observing.doubtful) and not self.looking:
             self.looking = True
             self.after(self.core.timeouts.heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
 

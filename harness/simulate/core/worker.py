@@ -1,4 +1,4 @@
-"""The session of a simulated process: commits steps with the production `CommitState`, `judge` and `EpochGuard`.
+"""The session of a simulated process: commits steps with the production `CommitState`, `decide` and `EpochGuard`.
 
 This is the counterpart of `ft.session`: the same order of the same calls, with waits in virtual time. An op of the
 communicator needs all members of the epoch; the others wait for a missing one until the epoch is revoked.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.commit.commit_state import CommitState
-from holdfast.ft.commit.decision import Verdict, Vote, judge
+from holdfast.ft.commit.decision import Decision, Vote, decide
 from holdfast.ft.membership.events import LocalFinished
 from holdfast.ft.membership.view import View
 
@@ -91,20 +91,20 @@ class SimulatedSession:
         rank = view.rank_of(me.member.id)
         assert rank is not None
         try:
-            verdict = judge(votes, rank)
+            decision = decide(votes, rank)
         except HoldfastError as error:
             me.guard.end(error)
             me.ended = True
             self.look()
             me.world.leave(me, str(error))
             return
-        self._reach("rebuild.after_votes", lambda: self._settle(verdict))
+        self._reach("rebuild.after_votes", lambda: self._settle(decision))
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _settle(self, decision: Decision) -> None:
         me = self._process
-        if verdict.committed:
+        if decision.committed:
             self._note_commit("recovered")
-        self.commits.settle(verdict)
+        self.commits.settle(decision)
         me.world.emit(me, "rebuilt", epoch=self.epoch)
         if self._failed_step == self.commits.done:
             me.world.emit(me, "aborted_step", step=self._failed_step, epoch=self.epoch)
@@ -127,13 +127,13 @@ class SimulatedSession:
 
     def _ready(self) -> None:
         me, commits = self._process, self.commits
-        verdict, view = commits.pending, self._view
-        if verdict is not None and view is not None:
+        decision, view = commits.pending, self._view
+        if decision is not None and view is not None:
             rank = view.rank_of(me.member.id)
-            if rank == verdict.source:
-                self._reach("sync.before_header", lambda: self._synchronise(verdict, (commits.done, self.digest)))
-            elif rank in verdict.receivers:
-                self._synchronise(verdict, None)
+            if rank == decision.source:
+                self._reach("sync.before_header", lambda: self._synchronise(decision, (commits.done, self.digest)))
+            elif rank in decision.receivers:
+                self._synchronise(decision, None)
             else:
                 self._everybody_has_it()
         elif commits.done >= commits.total:
@@ -146,15 +146,15 @@ class SimulatedSession:
         self._process.feed(LocalFinished(self.epoch))
         self.look()
 
-    def _synchronise(self, verdict: Verdict, state: tuple[int, int] | None) -> None:
+    def _synchronise(self, decision: Decision, state: tuple[int, int] | None) -> None:
         assert self._view is not None
-        ranks = (verdict.source, *verdict.receivers)
+        ranks = (decision.source, *decision.receivers)
         self._meet("sync", state, self._synchronised, [self._view.members[rank].id for rank in ranks])
 
     def _synchronised(self, states: Sequence[tuple[int, int] | None]) -> None:
-        me, state, view, verdict = self._process, states[0], self._view, self.commits.pending
-        assert state is not None and view is not None and verdict is not None
-        if view.rank_of(me.member.id) == verdict.source:  # of this epoch: its core may not have heard of that yet
+        me, state, view, decision = self._process, states[0], self._view, self.commits.pending
+        assert state is not None and view is not None and decision is not None
+        if view.rank_of(me.member.id) == decision.source:  # of this epoch: its core may not have heard of that yet
             self._everybody_has_it()
             return
 

@@ -8,35 +8,35 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from holdfast.ft.commit.commit_state import CommitState
-from holdfast.ft.commit.decision import HOLDER, NEWCOMER, Verdict, Vote
+from holdfast.ft.commit.decision import HOLDER, NEWCOMER, Decision, Vote
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.harness.simulate.core import worker
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
 
-Judge = Callable[[Sequence[Vote], int], Verdict]
+Decide = Callable[[Sequence[Vote], int], Decision]
 
 
-def _prepared_by_any(judge: Judge) -> object:
-    def broken(votes: Sequence[Vote], rank: int) -> Verdict:
+def _prepared_by_any(decide: Decide) -> object:
+    def broken(votes: Sequence[Vote], rank: int) -> Decision:
         some = any(vote.prepared for vote in votes if vote.standing != NEWCOMER)
-        return judge([dataclasses.replace(vote, prepared=vote.prepared or some) for vote in votes], rank)
+        return decide([dataclasses.replace(vote, prepared=vote.prepared or some) for vote in votes], rank)
 
     return broken
 
 
-def _never_recovered(judge: Judge) -> object:
-    def broken(votes: Sequence[Vote], rank: int) -> Verdict:
+def _never_recovered(decide: Decide) -> object:
+    def broken(votes: Sequence[Vote], rank: int) -> Decision:
         newest = max(vote.done for vote in votes)
-        return judge([dataclasses.replace(v, prepared=v.prepared and v.done < newest) for v in votes], rank)
+        return decide([dataclasses.replace(v, prepared=v.prepared and v.done < newest) for v in votes], rank)
 
     return broken
 
 
-def _straggler_left(judge: Judge) -> object:
-    def broken(votes: Sequence[Vote], rank: int) -> Verdict:
-        verdict = judge(votes, rank)
+def _straggler_left(decide: Decide) -> object:
+    def broken(votes: Sequence[Vote], rank: int) -> Decision:
+        decision = decide(votes, rank)
         behind = votes[rank].done < max(vote.done for vote in votes)
-        return dataclasses.replace(verdict, committed=verdict.committed and not behind)
+        return dataclasses.replace(decision, committed=decision.committed and not behind)
 
     return broken
 
@@ -67,7 +67,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "a step is committed if any survivor had prepared it, though others had not",
         "two-phase commit classic",
         worker,
-        "judge",
+        "decide",
         _prepared_by_any,
     ),
     known_bug(
@@ -75,7 +75,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "a step that all survivors had prepared is done again, though one that died may have committed it",
         "two-phase commit classic",
         worker,
-        "judge",
+        "decide",
         _never_recovered,
     ),
     known_bug(
@@ -83,7 +83,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "a survivor that missed the commit of a step does the step again, the others the next",
         "torchft: should_commit by those who arrive",
         worker,
-        "judge",
+        "decide",
         _straggler_left,
     ),
     known_bug(

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.ft.membership import state_machine
 from holdfast.ft.membership.events import Suspicion
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.evidence_reporting import Words
+from holdfast.ft.membership.evidence_reporting import Findings
 from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Member, View
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug, replaced
@@ -25,33 +25,33 @@ def _never_cleared(cleared: Callable[..., Evidence]) -> object:
 
 
 def _one_is_enough(judged: Callable[..., Evidence]) -> object:
-    def _judged(self: Evidence, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
+    def _with_losses(self: Evidence, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
         condemned = {
             who: "somebody suspects it" for who in suspects if self.suspected.get(who) and who not in self.lost
         }
         return dataclasses.replace(self, lost={**self.lost, **condemned})
 
-    return _judged
+    return _with_losses
 
 
-def _any_order(heard_out: Callable[..., Any]) -> object:
-    return lambda self, member, observer, word: heard_out(self, member, observer, 0)
+def _any_order(numbered: Callable[..., Any]) -> object:
+    return lambda self, member, observer, word: numbered(self, member, observer, 0)
 
 
-def _without_retractions(standing: Callable[..., Words]) -> object:
-    def broken(me: Member, view: View, evidence: Evidence) -> Words:
-        words = standing(me, view, evidence)
-        return Words(words.deaths, tuple(word for word in words.seen if isinstance(word, Suspicion)))
+def _without_retractions(open_findings: Callable[..., Findings]) -> object:
+    def broken(me: Member, view: View, evidence: Evidence) -> Findings:
+        words = open_findings(me, view, evidence)
+        return Findings(words.deaths, tuple(word for word in words.seen if isinstance(word, Suspicion)))
 
     return broken
 
 
 @contextmanager
 def _late_words() -> Iterator[None]:
-    heard_out, standing = Evidence.__dict__["_heard_out"], state_machine.__dict__["standing"]
+    numbered, open_findings = Evidence.__dict__["_numbered"], state_machine.__dict__["open_findings"]
     with (
-        replaced(Evidence, "_heard_out", _any_order(heard_out)),
-        replaced(state_machine, "standing", _without_retractions(standing)),
+        replaced(Evidence, "_numbered", _any_order(numbered)),
+        replaced(state_machine, "open_findings", _without_retractions(open_findings)),
     ):
         yield
 
@@ -62,7 +62,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "a new view wipes out all evidence, that of deaths which it does not know of too",
         "second failure during recovery",
         Evidence,
-        "after",
+        "for_view",
         _forgets,
     ),
     known_bug(
@@ -70,7 +70,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "a suspicion is never taken back: those of different times add up",
         "SWIM before its suspicion mechanism",
         Evidence,
-        "cleared",
+        "with_clearance",
         _never_cleared,
     ),
     known_bug(
@@ -78,7 +78,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "whoever is unheard by one observer is evicted, though all others hear it",
         "plain heartbeat detectors; what Rapid's H of K is against",
         Evidence,
-        "_judged",
+        "_with_losses",
         _one_is_enough,
     ),
     KnownBug(

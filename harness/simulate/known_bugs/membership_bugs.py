@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from holdfast.ft.membership import state_machine
 from holdfast.ft.membership.effects import AnnounceSelf, Evicted, Install, Propose, Revoke
 from holdfast.ft.membership.events import CasFailed, CasLost, CasWon, Event
-from holdfast.ft.membership.next_view import Composition
+from holdfast.ft.membership.next_view import NextMembers
 from holdfast.ft.membership.state_machine import Membership, Step
 from holdfast.ft.membership.view import View
-from holdfast.ft.membership.view_dissemination import proclaimed
+from holdfast.ft.membership.view_dissemination import announce_as_proposer
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
 
 Adopt = Callable[..., Step]
@@ -69,7 +69,7 @@ def _installs_first(decide: Callable[..., Step]) -> object:
         for effect in effects:
             if isinstance(effect, Propose) and self.rank() is not None and effect.view.phase == "running":
                 state, more = state._adopt(effect.view)
-                return state, (*more, *proclaimed(effect.view, state.me, state.spares, state.shape), *effects)
+                return state, (*more, *announce_as_proposer(effect.view, state.me, state.spares, state.shape), *effects)
         return state, effects
 
     return _decide
@@ -140,42 +140,42 @@ def _only_rank_zero(turn: Callable[..., float]) -> object:
 
 
 def _waits_for_ever(need: Callable[..., Any]) -> object:
-    def _need(self: Membership, view: View) -> Any:
+    def _next_proposal(self: Membership, view: View) -> Any:
         found = need(self, view)
         return None if found is not None and found.why[0] == "short" else found
 
-    return _need
+    return _next_proposal
 
 
 def _revoked_for_ever(revoking: Callable[..., Step]) -> object:
-    def _revoking(self: Membership, before: Membership) -> Step:
+    def _revoke_after_losses(self: Membership, before: Membership) -> Step:
         state, effects = revoking(self, before)
         return replace(state, revoked=0), effects
 
-    return _revoking
+    return _revoke_after_losses
 
 
-def _reordered(change: Callable[[View, Composition], tuple[Any, ...]]) -> Callable[[Any], object]:
-    def make(successors: Callable[..., Composition]) -> object:
-        def broken(view: View, gone: Any, spares: Any) -> Composition:
-            composed = successors(view, gone, spares)
-            return Composition(change(view, composed), composed.reason)
+def _reordered(change: Callable[[View, NextMembers], tuple[Any, ...]]) -> Callable[[Any], object]:
+    def make(successors: Callable[..., NextMembers]) -> object:
+        def broken(view: View, gone: Any, spares: Any) -> NextMembers:
+            next_up = successors(view, gone, spares)
+            return NextMembers(change(view, next_up), next_up.reason)
 
         return broken
 
     return make
 
 
-def _newcomers_first(view: View, composed: Composition) -> tuple[Any, ...]:
-    return tuple(sorted(composed.members, key=lambda member: member.id in view.ranks))
+def _newcomers_first(view: View, next_up: NextMembers) -> tuple[Any, ...]:
+    return tuple(sorted(next_up.members, key=lambda member: member.id in view.ranks))
 
 
-def _newcomers_last(view: View, composed: Composition) -> tuple[Any, ...]:
-    return tuple(sorted(composed.members, key=lambda member: member.id not in view.ranks))
+def _newcomers_last(view: View, next_up: NextMembers) -> tuple[Any, ...]:
+    return tuple(sorted(next_up.members, key=lambda member: member.id not in view.ranks))
 
 
-def _by_address(view: View, composed: Composition) -> tuple[Any, ...]:
-    return tuple(sorted(composed.members, key=lambda member: member.address[::-1]))
+def _by_address(view: View, next_up: NextMembers) -> tuple[Any, ...]:
+    return tuple(sorted(next_up.members, key=lambda member: member.address[::-1]))
 
 
 KNOWN_BUGS: tuple[KnownBug, ...] = (
@@ -272,7 +272,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "a death is not noted while another is being dealt with",
         "single-failure assumption",
         Membership,
-        "_bury",
+        "_record_deaths",
         _one_at_a_time,
     ),
     known_bug(
@@ -288,7 +288,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "with too few members the job waits without a deadline",
         "torchft: min_replica_size never reached",
         Membership,
-        "_need_while_running",
+        "_proposal_while_running",
         _waits_for_ever,
     ),
     known_bug(
@@ -304,7 +304,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "an epoch is revoked for a member that is heard again, and never followed by another",
         "ours, found by this simulator",
         Membership,
-        "_revoking",
+        "_revoke_after_losses",
         _revoked_for_ever,
     ),
     known_bug(

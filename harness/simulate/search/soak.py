@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.membership.events import Started, Suspicion, ViewRead
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape, observers
@@ -140,7 +140,7 @@ class _SoakNode:
         begin, end = bursts[0][0] - AROUND, max(until for _, until, _ in bursts) + AROUND
         head = Membership(self._view.members[0], self._view.job, self._timeouts)
         head = head.on(ViewRead(self._view), begin)[0].on(Started(), begin)[0]
-        watches = [Silence(member, self._timeouts, lambda pid: False) for member in self.observers]
+        watches = [SilenceTracker(member, self._timeouts, lambda pid: False) for member in self.observers]
         happenings: list[tuple[float, int, int]] = []
         at = begin + rng.random() * beat
         while at < end:

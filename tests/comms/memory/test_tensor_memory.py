@@ -18,7 +18,7 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import Recv, Send
 from holdfast.comms.tensors.memory import check_memory, plain_tensor
 from holdfast.comms.tensors.packing import plain, span
-from holdfast.ft.state.codec import take_apart
+from holdfast.ft.state.codec import encode_state
 from holdfast.harness import LocalCluster
 from holdfast.store.layout import flatten
 
@@ -268,13 +268,13 @@ def test_a_state_dict_names_the_path_of_a_tensor_without_memory(make: Callable[[
     with pytest.raises(Unsupported, match=r"'model\.weight'"):
         flatten({"model": {"weight": make()}})
     with pytest.raises(TypeError, match=r"state\['model'\]\[0\]"):
-        take_apart({"model": [make()]})
+        encode_state({"model": [make()]})
 
 
 @pytest.mark.parametrize("make", WITH_MEMORY)
 def test_a_state_dict_takes_every_tensor_with_memory(make: Callable[[], torch.Tensor]) -> None:
     assert flatten({"weight": make()})["weight"].sum() == COUNT
-    assert take_apart({"weight": make()})[1][0].sum() == COUNT
+    assert encode_state({"weight": make()})[1][0].sum() == COUNT
 
 
 def test_a_key_that_is_no_string_is_named_by_its_path() -> None:

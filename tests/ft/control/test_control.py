@@ -1,4 +1,4 @@
-"""The control channel: who may speak on it, what it carries, and what happens when something goes wrong."""
+"""The control channel: authentication, messages, remote calls and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from holdfast.ft.control.errors import (
     WrongJob,
     WrongKey,
 )
-from holdfast.ft.control.frames import DiallerHandshake, ListenerHandshake, Session
+from holdfast.ft.control.frames import AuthenticatedSession, DiallerHandshake, ListenerHandshake
 from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcConnection, dial_rpc
 from support.children import Child, children
 from support.leaks import descriptors
@@ -48,8 +48,10 @@ ME = {"key": KEY, "job": "job", "identity": "me"}
 SERVER = {"key": KEY, "job": "job", "identity": "server"}
 
 
-def shake_hands(dialler: DiallerHandshake, listener: ListenerHandshake) -> tuple[Session, Session]:
-    """The sessions of a handshake that goes well: the dialler's, the listener's."""
+def shake_hands(
+    dialler: DiallerHandshake, listener: ListenerHandshake
+) -> tuple[AuthenticatedSession, AuthenticatedSession]:
+    """The sessions of a successful handshake: the dialler's, the listener's."""
     welcome = listener.receive(dialler.receive(listener.receive(dialler.hello())))
     assert dialler.receive(welcome) == b""
     assert dialler.session is not None
@@ -57,7 +59,7 @@ def shake_hands(dialler: DiallerHandshake, listener: ListenerHandshake) -> tuple
     return dialler.session, listener.session
 
 
-def sessions() -> tuple[Session, Session]:
+def sessions() -> tuple[AuthenticatedSession, AuthenticatedSession]:
     return shake_hands(DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server"))
 
 
@@ -106,7 +108,7 @@ def test_a_peer_with_another_key_or_job_is_refused_and_told_why(
         dialler.receive(listener.farewell)
 
 
-def test_a_listener_without_the_key_is_found_out() -> None:
+def test_a_dialler_refuses_a_listener_without_the_key() -> None:
     dialler = DiallerHandshake(KEY, "job", "me")
     impostor = ListenerHandshake(OTHER_KEY, "job", "server")
     dialler.receive(impostor.receive(dialler.hello()))
@@ -135,7 +137,7 @@ def test_a_recorded_handshake_opens_no_second_session() -> None:
         again.receive(proof)
 
 
-def test_frames_are_good_once_in_their_order_in_their_direction_and_on_their_connection() -> None:
+def test_a_frame_verifies_once_in_order_in_its_direction_and_on_its_connection() -> None:
     mine, theirs = sessions()
     first, second = mine.seal(b"first"), mine.seal(b"second")
     for wrong in (
@@ -183,7 +185,7 @@ def test_a_stream_that_ends_inside_a_frame_says_so() -> None:
         theirs.end()
 
 
-def test_a_name_that_is_no_text_is_no_message() -> None:
+def test_an_identity_that_is_not_utf8_is_refused() -> None:
     hello = DiallerHandshake(KEY, "job", "me").hello()
     with pytest.raises(BadFrame):
         ListenerHandshake(KEY, "job", "server").receive(hello.replace(b"me", b"\xff\xff"))
@@ -198,7 +200,7 @@ def test_arguments_that_cannot_work_are_refused_at_once(arguments: tuple[bytes, 
             side(*arguments)
 
 
-# Fuzzing: whatever comes in, the answer is a typed error, or patience, and never a message that was not sent.
+# Fuzzing: any input gives a typed error or nothing, and never a message that was not sent.
 
 
 def pieces(data: bytes, cuts: list[int]) -> Iterator[bytes]:
@@ -208,7 +210,7 @@ def pieces(data: bytes, cuts: list[int]) -> Iterator[bytes]:
 
 
 def listener_after(steps: int) -> ListenerHandshake:
-    """A listener that has taken that many good messages."""
+    """A listener that has received this number of valid messages."""
     dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")
     if steps:
         listener.receive(dialler.hello())
@@ -289,7 +291,7 @@ def test_one_wrong_bit_anywhere_in_the_handshake_opens_no_pair_of_sessions(step:
 
 @contextlib.asynccontextmanager
 async def listening(**options: Any) -> AsyncIterator[tuple[str, asyncio.Queue[Connection]]]:
-    """A listener's address, and the connections that it takes."""
+    """A listener's address, and the connections that it accepts."""
     taken: asyncio.Queue[Connection] = asyncio.Queue()
     listener = Listener(taken.put_nowait, **(SERVER | options))
     await listener.start("127.0.0.1", 0)
@@ -338,7 +340,7 @@ def test_a_fast_sender_waits_for_a_slow_receiver() -> None:
     asyncio.run(talk())
 
 
-def test_a_peer_that_never_reads_is_given_up() -> None:
+def test_a_connection_to_a_peer_that_never_reads_is_closed() -> None:
     async def talk() -> None:
         async with listening() as (address, taken):
             mine = await dial(address, **ME)
@@ -352,7 +354,7 @@ def test_a_peer_that_never_reads_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "error"), [({"key": OTHER_KEY}, WrongKey), ({"job": "other"}, WrongJob)])
-def test_a_dialler_that_does_not_belong_is_told_promptly_by_either_way_to_dial(
+def test_a_dialler_with_a_wrong_key_or_job_gets_the_error_promptly(
     wrong: dict[str, Any], error: type[ControlError]
 ) -> None:
     async def talk() -> None:
@@ -369,7 +371,7 @@ def test_a_dialler_that_does_not_belong_is_told_promptly_by_either_way_to_dial(
 
 
 def either_way(address: str, timeout: float) -> list[Callable[[], object]]:
-    """To dial in an event loop, and from a thread."""
+    """Two ways to dial: in an event loop, and from a thread."""
     return [
         lambda: asyncio.run(dial(address, **ME, timeout=timeout)),
         lambda: RpcClient(address, **ME, timeout=timeout),
@@ -394,7 +396,7 @@ def test_dialling_what_never_answers_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\2\1\0", b""])
-def test_dialling_something_else_is_a_typed_error(answer: bytes) -> None:
+def test_dialling_another_protocol_raises_a_typed_error(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -464,7 +466,10 @@ def test_a_flood_of_strangers_does_not_keep_members_out() -> None:
 
 @contextlib.asynccontextmanager
 async def meddler(address: str, change: Callable[[int, bytes], bytes]) -> AsyncIterator[str]:
-    """A relay to `address` that may change what passes towards it; `change` gets the bytes' number and the bytes."""
+    """A relay to `address` that may change the bytes to it.
+
+    `change` gets the number of the piece, and its bytes.
+    """
     tasks = set()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -549,7 +554,7 @@ def test_a_call_is_answered(client: RpcClient) -> None:
     assert client.call("echo", bytes(1_000_000)) == bytes(1_000_000)
 
 
-def test_a_failure_over_there_is_an_error_here_and_the_connection_goes_on(client: RpcClient) -> None:
+def test_a_failed_handler_raises_at_the_caller_and_the_connection_stays_open(client: RpcClient) -> None:
     for method, kind in (("broken", "KeyError"), ("none such", "LookupError"), ("nonsense", "TypeError")):
         with pytest.raises(RemoteError) as failed:
             client.call(method)
@@ -667,7 +672,7 @@ def test_closing_a_client_ends_its_calls_in_other_threads(server: AsyncRpcServer
 
 
 def waiting_calls(client: RpcClient, errors: list[BaseException], count: int) -> list[threading.Thread]:
-    """Threads that each wait in a call for what will never come, and note the error that ends it."""
+    """Threads that each wait in a call that is never answered, and append the error that ends it."""
 
     def wait() -> None:
         try:
@@ -740,7 +745,7 @@ def test_a_server_that_is_stopped_delays_no_call_beyond_its_timeout(start: Calla
         assert client.call("echo", b"awake") == b"awake"
 
 
-def test_garbage_from_a_member_drops_its_connection_only(server: AsyncRpcServer, client: RpcClient) -> None:
+def test_a_malformed_message_drops_only_the_connection_of_its_sender(server: AsyncRpcServer, client: RpcClient) -> None:
     for payload in (b"", b"\x93\0\0\0", b"\x94\0\1\2\3", b"\x94\0\1\xa1\xff\xc4\0", b"{}", bytes(100)):
         with RpcClient(server.address, **(ME | {"identity": "fuzzer"})) as fuzzer:
             fuzzer._socket.sendall(fuzzer._session.seal(payload))
@@ -804,7 +809,7 @@ def test_either_side_of_a_connection_may_call_the_other() -> None:
     asyncio.run(talk())
 
 
-def test_in_a_loop_calls_time_out_fail_and_are_lost_as_in_threads() -> None:
+def test_calls_in_a_loop_time_out_fail_and_are_lost_as_in_threads() -> None:
     async def talk() -> None:
         async with serving(HANDLERS) as server:
             mine = await dial_rpc(server.address, **ME)

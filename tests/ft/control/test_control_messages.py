@@ -1,4 +1,4 @@
-"""What members tell each other: heard as it was said, and refused whole when it is spoilt."""
+"""Messages between members: received as they were sent, and refused as a whole when malformed."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ SAID: dict[str, st.SearchStrategy[tuple[Notice, Any]]] = {
     ),
     "detect": st.binary(max_size=40).map(lambda body: (messages.detect(body), body)),
 }
-"""Of each kind: the notice, and what is heard when p9 says it."""
+"""Of each kind: the notice, and the event that it becomes when p9 sends it."""
 
 
 def listening(heard: list[Any]) -> dict[str, Callable[[str, bytes], bytes]]:
-    """Handlers that write down what they hear, whoever it is for."""
+    """Handlers that record what they receive."""
 
     def from_p9(peer: str, what: Any) -> None:
         assert peer == "p9"
         heard.append(what)
 
     return messages.handlers(
-        messages.Listener(
+        messages.MessageCallbacks(
             core=heard.append,
             beat=from_p9,
             deaths=heard.append,
@@ -66,7 +66,7 @@ def listening(heard: list[Any]) -> dict[str, Callable[[str, bytes], bytes]]:
 
 @pytest.mark.parametrize("kind", SAID)
 @given(data=st.data())
-def test_a_notice_is_heard_as_it_was_said(kind: str, data: st.DataObject) -> None:
+def test_a_notice_is_received_as_it_was_sent(kind: str, data: st.DataObject) -> None:
     (name, body), expected = data.draw(SAID[kind])
     heard: list[Any] = []
     assert listening(heard)[name]("p9", body) == b""
@@ -80,7 +80,9 @@ def test_a_notice_is_heard_as_it_was_said(kind: str, data: st.DataObject) -> Non
     where=st.integers(0, 10**4),
     what=st.integers(0, 10**4),
 )
-def test_a_spoilt_notice_is_decoded_or_refused(kind: str, data: st.DataObject, how: str, where: int, what: int) -> None:
+def test_a_damaged_notice_is_decoded_or_refused(
+    kind: str, data: st.DataObject, how: str, where: int, what: int
+) -> None:
     (name, body), expected = data.draw(SAID[kind])
     heard: list[Any] = []
     try:

@@ -1,4 +1,4 @@
-"""An etcd that asks for certificates, a user and a password; what is wrong with any of them is said as such."""
+"""An etcd with certificates, a user and a password, and the error for each that is wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def issued(folder: Path, name: str, by: tuple[Path, Path]) -> Certificates:
 
 
 class Guarded:
-    """A real etcd with TLS, whose users are root and holdfast; the key space is holdfast's."""
+    """A real etcd with TLS and the users root and holdfast; the key space belongs to holdfast."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ class Guarded:
         return f"etcds://{user}{host}/job?cacert={ca or self.client.ca}{cert}{more}"
 
     def ask(self, what: str, **said: object) -> dict[str, str]:
-        """A question to etcd's own interface."""
+        """A request to etcd's own interface."""
         with requests.Session() as session:
             session.trust_env, session.verify = False, str(self.client.ca)
             session.cert = (str(self.client.cert), str(self.client.key))
@@ -111,28 +111,28 @@ def test_a_token_that_has_expired_is_replaced(guarded: Guarded) -> None:
         cell.close()
 
 
-def test_a_wrong_password_is_said(guarded: Guarded) -> None:
+def test_a_wrong_password_is_reported(guarded: Guarded) -> None:
     with pytest.raises(Unauthorised, match="authentication failed"):
         open_cell(guarded.url(guarded.client, password=guarded.wrong), "view")
 
 
-def test_no_user_is_said(guarded: Guarded) -> None:
+def test_a_missing_user_is_reported(guarded: Guarded) -> None:
     with pytest.raises(Unauthorised, match="user name is empty"):
         open_cell(guarded.url(guarded.client), "view")
 
 
-def test_a_server_that_is_not_trusted_is_said(guarded: Guarded) -> None:
+def test_an_untrusted_server_certificate_is_reported(guarded: Guarded) -> None:
     with pytest.raises(Unauthorised, match="its certificate is not trusted; check cacert"):
         open_cell(guarded.url(guarded.client, ca=guarded.stranger.ca, password=guarded.password), "view")
 
 
-def test_a_certificate_that_the_server_does_not_trust_is_said(guarded: Guarded) -> None:
+def test_a_client_certificate_that_the_server_rejects_is_reported(guarded: Guarded) -> None:
     with pytest.raises(RegisterAway) as caught:
         open_cell(guarded.url(guarded.stranger, password=guarded.password), "view")
     assert "check cert and key" in str(caught.value) or "cannot be reached" in str(caught.value)
 
 
-def test_files_that_are_not_there_or_are_no_certificates_are_said(guarded: Guarded, tmp_path: Path) -> None:
+def test_missing_files_and_invalid_certificates_are_reported(guarded: Guarded, tmp_path: Path) -> None:
     nothing = Certificates(tmp_path / "ca", tmp_path / "cert", tmp_path / "key")
     with pytest.raises(Unauthorised, match=r"cert .*/cert cannot be read"):
         open_cell(guarded.url(nothing, password=guarded.password), "view")
@@ -142,7 +142,7 @@ def test_files_that_are_not_there_or_are_no_certificates_are_said(guarded: Guard
         open_cell(guarded.url(nothing, password=guarded.password), "view")
 
 
-def test_without_tls_a_guarded_etcd_is_away(guarded: Guarded) -> None:
+def test_an_etcd_with_tls_cannot_be_reached_without_it(guarded: Guarded) -> None:
     with pytest.raises(RegisterAway):
         open_cell(f"etcd://{guarded.cluster.endpoints[0]}/job", "view")
 

@@ -13,7 +13,7 @@ from support.children import Child
 
 
 def a_reader(pipe: Connection, url: str) -> None:
-    """Report what the register has, and each change of it, with the descriptors that this costs."""
+    """Report the content of the register, each change of it, and the number of descriptors."""
     for _ in range(2):
         cell = open_cell(url, "job")
         version, value = cell.read()
@@ -27,7 +27,7 @@ def a_reader(pipe: Connection, url: str) -> None:
 
 
 def a_parent(pipe: Connection, url: str) -> None:
-    """Have the register open and fork a reader, which goes on when this process is killed."""
+    """Open the register and fork a reader, which continues when this process is killed."""
     cell = open_cell(url, "job")
     ours, theirs = os.pipe()
     if os.fork() == 0:
@@ -38,8 +38,8 @@ def a_parent(pipe: Connection, url: str) -> None:
     os.read(ours, 1)
 
 
-def test_a_child_goes_on_with_a_register_that_its_parent_has_closed(url: str, start: Callable[..., Child]) -> None:
-    """The parent's last handle would take the WAL away under the child, which then saw no change any more."""
+def test_a_child_can_use_a_register_that_its_parent_has_closed(url: str, start: Callable[..., Child]) -> None:
+    """Closing the parent's last handle would remove the WAL, and the child would see no change any more."""
     cell = open_cell(url, "job")
     cell.compare_and_set(0, b"first")
     child = start(a_reader, url)
@@ -62,7 +62,9 @@ def test_a_child_goes_on_with_a_register_that_its_parent_has_closed(url: str, st
     child.end()
 
 
-def test_a_childs_child_goes_on_when_all_before_it_are_gone(url: str, start: Callable[..., Child]) -> None:
+def test_a_grandchild_can_use_the_register_after_its_ancestors_are_killed(
+    url: str, start: Callable[..., Child]
+) -> None:
     first = open_cell(url, "job")
     first.compare_and_set(0, b"first")
     parent = start(a_parent, url)
@@ -80,7 +82,7 @@ def test_a_childs_child_goes_on_when_all_before_it_are_gone(url: str, start: Cal
 
 
 def test_children_forked_amid_writes_can_write(url: str, start: Callable[..., Child]) -> None:
-    """A child forked within a transaction of another thread believed to be in it for ever."""
+    """Regression: a child forked within a transaction of another thread stayed in it for ever."""
 
     def write() -> None:
         with contextlib.closing(open_cell(url, "busy")) as cell:

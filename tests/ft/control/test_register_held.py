@@ -1,4 +1,4 @@
-"""A register whose lock another process holds, or holds for ever: it delays what is to be agreed, and nothing else."""
+"""A register whose lock another process holds: it delays decisions, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from holdfast.comms.transport.base import Peer
 from holdfast.ft import Job, Member, Session, Timeouts, View, faultpoints
 from holdfast.ft.membership.events import CasFailed, CasWon
 from holdfast.ft.registers import RegisterBusy
+from holdfast.ft.rendezvous.table import RendezvousTable
 from holdfast.ft.runtime.register import Register
 from holdfast.ft.runtime.register_client import RegisterClient
-from holdfast.ft.runtime.rendezvous_table import SharedTable
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
 
@@ -33,7 +33,7 @@ VIEW = View(1, "forming", (Member("p1", "x:1", Peer("here", 1, 0)),), Job("j", 1
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """The register's write lock, held."""
+    """Hold the register's write lock."""
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
@@ -48,7 +48,7 @@ def register(tmp_path: Path) -> Iterator[Register]:
         yield opened
 
 
-def test_a_caller_that_must_not_wait_is_told_that_the_register_is_busy(register: Register, tmp_path: Path) -> None:
+def test_a_caller_that_must_not_wait_gets_register_busy(register: Register, tmp_path: Path) -> None:
     with held(tmp_path / "job.sqlite"):
         with pytest.raises(RegisterBusy, match="another process holds its lock"):
             register.try_compare_and_set(0, VIEW)
@@ -57,7 +57,7 @@ def test_a_caller_that_must_not_wait_is_told_that_the_register_is_busy(register:
     assert register.try_read() == VIEW
 
 
-def test_an_event_loop_goes_on_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
+def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
     ticks = 0
 
@@ -81,7 +81,7 @@ def test_an_event_loop_goes_on_while_the_register_is_busy(register: Register, tm
     assert ticks > 5
 
 
-def test_a_busy_register_is_given_up_in_time(register: Register, tmp_path: Path) -> None:
+def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
 
     async def propose(pool: ThreadPoolExecutor) -> None:
@@ -98,7 +98,7 @@ def test_a_busy_register_is_given_up_in_time(register: Register, tmp_path: Path)
 
 
 def stop_in_the_lock() -> None:
-    """Arm this process: the first of the job that is about to propose a view stops, with the register's lock."""
+    """Arm this process: the first one that is about to propose a view stops, holding the register's lock."""
     directory = Path(os.environ["HOLDFAST_LOG_DIR"]).parent
 
     def fault(point: str, step: int, rank: int, epoch: int) -> None:
@@ -124,7 +124,7 @@ def count(session: Session) -> int:
     return session.step
 
 
-def test_a_member_that_is_stopped_in_the_lock_is_fenced_and_the_others_go_on() -> None:
+def test_a_member_stopped_while_it_holds_the_lock_is_fenced_and_the_others_continue() -> None:
     with LocalCluster(4, session={"timeouts": TIMES}, prepare=stop_in_the_lock) as ranks:
         job = ranks.start(count)
         job.wait_for("committed", step=6)
@@ -140,14 +140,14 @@ def test_a_member_that_is_stopped_in_the_lock_is_fenced_and_the_others_go_on() -
     assert resumed - stopped < 3.5, "suspect is 1 s; a register that is waited for costs 5 s"
 
 
-# -- the table by which members meet
+# -- the rendezvous table
 
 
 def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:
-    """Threads set a key and tell of it: in whatever order they do so, what is sent is never older than before."""
+    """Threads set a key and report it in any order; no sent value is older than the one before."""
     told: list[tuple[int, tuple[str, ...]]] = []
     sent: list[int] = []
-    table = SharedTable(lambda epoch, keys: told.append((epoch, keys)))
+    table = RendezvousTable(lambda epoch, keys: told.append((epoch, keys)))
     rounds = 300
 
     def add() -> None:
@@ -169,10 +169,10 @@ def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:
         table.values(1, ("n",))
 
 
-# -- what is kept with a view
+# -- values cached with a view
 
 
-def test_what_is_derived_from_a_view_is_the_same_in_all_threads() -> None:
+def test_a_value_cached_with_a_view_is_the_same_in_all_threads() -> None:
     made: list[object] = []
 
     def ask(view: View, of: object) -> None:

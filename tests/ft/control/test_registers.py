@@ -1,4 +1,4 @@
-"""Registers: one suite for all of them, then what only a file can suffer."""
+"""Registers: one suite for all of them, then tests of single kinds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.children import children
 
 @pytest.fixture(scope="module", autouse=True)
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One node, for all tests of this process; each test has a name of its own in it."""
+    """One node for all tests of this process; each test uses a name of its own."""
     with EtcdCluster(1, tmp_path_factory.mktemp("etcd")) as node:
         yield node
 
@@ -68,7 +68,7 @@ def cells(url: str, *names: str) -> Iterator[list[Cell]]:
         yield [stack.enter_context(contextlib.closing(open_cell(url, name))) for name in names]
 
 
-# What every register does.
+# All registers.
 
 
 def test_a_cell_starts_empty_and_is_replaced_version_by_version(url: str) -> None:
@@ -88,13 +88,13 @@ def test_a_write_that_expects_another_version_changes_nothing(url: str, expected
         assert cell.read() == (2, b"second")
 
 
-def test_a_cell_that_was_never_written_has_only_version_0_to_expect(url: str) -> None:
+def test_the_first_write_must_expect_version_0(url: str) -> None:
     with cells(url, "view") as [cell]:
         assert not cell.compare_and_set(1, b"early")
         assert cell.read() == (0, b"")
 
 
-def test_handles_of_one_cell_share_it_and_other_cells_are_apart(url: str) -> None:
+def test_handles_of_one_cell_share_it_and_other_cells_are_separate(url: str) -> None:
     with cells(url, "view", "view", "store") as [mine, yours, other]:
         mine.compare_and_set(0, b"hello")
         assert yours.read() == (1, b"hello")
@@ -189,7 +189,7 @@ def test_a_handle_is_refused_in_a_forked_child(url: str) -> None:
         child.end()
 
 
-# Linearizability: what each user saw, with the times between which it happened.
+# Linearizability: the operations of each user, with their beginnings and ends.
 
 
 @pytest.mark.parametrize("own_handles", [True, False], ids=["own handles", "one handle"])
@@ -235,7 +235,7 @@ def test_writers_in_processes_are_linearizable(url: str) -> None:
 
 
 def test_etcd_stays_linearizable_while_its_leaders_die(tmp_path: Path) -> None:
-    """Three nodes; the leader is killed, the next one stopped, both come back. Writes whose answer was lost count."""
+    """Three nodes; the leader is killed, the next one stopped, both return. Unanswered writes may count."""
     with EtcdCluster(3, tmp_path) as nodes, cells(f"{nodes.url}/job", *["view"] * 3) as handles:
         users = [OperationRecorder(handle) for handle in handles]
         threads = [
@@ -264,7 +264,7 @@ def test_etcd_stays_linearizable_while_its_leaders_die(tmp_path: Path) -> None:
 
 
 def explained(history: list[RegisterOperation], state: tuple[int, bytes] = (0, b"")) -> bool:
-    """The same by brute force: whether any order that respects the times explains it."""
+    """The reference by brute force: whether any order that respects the times explains the history."""
     if all(each.done is None for each in history):
         return True
     for index, each in enumerate(history):
@@ -309,7 +309,7 @@ def test_the_checker_finds_histories_that_are_not_linearizable(second: RegisterO
 
 
 class AgainstModel(RuleBasedStateMachine):
-    """Handles come and go and do anything in any order; a version and a value say what must be seen."""
+    """Random operations on several handles, compared with a model of one version and one value."""
 
     scheme: str
 
@@ -370,7 +370,7 @@ TestSqliteAgainstModel = SqliteAgainstModel.TestCase
 TestSqliteAgainstModel.settings = FEW
 
 
-# Which register a URL means.
+# URLs.
 
 
 @pytest.mark.parametrize("bad", ["", "job.sqlite", "/tmp/job.sqlite", "nosuch://x", "sqlite:relative"])
@@ -397,7 +397,7 @@ def test_a_path_may_have_any_characters(tmp_path: Path) -> None:
 
 
 class Postcards:
-    """A register plugin as anybody may write one."""
+    """A register plugin of a third party."""
 
     @hookimpl
     def holdfast_registers(self) -> Mapping[str, Callable[[str, str], Cell]]:
@@ -424,7 +424,7 @@ def test_a_plugin_adds_a_scheme_and_a_broken_plugin_is_left_out() -> None:
     assert "postcard" not in schemes()
 
 
-# What only a file can suffer.
+# Registers in a file.
 
 
 def test_the_file_is_the_owners_alone_and_nothing_else_stays(file: Path) -> None:
@@ -559,7 +559,7 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
-def test_a_file_taken_from_under_a_job_never_makes_two_registers(file: Path, replaced: bool) -> None:
+def test_a_file_removed_during_a_job_never_makes_two_registers(file: Path, replaced: bool) -> None:
     with cells(f"sqlite://{file}", "view") as [cell]:
         cell.compare_and_set(0, b"ours")
         for path in file.parent.iterdir():
@@ -571,7 +571,7 @@ def test_a_file_taken_from_under_a_job_never_makes_two_registers(file: Path, rep
                 use()
 
 
-def test_a_writer_stopped_inside_its_write_delays_writes_only_and_not_for_ever(
+def test_a_writer_stopped_inside_its_write_delays_only_writes_and_for_a_limited_time(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(pipe: Connection) -> None:
@@ -601,7 +601,7 @@ def view(epoch: int, reason: str = "test") -> View:
     return View(epoch, "running", (member,), Job("job", 1, 1, 1, ("shm",)), reason)
 
 
-def test_views_follow_each_other_epoch_by_epoch(url: str) -> None:
+def test_the_view_of_each_epoch_replaces_the_one_before(url: str) -> None:
     with Register.open(url) as mine, Register.open(url) as yours:
         assert mine.read() is None
         assert mine.compare_and_set(0, view(1))
@@ -612,7 +612,7 @@ def test_views_follow_each_other_epoch_by_epoch(url: str) -> None:
         assert mine.watch(2, timeout=0.05) is None
 
 
-def test_a_view_must_have_the_epoch_it_is_written_as(url: str) -> None:
+def test_a_view_must_have_the_epoch_after_the_expected_one(url: str) -> None:
     with Register.open(url) as views:
         with pytest.raises(ValueError, match="epoch 1"):
             views.compare_and_set(0, view(2))
@@ -632,7 +632,7 @@ def test_a_value_that_is_no_view_is_corrupt(url: str, value: bytes) -> None:
             views.watch(0, timeout=1.0)
 
 
-# What only a server can suffer.
+# Registers in a server.
 
 
 @pytest.mark.parametrize("bad", ["tcp://", "tcp://host", "tcp://host:0/x", "tcp://host:99999", "tcp://h:1/x?y=1"])
@@ -652,9 +652,7 @@ def test_an_etcd_url_needs_hosts_and_ports(bad: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "etcd"])
-def test_a_server_that_is_not_there_or_is_something_else_is_told_of(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_server_and_one_of_another_kind_are_reported(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd_register, "PATIENCE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -712,7 +710,7 @@ def test_the_server_of_a_tcp_register_warns_that_it_is_open_to_all(caplog: pytes
         assert [record.getMessage().count("whoever can reach this port") for record in caplog.records] == [1]
 
 
-def test_a_tcp_register_whose_server_was_begun_anew_is_not_taken_for_the_old_one() -> None:
+def test_a_tcp_register_whose_server_was_restarted_is_refused() -> None:
     port = free_ports(1)[0]
 
     def body(pipe: Connection) -> None:
@@ -757,7 +755,7 @@ def test_calls_to_a_stopped_tcp_server_end_in_time(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("value", "words"), [(b"hello", "not a register's"), (b"HF?9" + bytes(20), "schema")], ids=["other", "newer"]
 )
-def test_a_foreign_key_is_refused_and_left_as_it_is(etcd: EtcdCluster, value: bytes, words: str) -> None:
+def test_a_key_with_foreign_content_is_refused_and_left_as_it_is(etcd: EtcdCluster, value: bytes, words: str) -> None:
     host, port = etcd.endpoints[0].split(":")
     client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
     name = f"other-{value.hex()}"
@@ -769,7 +767,7 @@ def test_a_foreign_key_is_refused_and_left_as_it_is(etcd: EtcdCluster, value: by
     client.session.close()
 
 
-def test_a_key_that_is_deleted_under_a_job_never_makes_two_registers(etcd: EtcdCluster) -> None:
+def test_a_key_deleted_during_a_job_never_makes_two_registers(etcd: EtcdCluster) -> None:
     host, port = etcd.endpoints[0].split(":")
     client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
     with cells(f"{etcd.url}/deleted", "view") as [cell]:
@@ -796,7 +794,7 @@ def test_endpoints_of_two_clusters_are_refused(etcd: EtcdCluster, tmp_path: Path
                 cell.read()
 
 
-def test_etcd_that_is_away_says_so_and_comes_back(tmp_path: Path) -> None:
+def test_an_etcd_that_is_away_raises_register_away_and_can_return(tmp_path: Path) -> None:
     with EtcdCluster(1, tmp_path) as node, cells(f"{node.url}/job", "view") as [cell]:
         assert cell.compare_and_set(0, b"first")
         node.kill(0)

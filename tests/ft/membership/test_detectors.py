@@ -1,4 +1,4 @@
-"""Failure detectors: what each makes of what it sees, and how they are added as plugins."""
+"""Failure detectors: what each reports, and how plugins add them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from holdfast.comms.transport.liveness import is_stopped, this_process
 from holdfast.ft import Session
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
-from holdfast.ft.detectors.observers import NOBODY_LISTENS, Observing
-from holdfast.ft.detectors.partition import Condemned, CutOff, Observers, Resign, Verdict
+from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
+from holdfast.ft.detectors.observers import NOT_LISTENING, ObserversDetector
+from holdfast.ft.detectors.partition import Conclusion, Condemned, CutOff, Resign, SuspicionGraph
 from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
-from holdfast.ft.detectors.progress import Progressing
-from holdfast.ft.detectors.stragglers import OpPosition, Progress
+from holdfast.ft.detectors.progress import ProgressDetector
+from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled
 from holdfast.ft.membership.view import Job, Member, View
@@ -51,25 +51,25 @@ def view_of(hosts: Sequence[str]) -> View:
 # -- observers: three hosts of two ranks, seen by one process
 
 
-def observers(rank: int, hosts: str = "AABBCC") -> Observers:
+def observers(rank: int, hosts: str = "AABBCC") -> SuspicionGraph:
     view = view_of(hosts)
-    mine = Observers(view.members[rank], TIMES)
+    mine = SuspicionGraph(view.members[rank], TIMES)
     mine.follow(view, [m for m in view.members if m is not view.members[rank]])
     return mine
 
 
-def from_to(observers_: Observers, pairs: Sequence[tuple[int, int]], now: float) -> None:
+def from_to(observers_: SuspicionGraph, pairs: Sequence[tuple[int, int]], now: float) -> None:
     for observer, member in pairs:
         observers_.suspect(f"p{observer}", f"p{member}", "silent", now)
 
 
-def judged(observers_: Observers, until: float, since: float = 0.0) -> list[tuple[float, Verdict]]:
-    """What it says when, looked at every 50 ms."""
+def judged(observers_: SuspicionGraph, until: float, since: float = 0.0) -> list[tuple[float, Conclusion]]:
+    """Its conclusions with their times, looked at every 50 ms."""
     times = [round(since + step * 0.05, 2) for step in range(int((until - since) / 0.05) + 1)]
     return [(now, verdict) for now in times for verdict in observers_.look(now)]
 
 
-def test_the_smaller_side_of_a_cut_stops_at_once_and_the_larger_does_not() -> None:
+def test_the_smaller_side_of_a_partition_stops_at_once_and_the_larger_does_not() -> None:
     small, large = observers(4), observers(0)
     from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
     from_to(large, [(0, 4), (0, 5)], 0.0)
@@ -102,15 +102,15 @@ def test_a_member_that_reports_a_lost_majority_is_evicted_before_it_proposes() -
     assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Condemned)] == [(0.5, "p3")]
 
 
-def test_of_two_equal_sides_the_one_with_the_first_rank_goes_on() -> None:
+def test_of_two_equal_sides_the_one_with_the_first_rank_continues() -> None:
     for rank, cut_off in ((0, False), (2, True)):
         side = observers(rank, "AABB")
         from_to(side, [(rank, other) for other in range(4) if other // 2 != rank // 2], 0.0)
         assert any(isinstance(verdict, CutOff) for _, verdict in judged(side, 0.3)) == cut_off
 
 
-def test_one_link_that_is_cut_costs_the_fewest_members_after_a_while() -> None:
-    """A and C do not hear each other, B hears both: nobody has most observers against it."""
+def test_one_cut_link_costs_the_fewest_members_after_a_while() -> None:
+    """A and C do not hear each other, B hears both: no member has most observers against it."""
     pairs = [(0, 4), (0, 5), (1, 4), (1, 5), (4, 0), (4, 1), (5, 0), (5, 1)]
     for rank in (0, 2, 4):
         mine = observers(rank)
@@ -147,13 +147,13 @@ def test_a_new_epoch_forgets_reports_of_the_old_one() -> None:
     assert judged(mine, 5.0) == []
 
 
-@pytest.mark.parametrize(("evidence", "word"), [("silent for 0.6 s", Stalled), (NOBODY_LISTENS, ProvenDeaths)])
+@pytest.mark.parametrize(("evidence", "word"), [("silent for 0.6 s", Stalled), (NOT_LISTENING, ProvenDeaths)])
 def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, word: type) -> None:
-    """It may be about to join again, having learnt sooner than this process that both were evicted."""
+    """It may be about to join again, because it learnt before this process that both were evicted."""
     view = view_of("AABBCC")
     told: list[Event] = []
     loop = asyncio.new_event_loop()
-    detector = Observing(surroundings(view, loop, told.append))
+    detector = ObserversDetector(detector_context(view, loop, told.append))
     detector.follow(view, view.members[1:])
     for observer in ("p2", "p4"):
         detector.accused(observer, "p1", evidence, 0.0)
@@ -167,10 +167,10 @@ def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, word: type
 def _ignore(*words: object, **fields: object) -> None: ...
 
 
-def surroundings(
+def detector_context(
     view: View, loop: asyncio.AbstractEventLoop, tell: Callable[[Event], None] = _ignore
 ) -> DetectorContext:
-    """Those of the first member."""
+    """The context of the first member."""
     return DetectorContext(
         view.members[0],
         TIMES,
@@ -201,9 +201,9 @@ def test_the_members_that_remain_can_all_reach_each_other(pairs: list[tuple[int,
 # -- progress
 
 
-def progress(ticks: dict[int, int]) -> Progress:
+def progress(ticks: dict[int, int]) -> StragglerTracker:
     view = view_of("AAB")
-    mine = Progress(view.members[0], TIMES, lambda pid: ticks[pid])
+    mine = StragglerTracker(view.members[0], TIMES, lambda pid: ticks[pid])
     mine.follow(view)
     return mine
 
@@ -242,8 +242,9 @@ def test_an_op_position_of_another_epoch_is_ignored() -> None:
 
 
 def after_a_late_barrier(*came: int, joint: int = 5001) -> list[Event]:
-    """What p0 says of p1, p2 and p3 on its host, by whose last words none has come to a barrier that p0 was late in;
-    meanwhile some did come, and say so with their next heartbeat.
+    """What p0 reports of p1, p2 and p3 on its host after it was late in a barrier.
+
+    By their last known positions none has entered the barrier; meanwhile `came` did, and their next heartbeats say so.
     """
     view, told = view_of("AAAA"), list[Event]()
     around = DetectorContext(
@@ -258,7 +259,7 @@ def after_a_late_barrier(*came: int, joint: int = 5001) -> list[Event]:
         lambda who: False,
     )
     around.loop.close()
-    detector = Progressing(around)
+    detector = ProgressDetector(around)
     detector.follow(view, view.members[1:])
     for rank in (1, 2, 3):
         detector.placed(f"p{rank}", OpPosition(3, 4000, False))
@@ -288,9 +289,9 @@ def test_an_op_of_some_ranks_does_not_show_which_rank_is_behind() -> None:
 # -- heartbeats in shared memory, and looks at processes
 
 
-def test_a_pulse_can_be_read_while_its_process_is_stopped_and_is_gone_with_it() -> None:
+def test_a_heartbeat_page_is_readable_while_its_process_is_stopped_and_ends_with_it() -> None:
     def body(pipe: Connection) -> None:
-        pulse = Pulse()
+        pulse = HeartbeatPage()
         pulse.beat(123.5, OpPosition(4, 17, True))
         pipe.send((pulse.fd, this_process()))
         pipe.recv()
@@ -299,22 +300,22 @@ def test_a_pulse_can_be_read_while_its_process_is_stopped_and_is_gone_with_it() 
         child = start(body)
         fd, peer = child.hear()
         child.stop()
-        reader = PulseReader(peer, fd)
+        reader = HeartbeatPageReader(peer, fd)
         assert reader.read() == (123.5, OpPosition(4, 17, True))
         assert is_stopped(child.pid)
         reader.close()
         with pytest.raises(OSError):
-            PulseReader(Peer(peer.host, peer.pid, peer.started + 1), fd)
+            HeartbeatPageReader(Peer(peer.host, peer.pid, peer.started + 1), fd)
         child.kill()
         with pytest.raises(OSError):
-            PulseReader(peer, fd)
+            HeartbeatPageReader(peer, fd)
 
 
-def test_a_descriptor_that_is_no_pulse_is_refused() -> None:
+def test_a_descriptor_that_is_no_heartbeat_page_is_refused() -> None:
     with pytest.raises(OSError):
-        PulseReader(this_process(), 0)
+        HeartbeatPageReader(this_process(), 0)
     with pytest.raises(OSError):
-        PulseReader(this_process(), 10**6)
+        HeartbeatPageReader(this_process(), 10**6)
 
 
 def test_processor_time_moves_while_a_process_computes() -> None:
@@ -355,7 +356,7 @@ def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed() -> 
     assert os.SCHED_IDLE in policies
 
 
-# -- a death that nobody on its host can tell of
+# -- a death that no process on its host can report
 
 
 def keep_in_step(session: Session) -> int:
@@ -367,7 +368,7 @@ def keep_in_step(session: Session) -> int:
 
 
 def test_a_death_on_another_host_is_seen_long_before_the_suspect_time() -> None:
-    """Its host answers for it: nobody listens at its address any more."""
+    """Its host refuses connections to its address."""
     times = Timeouts(heartbeat=0.2, suspect=8.0, operation=20.0, rebuild=20.0, join=20.0)
     with LocalCluster(3, "ucx", session={"timeouts": times, "min_size": 2}, prepare=be_alone_on_host) as ranks:
         job = ranks.start(keep_in_step)
@@ -389,7 +390,7 @@ def info(**changes: Any) -> DetectorInfo:
         "description": "smells smoke",
         "evidence": "suspicion",
         "probe": Available,
-        "make": lambda surroundings: None,
+        "make": lambda context: None,
     }
     return DetectorInfo(**{**fields, **changes})
 
@@ -422,7 +423,7 @@ def test_a_plugin_adds_a_detector_and_takes_it_out_again() -> None:
         ((info(), info()), "registered already"),
     ],
 )
-def test_a_malformed_detector_is_kept_out_whole(offered: tuple[Any, ...], words: str) -> None:
+def test_a_plugin_with_a_malformed_detector_is_rejected_as_a_whole(offered: tuple[Any, ...], words: str) -> None:
     registry = Registry()
     with pytest.raises(InvalidPlugin, match=words):
         registry.register(Plugin(*offered))
@@ -430,12 +431,12 @@ def test_a_malformed_detector_is_kept_out_whole(offered: tuple[Any, ...], words:
 
 
 class Counting(Detector):
-    """Counts its heartbeats, and raises at the one that `fails_at` says."""
+    """Counts its heartbeats, and raises at the heartbeat number `fails_at`."""
 
     fails_at = 0
 
-    def __init__(self, surroundings: DetectorContext) -> None:
-        super().__init__(surroundings)
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
         self.beats, self.closed = 0, False
 
     def beat(self, now: float) -> None:
@@ -451,11 +452,11 @@ class Failing(Counting):
     fails_at = 2
 
 
-def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_detector_that_raises_is_removed_and_the_others_continue(caplog: pytest.LogCaptureFixture) -> None:
     made: list[Counting] = []
 
     def make(kind: type[Counting]) -> Callable[[DetectorContext], Detector]:
-        return lambda surroundings: made.append(kind(surroundings)) or made[-1]
+        return lambda context: made.append(kind(context)) or made[-1]
 
     def broken(*_: object) -> Any:
         raise OSError("out of order")
@@ -467,7 +468,7 @@ def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.
         info(name="counting", make=make(Counting)),
     ]
     loop = asyncio.new_event_loop()
-    detectors = Detectors(surroundings(view_of("AB"), loop), offered, _ignore)
+    detectors = Detectors(detector_context(view_of("AB"), loop), offered, _ignore)
     for _ in range(4):
         detectors.beat()
     loop.close()
@@ -477,7 +478,7 @@ def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.
     assert [name in caplog.text for name in ("unprobed", "unmade", "failing", "counting")] == [True, True, True, False]
 
 
-def test_our_detectors_are_offered_as_plugins_and_available_here() -> None:
+def test_the_built_in_detectors_are_plugins_and_available_here() -> None:
     registry = Registry()
     registry.register(own_detectors)
     assert list(registry.detectors) == ["pidfd", "heartbeat", "observers", "transport", "progress"]

@@ -1,4 +1,4 @@
-"""What detectors tell each other, spoilt: it is understood, or it is `CorruptData` and nothing has changed."""
+"""Malformed messages between detectors: they are accepted, or `CorruptData` is raised and nothing changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.detectors.detector import DetectorContext
-from holdfast.ft.detectors.heartbeat_page import Pulse, PulseReader
+from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.view import Job, Member, View
@@ -43,14 +43,14 @@ NAMES = ["", "pidfd", "heartbeat", "observers", "transport", "progress", "nobody
 IDS = [member.id for member in MEMBERS]
 
 
-class Listening:
-    """All detectors of a process but the kernel's. `said` is what they told others, `told` what their own process."""
+class DetectorSet:
+    """The detectors of a process, without the kernel's. `said` went to others, `told` to its membership."""
 
     def __init__(self, rank: int) -> None:
         self.said: list[tuple[str | None, bytes]] = []
         self.told: list[Any] = []
         self._loop = asyncio.new_event_loop()
-        surroundings = DetectorContext(
+        context = DetectorContext(
             me=MEMBERS[rank],
             timeouts=TIMES,
             loop=self._loop,
@@ -62,12 +62,12 @@ class Listening:
             lost=lambda member: False,
         )
         infos = [info for name, info in registry().detectors.items() if name != "pidfd"]
-        self.detectors = Detectors(surroundings, infos, lambda whom, body: self.said.append((whom, body)))
+        self.detectors = Detectors(context, infos, lambda whom, body: self.said.append((whom, body)))
         self.parts: dict[str, Any] = dict(self.detectors._detectors)
         self.detectors.follow(VIEW, tuple(member for member in MEMBERS if member.id != MEMBERS[rank].id))
 
     def hear(self, peer: str, body: bytes) -> bool:
-        """Whether what came in the message `detect` was understood. Raises what is not to come out of it."""
+        """Whether the body of a message `detect` was accepted. Unexpected errors come through."""
         try:
             self.detectors.received(peer, body)
         except CorruptData:
@@ -75,7 +75,7 @@ class Listening:
         return True
 
     def state(self) -> Any:
-        """Everything that they know and have said."""
+        """All that the detectors know and have sent."""
         known = {
             "unopened": self.parts["heartbeat"]._unopened,
             "readers": sorted(self.parts["heartbeat"]._readers),
@@ -92,27 +92,25 @@ class Listening:
 
 
 @contextmanager
-def listening(rank: int = 0) -> Iterator[Listening]:
-    found = Listening(rank)
+def detector_set(rank: int = 0) -> Iterator[DetectorSet]:
+    found = DetectorSet(rank)
     try:
         yield found
     finally:
         found.close()
 
 
-def sayings() -> list[bytes]:
-    """One of everything that detectors say."""
-    with listening() as speaker:
+def messages_of_detectors() -> list[bytes]:
+    """One message of each kind that detectors send."""
+    with detector_set() as speaker:
         speaker.detectors.linked("p1")
-        speaker.parts["progress"].surroundings.send_all(
-            speaker.parts["progress"]._say(OpPosition(3, 6, True), asking=True)
-        )
-        speaker.parts["heartbeat"].surroundings.send_all(msgspec.msgpack.encode(["p2", "p3"]))
+        speaker.parts["progress"].context.send_all(speaker.parts["progress"]._say(OpPosition(3, 6, True), asking=True))
+        speaker.parts["heartbeat"].context.send_all(msgspec.msgpack.encode(["p2", "p3"]))
         speaker.detectors.failed(VIEW, OpTimeout("all_reduce", 1, 5.0, (2,)))
         return [body for _, body in speaker.said]
 
 
-SAYINGS = sayings()
+SAYINGS = messages_of_detectors()
 peers = st.sampled_from([*IDS[1:], "a stranger"])
 numbers = st.integers(-(1 << 63), (1 << 64) - 1)
 words = st.one_of(
@@ -130,8 +128,8 @@ bodies = st.one_of(
 
 
 def hears(peer: str, body: bytes) -> None:
-    """It is understood or `CorruptData`, the latter changes nothing, and the detectors go on."""
-    with listening() as listener:
+    """The body is accepted or raises `CorruptData`, which changes nothing, and the detectors continue."""
+    with detector_set() as listener:
         before = listener.state()
         if not listener.hear(peer, body):
             assert listener.state() == before
@@ -140,10 +138,10 @@ def hears(peer: str, body: bytes) -> None:
             assert listener.hear("p3", good)
 
 
-def test_an_example_of_every_message_is_understood() -> None:
+def test_an_example_of_every_message_is_accepted() -> None:
     routes = [msgspec.msgpack.decode(body)[0] for body in SAYINGS]
     assert sorted(routes) == ["", "heartbeat", "heartbeat", "progress"]
-    with listening() as listener:
+    with detector_set() as listener:
         before = listener.state()
         assert all(listener.hear("p3", body) for body in SAYINGS)
         assert listener.state() != before
@@ -151,7 +149,7 @@ def test_an_example_of_every_message_is_understood() -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(peers, bodies)
-def test_any_bytes_are_understood_or_refused(peer: str, body: bytes) -> None:
+def test_any_bytes_are_accepted_or_refused(peer: str, body: bytes) -> None:
     hears(peer, body)
 
 
@@ -165,7 +163,7 @@ def test_any_bytes_are_understood_or_refused(peer: str, body: bytes) -> None:
         max_size=3,
     ),
 )
-def test_any_change_of_a_message_is_understood_or_refused(
+def test_any_change_of_a_message_is_accepted_or_refused(
     peer: str, body: bytes, changes: list[tuple[str, int, int]]
 ) -> None:
     for kind, where, what in changes:
@@ -187,7 +185,7 @@ def test_any_change_of_a_message_is_understood_or_refused(
     ],
 )
 def test_an_unknown_message_is_refused(route: str, said: Any) -> None:
-    with listening() as listener:
+    with detector_set() as listener:
         before = listener.state()
         assert not listener.hear("p1", msgspec.msgpack.encode((route, msgspec.msgpack.encode(said))))
         assert listener.state() == before
@@ -195,7 +193,7 @@ def test_an_unknown_message_is_refused(route: str, said: Any) -> None:
 
 def test_text_that_is_not_utf8_is_refused() -> None:
     (vouching,) = [body for body in SAYINGS if b"p2" in body and b"p3" in body]
-    with listening() as listener:
+    with detector_set() as listener:
         assert not listener.hear("p1", b"\x92\xa2\xff\xfe\xc4\x00")
         assert not listener.hear("p1", vouching.replace(b"p2", b"p\xff"))
 
@@ -206,16 +204,16 @@ def test_opening_a_descriptor_of_an_unwritten_fifo_does_not_block(tmp_path: Path
     reads = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     try:
         with pytest.raises(OSError):
-            PulseReader(this_process(), reads)
+            HeartbeatPageReader(this_process(), reads)
     finally:
         os.close(reads)
 
 
 def test_the_heartbeat_page_of_this_process_can_be_opened() -> None:
-    pulse = Pulse()
+    pulse = HeartbeatPage()
     try:
         pulse.beat(1.5, OpPosition(3, 7, True))
-        reader = PulseReader(this_process(), pulse.fd)
+        reader = HeartbeatPageReader(this_process(), pulse.fd)
         assert reader.read() == (1.5, OpPosition(3, 7, True))
         reader.close()
     finally:

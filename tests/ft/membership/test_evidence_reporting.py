@@ -1,4 +1,4 @@
-"""What a member tells the others of what it has seen: the difference that an event made, and nothing of others."""
+"""The evidence that a member reports: what an event added, and nothing that others have seen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, SpareGone, Suspicion
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.evidence_reporting import news
+from holdfast.ft.membership.evidence_reporting import new_findings
 from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Job, Member, View
 
@@ -29,16 +29,16 @@ events = st.one_of(
 
 
 def after(event: Event, evidence: Evidence, shape: Shape) -> Evidence:
-    """As the membership core takes an event in."""
+    """Apply an event as the membership state machine does."""
     match event:
         case Suspicion():
-            return evidence.suspecting(event, VIEW, shape)
+            return evidence.with_suspicion(event, VIEW, shape)
         case Cleared():
-            return evidence.cleared(event, VIEW, shape)
+            return evidence.with_clearance(event, VIEW, shape)
         case ProvenDeaths(deaths):
-            return evidence.buried(deaths, VIEW, shape)
+            return evidence.with_deaths(deaths, VIEW, shape)
         case SpareGone(member, how):
-            return evidence.buried((Death(member, how),), VIEW, shape)
+            return evidence.with_deaths((Death(member, how),), VIEW, shape)
     raise AssertionError(event)
 
 
@@ -47,7 +47,7 @@ def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[Event
     evidence = Evidence()
     for event in happened:
         before, evidence = evidence, after(event, evidence, shape)
-        words = news(event, ME, VIEW, evidence, before)
+        words = new_findings(event, ME, VIEW, evidence, before)
 
         here = {m.id for m in MEMBERS if m.peer.host == ME.peer.host}
         assert {death.id for death in words.deaths} == (evidence.dead.keys() - before.dead.keys()) & here
@@ -58,4 +58,4 @@ def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[Event
         cleared = {word.member for word in words.seen if isinstance(word, Cleared)}
         assert doubted == mine - was_mine
         assert cleared == {who for who in was_mine - mine if who not in evidence.dead}
-        assert all(word.observer == ME.id and word.word > 0 for word in words.seen)
+        assert all(word.observer == ME.id and word.number > 0 for word in words.seen)

@@ -1,4 +1,4 @@
-"""What only jobs of many ranks do, on real processes: with HOLDFAST_MESH=2 five ranks are many."""
+"""Behaviour of large jobs, on real processes: with HOLDFAST_MESH=2 five ranks are many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=
 
 
 def add_up(session: Session, gate: Path) -> tuple[int, list[int]]:
-    """All ranks sum up their shards, step by step; from step 3 on once `gate` is there."""
+    """All ranks sum their shards, step by step; from step 3 on only once `gate` exists."""
     sums: list[int] = []
     for attempt in session.steps(STEPS):
         while attempt.step == 3 and not gate.exists():

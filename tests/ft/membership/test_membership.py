@@ -1,4 +1,4 @@
-"""The membership core: its rules one by one, every interleaving of a small world, random ones of larger worlds."""
+"""The membership state machine: its rules, every interleaving of a small world, random ones of larger worlds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from holdfast.ft.membership.events import (
     Tick,
     ViewRead,
 )
-from holdfast.ft.membership.next_view import runnable, successors
+from holdfast.ft.membership.next_view import runnable_backends, successors
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.view import Job, Member, View
@@ -63,7 +63,7 @@ CHANCE = frozenset({"kill", "tick", "finish", "away", "break"})
 
 
 def explore(world: World) -> int:
-    """Take every order of everything that can happen from `world` on; the number of different worlds seen."""
+    """Explore every order of events from `world` on; the number of different worlds seen."""
     seen, todo = {world}, [world]
     while todo:
         here = todo.pop()
@@ -97,7 +97,7 @@ def dead(*indices: int) -> ProvenDeaths:
     return ProvenDeaths(tuple(Death(f"p{i}", "its process ended") for i in indices))
 
 
-def test_a_proof_revokes_at_once_and_the_lowest_alive_member_proposes() -> None:
+def test_a_death_revokes_at_once_and_the_lowest_living_member_proposes() -> None:
     state, effects = core(1).on(dead(0), 10.0)
     assert effects[0] == Revoke(3, (Death("p0", "its process ended"),), "rank 0: its process ended")
     assert isinstance(effects[1], Propose)
@@ -283,7 +283,10 @@ def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
     [("AAAB", "A", True), ("AAAB", "B", False), ("ABBB", "A", False), ("AABB", "A", True), ("AABB", "B", False)],
 )
 def test_the_smaller_of_two_hosts_does_not_condemn_the_other_for_silence(hosts: str, side: str, goes_on: bool) -> None:
-    """Each is the whole jury of the other: the one that may be the smaller half of a cut must leave it to the other."""
+    """The members of each host are all observers of the other host.
+
+    The host that may be the smaller half of a partition must leave the decision to the other.
+    """
     view = structs.replace(RUNNING, members=tuple(member(rank, host) for rank, host in enumerate(hosts)))
     here = [m.id for m in view.members if m.peer.host == side]
     state, told = core(int(here[0][1:]), view), list[Effect]()
@@ -296,7 +299,7 @@ def test_the_smaller_of_two_hosts_does_not_condemn_the_other_for_silence(hosts: 
     assert proposed == ([here] if goes_on else [])
 
 
-def test_members_on_other_hosts_are_told_of_a_death_they_cannot_see() -> None:
+def test_members_on_other_hosts_get_a_report_of_a_death_they_cannot_see() -> None:
     away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
     view = structs.replace(RUNNING, members=(member(0), member(1), away))
     _, effects = core(0, view).on(dead(1), 10.0)
@@ -305,8 +308,8 @@ def test_members_on_other_hosts_are_told_of_a_death_they_cannot_see() -> None:
 
 def test_the_job_takes_the_first_backend_that_all_members_can_run() -> None:
     here, there = (member(0), member(1)), (member(0), member(1, "other"))
-    assert runnable(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), here) == ("shm", "gloo")
-    assert runnable(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), there) == ("gloo",)
+    assert runnable_backends(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), here) == ("shm", "gloo")
+    assert runnable_backends(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), there) == ("gloo",)
 
 
 def test_a_process_that_can_run_none_of_the_backends_is_refused_and_changes_nothing() -> None:
@@ -413,11 +416,11 @@ def test_every_order_of_a_death_in_a_job_that_is_large_for_its_mesh() -> None:
         assert explore(world) > 100
 
 
-# Are the checks worth anything? A core with a known bug must be caught -----------------------------------------
+# The checks catch cores with known bugs -----------------------------------------
 
 
 class GoesBack(Membership, frozen=True):
-    """Takes over any view, older ones too."""
+    """Adopts any view, older ones too."""
 
     def _adopt(self, view: View | None, teller: str = "") -> state_machine.Step:
         if self.view is not None and view is not None and view.epoch < self.view.epoch:
@@ -426,14 +429,14 @@ class GoesBack(Membership, frozen=True):
 
 
 class NeverMissed(Membership, frozen=True):
-    """Proposes views with the dead still in them."""
+    """Proposes views that keep the dead members."""
 
-    def _bury(self, deaths: tuple[Death, ...]) -> Membership:
-        return structs.replace(self, evidence=replace(Membership._bury(self, deaths).evidence, lost={}))
+    def _record_deaths(self, deaths: tuple[Death, ...]) -> Membership:
+        return structs.replace(self, evidence=replace(Membership._record_deaths(self, deaths).evidence, lost={}))
 
 
 class Impatient(Membership, frozen=True):
-    """Takes a member that is late for a dead one."""
+    """Takes a late member for a dead one."""
 
     def on(self, event: Event, now: float) -> state_machine.Step:
         if isinstance(event, Tick) and self.view is not None:
@@ -483,7 +486,7 @@ def test_random_orders_break_nothing_and_settle(
 
 
 def _waiting(world: World) -> Action | None:
-    """The tick that is due first, if anybody waits for one."""
+    """The tick that is due first, if a process waits for one."""
     waits = [
         (process.core.wake_at, i)
         for i, process in enumerate(world.processes)

@@ -1,4 +1,4 @@
-"""Large jobs: who knows whom, what evidence adds up to, and how a view travels as what changed."""
+"""Large jobs: the neighbours of each member, how evidence accumulates, and views sent as deltas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from holdfast.ft.membership.next_view import next_size, successors
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
 from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.membership.view_delta import ViewDelta, applied, between
+from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
 
 SPARSE = Shape(mesh=1)
 
 
 def view_of(hosts: list[int], epoch: int = 1, size: int | None = None) -> View:
-    """A view with so many members on each host."""
+    """A view with `hosts[i]` members on host i."""
     members = []
     for host, count in enumerate(hosts):
         for _ in range(count):
@@ -46,7 +46,7 @@ def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=60))
-def test_news_from_any_member_reaches_all_members(hosts: list[int]) -> None:
+def test_a_view_announced_by_any_member_reaches_all_members(hosts: list[int]) -> None:
     view = view_of(hosts)
     seen, todo = {"p0"}, deque([view.members[0]])
     while todo:
@@ -90,7 +90,7 @@ def test_evidence_goes_to_the_first_living_members_and_then_to_later_ones() -> N
 
 
 @given(members=st.integers(1, 12), lost=st.sets(st.integers(0, 11)), turn=st.integers(0, 9))
-def test_turns_go_around_all_that_live(members: int, lost: set[int], turn: int) -> None:
+def test_turns_cycle_through_all_living_members(members: int, lost: set[int], turn: int) -> None:
     view = view_of([1] * members)
     alive = [f"p{number}" for number in range(members) if number not in lost]
     first = turn * SPARSE.heads % max(1, len(alive))
@@ -104,7 +104,7 @@ def test_turns_go_around_all_that_live(members: int, lost: set[int], turn: int) 
     spares=st.integers(0, 4),
     more=st.integers(0, 3),
 )
-def test_a_view_can_be_told_as_what_changed(hosts: list[int], dead: set[int], spares: int, more: int) -> None:
+def test_a_view_can_be_sent_as_a_delta(hosts: list[int], dead: set[int], spares: int, more: int) -> None:
     old = view_of(hosts, size=sum(hosts) + more)
     gone = {f"p{n}": "gone" for n in dead if n < len(old.members)}
     waiting = [Member(f"s{n}", f"h0:{900 + n}", Peer("h0", 900 + n, 1)) for n in range(spares)]
@@ -112,27 +112,27 @@ def test_a_view_can_be_told_as_what_changed(hosts: list[int], dead: set[int], sp
     assert len(next_up.members) == next_size(old, len(gone), spares)
     error = StepError(1, 0, "ValueError", "no", "x.py:1 in f") if spares else None
     new = View(2, "running", next_up.members, old.job, next_up.reason, stopped=bool(more), error=error)
-    change = between(old, new)
+    change = delta_between(old, new)
     assert change is not None
     assert ViewDelta.decode(change.encode()) == change
-    again = applied(structs.replace(old), change)
+    again = apply_delta(structs.replace(old), change)
     assert again == new
 
 
-def test_a_change_of_another_view_is_refused() -> None:
+def test_a_delta_of_another_view_is_refused() -> None:
     old = view_of([2, 2])
     with pytest.raises(CorruptData, match="does not follow"):
-        applied(old, ViewDelta(4, "running", (0,), (), (), "why"))
+        apply_delta(old, ViewDelta(4, "running", (0,), (), (), "why"))
     for rank in (-1, 4):
         with pytest.raises(CorruptData, match="makes no view"):
-            applied(old, ViewDelta(2, "running", (rank,), (), (), "why"))
+            apply_delta(old, ViewDelta(2, "running", (rank,), (), (), "why"))
     swapped = structs.replace(old, epoch=2, members=old.members[::-1])
-    assert between(old, swapped) is None
+    assert delta_between(old, swapped) is None
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_evidence_adds_up_in_any_order(data: st.DataObject) -> None:
+def test_evidence_gives_the_same_losses_in_any_order(data: st.DataObject) -> None:
     view = view_of([2, 2, 2, 1])
     ids = [m.id for m in view.members]
     pairs = data.draw(st.lists(st.tuples(st.sampled_from(ids), st.sampled_from(ids)), max_size=20, unique=True))
@@ -144,9 +144,9 @@ def test_evidence_adds_up_in_any_order(data: st.DataObject) -> None:
         evidence = Evidence()
         for word in order:
             if isinstance(word, Death):
-                evidence = evidence.buried([word], view, Shape())
+                evidence = evidence.with_deaths([word], view, Shape())
             else:
-                evidence = evidence.suspecting(word, view, Shape())
+                evidence = evidence.with_suspicion(word, view, Shape())
         return evidence
 
     lost = heard(words).lost.keys()
@@ -155,12 +155,12 @@ def test_evidence_adds_up_in_any_order(data: st.DataObject) -> None:
 
 def test_a_late_report_does_not_count() -> None:
     view = view_of([1, 1, 1, 1])
-    evidence = Evidence().suspecting(Suspicion("p0", "p1", "silent", 1), view, Shape())
-    evidence = evidence.suspecting(Suspicion("p0", "p2", "silent", 1), view, Shape())
+    evidence = Evidence().with_suspicion(Suspicion("p0", "p1", "silent", 1), view, Shape())
+    evidence = evidence.with_suspicion(Suspicion("p0", "p2", "silent", 1), view, Shape())
     assert evidence.lost.keys() == {"p0"}
-    evidence = evidence.cleared(Cleared("p0", "p2", 2), view, Shape())
+    evidence = evidence.with_clearance(Cleared("p0", "p2", 2), view, Shape())
     assert not evidence.lost
-    assert evidence.suspecting(Suspicion("p0", "p2", "silent", 1), view, Shape()) is evidence
+    assert evidence.with_suspicion(Suspicion("p0", "p2", "silent", 1), view, Shape()) is evidence
 
 
 def test_an_impossible_topology_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""`holdfast blame`: recordings in, the right suspect out; on generated jobs, on real processes, and as a command."""
+"""`holdfast blame` finds the suspect in recordings of generated jobs and real processes, and as a command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUM = ModelCall("all_reduce", torch.empty(4, device="meta"), "sum")
 
 
 def job(folder: Path, size: int, steps: int, *, clocks: list[float] | None = None, **faults: Any) -> JobEvidence:
-    """The evidence of a job of the model: `steps` steps of one all_reduce and 10 ms of computing."""
+    """The evidence of a modelled job: `steps` steps of one all_reduce and 10 ms of computing."""
     world = ModelWorld(size, random.Random(1), latency=1e-5, **faults)
     for step in range(steps):
         world.compute([0.01] * size)
@@ -58,7 +58,7 @@ def test_a_healthy_job_has_no_suspect(tmp_path: Path) -> None:
     assert analyse(job(tmp_path, 4, 20)) == []
 
 
-def test_the_rank_that_does_not_come_is_named_with_what_it_did_last(tmp_path: Path) -> None:
+def test_a_rank_missing_from_an_op_is_named_with_its_last_op(tmp_path: Path) -> None:
     (suspect, *_) = analyse(job(tmp_path, 4, 20, dead_after={2: (7, -1)}))
     assert (suspect.kind, suspect.rank) == ("hang", 2)
     assert "the last that rank 2 did was to leave all_reduce(float32, [4], sum) (collective 7, op 7) in step 6" in (
@@ -71,15 +71,15 @@ def test_a_link_that_loses_messages_is_named_by_both_ends(tmp_path: Path) -> Non
     assert (suspect.kind, suspect.rank, suspect.to) == ("cut", 1, 2)
 
 
-def test_clocks_of_hosts_are_brought_together_by_what_they_did_together(tmp_path: Path) -> None:
-    """They differ by hours; their ops take 20 us, so the offsets are known to about that."""
+def test_clocks_of_hosts_are_aligned_by_their_common_ops(tmp_path: Path) -> None:
+    """The clocks differ by hours; the ops take 20 us, so the offsets are known to about that."""
     evidence = job(tmp_path, 3, 50, clocks=[1000.0, 9000.0, 50.0])
     assert evidence.offsets["host 0"] == 0
     assert evidence.offsets["host 1"] == pytest.approx(-8000.0, abs=1e-3)
     assert evidence.offsets["host 2"] == pytest.approx(950.0, abs=1e-3)
 
 
-def test_of_two_ranks_that_differ_the_one_that_breaks_the_habit_is_odd(tmp_path: Path) -> None:
+def test_of_two_ranks_that_differ_the_one_that_leaves_its_pattern_is_the_suspect(tmp_path: Path) -> None:
     odd = ModelCall("all_reduce", torch.empty(5, device="meta"), "sum")
     world = ModelWorld(2, random.Random(2), latency=1e-5)
     for step in range(6):
@@ -106,8 +106,8 @@ def test_a_receive_whose_message_was_sent_shows_the_link(tmp_path: Path) -> None
     assert (suspect.kind, suspect.rank, suspect.to) == ("cut", 0, 1)
 
 
-def test_a_rank_that_was_killed_is_found_when_the_survivors_have_long_gone_on(tmp_path: Path) -> None:
-    """Their rings hold nothing of its epoch any more."""
+def test_a_killed_rank_is_found_long_after_the_survivors_continued(tmp_path: Path) -> None:
+    """The survivors' rings hold no record of its epoch any more."""
     lives = {}
     for name, epoch, life in [("p0", 2, ProcessState.RUNNING), ("p1", 1, ProcessState.GONE)]:
         recorder = FlightRecorder(tmp_path / f"{name}.flight", name, "job", capacity=16)
@@ -121,7 +121,7 @@ def test_a_rank_that_was_killed_is_found_when_the_survivors_have_long_gone_on(tm
 
 
 def test_a_finding_is_reported_once(tmp_path: Path) -> None:
-    """The members' own words are the evidence; and one death in two communicators is one suspect."""
+    """The evidence is the members' own reports; one death in two communicators is one suspect."""
     for rank in range(2):
         recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16)
         for name in ("job", "job/pair"):
@@ -144,8 +144,8 @@ def test_a_finding_is_reported_once(tmp_path: Path) -> None:
     assert crashes[0].evidence.count("process") == 1
 
 
-def test_a_mismatch_whose_ops_are_overwritten_is_still_one(tmp_path: Path) -> None:
-    """The rank that left because of it has said so; that the others went on took their records of it."""
+def test_a_mismatch_is_reported_after_its_ops_are_overwritten(tmp_path: Path) -> None:
+    """The rank that left because of it reported the mismatch; the others overwrote their records of it."""
     for rank in range(2):
         recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16)
         journal = recorder.journal("job", 1, rank, 2, "shm")
@@ -167,9 +167,11 @@ def test_a_mismatch_whose_ops_are_overwritten_is_still_one(tmp_path: Path) -> No
 # The trace ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_trace_has_a_track_a_rank_and_an_arrow_a_meeting(tmp_path: Path) -> None:
-    """As Chrome's trace format wants it: every slice has a beginning and a length, every arrow one start and one end,
-    each inside of a slice of its track."""
+def test_the_trace_has_one_track_per_rank_and_arrows_between_matching_ops(tmp_path: Path) -> None:
+    """Chrome's trace format: every slice has a beginning and a length.
+
+    Every arrow has one start and one end, each inside of a slice of its track.
+    """
     events = json.loads(json.dumps(trace(job(tmp_path, 3, 5))))["traceEvents"]
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"rank 0 (p0)", "rank 1 (p1)", "rank 2 (p2)"}
@@ -216,7 +218,7 @@ def test_recordings_of_containers_with_one_pid_have_tracks_of_their_own(tmp_path
 
 
 def test_no_time_of_a_trace_is_negative(tmp_path: Path) -> None:
-    """What the members logged before the first op is where the trace begins."""
+    """The trace begins with the first event log entry, before the first op."""
     evidence = job(tmp_path, 2, 5)
     early = {"kind": "installed", "process": "p0", "pid": 1, "time": 5.0, "epoch": 1}
     events = trace(assemble(evidence.recordings, evidence.lives, [early], evidence.now))["traceEvents"]
@@ -236,7 +238,7 @@ def test_no_time_of_a_trace_is_negative(tmp_path: Path) -> None:
     ],
     ids=["list", "text", "nan", "deep", "bytes", "members"],
 )
-def test_a_log_that_is_not_one_is_named_and_read_over(content: bytes, tmp_path: Path) -> None:
+def test_an_invalid_log_is_named_and_skipped(content: bytes, tmp_path: Path) -> None:
     job(tmp_path, 2, 5, dead_after={1: (3, -1)})
     (tmp_path / "foreign.jsonl").write_bytes(content)
     (tmp_path / "folder.jsonl").mkdir()
@@ -247,7 +249,7 @@ def test_a_log_that_is_not_one_is_named_and_read_over(content: bytes, tmp_path: 
     assert "rank 1" in result.stdout
 
 
-def test_a_line_that_was_being_written_is_no_fault_of_the_log(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_not_an_error(tmp_path: Path) -> None:
     job(tmp_path, 2, 5)
     (tmp_path / "p0.jsonl").write_bytes(b'{"time": 1.0, "process": "p0", "pid": 1, "kind": "x"}\n{"time": 2.')
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["blame", str(tmp_path)])
@@ -259,7 +261,7 @@ def test_a_line_that_was_being_written_is_no_fault_of_the_log(tmp_path: Path) ->
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """A folder with the recordings of a job whose rank 1 died, and a file that is none."""
+    """The recordings of a job in which rank 1 died, and a file that is not a recording."""
     recorders = [FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16) for rank in range(3)]
     for rank, recorder in enumerate(recorders):
         journal = recorder.journal("job", 4, rank, 3, "shm")
@@ -289,7 +291,7 @@ def test_the_command_writes_json_and_a_trace(broken: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("what", ["no-such-job", "empty"])
-def test_a_missing_job_is_an_error_that_says_so(tmp_path: Path, what: str) -> None:
+def test_a_missing_job_is_reported_as_an_error(tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     name = str(tmp_path / what) if what == "empty" else what
     done = CliRunner().invoke(app, ["blame", name])

@@ -1,4 +1,4 @@
-"""The flight recorder: what is noted of each op, that it outlives its process, and that no rubbish is believed."""
+"""The flight recorder: its records outlive the process, and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_op_is_read_back_as_it_was_called(tmp_path: Path) -> None:
     assert op.left is not None and 0 <= op.left - op.entered < 1
 
 
-def test_an_unfinished_op_is_inside_and_names_the_ranks_that_it_waits_for(tmp_path: Path) -> None:
+def test_an_unfinished_op_is_recorded_with_the_ranks_that_it_waits_for(tmp_path: Path) -> None:
     journal = recorder(tmp_path).journal("job", 1, 0, 4, "ucx")
     journal.enter("broadcast", 1, 8, TENSOR, None, 2)
     journal.waits([2], gives=[1, 3], rounds=5)
@@ -69,7 +69,7 @@ def test_an_unfinished_op_is_inside_and_names_the_ranks_that_it_waits_for(tmp_pa
         (KeyboardInterrupt(), OpStatus.ERROR, ()),
     ],
 )
-def test_a_failed_op_says_how_and_names_the_ranks(
+def test_a_failed_op_is_recorded_with_its_error_and_ranks(
     tmp_path: Path, error: BaseException, status: OpStatus, ranks: tuple[int, ...]
 ) -> None:
     journal = recorder(tmp_path).journal("job", 1, 0, 4, "shm")
@@ -98,7 +98,7 @@ def test_collectives_are_counted_apart_from_messages_to_each_peer(tmp_path: Path
     assert [op.ordinal for op in read(tmp_path / "p1.flight").ops] == [1, 1, 1, 2, 2]
 
 
-def test_more_kinds_of_calls_than_there_is_room_for_lose_their_shapes_alone(tmp_path: Path) -> None:
+def test_calls_beyond_the_text_capacity_lose_only_their_shapes(tmp_path: Path) -> None:
     journal = recorder(tmp_path, text_bytes=256).journal("job", 1, 0, 1, "shm")
     for n in range(50):
         journal.enter("all_reduce", n, n, torch.empty(n), "sum", -1)
@@ -130,7 +130,7 @@ def test_recording_is_off_without_a_folder_or_by_its_variable(tmp_path: Path, mo
     assert find(tmp_path / "logs") == [tmp_path / "logs" / "p1.flight"]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_recording_not_the_job(
+def test_an_unwritable_folder_disables_recording_and_not_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "logs").write_text("in the way")
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_costs_the_recording_not_the_job(
 
 
 def test_a_recording_can_be_read_while_it_is_written(tmp_path: Path) -> None:
-    """Whatever the reader takes for whole is whole: times in order, and the fields of one and the same op."""
+    """Each record that the reader accepts is consistent: ordered times, and fields of one op."""
     made = recorder(tmp_path, capacity=64)
     over = threading.Event()
 
@@ -166,7 +166,7 @@ def test_a_recording_can_be_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 def _train(session: Any) -> None:
-    """Three steps; who is rank 1 in the first of them is killed in the second."""
+    """Three steps; the process that is rank 1 in the first step is killed in the second."""
     victim = False
     for attempt in session.steps(3):
         victim = victim or (attempt.step == 0 and attempt.rank == 1)
@@ -177,7 +177,7 @@ def _train(session: Any) -> None:
             attempt.comm.all_reduce(torch.ones(4))
 
 
-def test_a_job_records_by_itself_and_what_was_killed_can_be_read() -> None:
+def test_a_job_records_by_default_and_a_killed_ranks_recording_is_readable() -> None:
     with LocalCluster(2, "shm", spares=1, session={"min_size": 2}) as cluster, cluster.start(_train) as job:
         job.results(timeout=60.0)
         recordings = [read(path) for path in find(job.directory / "events")]
@@ -195,7 +195,7 @@ def test_a_job_records_by_itself_and_what_was_killed_can_be_read() -> None:
     assert (failed.signature.op, failed.step, failed.failed_ranks) == ("all_reduce", 1, (1,))
 
 
-# What is not a recording ----------------------------------------------------------------------------------------------
+# Damaged recordings ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_a_recording_that_was_cut_short_is_refused(recorded: bytes, data: st.Dat
 @given(st.data())
 @settings(max_examples=250, deadline=None)
 def test_a_damaged_recording_is_refused_or_reads_as_one(recorded: bytes, data: st.DataObject) -> None:
-    """Nothing but `BadRecording` may come out of any change of bytes."""
+    """Any change of bytes gives a recording or `BadRecording`, and no other error."""
     damaged = bytearray(recorded)
     for _ in range(data.draw(st.integers(1, 8))):
         at = data.draw(st.integers(0, len(damaged) - 1) | st.sampled_from(range(layout.NOTE_AT)))

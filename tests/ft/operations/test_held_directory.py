@@ -1,4 +1,4 @@
-"""A folder is held as long as its owner lives, then the next one removes it (`ft/launch/held_directory.py`)."""
+"""Directories that are held while their owner lives, and then removed by the next owner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ folder.close()
 
 @contextmanager
 def owner(where: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another process with a folder, and that folder. It closes it when its input ends."""
+    """Another process with a held directory, and that directory. The process closes it when its input ends."""
     command = [sys.executable, "-c", OWNER, str(where)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""`holdfast run`: how a job ends that cannot go on, what is said of it, and that nothing outlives it."""
+"""`holdfast run`: the end and the report of a failed job, and cleaning up after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.comms.system.environment import flag
 from holdfast.ft.launch import guardian
 from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
-from holdfast.ft.launch.run_report import LastWords, ProcessFailure, last_ranks, table
+from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ranks, table
 from holdfast.ft.telemetry.flight import find
 from support.waiting import becomes_true
 
@@ -44,7 +44,7 @@ def ended(pids: list[int], seconds: float = 10.0) -> bool:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes have the time to end by themselves, however busy the machine is."""
+    """Processes have time to end by themselves, however busy the machine is."""
     monkeypatch.setattr("holdfast.ft.launch.local_launcher.GRACE", 60.0)
 
 
@@ -60,7 +60,7 @@ FAILS = """
 
 
 @pytest.mark.usefixtures("patient")
-def test_run_ends_with_an_exception_that_comes_again_and_names_the_failed_rank(
+def test_run_ends_with_a_repeated_exception_and_names_the_failed_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = script(tmp_path, FAILS.format(words=""))
@@ -75,9 +75,7 @@ def test_run_ends_with_an_exception_that_comes_again_and_names_the_failed_rank(
 
 
 @pytest.mark.usefixtures("patient")
-def test_run_ends_at_once_when_fewer_than_min_size_can_ever_be_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_ends_at_once_when_min_size_cannot_be_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each exception differs, so that none of them ends the job by itself."""
     path = script(tmp_path, FAILS.format(words=" {id(attempt)} {session.identity}"))
     began = time.monotonic()
@@ -95,7 +93,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
         LaunchPlan(("true",), 2, shards=0)
 
 
-def test_run_gives_its_sessions_min_size_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_passes_min_size_and_shards_to_its_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(
         tmp_path,
         """
@@ -112,7 +110,7 @@ def test_run_gives_its_sessions_min_size_and_shards(tmp_path: Path, capsys: pyte
     assert "job 2 6 (3, 4, 5)" in output
 
 
-def test_run_takes_an_early_stop_for_a_good_end(tmp_path: Path) -> None:
+def test_run_succeeds_when_all_ranks_stop_early(tmp_path: Path) -> None:
     path = script(
         tmp_path,
         """
@@ -129,7 +127,7 @@ def test_run_takes_an_early_stop_for_a_good_end(tmp_path: Path) -> None:
 
 
 def test_the_line_of_the_last_traceback_says_why_a_process_ended() -> None:
-    words = LastWords()
+    words = LastErrorLine()
     for line in (
         "starting",
         "Traceback (most recent call last):",
@@ -145,7 +143,7 @@ def test_the_line_of_the_last_traceback_says_why_a_process_ended() -> None:
     ):
         words.hear(line)
     assert str(words) == "ValueError: two"
-    quiet = LastWords()
+    quiet = LastErrorLine()
     quiet.hear("out of memory ")
     assert str(quiet) == "out of memory"
 
@@ -187,18 +185,18 @@ def test_checks_are_off_unless_they_are_asked_for(
 
 
 @pytest.mark.parametrize("word", ["1", "true", "Yes", " on "])
-def test_some_words_turn_a_variable_on(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_a_variable_can_be_turned_on(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("HOLDFAST_CHECK", word)
     assert flag("HOLDFAST_CHECK")
 
 
 @pytest.mark.parametrize("word", ["0", "false", "No", "off", ""])
-def test_some_words_turn_a_variable_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_a_variable_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("HOLDFAST_CHECK", word)
     assert not flag("HOLDFAST_CHECK", default=True)
 
 
-def test_any_other_word_for_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_value_of_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_CHECK", "maybe")
     with pytest.raises(ValueError, match="HOLDFAST_CHECK='maybe' is neither on"):
         flag("HOLDFAST_CHECK")

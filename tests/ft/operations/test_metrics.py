@@ -1,4 +1,4 @@
-"""Metrics: what a scrape of the endpoint of a real job says, and what is refused."""
+"""Metrics: a scrape of a real job's endpoint, and invalid settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def scrape(url: str) -> Samples:
-    """What the endpoint says: by name and labels."""
+    """The endpoint's values, by name and labels."""
     assert url.startswith("http://127.0.0.1:")
     text = urllib.request.urlopen(url, timeout=5.0).read().decode()
     return {
@@ -60,7 +60,7 @@ def _events(session: Any) -> list[dict[str, Any]]:
     return [event for event in events if event["process"] == session.identity]
 
 
-def test_a_scrape_of_a_job_that_lost_a_rank_tells_the_whole_story() -> None:
+def test_a_scrape_of_a_job_that_lost_a_rank_has_all_counts() -> None:
     with LocalCluster(3, "shm", environ={"HOLDFAST_METRICS_PORT": "0"}) as cluster, cluster.start(_train, 5) as job:
         for said in job.results(timeout=60.0):
             assert said["holdfast_members", ()] == 2
@@ -123,7 +123,7 @@ def test_a_setting_that_names_no_ports_is_refused(asked: str) -> None:
         ports(asked)
 
 
-def test_after_close_nothing_listens() -> None:
+def test_a_closed_metrics_server_does_not_listen() -> None:
     served = metrics("0")
     url = served.url
     served.close()
@@ -133,7 +133,7 @@ def test_after_close_nothing_listens() -> None:
 
 @pytest.mark.parametrize("folder", ["there", "missing"])
 def test_numbers_stay_in_the_process_whatever_another_library_has_set(tmp_path: Path, folder: str) -> None:
-    """prometheus_client would keep them in files, with the counts of processes that had the same number before."""
+    """Otherwise prometheus_client would keep them in files, with the counts of earlier processes of the same number."""
     (tmp_path / "there").mkdir()
     text = """
 import sys, urllib.request

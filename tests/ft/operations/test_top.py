@@ -1,4 +1,4 @@
-"""`holdfast top`: what it shows of a job that runs, hangs, lost a rank and ended; and that it only reads."""
+"""`holdfast top` shows a job that runs, hangs, lost a rank and ended, and only reads its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from holdfast.harness.top.screen import render
 
 
 def look(directory: Path) -> dict[str, Any]:
-    """What `holdfast top --json` says."""
+    """The output of `holdfast top --json`."""
     done = CliRunner().invoke(app, ["top", str(directory), "--json"])
     assert done.exit_code == 0, done.output
     said: dict[str, Any] = json.loads(done.stdout)
@@ -39,7 +39,7 @@ def look(directory: Path) -> dict[str, Any]:
 
 
 def until(directory: Path, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The first look of which something is true."""
+    """The first output for which a condition holds."""
     deadline = time.monotonic() + 20
     while not true(said := look(directory)):
         assert time.monotonic() < deadline, said
@@ -145,7 +145,7 @@ def test_the_screen_shows_members_steps_and_failures() -> None:
         assert words in shown.get()
 
 
-def test_jobs_that_end_while_one_looks_for_another_do_not_matter(
+def test_jobs_that_end_during_the_search_for_another_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -169,14 +169,14 @@ def test_jobs_that_end_while_one_looks_for_another_do_not_matter(
         other.join()
 
 
-def test_a_job_that_is_not_there_is_an_error() -> None:
+def test_a_missing_job_is_an_error() -> None:
     done = CliRunner().invoke(app, ["top", "no-such-job"])
     assert done.exit_code == 1
     assert "no job of that name" in done.output
 
 
 def test_the_screen_says_that_processes_wait_for_members() -> None:
-    """To begin: a third one is wanted. To go on: two were, and one of them was killed."""
+    """The start needs a third process; later two of them are needed, and one was killed."""
     times = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=5.0, join=30.0)
     with LocalCluster(2, session={"size": 3, "min_size": 2, "timeouts": times}) as cluster:
         job = cluster.start(_train, str(cluster.logs / "gate"))

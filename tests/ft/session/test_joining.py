@@ -1,4 +1,4 @@
-"""Joining a job: what is refused at construction and why, late joiners, and sessions that leave nothing behind."""
+"""Joining a job: invalid arguments, late joiners, and sessions that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICK = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=2
 
 @pytest.fixture
 def contract(tmp_path: Path) -> dict[str, Any]:
-    """What a session needs to join a job, as arguments."""
+    """The arguments that a session needs to join a job."""
     create_key(tmp_path / "key")
     return {
         "job": "job",
@@ -46,7 +46,7 @@ def one_step(session: Session) -> int:
     return session.step
 
 
-# -- bad input: refused at once, saying why, and nothing is changed
+# -- invalid input is refused at once with the reason, and nothing is changed
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_job_that_no_other_process_joins_ends_with_the_reason(contract: dict[s
         Session(**contract, size=2, min_size=2)
 
 
-def test_a_founder_is_told_that_the_register_is_gone(contract: dict[str, Any], tmp_path: Path) -> None:
+def test_a_founder_raises_register_away_when_the_register_is_removed(contract: dict[str, Any], tmp_path: Path) -> None:
     contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.2, operation=10.0, rebuild=0.5, join=0.5)
     with Session(**contract, size=2) as session:
         (tmp_path / "job.sqlite").unlink()
@@ -210,7 +210,9 @@ def test_a_job_begins_with_min_size_members(contract: dict[str, Any]) -> None:
         assert session.size == 1
 
 
-def test_the_environment_gives_what_arguments_do_not(contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_are_not_given_come_from_the_environment(
+    contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOLDFAST_JOB", "from-the-environment")
     monkeypatch.setenv("HOLDFAST_REGISTER", contract["register"])
     monkeypatch.setenv("HOLDFAST_KEY_FILE", str(contract["key_file"]))
@@ -231,7 +233,9 @@ def test_a_late_process_finds_nothing_to_do_in_a_finished_job(contract: dict[str
         assert list(late.steps(1)) == []
 
 
-def test_a_spare_whose_job_died_is_told_that_the_register_is_gone(contract: dict[str, Any], tmp_path: Path) -> None:
+def test_a_spare_whose_job_died_raises_register_away_when_the_register_is_removed(
+    contract: dict[str, Any], tmp_path: Path
+) -> None:
     contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.2, operation=10.0, rebuild=0.5, join=0.5)
     with children() as start:
         member = start(work, contract, 2, str(tmp_path / "gate"), {"size": 1})
@@ -243,11 +247,14 @@ def test_a_spare_whose_job_died_is_told_that_the_register_is_gone(contract: dict
                 one_step(spare)
 
 
-# -- coming later
+# -- late joiners
 
 
 def work(pipe: Any, contract: dict[str, Any], steps: int, gate: str, options: dict[str, Any]) -> None:
-    """Do `steps` steps, the later half of them only once the file `gate` is there; report sizes seen and the model."""
+    """Do `steps` steps, the later half only once the file `gate` exists.
+
+    Reports the sizes seen and the model.
+    """
     model = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.constant_(model.weight, float(os.getpid()))
     with Session(**contract, **options) as session:
@@ -290,7 +297,7 @@ def test_a_late_joiner_grows_the_job_and_gets_its_state(contract: dict[str, Any]
     assert ends[0][3] == ends[1][3] == ends[2][3]
 
 
-def test_a_member_that_waits_below_min_size_goes_on_with_a_joiner(contract: dict[str, Any], tmp_path: Path) -> None:
+def test_a_member_that_waits_below_min_size_continues_with_a_joiner(contract: dict[str, Any], tmp_path: Path) -> None:
     gate = str(tmp_path / "gate")
     contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=10.0)
     options = {"size": 2, "min_size": 2}
@@ -325,22 +332,24 @@ def test_a_candidate_that_dies_before_the_job_has_formed_is_forgotten(contract: 
     assert sorted(end[1] for end in ends) == [0, 1]
 
 
-# -- how the state gets to a joiner
+# -- the transfer of the state to a joiner
 
 BLOCKS = 12
-"""The state has so many pieces that are read and checked at a time."""
+"""The number of blocks of the state; each is read and checked at a time."""
 LATE_STEPS = 160
 
 
 def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> None:
-    """Short steps over a large state. In step 150 wait for the fourth member, if it has not come, or for `gate`. A
-    joiner kills the process `victim` when it is about to read its third block.
+    """Do short steps over a large state.
+
+    In step 150 wait for the fourth member, if it has not come, or for `gate`. A joiner kills the process `victim` when
+    it is about to read its third block.
     """
     weights = torch.arange(BLOCKS * BLOCK // 8, dtype=torch.float64)
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(weights, requires_grad=False)})
     read = 0
 
-    def strike(point: str, step: int, rank: int, epoch: int) -> None:
+    def kill_victim(point: str, step: int, rank: int, epoch: int) -> None:
         nonlocal read
         if point == "sync.before_chunk" and victim:
             read += 1
@@ -348,7 +357,7 @@ def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> No
                 os.kill(victim, 9)
 
     with Session(**contract, size=4, min_size=2) as session:
-        faultpoints.arm(strike)
+        faultpoints.arm(kill_victim)
         session.attach("model", model)
         session.subscribe(lambda event: pipe.send(event) if event["kind"] in ("gap", "synced") else None)
         for attempt in session.steps(LATE_STEPS):
@@ -366,7 +375,7 @@ def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> No
 
 
 def join_late(contract: dict[str, Any], tmp_path: Path, deadly: bool) -> tuple[list[Any], list[Any]]:
-    """A fourth process joins three: what each of those that stay said, and what the joiner did."""
+    """Let a fourth process join three; the reports of each member that stays, and those of the joiner."""
     gate = tmp_path / "gate"
 
     def heard(child: Child) -> list[Any]:
@@ -385,7 +394,7 @@ def join_late(contract: dict[str, Any], tmp_path: Path, deadly: bool) -> tuple[l
         joiner = start(carry, contract, str(gate), source.pid if source else 0)
         if source:
             os.waitpid(source.pid, 0)
-            gate.touch()  # nobody comes in its place
+            gate.touch()  # no process replaces it
             first.remove(source)
             source._gone = True
         said, new = [heard(child) for child in first], heard(joiner)
@@ -396,9 +405,7 @@ def join_late(contract: dict[str, Any], tmp_path: Path, deadly: bool) -> tuple[l
     return said, new
 
 
-def test_a_joiner_reads_from_all_and_how_long_the_others_wait_is_measured(
-    contract: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_joiner_reads_from_all_ranks_while_their_wait_is_measured(contract: dict[str, Any], tmp_path: Path) -> None:
     said, new = join_late(contract, tmp_path, deadly=False)
     (synced,) = [message for message in new if message["kind"] == "synced"]
     assert synced["via"] == "shm" and synced["bytes"] == BLOCKS * BLOCK
@@ -412,7 +419,7 @@ def test_a_joiner_reads_from_all_and_how_long_the_others_wait_is_measured(
     )
 
 
-def test_a_source_that_dies_on_the_way_is_replaced_without_starting_again(
+def test_a_source_that_dies_during_the_transfer_is_replaced_without_a_restart(
     contract: dict[str, Any], tmp_path: Path
 ) -> None:
     _, new = join_late(contract, tmp_path, deadly=True)
@@ -428,7 +435,7 @@ def test_a_session_leaves_no_threads_and_no_descriptors(contract: dict[str, Any]
     def open_descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    with Session(**contract, size=1) as session:  # whatever is loaded once
+    with Session(**contract, size=1) as session:  # loads what is loaded once
         one_step(session)
     before, threads = open_descriptors(), set(threading.enumerate())
     for number in range(3):

@@ -1,4 +1,4 @@
-"""State sharded over a mesh of two dimensions while ranks die: replicas of shards (HSDP), FSDP2 and tensor parallel."""
+"""Sharded state on a mesh of two dimensions while ranks die: HSDP, FSDP2 and tensor parallel."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def preloaded() -> None:
 
 
 def replicas(size: int) -> dict[str, int]:
-    """Two replicas of shards where that can be, else one."""
+    """Two replicas of shards if the size allows that, else one."""
     return {"replicate": 2, "shard": size // 2} if size % 2 == 0 else {"replicate": 1, "shard": size}
 
 
 def pairs(size: int) -> dict[str, int]:
-    """Pairs of ranks that share each layer, where that can be."""
+    """Pairs of ranks that share each layer, if the size allows that."""
     return {"data": size // 2, "tensor": 2} if size % 2 == 0 else {"data": size, "tensor": 1}
 
 
@@ -106,7 +106,7 @@ def run(size: int, kind: str, spares: int = 0, **train_args: Any) -> tuple[list[
 
 
 def sources(events: list[dict[str, Any]]) -> list[str]:
-    """Where the ranks of the last epoch had their state from."""
+    """The sources of the state of the last epoch's ranks."""
     restored = [event for event in events if event["kind"] == "restored"]
     last = max(event["epoch"] for event in restored)
     return sorted(event["source"] for event in restored if event["epoch"] == last)
@@ -114,18 +114,18 @@ def sources(events: list[dict[str, Any]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    """What one rank comes to with HSDP: what any number of ranks, however many die, must come to."""
+    """The result of one rank with HSDP, which any number of ranks must reach in spite of deaths."""
     return run(1, "replicate")[0][0]["weights"]
 
 
 @pytest.fixture(scope="module")
 def pair() -> Any:
-    """What two ranks come to that share each layer. How many such pairs there are must not matter."""
+    """The result of two ranks that share each layer; the number of such pairs must not matter."""
     return run(2, "data")[0][0]["weights"]
 
 
 def test_shards_are_restored_from_their_replicas(alone: Any) -> None:
-    """No copies, no checkpoints: the part of the dead rank is that of its replica. Three ranks make one replica."""
+    """Without copies and checkpoints, the dead rank's part comes from its replica. Three ranks make one replica."""
     results, events = run(4, "replicate", kills={3: (3,)}, copies=0)
     assert [result["weights"] for result in results] == [alone] * 3, "bit by bit"
     assert sources(events) == ["neighbour", "neighbour", "own"]
@@ -143,14 +143,14 @@ def test_a_copy_is_used_when_both_replicas_of_a_part_die(alone: Any) -> None:
     assert "checkpoint" not in sources(events)
 
 
-def test_tensor_parallel_shards_come_back_to_a_spare(pair: Any) -> None:
+def test_a_spare_gets_tensor_parallel_shards_back(pair: Any) -> None:
     results, events = run(4, "data", spares=1, kills={3: (2,)})
     assert [result["weights"] for result in results] == [pair] * 4
     assert sources(events).count("neighbour") == 1
 
 
-def test_tensor_parallel_shards_are_laid_out_anew_for_the_survivors(pair: Any) -> None:
-    """Two pairs, of each of which a rank dies: one pair is left."""
+def test_tensor_parallel_shards_are_redistributed_to_the_survivors(pair: Any) -> None:
+    """Of each of two pairs a rank dies: one pair is left."""
     results, _ = run(4, "data", kills={3: (0, 2)})
     assert [result["weights"] for result in results] == [pair] * 2
 

@@ -1,7 +1,7 @@
-"""Sessions in real processes that really die: steps are committed by all or by none, exactly once, whoever is killed.
+"""Sessions in real processes that are killed: steps are committed by all ranks or by none, exactly once.
 
-The job adds up numbers: each step the sum over its shards of (step + 1) * (shard + 1), so the end is known whatever
-happens on the way, and every rank keeps the list of steps that it has committed.
+The job adds up numbers: each step the sum over its shards of (step + 1) * (shard + 1), so the final value is known in
+advance, and every rank keeps the list of steps that it has committed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, clu
 
 
 def start_with_spares(ranks: LocalCluster, steps: int = STEPS, pause: float = 0.01) -> Job:
-    """Start the job, and let it go past step 3 once all spares are there."""
+    """Start the job, and let it continue past step 3 once all spares are there."""
     gate = ranks.logs / "gate"
     job = ranks.start(tally_up, steps, pause, str(gate))
     job.wait_for_spares()
@@ -101,7 +101,7 @@ def test_all_ranks_start_from_the_state_of_the_first() -> None:
 # -- deaths
 
 
-def test_the_others_go_on_without_a_killed_rank(process_backend: str) -> None:
+def test_survivors_continue_without_a_killed_rank(process_backend: str) -> None:
     with cluster(3, process_backend) as ranks:
         job = ranks.start(tally_up)
         job.wait_for("committed", step=5)
@@ -133,9 +133,10 @@ def test_the_job_survives_two_kills_at_once() -> None:
         assert_exact(job, job.results(), 3)
 
 
-def test_survivors_go_on_before_a_view_message_reaches_them() -> None:
-    """The next view lies where they wait; what is written to them later finds them in it, or in one after it. Who has
-    won the register for it hears of the next death before its own core has heard of that.
+def test_survivors_adopt_the_next_view_before_its_message_arrives() -> None:
+    """The next view is announced inside their ops; the messages about it arrive later.
+
+    A member whose proposal won learns of the next death before its own core has heard of its win.
     """
 
     def written_to_late(session: Session, steps: int) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def test_a_stopped_rank_is_fenced_and_replaced() -> None:
 
 
 def test_a_rebuild_waits_for_a_survivor_that_is_computing() -> None:
-    """Rank 0, where the members meet, does not look up for longer than `rebuild` when rank 1 dies."""
+    """Rank 0, which serves the rendezvous table, computes for longer than `rebuild` when rank 1 dies."""
 
     def busy(session: Session) -> int:
         for attempt in session.steps(8):
@@ -223,7 +224,7 @@ def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
     assert len({epoch for done in results for epoch in done}) == 1, "nobody was left out"
 
 
-# -- every line of the commit protocol, the rebuild and the transfer
+# -- kills at every point of the commit protocol, the rebuild and the transfer
 
 COMMIT = [point for point in POINTS if point.startswith(("step.", "commit."))]
 REBUILD = [
@@ -237,7 +238,7 @@ REBUILD = [
 
 
 def in_turn(lines: list[str]) -> list[tuple[str, str]]:
-    """Each line with one of the backends whose connections are built in other ways than over shm."""
+    """Each point, with one of the backends that build connections in another way than shm."""
     return list(zip(lines, itertools.cycle(["ucx", "gloo", "mpi"]), strict=False))
 
 
@@ -246,17 +247,17 @@ def in_turn(lines: list[str]) -> list[tuple[str, str]]:
     [(point, rank, spares, "shm") for point in COMMIT for rank in (0, 2) for spares in (0, 1)]
     + [(point, 2, 1, backend) for point, backend in in_turn(COMMIT)],
 )
-def test_the_job_survives_a_kill_at_each_line_of_the_commit(point: str, rank: int, spares: int, backend: str) -> None:
+def test_the_job_survives_a_kill_at_each_point_of_the_commit(point: str, rank: int, spares: int, backend: str) -> None:
     with cluster(3, backend, spares, f"{point}:7:{rank}:3") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
         assert_exact(job, job.results(), 2 + spares, 15)
 
 
 @pytest.mark.parametrize("point", COMMIT)
-def test_the_job_survives_a_kill_at_each_line_of_the_last_commit(point: str) -> None:
+def test_the_job_survives_a_kill_at_each_point_of_the_last_commit(point: str) -> None:
     with cluster(3, fault=f"{point}:14:1:3") as ranks:
         job = ranks.start(tally_up, 15, 0.002)
-        with suppress(RankDied):  # the job may be over, and be finished, before anybody sees rank 1 die
+        with suppress(RankDied):  # the job may finish before a member notices the death of rank 1
             job.results()
         events = job.events()
     done = [event["process"] for event in events if event["kind"] == "finished"]
@@ -268,7 +269,7 @@ def test_the_job_survives_a_kill_at_each_line_of_the_last_commit(point: str) -> 
 
 
 def lose_connections(session: Session, times: int) -> int:
-    """Rank 1 loses its data connections so many times in step 2."""
+    """Rank 1 loses its data connections `times` times in step 2."""
     lost = 0
     for attempt in session.steps(5):
         with attempt:
@@ -280,19 +281,19 @@ def lose_connections(session: Session, times: int) -> int:
     return session.step
 
 
-def test_connections_that_break_cost_an_epoch_and_no_rank() -> None:
+def test_a_broken_connection_costs_an_epoch_and_no_rank() -> None:
     with cluster(3, "gloo") as ranks:
         job = ranks.start(lose_connections, 1)
         assert job.results() == [5] * 3
         assert {e["size"] for e in job.events() if e["kind"] == "rebuilt"} == {3}
 
 
-def test_connections_that_break_again_and_again_end_the_session() -> None:
+def test_connections_that_break_repeatedly_end_the_session() -> None:
     timeouts = Timeouts(heartbeat=0.1, suspect=0.3, operation=20.0, rebuild=10.0, join=15.0)
     with cluster(2, "gloo", timeouts=timeouts) as ranks:
         job = ranks.start(lose_connections, 99)
         try:
-            job.results()  # who is a moment later than the other goes on alone
+            job.results()  # the later of the two continues alone
         except RankFailed as failed:
             assert "lost a connection" in str(failed)
         events = job.events()
@@ -302,7 +303,7 @@ def test_connections_that_break_again_and_again_end_the_session() -> None:
 
 
 class SlowTally(Tally):
-    """Takes a while to be given away."""
+    """A state that takes a while to send."""
 
     def state_dict(self) -> dict[str, Any]:
         time.sleep(1.0)
@@ -353,8 +354,11 @@ def test_the_job_survives_a_kill_of_the_rank_that_declares_it_finished() -> None
     [(second, spares, "shm") for second in REBUILD for spares in (0, 2)]
     + [(second, 2, backend) for second, backend in in_turn(REBUILD)],
 )
-def test_the_job_survives_another_kill_at_each_line_of_the_rebuild(second: str, spares: int, backend: str) -> None:
-    """Rank 2 dies in step 7; rank 0, which proposes the next epoch, or the one after it, dies while that is built."""
+def test_the_job_survives_another_kill_at_each_point_of_the_rebuild(second: str, spares: int, backend: str) -> None:
+    """Rank 2 dies in step 7, and rank 0 during the rebuild.
+
+    Rank 0 proposes the next epoch, or the one after it.
+    """
     with cluster(3, backend, spares, f"commit.before_prepare:7:2:3;{second}") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
         assert_exact(job, job.results(), 3 if spares else 1, 15)
@@ -370,7 +374,7 @@ def test_the_job_survives_another_kill_at_each_line_of_the_rebuild(second: str, 
         "sync.after_load:-1:2:4",
     ],
 )
-def test_the_job_survives_a_kill_of_the_giver_or_taker_of_the_state(second: str) -> None:
+def test_the_job_survives_a_kill_of_the_sender_or_receiver_of_the_state(second: str) -> None:
     with cluster(3, spares=2, fault=f"commit.before_prepare:7:2:3;{second}") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
         assert_exact(job, job.results(), 3, 15)
@@ -384,7 +388,7 @@ def test_the_job_survives_a_kill_of_the_first_rank_before_the_first_step(point: 
 
 
 def test_a_connection_that_is_reset_in_a_rebuild_costs_no_member() -> None:
-    """Rank 2 tells the first member where it can be found; that connection breaks, and another one comes to stand."""
+    """Rank 2 sends its address to the first member; that connection is reset, and a new one is made."""
 
     def cut_off_once(session: Session) -> tuple[int | None, int]:
         cut: list[str] = []
@@ -416,7 +420,7 @@ def test_a_connection_that_is_reset_in_a_rebuild_costs_no_member() -> None:
     assert asked > 1
 
 
-# -- too few
+# -- too few members
 
 
 def test_a_job_below_min_size_waits_and_then_says_why_it_ends() -> None:
@@ -443,10 +447,10 @@ def test_a_spare_without_members_ends_with_the_reason() -> None:
             job.results()
 
 
-# -- errors that are no deaths
+# -- errors without a death
 
 
-def test_an_error_of_the_user_takes_out_that_rank_alone() -> None:
+def test_an_exception_of_the_user_ends_only_that_rank() -> None:
     def fail(session: Session) -> int:
         for attempt in session.steps(20):
             with attempt:
@@ -464,8 +468,8 @@ def test_an_error_of_the_user_takes_out_that_rank_alone() -> None:
     assert steps == [19, 19]
 
 
-def test_an_error_that_is_caught_around_an_attempt_takes_that_rank_out_before_it_can_do_the_step_again() -> None:
-    """Its op would be taken for one of the commit, in which the others wait already."""
+def test_an_error_caught_around_an_attempt_ends_that_rank_before_it_repeats_the_step() -> None:
+    """Its op would be matched with the op of the commit, in which the others wait already."""
 
     def go_on_regardless(session: Session) -> int:
         for attempt in session.steps(5):
@@ -483,7 +487,7 @@ def test_an_error_that_is_caught_around_an_attempt_takes_that_rank_out_before_it
     assert "step 2 ended here in an error that was caught outside of `with attempt:`" in left
 
 
-def test_a_rank_that_holds_up_an_op_until_its_time_is_up_is_ended_and_the_others_go_on() -> None:
+def test_a_rank_that_holds_up_an_op_past_its_timeout_is_ended_and_the_others_continue() -> None:
     def late(session: Session) -> str:
         for attempt in session.steps(3):
             with attempt:
@@ -499,8 +503,8 @@ def test_a_rank_that_holds_up_an_op_until_its_time_is_up_is_ended_and_the_others
     assert fenced.startswith("it held up barrier until its time was up")
 
 
-def test_of_ranks_that_were_a_step_behind_a_moment_ago_only_the_late_one_is_ended() -> None:
-    """All rush through ops, so what each last said of itself is old, and then one keeps the others waiting."""
+def test_only_the_late_rank_is_ended_when_all_last_reported_an_older_step() -> None:
+    """All ranks do ops quickly, so that their last reports are old; then one keeps the others waiting."""
 
     def rush(session: Session) -> str:
         for attempt in session.steps(2):
@@ -543,8 +547,8 @@ def test_a_register_that_is_away_delays_a_rebuild_and_breaks_no_running_epoch() 
     assert installed > away["time"] + 0.25
 
 
-def test_an_evicted_session_can_do_nothing_more() -> None:
-    """Its own view of things does not matter: the register says who belongs to the job."""
+def test_an_evicted_session_refuses_every_step() -> None:
+    """The register decides which processes belong to the job, not the session's own view."""
     from holdfast.ft.membership.view import View
     from holdfast.ft.runtime.register import Register
 

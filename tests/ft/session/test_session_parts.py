@@ -1,4 +1,4 @@
-"""The parts of a session that can be tried alone: verdicts, state as data, silence, tenure, timeouts, fault points."""
+"""Parts of a session on their own: decisions, encoded state, silence, epoch guard, timeouts, fault points."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import faultpoints
 from holdfast.ft.commit.commit_state import CommitState
-from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Vote, judge
-from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Vote, decide
+from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.membership.view_delta import between
+from holdfast.ft.membership.view_delta import delta_between
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.ft.state import transfer
-from holdfast.ft.state.codec import put_together, take_apart
+from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
 from support.samples.attachable import Attachable
 
-# -- verdicts
+# -- decisions
 
 
 def holder(done: int, prepared: bool) -> Vote:
@@ -42,67 +42,70 @@ def holder(done: int, prepared: bool) -> Vote:
 
 
 def test_recovery_commits_a_step_that_all_had_prepared() -> None:
-    verdicts = [judge([holder(4, True), holder(4, True)], rank) for rank in range(2)]
-    assert [(v.committed, v.done) for v in verdicts] == [(True, 5), (True, 5)]
+    decisions = [decide([holder(4, True), holder(4, True)], rank) for rank in range(2)]
+    assert [(v.committed, v.done) for v in decisions] == [(True, 5), (True, 5)]
 
 
 def test_recovery_repeats_a_step_that_one_had_not_prepared() -> None:
-    verdicts = [judge([holder(4, True), holder(4, False)], rank) for rank in range(2)]
-    assert [(v.committed, v.done) for v in verdicts] == [(False, 4), (False, 4)]
+    decisions = [decide([holder(4, True), holder(4, False)], rank) for rank in range(2)]
+    assert [(v.committed, v.done) for v in decisions] == [(False, 4), (False, 4)]
 
 
 def test_recovery_commits_a_step_that_one_has_committed() -> None:
     votes = [holder(5, False), holder(4, True), holder(5, True)]
-    assert [judge(votes, rank).committed for rank in range(3)] == [False, True, False]
-    assert {judge(votes, rank).done for rank in range(3)} == {5}, "and the one after it is done again"
+    assert [decide(votes, rank).committed for rank in range(3)] == [False, True, False]
+    assert {decide(votes, rank).done for rank in range(3)} == {5}, "and the one after it is done again"
 
 
 def test_newcomers_have_no_vote_and_get_the_state_from_the_first_member_that_has_it() -> None:
     votes = [Vote(NEWCOMER, 0, False, 10), holder(4, True), holder(4, True), Vote(FOUNDER, 0, False, 10)]
-    verdict = judge(votes, 1)
-    assert (verdict.committed, verdict.done) == (True, 5)
-    assert (verdict.source, verdict.receivers) == (1, (0, 3))
-    assert not judge(votes, 0).committed
+    decision = decide(votes, 1)
+    assert (decision.committed, decision.done) == (True, 5)
+    assert (decision.source, decision.receivers) == (1, (0, 3))
+    assert not decide(votes, 0).committed
 
 
 def test_founders_take_the_state_of_the_first_of_them() -> None:
     votes = [Vote(NEWCOMER, 0, False, 10), Vote(FOUNDER, 0, False, 10), Vote(FOUNDER, 0, False, 10)]
-    verdict = judge(votes, 2)
-    assert (verdict.source, verdict.receivers) == (1, (0, 2))
-    assert (verdict.committed, verdict.done) == (False, 0)
+    decision = decide(votes, 2)
+    assert (decision.source, decision.receivers) == (1, (0, 2))
+    assert (decision.committed, decision.done) == (False, 0)
 
 
 def test_a_member_that_missed_a_rollback_takes_the_state_of_members_that_did_not() -> None:
     votes = [holder(6, True), Vote(HOLDER, 4, False, 10, rewinds=1), Vote(HOLDER, 4, False, 10, rewinds=1)]
-    verdicts = [judge(votes, rank) for rank in range(3)]
-    assert [(v.committed, v.done, v.source, v.receivers) for v in verdicts] == [(False, 4, 1, (0,))] * 3
+    decisions = [decide(votes, rank) for rank in range(3)]
+    assert [(v.committed, v.done, v.source, v.receivers) for v in decisions] == [(False, 4, 1, (0,))] * 3
     late = CommitState()
     late.standing, late.done, late.total = HOLDER, 6, 10
-    late.settle(verdicts[0])
+    late.settle(decisions[0])
     late.take_over(4)
     assert late.vote() == votes[1]
 
 
 def test_a_job_ends_when_no_member_has_the_state() -> None:
     with pytest.raises(HoldfastError, match="everybody who had it died"):
-        judge([Vote(NEWCOMER, 0, False, 10)], 0)
+        decide([Vote(NEWCOMER, 0, False, 10)], 0)
 
 
 def test_ranks_with_different_steps_are_refused() -> None:
     with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps, rank 0 for 10"):
-        judge([holder(4, False), Vote(HOLDER, 4, False, 20)], 0)
+        decide([holder(4, False), Vote(HOLDER, 4, False, 20)], 0)
     stray = [holder(4, False), Vote(NEWCOMER, 0, False, 20)]
     with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps"):
-        judge(stray, 1)
-    assert judge(stray, 0).receivers == (1,), "a newcomer that is wrong has to go, the others stay"
+        decide(stray, 1)
+    assert decide(stray, 0).receivers == (1,), "a newcomer that is wrong has to go, the others stay"
     with pytest.raises(Mismatch, match="come apart"):
-        judge([holder(4, False), holder(5, False)], 0)
+        decide([holder(4, False), holder(5, False)], 0)
 
 
 @settings(max_examples=300)
 @given(st.data())
 def test_no_schedule_of_deaths_makes_survivors_disagree(data: st.DataObject) -> None:
-    """A model of one step: ranks prepare, enter the barrier, leave it; at any time some die, and recovery may fail."""
+    """A model of one step: ranks prepare, enter and leave the barrier.
+
+    At any time some ranks die, and recovery may fail.
+    """
     size = data.draw(st.integers(2, 5))
     prepared = [data.draw(st.booleans()) for _ in range(size)]
     through = [all(prepared) and data.draw(st.booleans()) for _ in range(size)]
@@ -112,17 +115,17 @@ def test_no_schedule_of_deaths_makes_survivors_disagree(data: st.DataObject) -> 
     for _ in range(data.draw(st.integers(1, 4))):
         alive = [r for r in alive if data.draw(st.booleans())] or alive[:1]
         votes = [Vote(HOLDER, done[r], waiting[r], 1) for r in alive]
-        verdicts = {r: judge(votes, i) for i, r in enumerate(alive)}
-        assert len({verdict.done for verdict in verdicts.values()}) == 1
+        decisions = {r: decide(votes, i) for i, r in enumerate(alive)}
+        assert len({decision.done for decision in decisions.values()}) == 1
         if any(through):
-            assert verdicts[alive[0]].done == 1, "a committed step was lost"
-        heard = [r for r in alive if data.draw(st.booleans())]  # the others do not get to know: the epoch fails
+            assert decisions[alive[0]].done == 1, "a committed step was lost"
+        heard = [r for r in alive if data.draw(st.booleans())]  # the others do not learn of it: the epoch fails
         for r in heard:
-            done[r], waiting[r] = verdicts[r].done, False
+            done[r], waiting[r] = decisions[r].done, False
     assert all(count in (0, 1) for count in done)
 
 
-# -- state as plain data
+# -- encoded state
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -137,18 +140,18 @@ plain = st.recursive(
 
 
 @given(plain)
-def test_plain_data_survives_the_journey(value: Any) -> None:
-    description, tensors = take_apart(value)
-    assert put_together(description, tensors) == value
+def test_plain_data_is_decoded_unchanged(value: Any) -> None:
+    description, tensors = encode_state(value)
+    assert decode_state(description, tensors) == value
 
 
-def test_an_optimizers_state_survives_the_journey() -> None:
+def test_an_optimizers_state_is_decoded_unchanged() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state = optimizer.state_dict()
-    again = put_together(*take_apart(state))
+    again = decode_state(*encode_state(state))
     assert again["param_groups"] == state["param_groups"]
     assert again["state"].keys() == state["state"].keys()
     assert all(torch.equal(again["state"][0][name], value) for name, value in state["state"][0].items())
@@ -163,15 +166,15 @@ def test_an_optimizers_state_survives_the_journey() -> None:
         ({object(): 1}, "a key of state is a object"),
     ],
 )
-def test_an_error_names_state_that_cannot_travel(state: Any, words: str) -> None:
+def test_an_error_names_state_that_cannot_be_encoded(state: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        take_apart(state)
+        encode_state(state)
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode(["T", 3]), msgspec.msgpack.encode(["i", "x"])])
 def test_a_malformed_description_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptData):
-        put_together(data, [])
+        decode_state(data, [])
 
 
 # -- the transfer
@@ -203,9 +206,9 @@ def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tu
         pipe = transfer.Pipe(comm, 1, receivers, 20.0)
         done = -1
         if comm.rank == 1:
-            transfer.give(pipe, {"thing": thing}, 17, lambda: None, lambda reason: None)
+            transfer.send_state(pipe, {"thing": thing}, 17, lambda: None, lambda reason: None)
         elif comm.rank in receivers:
-            done = transfer.take(pipe, {"thing": thing}, lambda: None, lambda: None).done
+            done = transfer.receive_state(pipe, {"thing": thing}, lambda: None, lambda: None).done
         return done, same(thing.state, state_of(1)), same(thing.state, state_of(comm.rank))
 
     with LocalCluster(3) as cluster:
@@ -216,42 +219,42 @@ def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tu
         assert is_own == (rank not in receivers)
 
 
-class Tape:
-    """Stands in for a pipe: what is given is kept, and taken again, perhaps spoilt."""
+class StoredPipe:
+    """A stand-in for a pipe: `take` returns what `give` stored, perhaps damaged."""
 
-    def __init__(self, spoil: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, tensor: tensor) -> None:
+    def __init__(self, damage: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, tensor: tensor) -> None:
         self.device = torch.device("cpu")
         self._tensors: list[torch.Tensor] = []
-        self._spoil = spoil
+        self._damage = damage
         self._taken = 0
 
     def give(self, tensor: torch.Tensor) -> None:
         self._tensors.append(tensor.clone())
 
     def take(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(self._spoil(self._taken, self._tensors[self._taken]))
+        tensor.copy_(self._damage(self._taken, self._tensors[self._taken]))
         self._taken += 1
 
 
-def test_spoilt_state_is_refused_and_nothing_is_loaded() -> None:
+def test_damaged_state_is_refused_and_nothing_is_loaded() -> None:
     def flip(number: int, tensor: torch.Tensor) -> torch.Tensor:
         if number == 2:
             tensor[5] ^= 1
         return tensor
 
-    tape: Any = Tape(flip)
-    transfer.give(tape, {"thing": Attachable({"w": torch.ones(100)})}, 1, lambda: None, lambda reason: None)
+    tape: Any = StoredPipe(flip)
+    transfer.send_state(tape, {"thing": Attachable({"w": torch.ones(100)})}, 1, lambda: None, lambda reason: None)
     mine = Attachable({"w": torch.zeros(100)})
     with pytest.raises(CorruptData, match="another checksum"):
-        transfer.take(tape, {"thing": mine}, lambda: None, lambda: None)
+        transfer.receive_state(tape, {"thing": mine}, lambda: None, lambda: None)
     assert not mine.state["w"].any()
 
 
 def test_ranks_that_attach_different_things_are_told() -> None:
-    tape: Any = Tape()
-    transfer.give(tape, {"model": Attachable({})}, 1, lambda: None, lambda reason: None)
+    tape: Any = StoredPipe()
+    transfer.send_state(tape, {"model": Attachable({})}, 1, lambda: None, lambda reason: None)
     with pytest.raises(Mismatch, match="attached here: nothing; where the state comes from: model"):
-        transfer.take(tape, {}, lambda: None, lambda: None)
+        transfer.receive_state(tape, {}, lambda: None, lambda: None)
 
 
 # -- silence
@@ -261,16 +264,16 @@ def member(index: int, host: str = "here") -> Member:
     return Member(f"p{index}", "x:1", Peer(host, 100 + index, 0))
 
 
-def watch(stopped: bool, host: str = "here") -> Silence:
-    silence = Silence(member(0), Timeouts(heartbeat=0.1, suspect=0.5), lambda pid: stopped)
+def watch(stopped: bool, host: str = "here") -> SilenceTracker:
+    silence = SilenceTracker(member(0), Timeouts(heartbeat=0.1, suspect=0.5), lambda pid: stopped)
     silence.follow([member(0), member(1, host)], 0.0)
     return silence
 
 
 def test_a_silent_process_that_is_never_seen_to_run_is_stalled() -> None:
     silence = watch(stopped=True)
-    verdicts = [(t / 100, silence.look(t / 100)) for t in range(0, 60, 5)]
-    first = next((when, found) for when, found in verdicts if found)
+    decisions = [(t / 100, silence.look(t / 100)) for t in range(0, 60, 5)]
+    first = next((when, found) for when, found in decisions if found)
     assert first[0] == 0.5
     assert isinstance(first[1][0], Stalled)
 
@@ -280,7 +283,7 @@ def test_a_silent_process_that_runs_is_left_alone() -> None:
     assert not any(silence.look(t / 100) for t in range(0, 1000, 5))
 
 
-def test_a_detector_that_was_stalled_itself_looks_again_before_it_judges() -> None:
+def test_a_detector_that_was_stalled_itself_looks_again_before_it_reports() -> None:
     silence = watch(stopped=True)
     silence.look(0.05)
     assert silence.look(30.0) == ()
@@ -303,130 +306,130 @@ def test_on_another_host_silence_is_a_suspicion_until_a_heartbeat_comes() -> Non
     assert silence.hear("p1", 0.7) == (Cleared("p1", "p0"),)
 
 
-# -- tenure
+# -- the epoch guard
 
 
 def view(epoch: int) -> View:
     return View(epoch, "running", (member(0),), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
 
 
-def test_nothing_can_be_done_in_an_epoch_that_is_over() -> None:
-    tenure = EpochGuard()
-    tenure.install(view(1))
-    with tenure.held(1):
+def test_an_epoch_that_is_over_cannot_be_held() -> None:
+    guard = EpochGuard()
+    guard.install(view(1))
+    with guard.held(1):
         pass
-    assert tenure.revoke(1, PeerFailed((1,), "it died"))
-    assert not tenure.revoke(1, PeerFailed((2,), "it died too"))
-    with pytest.raises(PeerFailed, match="rank 1 failed: it died"), tenure.held(1):
+    assert guard.revoke(1, PeerFailed((1,), "it died"))
+    assert not guard.revoke(1, PeerFailed((2,), "it died too"))
+    with pytest.raises(PeerFailed, match="rank 1 failed: it died"), guard.held(1):
         pass
-    tenure.install(view(2))
-    with pytest.raises(PeerFailed, match="rank 1 failed: it died"), tenure.held(1):
+    guard.install(view(2))
+    with pytest.raises(PeerFailed, match="rank 1 failed: it died"), guard.held(1):
         pass
-    with tenure.held(2):
+    with guard.held(2):
         pass
-    tenure.install(view(3))
+    guard.install(view(3))
     for replaced in (1, 2):
-        with pytest.raises(Revoked, match="a later epoch has begun"), tenure.held(replaced):
+        with pytest.raises(Revoked, match="a later epoch has begun"), guard.held(replaced):
             pass
 
 
 def test_a_revoked_epoch_is_not_the_next_one() -> None:
-    tenure = EpochGuard()
-    tenure.install(view(1))
-    tenure.install(view(2))
-    tenure.revoke(2, Revoked(2))
+    guard = EpochGuard()
+    guard.install(view(1))
+    guard.install(view(2))
+    guard.revoke(2, Revoked(2))
     with pytest.raises(OpTimeout):
-        tenure.wait(1, 0.01)
-    threading.Timer(0.05, tenure.install, [view(3)]).start()
-    assert tenure.wait(1, 10.0).epoch == 3
+        guard.wait(1, 0.01)
+    threading.Timer(0.05, guard.install, [view(3)]).start()
+    assert guard.wait(1, 10.0).epoch == 3
 
 
 def test_waiting_threads_learn_that_the_epoch_is_over() -> None:
-    tenure = EpochGuard()
-    threading.Timer(0.05, tenure.end, [HoldfastError("it is over")]).start()
+    guard = EpochGuard()
+    threading.Timer(0.05, guard.end, [HoldfastError("it is over")]).start()
     with pytest.raises(HoldfastError, match="it is over"):
-        tenure.wait(0, 10.0)
+        guard.wait(0, 10.0)
 
 
 def three(epoch: int, *ranks: int) -> View:
     return View(epoch, "running", tuple(map(member, ranks)), Job("job", 3, 1, 3, ("shm",), "shm"), f"epoch {epoch}")
 
 
-def heeding(me: int) -> tuple[EpochGuard, list[tuple[str, int]]]:
-    """The tenure of a member of epoch 1, and what its witness has seen."""
+def guard_of_member(me: int) -> tuple[EpochGuard, list[tuple[str, int]]]:
+    """The epoch guard of a member of epoch 1, and the calls of its callbacks."""
     said: list[tuple[str, int]] = []
 
-    class Saying:
+    class Recording:
         def installed(self, view: View) -> None:
             said.append(("installed", view.epoch))
 
         def revoked(self, epoch: int, reason: str) -> None:
             said.append(("revoked", epoch))
 
-    tenure = EpochGuard(member(me).id, Saying())
-    tenure.install(three(1, 0, 1, 2))
-    return tenure, said
+    guard = EpochGuard(member(me).id, Recording())
+    guard.install(three(1, 0, 1, 2))
+    return guard, said
 
 
 def announced(old: View, new: View) -> bytes:
-    change = between(old, new)
+    change = delta_between(old, new)
     assert change is not None
     return change.encode()
 
 
 def test_a_member_adopts_an_announced_view_and_later_installs_it() -> None:
-    tenure, said = heeding(0)
-    tenure.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 2)))
-    assert tenure.wait(1, 0.0) == three(2, 0, 2)
-    why = tenure.why_over(1)
+    guard, said = guard_of_member(0)
+    guard.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 2)))
+    assert guard.wait(1, 0.0) == three(2, 0, 2)
+    why = guard.why_over(1)
     assert isinstance(why, PeerFailed)
     assert why.ranks == (1,)
-    tenure.revoke(1, Revoked(1), "comes late")
-    tenure.install(three(2, 0, 2))
+    guard.revoke(1, Revoked(1), "comes late")
+    guard.install(three(2, 0, 2))
     assert said == [("installed", 1), ("revoked", 1), ("installed", 2)]
-    assert not tenure.is_over(2)
+    assert not guard.is_over(2)
 
 
-def carried(tenure: EpochGuard) -> Communicator:
+def carried(guard: EpochGuard) -> Communicator:
     comm = connect_members("inproc", rank=0, size=1, store=dist.HashStore(), peers=[this_process()], epoch=1)
-    tenure.carry(comm)
+    guard.bind(comm)
     return comm
 
 
 def test_a_member_that_announced_the_next_view_installs_it_when_it_looks_for_it() -> None:
-    tenure, said = heeding(0)
-    with carried(tenure):
-        assert tenure.announce(three(2, 0, 2))
+    guard, said = guard_of_member(0)
+    with carried(guard):
+        assert guard.announce(three(2, 0, 2))
         assert said == [("installed", 1)]
-        assert tenure.wait(1, 0.0) == three(2, 0, 2)
-        tenure.install(three(2, 0, 2))
+        assert guard.wait(1, 0.0) == three(2, 0, 2)
+        guard.install(three(2, 0, 2))
     assert said == [("installed", 1), ("installed", 2)]
 
 
 def test_an_announced_view_wakes_a_thread_that_waits_for_it() -> None:
-    tenure, _ = heeding(0)
-    with carried(tenure):
-        tenure.revoke(1, PeerFailed((1,), "it died"))
-        announces = threading.Timer(0.05, tenure.announce, [three(2, 0, 2)])
+    guard, _ = guard_of_member(0)
+    with carried(guard):
+        guard.revoke(1, PeerFailed((1,), "it died"))
+        announces = threading.Timer(0.05, guard.announce, [three(2, 0, 2)])
         announces.start()
-        assert tenure.wait(1, 10.0).epoch == 2
+        assert guard.wait(1, 10.0).epoch == 2
         announces.join()
 
 
 def test_a_view_announced_before_a_later_one_was_installed_changes_nothing() -> None:
-    tenure, said = heeding(0)
-    with carried(tenure):
-        assert tenure.announce(three(2, 0, 2))
-        tenure.install(three(3, 0))
-        assert tenure.wait(1, 0.0).epoch == 3
+    guard, said = guard_of_member(0)
+    with carried(guard):
+        assert guard.announce(three(2, 0, 2))
+        guard.install(three(3, 0))
+        assert guard.wait(1, 0.0).epoch == 3
     assert said == [("installed", 1), ("installed", 3)]
 
 
 def test_an_announced_view_that_only_grows_is_adopted() -> None:
-    tenure, _ = heeding(0)
-    tenure.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 1, 2, 3)))
-    assert isinstance(tenure.why_over(1), Revoked)
-    assert tenure.wait(1, 0.0).epoch == 2
+    guard, _ = guard_of_member(0)
+    guard.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 1, 2, 3)))
+    assert isinstance(guard.why_over(1), Revoked)
+    assert guard.wait(1, 0.0).epoch == 2
 
 
 @pytest.mark.parametrize(
@@ -441,17 +444,17 @@ def test_an_announced_view_that_only_grows_is_adopted() -> None:
     ids=["empty", "nonsense", "without this process", "not the next one", "the end"],
 )
 def test_an_announcement_without_a_usable_next_view_is_ignored(word: bytes) -> None:
-    tenure, said = heeding(0)
-    tenure.adopt_announced_view(word)
+    guard, said = guard_of_member(0)
+    guard.adopt_announced_view(word)
     assert said == [("installed", 1)]
-    assert not tenure.is_over(1)
+    assert not guard.is_over(1)
 
 
 @given(st.binary(max_size=300))
-def test_no_announcement_breaks_its_reader(word: bytes) -> None:
-    tenure, _ = heeding(0)
-    tenure.adopt_announced_view(word)
-    assert tenure.wait(0, 0.0).rank_of(member(0).id) is not None
+def test_any_bytes_of_an_announcement_are_adopted_or_ignored(word: bytes) -> None:
+    guard, _ = guard_of_member(0)
+    guard.adopt_announced_view(word)
+    assert guard.wait(0, 0.0).rank_of(member(0).id) is not None
 
 
 # -- timeouts, fault points, events

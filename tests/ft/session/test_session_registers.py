@@ -1,4 +1,4 @@
-"""Sessions over registers on other machines: one that is away delays a rebuild, and never breaks a running epoch."""
+"""Sessions with registers on other hosts: one that is away delays a rebuild, and never breaks a running epoch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=30.0, rebuild=20.0, join=
 
 
 def committed(job: Job) -> int:
-    """How many steps any rank has committed."""
+    """The number of steps that any rank has committed."""
     return max((event["step"] for event in job.events() if event["kind"] == "committed"), default=-1) + 1
 
 
 def goes_on(job: Job, steps: int = 5, seconds: float = 10.0) -> float:
-    """Wait for some more steps; how long that took."""
+    """Wait for `count` more steps; the seconds that it took."""
     began, done = time.monotonic(), committed(job)
     while committed(job) < done + steps:
         assert time.monotonic() < began + seconds, "the job stands still"
@@ -42,7 +42,7 @@ def test_a_job_over_tcp_survives_a_death_and_ends_well(tmp_path: Path) -> None:
 
 
 def test_etcd_loses_its_leader_twice_while_a_job_runs(tmp_path: Path) -> None:
-    """Three nodes. The epoch goes on while the leader is dead or stopped, and a death is dealt with by the others."""
+    """Three etcd nodes. The epoch survives a dead or stopped leader, and the others handle a death."""
     with (
         EtcdCluster(3, tmp_path / "etcd") as etcd,
         cluster(3, register=f"{etcd.url}/job", timeouts=TIMES) as ranks,

@@ -1,4 +1,4 @@
-"""State that survives the journey to a newcomer as it was, and state that does not: who is told, and who goes on."""
+"""Sending state to newcomers: state that arrives unchanged, and errors for state that cannot be sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as arrays
 from holdfast.comms import CorruptData
 from holdfast.ft import Session, StateNotGiven, Timeouts
 from holdfast.ft.state import transfer
-from holdfast.ft.state.codec import put_together, take_apart
+from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.harness import LocalCluster
 from support.job_errors import errors_of
 from support.samples.attachable import Attachable
@@ -31,7 +31,7 @@ QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=
 
 
 class Generator:
-    """torch's random numbers, beside something small that shares its chunk."""
+    """torch's random state, beside a small tensor in the same chunk."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"small": torch.ones(3), "state": torch.get_rng_state()}
@@ -77,7 +77,7 @@ def test_a_tensor_of_one_element_with_any_stride_arrives() -> None:
     assert torch.equal(journey({"one": torch.arange(3.0).as_strided((1,), (5,), 2)})["one"], torch.tensor([2.0]))
 
 
-def test_a_conjugated_tensor_arrives_as_what_it_means() -> None:
+def test_a_conjugated_tensor_arrives_with_its_values() -> None:
     tensor = torch.tensor([1 + 2j, 3 - 1j])
     received = journey({"conj": tensor.conj(), "negative": tensor.conj().imag})
     assert torch.equal(received["conj"], torch.tensor([1 - 2j, 3 + 1j]))
@@ -108,7 +108,7 @@ def test_arrays_and_numbers_of_numpy_arrive_bit_by_bit_with_their_types(array: A
     assert [each.tobytes() for each in received["numbers"]] == [each.tobytes() for each in state["numbers"]]
 
 
-def test_a_schedulers_state_made_with_numpy_survives_the_journey() -> None:
+def test_a_schedulers_state_made_with_numpy_arrives_unchanged() -> None:
     optimizer, scheduler = scheduled(torch.nn.Linear(2, 1))
     optimizer.step()
     scheduler.step()
@@ -146,7 +146,7 @@ nested.append(nested)
 )
 def test_state_that_would_arrive_as_another_type_is_refused_by_name(state: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        take_apart(state)
+        encode_state(state)
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_state_that_would_arrive_as_another_type_is_refused_by_name(state: Any, 
 )
 def test_a_forged_description_is_refused(description: Any) -> None:
     with pytest.raises(CorruptData):
-        put_together(msgspec.msgpack.encode(description), [])
+        decode_state(msgspec.msgpack.encode(description), [])
 
 
 # -- with a real kill
 
 
 def train(session: Session, steps: int, gate: str) -> dict[str, Any]:
-    """Steps whose state has numpy's numbers and torch's random numbers; from step 3 on once `gate` is there."""
+    """Steps with numpy's numbers and torch's random numbers in the state; from step 3 on only once `gate` exists."""
     torch.manual_seed(11)
     model = torch.nn.Linear(4, 1)
     optimizer, scheduler = scheduled(model)
@@ -183,7 +183,7 @@ def train(session: Session, steps: int, gate: str) -> dict[str, Any]:
 
 
 def alone(steps: int) -> dict[str, Any]:
-    """What `train` comes to."""
+    """The result of `train`."""
     torch.manual_seed(11)
     model = torch.nn.Linear(4, 1)
     optimizer, scheduler = scheduled(model)
@@ -251,7 +251,7 @@ def start_spoilt(ranks: LocalCluster, disturb: Callable[[Any], object]) -> tuple
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_survivors_that_cannot_give_their_state_go_on_without_the_newcomer(backend: str) -> None:
+def test_survivors_that_cannot_send_their_state_continue_without_the_newcomer(backend: str) -> None:
     with LocalCluster(3, backend, spares=1, session={"timeouts": QUICK}) as ranks:
         results, events, words = start_spoilt(ranks, lambda job: job.kill(2))
     assert results == [list(range(8)), list(range(8))]
@@ -262,7 +262,7 @@ def test_survivors_that_cannot_give_their_state_go_on_without_the_newcomer(backe
     assert min(event["step"] for event in unfit) == 1, "found when it changed, not when somebody died"
 
 
-def test_a_late_joiner_that_cannot_be_given_the_state_is_refused_and_the_job_goes_on() -> None:
+def test_a_late_joiner_that_cannot_get_the_state_is_refused_and_the_job_continues() -> None:
     soon = replace(QUICK, join=1.5)
     with LocalCluster(2, session={"timeouts": soon, "size": 3, "min_size": 2}) as ranks:
         results, _, words = start_spoilt(ranks, lambda job: job.add())
@@ -270,7 +270,7 @@ def test_a_late_joiner_that_cannot_be_given_the_state_is_refused_and_the_job_goe
     assert "state['thing']['value']" in words
 
 
-def test_a_founder_whose_state_cannot_travel_ends_the_job_with_the_reason() -> None:
+def test_a_founder_whose_state_cannot_be_sent_ends_the_job_with_the_reason() -> None:
     def start(session: Session) -> None:
         thing = Attachable({"value": 1})
         session.attach("thing", thing)

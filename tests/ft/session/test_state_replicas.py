@@ -1,4 +1,4 @@
-"""Sharded state while ranks die: copies on neighbours, parts put together again on any number of ranks, checkpoints."""
+"""Sharded state while ranks die: copies on neighbours, parts restored on any number of ranks, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of,
 from holdfast.ft.state.gradients import ShardSums
 from holdfast.ft.state.leaves import Leaf, PartLayout, _cuts, _placements
 from holdfast.ft.state.mesh import Mesh, all_ranks, box_of, shape_of
+from holdfast.ft.state.part_store import PartStore, shifts
 from holdfast.ft.state.restoring import assemble, choose, complete_size, needed
-from holdfast.ft.state.shelf import Shelf, shifts
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
@@ -40,7 +40,7 @@ SHARDS = 6
 STEPS = 8
 
 
-# -- who keeps copies of whom
+# -- which rank keeps copies of which
 
 
 @given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=12), copies=st.integers(0, 4))
@@ -57,21 +57,21 @@ def test_copies_go_to_another_host_if_they_can() -> None:
 
 
 def test_a_version_is_kept_until_the_next_is_committed() -> None:
-    shelf = Shelf(torch.device("cpu"))
+    part_store = PartStore(torch.device("cpu"))
     layout = PartLayout((Leaf("w", "float32", (3,)),), all_ranks(1), 0)
     for version in (4, 5):
-        part = shelf.new(version, layout, b"")
+        part = part_store.new(version, layout, b"")
         layout.view(part.buffer, 0).fill_(version)
-        shelf.put([part])
-    assert [layout.view(kept.buffer, 0)[0].item() for v in (4, 5) for kept in shelf.of(v)] == [4, 5]
-    shelf.keep_only(5)
-    assert (len(shelf.of(4)), len(shelf.of(5))) == (0, 1)
-    held = shelf.nbytes
-    shelf.put([shelf.new(6, layout, b"")])
-    assert shelf.nbytes == held, "the memory of version 4 is used again"
+        part_store.put([part])
+    assert [layout.view(kept.buffer, 0)[0].item() for v in (4, 5) for kept in part_store.of(v)] == [4, 5]
+    part_store.keep_only(5)
+    assert (len(part_store.of(4)), len(part_store.of(5))) == (0, 1)
+    held = part_store.nbytes
+    part_store.put([part_store.new(6, layout, b"")])
+    assert part_store.nbytes == held, "the memory of version 4 is used again"
 
 
-# -- parts put together anew
+# -- parts restored on other ranks
 
 NAMES = ("data", "tensor", "pipe")
 meshes = st.lists(st.integers(1, 3), min_size=3, max_size=3).map(lambda sizes: Mesh(NAMES, tuple(sizes)))
@@ -79,7 +79,7 @@ meshes = st.lists(st.integers(1, 3), min_size=3, max_size=3).map(lambda sizes: M
 
 @st.composite
 def leaf(draw: st.DrawFn) -> Leaf:
-    """Any tensor, cut by any of the mesh's dimensions in any order."""
+    """A tensor, cut by any of the mesh's dimensions in any order."""
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
     by = draw(st.lists(st.sampled_from(NAMES), unique=True)) if shape else []
     cuts = tuple((draw(st.integers(0, len(shape) - 1)), name) for name in by)
@@ -88,7 +88,7 @@ def leaf(draw: st.DrawFn) -> Leaf:
 
 
 def cut(leaf: Leaf, tensor: torch.Tensor, mesh: Mesh, part: int) -> torch.Tensor:
-    """What a rank has of a tensor, by torch's chunks."""
+    """A rank's part of a tensor, by torch's chunks."""
     place = mesh.place_of(part)
     for dim, name in leaf.cuts:
         chunks = [*tensor.chunk(mesh.size_of(name), dim)] if tensor.shape[dim] else []
@@ -98,10 +98,13 @@ def cut(leaf: Leaf, tensor: torch.Tensor, mesh: Mesh, part: int) -> torch.Tensor
 
 @given(st.lists(leaf(), min_size=1, max_size=4), meshes, meshes, st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_state_is_divided_anew_from_the_bytes_that_are_needed_and_no_others(
+def test_a_state_is_redistributed_from_the_needed_bytes_only(
     made: list[Leaf], before: Mesh, after: Mesh, data: st.DataObject
 ) -> None:
-    """One of those parts that are alike is there, and what a new part does not need is poisoned: it must not show."""
+    """One of the parts that are alike is available.
+
+    Bytes that a new part does not need are poisoned, and must not appear.
+    """
     whole = [
         torch.arange(math.prod(leaf.shape)).view(leaf.shape).to(leaf.torch_dtype) + 1 * (leaf.dtype != "bool")
         for leaf in made
@@ -145,8 +148,8 @@ def test_an_error_names_a_piece_that_no_rank_has() -> None:
         ([Replicate(), Replicate()], ()),
     ],
 )
-def test_tensors_lie_as_torch_places_them(placements: list[Any], cuts: Any) -> None:
-    """Each rank of a mesh of 3 x 2 has what DTensor gives it, and is told of it in DTensor's words."""
+def test_parts_of_tensors_match_the_placements_of_torch(placements: list[Any], cuts: Any) -> None:
+    """Each rank of a mesh of 3 x 2 has the part and the placements of DTensor."""
     mesh, shape = Mesh(("data", "tensor"), (3, 2)), (12, 6)
     assert sorted(_cuts("w", placements, mesh.names, mesh, 2)) == sorted(cuts)
     assert _placements(mesh.names, _cuts("w", placements, mesh.names, mesh, 2), mesh) == tuple(placements)
@@ -156,7 +159,7 @@ def test_tensors_lie_as_torch_places_them(placements: list[Any], cuts: Any) -> N
         assert (shape_of(box), tuple(low for low, _ in box)) == (there, first)
 
 
-def test_uneven_tensors_lie_as_torch_divides_them() -> None:
+def test_parts_of_uneven_tensors_match_the_chunks_of_torch() -> None:
     for length, size in [(7, 3), (2, 4), (0, 2), (9, 3)]:
         boxes = [box_of((length, 2), ((0, "ranks"),), all_ranks(size), part) for part in range(size)]
         chunks = list(torch.arange(length).chunk(size)) if length else []
@@ -200,7 +203,7 @@ def test_blocks_come_from_all_ranks_that_have_them(plane: MemoryPlane) -> None:
     assert set(done.moved) == {0, 1, 2} and done.nbytes == content.numel()
 
 
-def test_a_source_that_is_gone_or_spoilt_is_replaced_by_another(plane: MemoryPlane) -> None:
+def test_a_source_that_is_lost_or_damaged_is_replaced_by_another(plane: MemoryPlane) -> None:
     content = torch.randint(0, 255, (4 * BLOCK,), dtype=torch.uint8)
     gone, spoilt, right = (plane.expose(content.clone()) for _ in range(3))
     blocks, into = wanted(content, [gone, plane.expose(content ^ 1), right])
@@ -213,7 +216,7 @@ def test_a_source_that_is_gone_or_spoilt_is_replaced_by_another(plane: MemoryPla
 
 
 def test_blocks_that_have_arrived_are_not_moved_again(plane: MemoryPlane) -> None:
-    """The epoch ends after three of six blocks; in the next one three are left to be moved."""
+    """The epoch ends after three of six blocks; the next epoch moves the other three."""
     content = torch.randint(0, 255, (6 * BLOCK,), dtype=torch.uint8)
     region, fetcher, asked = plane.expose(content.clone()), Fetcher(), [0]
 
@@ -291,7 +294,10 @@ def cluster(size: int, spares: int = 0, fault: str = "", **session: Any) -> Loca
 
 
 def run(size: int, spares: int = 0, fault: str = "", **train_args: Any) -> tuple[Job, list[dict[str, Any]], list[Any]]:
-    """Start the job, and let it go past step 1 once all spares are there; the job, its results and its events."""
+    """Start the job, and let it continue past step 1 once all spares are there.
+
+    Returns the job, its results and its events.
+    """
     with cluster(size, spares, fault) as ranks:
         gate = ranks.logs / "gate"
         job = ranks.start(train, **{"kills": {}, "gate": str(gate), **train_args})
@@ -303,7 +309,7 @@ def run(size: int, spares: int = 0, fault: str = "", **train_args: Any) -> tuple
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
-    """One rank, nothing fails: what any number of ranks, however many die, must come to."""
+    """The result of one rank without failures, which any number of ranks must reach in spite of deaths."""
     return run(1, copies=1)[1][0]
 
 
@@ -342,7 +348,7 @@ def test_survivors_divide_the_state_of_a_killed_rank_among_them(undisturbed: dic
 def test_the_checkpoint_replaces_a_part_that_is_lost_with_its_copies(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
-    """Ranks 1 and 2 die at once, and with them part 1 and its only copy. The last checkpoint is that of 4 steps."""
+    """Ranks 1 and 2 die at once, and with them part 1 and its only copy. The last checkpoint is after 4 steps."""
     _, results, events = run(3, kills={5: (1, 2)}, saved=str(tmp_path / "saved"))
     assert len(results) == 1
     assert results[0]["weights"] == undisturbed["weights"]
@@ -359,7 +365,7 @@ def test_without_a_checkpoint_the_loss_of_all_copies_ends_the_job_and_is_explain
             job.results()
 
 
-def test_a_job_that_starts_goes_on_from_the_newest_checkpoint(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_a_new_job_continues_from_the_newest_checkpoint(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     saved = str(tmp_path / "saved")
     run(2, saved=saved, steps=5)
     _, results, events = run(3, saved=saved)
@@ -382,21 +388,23 @@ class Steps:
 
 
 def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: str = "") -> list[int]:
-    """The steps that are done in the end. With a `gate`: rank 1 ends when it has loaded a checkpoint and rank 0 goes on
-    from it already, while rank 2 is still inside of an op.
+    """The steps that are done in the end.
+
+    With a `gate`: rank 1 ends when it has loaded a checkpoint and rank 0 already continues from it, while rank 2 is
+    still inside of an op.
     """
 
-    def strike(point: str, step: int, rank: int, epoch: int) -> None:
+    def kill_or_wait(point: str, step: int, rank: int, epoch: int) -> None:
         if gate and epoch == 3 and (point, rank) == ("step.begin", 0):
             Path(gate).touch()
         if gate and epoch == 3 and point == "restore.after_load" and rank > 0:
             eventually(Path(gate).exists, 30.0)
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            eventually(lambda: session._tenure.is_over(epoch), 30.0)
+            eventually(lambda: session._epoch_guard.is_over(epoch), 30.0)
             raise Revoked(epoch, "rank 1 died")
 
-    faultpoints.arm(strike)
+    faultpoints.arm(kill_or_wait)
     steps = Steps()
     session.attach("steps", steps)
     session.checkpoints(saved, every=2)
@@ -411,7 +419,7 @@ def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: st
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_death_while_the_job_goes_back_to_a_checkpoint_leaves_all_at_the_same_step(
+def test_a_death_during_a_return_to_a_checkpoint_leaves_all_ranks_at_the_same_step(
     tmp_path: Path, sharded: bool
 ) -> None:
     saved, gate = str(tmp_path / "saved"), str(tmp_path / "gate")
@@ -435,7 +443,9 @@ def test_a_death_while_the_job_goes_back_to_a_checkpoint_leaves_all_at_the_same_
         "copies.after_copy:4:1:3;restore.before_copies:-1:0:4",
     ],
 )
-def test_the_job_survives_a_kill_at_each_line_of_keeping_and_restoring(fault: str, undisturbed: dict[str, Any]) -> None:
+def test_the_job_survives_a_kill_at_each_point_of_copying_and_restoring(
+    fault: str, undisturbed: dict[str, Any]
+) -> None:
     _, results, events = run(3, 1, fault=fault, copies=2)
     assert len(results) == (2 if ";" in fault else 3)
     assert sum(event["kind"] == "detected" for event in events) > 0, "somebody was killed"

@@ -1,4 +1,4 @@
-"""The examples that train a small Llama with a rank killed on the way: the weights are those of an undisturbed run."""
+"""The examples that train a small Llama while a rank is killed: they reach the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def preloaded() -> None:
 
 
 def run(example: str, size: int, spares: int = 0, **asked: Any) -> tuple[list[str], list[dict[str, Any]]]:
-    """The weights' fingerprint on each rank, and the events of a job that runs the example's `train`."""
+    """The fingerprint of the weights on each rank, and the events of a job that runs the example's `train`."""
     path = str(EXAMPLES / f"{example}.py")
 
     def train(session: Any) -> str:
@@ -44,7 +44,7 @@ def run(example: str, size: int, spares: int = 0, **asked: Any) -> tuple[list[st
 
 @pytest.mark.parametrize("example", ["train_ddp", "train_fsdp2"])
 def test_a_kill_does_not_change_the_weights(example: str) -> None:
-    """Two ranks and nothing fails; three of which one is killed in the middle of step 2. Every bit is the same."""
+    """Two ranks without failures, and three ranks, one of them killed in step 2, agree in every bit."""
     undisturbed, _ = run(example, 2)
     survivors, events = run(example, 3, kill_rank=1, kill_step=2)
     assert len(set(undisturbed)) == 1 and undisturbed[0]

@@ -1,4 +1,7 @@
-"""Exceptions of a user's code: replaced once, the end when they come again; and jobs that all leave early."""
+"""Exceptions of a user's code: the first costs a spare, a repeated one ends the job.
+
+Also jobs that all ranks leave early.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=
 
 
 def fails(session: Session, gate: str = "", once: str = "") -> int:
-    """Steps in which rank 1 raises in step 5; only once if there is a file `once` to note it in."""
+    """Steps; rank 1 raises in step 5.
+
+    It raises only once if there is a file `once` to record that.
+    """
     for attempt in session.steps(10):
         with attempt:
             while gate and attempt.step == 3 and not Path(gate).exists():
@@ -35,7 +41,7 @@ def fails(session: Session, gate: str = "", once: str = "") -> int:
     return session.step
 
 
-def test_an_exception_that_does_not_come_again_costs_a_spare_and_no_more() -> None:
+def test_an_exception_that_is_not_repeated_costs_only_a_spare() -> None:
     with LocalCluster(2, spares=1, session={"timeouts": QUICK}) as ranks:
         gate = ranks.logs / "gate"
         job = ranks.start(fails, str(gate), str(ranks.logs / "once"))
@@ -45,7 +51,7 @@ def test_an_exception_that_does_not_come_again_costs_a_spare_and_no_more() -> No
 
 
 @pytest.mark.parametrize("spares", [1, 3])
-def test_an_exception_that_comes_again_ends_the_job_on_all_ranks_and_consumes_one_spare(spares: int) -> None:
+def test_a_repeated_exception_ends_the_job_on_all_ranks_and_consumes_one_spare(spares: int) -> None:
     with LocalCluster(2, spares=spares, session={"timeouts": QUICK}) as ranks:
         gate = ranks.logs / "gate"
         job = ranks.start(fails, str(gate))
@@ -66,7 +72,7 @@ def test_an_exception_that_comes_again_ends_the_job_on_all_ranks_and_consumes_on
         assert "test_user_errors.py" in error.error.place
 
 
-def test_the_first_exception_ends_a_job_with_that_setting() -> None:
+def test_the_first_exception_ends_a_job_with_on_error_raise() -> None:
     with LocalCluster(3, session={"timeouts": QUICK, "on_error": "raise"}) as ranks:
         job = ranks.start(fails)
         with pytest.raises(ValueError, match="a bad batch"):
@@ -76,7 +82,7 @@ def test_the_first_exception_ends_a_job_with_that_setting() -> None:
 
 
 def test_an_exception_in_every_step_ends_the_job_though_the_steps_are_committed() -> None:
-    """All others have done their part when it is raised, so each step is committed without the rank that raises."""
+    """All others have done their part before it is raised, so each step is committed without the rank that raises."""
 
     def fail(session: Session, gate: str) -> None:
         for attempt in session.steps(20):
@@ -115,7 +121,7 @@ def test_an_exception_on_all_ranks_ends_the_job_at_once() -> None:
     assert KeyError in map(type, errors)
 
 
-def test_an_exception_comes_again_if_type_message_place_and_step_are_the_same(tmp_path: Path) -> None:
+def test_an_exception_is_a_repeat_if_type_message_place_and_step_are_the_same(tmp_path: Path) -> None:
     def caught(words: str, kind: type[Exception] = ValueError) -> Exception:
         try:
             raise kind(words)
@@ -160,7 +166,7 @@ def test_all_ranks_may_leave_the_steps_early(backend: str) -> None:
     assert (view.phase, view.reason) == ("finished", "all members stopped after 5 of 10 steps")
 
 
-def test_the_job_goes_on_at_once_without_a_rank_that_leaves_the_steps_alone() -> None:
+def test_the_job_continues_at_once_without_a_rank_that_alone_leaves_the_steps() -> None:
     with LocalCluster(3, session={"timeouts": QUICK}) as ranks:
         job = ranks.start(stops, 4, only=2)
         assert job.results() == [10, 10]
@@ -169,7 +175,7 @@ def test_the_job_goes_on_at_once_without_a_rank_that_leaves_the_steps_alone() ->
     assert max(b - a for a, b in pairwise(committed)) < QUICK.operation / 2
 
 
-def test_a_rank_that_dies_while_all_stop_does_not_keep_the_others() -> None:
+def test_a_rank_that_dies_while_all_stop_does_not_delay_the_others() -> None:
     with LocalCluster(3, session={"timeouts": QUICK}) as ranks:
         job = ranks.start(stops, 4, late=0.7)
         job.wait_for("committed", step=4)

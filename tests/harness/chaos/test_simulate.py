@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from holdfast.ft.commit import commit_state, decision
-from holdfast.ft.detectors.observers import Observing
-from holdfast.ft.detectors.silence import Silence
+from holdfast.ft.detectors.observers import ObserversDetector
+from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.harness import simulate
@@ -91,23 +91,23 @@ def test_a_simulated_process_uses_the_production_classes() -> None:
     for process in world.processes:
         assert type(process.core) is Membership
         assert type(process.guard) is EpochGuard
-        assert type(process.silence) is Silence
-        assert type(process.observing) is Observing
+        assert type(process.silence) is SilenceTracker
+        assert type(process.observing) is ObserversDetector
         assert process.worker is not None
         assert type(process.worker.commits) is commit_state.CommitState
-    assert worker.judge is decision.judge
+    assert worker.decide is decision.decide
 
 
 def test_the_simulator_copies_no_production_class() -> None:
     ours = {
         "Membership",
-        "Silence",
-        "Observing",
-        "Observers",
+        "SilenceTracker",
+        "ObserversDetector",
+        "SuspicionGraph",
         "Evidence",
         "EpochGuard",
         "CommitState",
-        "Verdict",
+        "Decision",
         "View",
     }
     for path in PACKAGE.rglob("*.py"):

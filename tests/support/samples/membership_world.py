@@ -242,9 +242,9 @@ def _perform(world: World, i: int, effect: Effect) -> World:
             check(bool(effect.view.reason), "a decision without a reason")
             return _with(world, i, replace(process, proposal=effect))
         case Announce(view, to, change):
-            news = ViewRead(view, me.id) if change is None else ViewDeltaReceived(change, me.id)
+            new_findings = ViewRead(view, me.id) if change is None else ViewDeltaReceived(change, me.id)
             for other in to:
-                world = _mail(world, int(other.id[1:]), news)
+                world = _mail(world, int(other.id[1:]), new_findings)
             return world
         case ReadRegister():
             return _mail(world, i, ViewRead(world.register))
@@ -282,7 +282,7 @@ def _check_install(world: World, i: int, view: View) -> None:
     me = process.core.me.id
     check(not process.evicted, f"{me} was evicted and installs epoch {view.epoch}")
     check(view == world.history[view.epoch - 1], f"two memberships of epoch {view.epoch}")
-    check(view.phase != "forming", "a job that is being formed was installed")
+    check(view.phase != "forming", "a job that is being with_chosen_backend was installed")
     if view.phase == "running":
         check(view.rank_of(me) is not None, f"{me} installs a view that it is not in")
     if process.installed:
@@ -300,7 +300,7 @@ def _check_succession(world: World, view: View) -> None:
     check(old.phase in ("forming", "running"), f"a {old.phase} job was changed")
     check(len(view.members) <= view.job.size, "more members than the job wants")
     if old.phase == "running":
-        check(view.phase != "forming", "a running job is being formed again")
+        check(view.phase != "forming", "a running job is being with_chosen_backend again")
         kept = [m.id for m in old.members if m in view.members]
         check(kept == [m.id for m in view.members if m in old.members], "survivors changed their order")
         for rank, m in enumerate(old.members):

@@ -1,7 +1,7 @@
-"""The rendezvous table: what the members of an epoch tell each other while they build its communicator.
+"""The rendezvous table: keys and values that the members of an epoch exchange while they build its communicator.
 
-Keys live under their epoch. When a later epoch begins the earlier ones are dropped, and whoever still waits
-there is told at once.
+Keys belong to an epoch. When a later epoch begins, the keys of earlier ones are dropped and waits for them end with
+`Revoked`. The first member of the epoch serves its table and pushes every change to the copies of the other members.
 """
 
 from __future__ import annotations
@@ -10,55 +10,16 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from holdfast.comms.errors import Revoked, again
 from holdfast.ft.control.errors import KeyTimeout
 
-
-class Table(Protocol):
-    """The table as its users see it, here or over the network. Every method raises `Revoked` once the epoch
-    is over.
-
-    Methods with a `timeout` (seconds) wait until all their keys are there and then raise `KeyTimeout`.
-    """
-
-    def put(self, epoch: int, items: Mapping[str, bytes]) -> None:
-        """Set keys, replacing what they held."""
-
-    def fetch(self, epoch: int, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """The values of `keys`, when all are there."""
-
-    def wait(self, epoch: int, keys: Sequence[str], timeout: float) -> None:
-        """Return when all of `keys` are there."""
-
-    def add(self, epoch: int, key: str, amount: int) -> int:
-        """Add to a decimal number (0 if not there) and return the sum. ValueError if the key holds something
-        else.
-        """
-
-    def append(self, epoch: int, key: str, value: bytes) -> None:
-        """Add to the end of what the key holds (nothing if not there)."""
-
-    def compare_set(self, epoch: int, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set the key if it holds `expected`, or if it is not there and `expected` is empty; what it then
-        holds.
-
-        If it is not there and `expected` is not empty, nothing is set and `expected` comes back.
-        """
-
-    def check(self, epoch: int, keys: Sequence[str]) -> bool:
-        """Whether all of `keys` are there."""
-
-    def delete(self, epoch: int, key: str) -> bool:
-        """Remove the key; whether it was there."""
-
-    def count(self, epoch: int) -> int:
-        """How many keys there are."""
+OnChange = Callable[[int, tuple[str, ...]], None]
+"""(epoch, keys)."""
 
 
 class _Waiter:
-    """Somebody who waits until `missing` is empty; `done` gets None then, or the error that ends the wait."""
+    """A wait for the keys in `missing`; `done` is called with None once all are there, or with the error."""
 
     __slots__ = ("done", "missing")
 
@@ -66,12 +27,19 @@ class _Waiter:
         self.missing, self.done = missing, done
 
 
-class KeyValue:
-    """The table itself, in the process that serves it. Thread-safe; nothing but the waiting methods ever
-    blocks.
+class RendezvousTable:
+    """The table, in the process that serves it, or a member's copy of it. Thread-safe.
+
+    Every method raises `Revoked` once the epoch is over. Methods with a `timeout` (seconds) wait until all their keys
+    are there, and raise `KeyTimeout` after it; the others do not block.
+
+    `on_change` is called with the keys that a method set, in the thread that set them, but not with their values:
+    threads that set the same key may call it in another order than they set it. The thread that sends changes reads the
+    newest values with `values`, so that it never sends an older value after a newer one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: OnChange | None = None) -> None:
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._values: dict[int, dict[str, bytes]] = {}
         self._waiters: dict[int, list[_Waiter]] = {}
@@ -79,9 +47,7 @@ class KeyValue:
         self._reason = ""
 
     def drop_before(self, epoch: int, reason: str = "a later epoch has begun") -> None:
-        """End every epoch before `epoch`: forget its keys, and let those who wait or come later have
-        `Revoked`.
-        """
+        """Drop the keys of all epochs before `epoch`; waits for them end with `Revoked`."""
         with self._lock:
             self._first, self._reason = max(self._first, epoch), reason
             for old in [each for each in self._values if each < self._first]:
@@ -92,6 +58,12 @@ class KeyValue:
                 waiter.done(Revoked(old, reason))
 
     def put(self, epoch: int, items: Mapping[str, bytes]) -> None:
+        """Set keys, replacing their values."""
+        self.receive(epoch, items)
+        self._changed(epoch, tuple(items))
+
+    def receive(self, epoch: int, items: Mapping[str, bytes]) -> None:
+        """Set the keys of this copy to what the first member pushed; `on_change` is not called."""
         with self._lock:
             self._of(epoch).update(items)
             arrived = self._arrived(epoch, items)
@@ -99,10 +71,12 @@ class KeyValue:
             waiter.done(None)
 
     def fetch(self, epoch: int, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """The values of `keys`, once all are there."""
         self.wait(epoch, keys, timeout)
         return self._read(epoch, keys)
 
     def wait(self, epoch: int, keys: Sequence[str], timeout: float) -> None:
+        """Return once all of `keys` are there."""
         ended: list[Revoked | None] = []
         event = threading.Event()
 
@@ -121,12 +95,12 @@ class KeyValue:
             raise again(ended[0])
 
     async def fetch_later(self, epoch: int, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """`fetch` for an event loop."""
+        """Like `fetch`, in an event loop."""
         await self.wait_later(epoch, keys, timeout)
         return self._read(epoch, keys)
 
     async def wait_later(self, epoch: int, keys: Sequence[str], timeout: float) -> None:
-        """`wait` for an event loop."""
+        """Like `wait`, in an event loop."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Revoked | None] = loop.create_future()
 
@@ -148,6 +122,7 @@ class KeyValue:
             raise again(error)
 
     def add(self, epoch: int, key: str, amount: int) -> int:
+        """Add to a decimal number (0 if the key is not there); return the sum. ValueError if it is not a number."""
         with self._lock:
             values = self._of(epoch)
             total = int(values.get(key, b"0")) + amount
@@ -155,17 +130,24 @@ class KeyValue:
             arrived = self._arrived(epoch, (key,))
         for waiter in arrived:
             waiter.done(None)
+        self._changed(epoch, (key,))
         return total
 
     def append(self, epoch: int, key: str, value: bytes) -> None:
+        """Append to the value of the key (empty if it is not there)."""
         with self._lock:
             values = self._of(epoch)
             values[key] = values.get(key, b"") + value
             arrived = self._arrived(epoch, (key,))
         for waiter in arrived:
             waiter.done(None)
+        self._changed(epoch, (key,))
 
     def compare_set(self, epoch: int, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set the key if it holds `expected`, or is not there and `expected` is empty; return its value afterwards.
+
+        If it is not there and `expected` is not empty, nothing is set and `expected` is returned.
+        """
         with self._lock:
             values = self._of(epoch)
             found = values.get(key)
@@ -175,25 +157,38 @@ class KeyValue:
             arrived = self._arrived(epoch, (key,))
         for waiter in arrived:
             waiter.done(None)
+        self._changed(epoch, (key,))
         return desired
 
     def check(self, epoch: int, keys: Sequence[str]) -> bool:
+        """Whether all of `keys` are there."""
         with self._lock:
             values = self._of(epoch)
             return all(key in values for key in keys)
 
     def delete(self, epoch: int, key: str) -> bool:
+        """Remove the key; whether it was there."""
         with self._lock:
             return self._of(epoch).pop(key, None) is not None
 
     def count(self, epoch: int) -> int:
+        """The number of keys."""
         with self._lock:
             return len(self._of(epoch))
 
     def items(self, epoch: int) -> dict[str, bytes]:
-        """Everything that an epoch holds now."""
+        """All keys and values of the epoch."""
         with self._lock:
             return dict(self._of(epoch))
+
+    def values(self, epoch: int, keys: Iterable[str]) -> dict[str, bytes]:
+        """The keys among `keys` that are there, with their values."""
+        held = self.items(epoch)
+        return {key: held[key] for key in keys if key in held}
+
+    def _changed(self, epoch: int, keys: tuple[str, ...]) -> None:
+        if self._on_change is not None:
+            self._on_change(epoch, keys)
 
     def _of(self, epoch: int) -> dict[str, bytes]:
         if epoch < self._first:
@@ -206,7 +201,7 @@ class KeyValue:
             return [values.get(key, b"") for key in keys]
 
     def _enter(self, epoch: int, keys: Sequence[str], done: Callable[[Revoked | None], None]) -> _Waiter | None:
-        """Begin to wait; None if all keys are there."""
+        """Register a wait; None if all keys are there."""
         with self._lock:
             values = self._of(epoch)
             missing = {key for key in keys if key not in values}
@@ -223,7 +218,7 @@ class KeyValue:
                 waiters.remove(waiter)
 
     def _arrived(self, epoch: int, keys: Iterable[str]) -> list[_Waiter]:
-        """Those whose last missing key is among `keys`; they wait no more."""
+        """Remove and return the waits whose last missing key is among `keys`."""
         waiters = self._waiters.get(epoch)
         if not waiters:
             return []
@@ -236,5 +231,5 @@ class KeyValue:
 def _call_in(
     loop: asyncio.AbstractEventLoop, function: Callable[[Revoked | None], None], error: Revoked | None
 ) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all that waited in it
+    with contextlib.suppress(RuntimeError):  # the loop is closed: its waits have ended
         loop.call_soon_threadsafe(function, error)

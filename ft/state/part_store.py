@@ -16,7 +16,7 @@ from holdfast.ft.state.leaves import PartLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredPart:
     """One part of one version: its bytes in `buffer`, and the description of the whole state.
 
     `own` is False for a copy of a neighbour's part.
@@ -39,12 +39,12 @@ class Kept:
         return self.layout.size, *self.layout.share
 
 
-class Shelf:
-    """The kept parts of one process. Memory of removed parts is reused, so that a step allocates none."""
+class PartStore:
+    """The stored parts of one process. Memory of removed parts is reused, so that a step allocates none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: list[Kept] = []
+        self._kept: list[StoredPart] = []
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
 
     @property
@@ -54,13 +54,13 @@ class Shelf:
             nbytes * len(buffers) for nbytes, buffers in self._spare.items()
         )
 
-    def new(self, version: int, layout: PartLayout, description: bytes, own: bool = True) -> Kept:
+    def new(self, version: int, layout: PartLayout, description: bytes, own: bool = True) -> StoredPart:
         """A part with memory of its own, which `put` keeps."""
         spare = self._spare[layout.nbytes]
         buffer = spare.pop() if spare else torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-        return Kept(version, layout, description, buffer, own)
+        return StoredPart(version, layout, description, buffer, own)
 
-    def put(self, parts: Sequence[Kept]) -> None:
+    def put(self, parts: Sequence[StoredPart]) -> None:
         """Keep `parts`, in place of parts of the same version and number."""
         new = {(part.version, part.key) for part in parts}
         self._throw_out([kept for kept in self._kept if (kept.version, kept.key) in new])
@@ -73,21 +73,21 @@ class Shelf:
         for nbytes in [nbytes for nbytes in self._spare if nbytes not in sizes]:
             del self._spare[nbytes]
 
-    def of(self, version: int) -> list[Kept]:
+    def of(self, version: int) -> list[StoredPart]:
         """The kept parts of a version."""
         return [kept for kept in self._kept if kept.version == version]
 
-    def _throw_out(self, parts: list[Kept]) -> None:
+    def _throw_out(self, parts: list[StoredPart]) -> None:
         for part in parts:
             self._kept.remove(part)
             self._spare[part.buffer.numel()].append(part.buffer)
 
 
 def shifts(hosts: Sequence[str], copies: int) -> list[int]:
-    """The distances from each rank to the ranks with its copies: rank r's are at r + shift, modulo the size.
+    """The distances from each rank to the ranks with its copies.
 
-    So every rank keeps as many copies for others as others keep for it. Shifts to other hosts come first, near shifts
-    before far ones.
+    The copies of rank r are at r + shift, modulo the number of ranks, so every rank keeps as many copies for others as
+    others keep for it. Shifts to other hosts come first, near shifts before far ones.
     """
     size = len(hosts)
 

@@ -1,4 +1,4 @@
-"""The rendezvous table, its `torch.distributed.Store`, and the key file that all of the control channel rests on."""
+"""The rendezvous table, its `torch.distributed.Store`, and the key file of the control channel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from holdfast.comms.errors import OpTimeout, Revoked
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.errors import ConnectionLost, KeyTimeout, RemoteError
-from holdfast.ft.control.kv import ControlStore, KeyValue, RemoteTable, Table, handlers
+from holdfast.ft.rendezvous.client import RendezvousClient
+from holdfast.ft.rendezvous.handlers import handlers
+from holdfast.ft.rendezvous.store import RendezvousStore
+from holdfast.ft.rendezvous.table import RendezvousTable
 from support.children import children
 from support.rpc_servers import rpc_server_thread
 
@@ -29,7 +32,7 @@ EPOCH = 7
 
 
 @contextlib.contextmanager
-def served(table: KeyValue) -> Iterator[RpcClient]:
+def served(table: RendezvousTable) -> Iterator[RpcClient]:
     """A client of a server of this table."""
     with (
         rpc_server_thread(key=KEY, job="job", identity="host", handlers=handlers(table)) as server,
@@ -39,27 +42,27 @@ def served(table: KeyValue) -> Iterator[RpcClient]:
 
 
 @pytest.fixture
-def table() -> KeyValue:
-    return KeyValue()
+def table() -> RendezvousTable:
+    return RendezvousTable()
 
 
 @pytest.fixture(params=["here", "remote"])
-def seen(request: pytest.FixtureRequest, table: KeyValue) -> Iterator[Table]:
-    """The table as the process that serves it sees it, and as the others do."""
+def seen(request: pytest.FixtureRequest, table: RendezvousTable) -> Iterator[RendezvousTable | RendezvousClient]:
+    """The table in the process that serves it, and a client of it."""
     if request.param == "here":
         yield table
     else:
         with served(table) as client:
-            yield RemoteTable(client.call)
+            yield RendezvousClient(client.call)
 
 
 @pytest.fixture
-def store(seen: Table) -> ControlStore:
-    return ControlStore(seen, EPOCH, timeout=5.0)
+def store(seen: RendezvousTable | RendezvousClient) -> RendezvousStore:
+    return RendezvousStore(seen, EPOCH, timeout=5.0)
 
 
 @pytest.mark.parametrize("prefixed", [False, True], ids=["plain", "prefixed"])
-def test_the_control_store_answers_as_torchs_stores_do(store: ControlStore, prefixed: bool) -> None:
+def test_the_rendezvous_store_answers_as_torchs_stores_do(store: RendezvousStore, prefixed: bool) -> None:
     answers = []
     for each in (dist.HashStore(), store):
         one: Any = dist.PrefixStore("p", each) if prefixed else each
@@ -95,7 +98,7 @@ def test_the_control_store_answers_as_torchs_stores_do(store: ControlStore, pref
     assert answers[0] == answers[1]
 
 
-def test_get_waits_until_the_key_is_set(store: ControlStore, table: KeyValue) -> None:
+def test_get_waits_until_the_key_is_set(store: RendezvousStore, table: RendezvousTable) -> None:
     later = threading.Timer(0.1, table.put, (EPOCH, {"late": b"here"}))
     later.start()
     assert store.get("late") == b"here"
@@ -103,7 +106,7 @@ def test_get_waits_until_the_key_is_set(store: ControlStore, table: KeyValue) ->
 
 
 @pytest.mark.parametrize("how", ["add", "append", "compare_set", "multi_set"])
-def test_every_way_to_set_wakes_waiting_threads(store: ControlStore, table: KeyValue, how: str) -> None:
+def test_every_way_to_set_wakes_waiting_threads(store: RendezvousStore, table: RendezvousTable, how: str) -> None:
     ways: dict[str, Callable[[], object]] = {
         "add": lambda: table.add(EPOCH, "b", 1),
         "append": lambda: table.append(EPOCH, "b", b"1"),
@@ -117,7 +120,7 @@ def test_every_way_to_set_wakes_waiting_threads(store: ControlStore, table: KeyV
     later.join()
 
 
-def test_a_wait_that_is_not_met_names_the_missing_keys_in_time(store: ControlStore) -> None:
+def test_a_wait_that_times_out_names_the_missing_keys(store: RendezvousStore) -> None:
     store.set("here", "")
     store.set_timeout(timedelta(seconds=0.2))
     for wait in (
@@ -135,8 +138,10 @@ def test_a_wait_that_is_not_met_names_the_missing_keys_in_time(store: ControlSto
         assert 0.1 <= time.monotonic() - started < 2.0
 
 
-def test_epochs_are_apart_and_end(seen: Table, table: KeyValue) -> None:
-    old, new = ControlStore(seen, 1), ControlStore(seen, 2)
+def test_epochs_have_separate_keys_and_a_dropped_one_raises_revoked(
+    seen: RendezvousTable | RendezvousClient, table: RendezvousTable
+) -> None:
+    old, new = RendezvousStore(seen, 1), RendezvousStore(seen, 2)
     old.set("key", "old")
     new.set("key", "new")
     assert (old.get("key"), new.get("key")) == (b"old", b"new")
@@ -154,7 +159,7 @@ def test_epochs_are_apart_and_end(seen: Table, table: KeyValue) -> None:
     assert new.get("key") == b"new"
 
 
-def test_all_threads_share_one_table(store: ControlStore) -> None:
+def test_all_threads_share_one_table(store: RendezvousStore) -> None:
     threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -163,16 +168,16 @@ def test_all_threads_share_one_table(store: ControlStore) -> None:
     assert store.get("n") == b"200"
 
 
-def test_adding_to_a_value_that_is_no_number_is_refused(table: KeyValue) -> None:
+def test_adding_to_a_value_that_is_no_number_is_refused(table: RendezvousTable) -> None:
     with served(table) as client:
-        for seen, error in ((table, ValueError), (RemoteTable(client.call), RemoteError)):
-            store = ControlStore(seen, EPOCH)
+        for seen, error in ((table, ValueError), (RendezvousClient(client.call), RemoteError)):
+            store = RendezvousStore(seen, EPOCH)
             store.set("word", "seven")
             with pytest.raises(error, match="invalid literal"):
                 store.add("word", 1)
 
 
-def test_a_malformed_request_is_refused_and_changes_nothing(table: KeyValue) -> None:
+def test_a_malformed_request_is_refused_and_changes_nothing(table: RendezvousTable) -> None:
     with served(table) as client:
         for method in handlers(table):
             for body in (b"", b"\x90", b"\x91\xa1x", b"\x93\1\2\3", bytes(9)):
@@ -188,10 +193,10 @@ def all_reduce(store: dist.Store, rank: int) -> list[float]:
     return tensor.tolist()
 
 
-def test_gloo_builds_its_group_over_it_between_two_processes(table: KeyValue) -> None:
+def test_gloo_builds_a_group_of_two_processes_over_the_store(table: RendezvousTable) -> None:
     def body(pipe: Pipe) -> None:
         with RpcClient(pipe.recv(), key=KEY, job="job", identity="rank 1") as client:
-            pipe.send(all_reduce(ControlStore(client, EPOCH), 1))
+            pipe.send(all_reduce(RendezvousStore(RendezvousClient(client.call), EPOCH), 1))
 
     with (
         children() as start,
@@ -199,14 +204,14 @@ def test_gloo_builds_its_group_over_it_between_two_processes(table: KeyValue) ->
     ):
         child = start(body)
         child.tell(server.address)
-        assert all_reduce(ControlStore(table, EPOCH), 0) == [3.0, 3.0, 3.0]
+        assert all_reduce(RendezvousStore(table, EPOCH), 0) == [3.0, 3.0, 3.0]
         assert child.hear() == [3.0, 3.0, 3.0]
         child.end()
 
 
-def test_a_group_that_is_being_built_fails_at_once_when_the_host_is_killed() -> None:
+def test_building_a_group_fails_at_once_when_the_serving_process_is_killed() -> None:
     def body(pipe: Pipe) -> None:
-        with rpc_server_thread(key=KEY, job="job", identity="rank 0", handlers=handlers(KeyValue())) as server:
+        with rpc_server_thread(key=KEY, job="job", identity="rank 0", handlers=handlers(RendezvousTable())) as server:
             pipe.send(server.address)
             time.sleep(60)
 
@@ -217,7 +222,7 @@ def test_a_group_that_is_being_built_fails_at_once_when_the_host_is_killed() -> 
 
             def build() -> None:
                 try:
-                    all_reduce(ControlStore(client, EPOCH), 1)
+                    all_reduce(RendezvousStore(RendezvousClient(client.call), EPOCH), 1)
                 except BaseException as error:
                     errors.append(error)
 
@@ -256,7 +261,7 @@ def test_the_mode_does_not_depend_on_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-def test_a_key_that_others_can_touch_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_key_file_that_others_can_access_is_refused(tmp_path: Path, mode: int) -> None:
     create_key(tmp_path / "job.key")
     (tmp_path / "job.key").chmod(mode)
     with pytest.raises(KeyRefused, match=f"{mode:04o}"):

@@ -1,0 +1,1 @@
+"""The key-value table through which the members of an epoch build its communicator."""
