@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from support.snippets import blocks, run_page, unmarked, wrong_excerpts
-from support.source_tree import ROOT
+from support.source_tree import PACKAGES, ROOT, modules
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DOCS = ROOT / "docs"
@@ -44,6 +44,31 @@ def test_every_shell_snippet_says_whether_it_is_run() -> None:
 
 def test_excerpts_are_lines_of_the_files_they_name() -> None:
     assert not [line for page in SITE for line in wrong_excerpts(page)]
+
+
+def test_files_that_pages_name_exist() -> None:
+    """A path from a package on, as `ft/runtime/`, and the name of a file alone, as `board.py`."""
+    names = {path.name for package in (*PACKAGES, "tests", "docs") for path in (ROOT / package).rglob("*.*")}
+    missing = []
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text()
+        paths = re.findall(r"`((?:comms|backends|ft|store|rl|harness|tests|docs|examples)/[\w./*-]*)`", text)
+        missing += [f"{name(page)}: {path}" for path in paths if not any(ROOT.glob(path.rstrip("/")))]
+        if page.is_relative_to(DOCS / "internals"):
+            missing += [
+                f"{name(page)}: {each}" for each in re.findall(r"`(\w+\.(?:py|h|c))`", text) if each not in names
+            ]
+    assert not missing
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    missing = [
+        f"{path}: {page}"
+        for path in modules()
+        for page in re.findall(r"docs/[\w/-]+\.md", (ROOT / path).read_text())
+        if not (ROOT / page).is_file()
+    ]
+    assert not missing
 
 
 @pytest.fixture(scope="module")
