@@ -1,6 +1,6 @@
 """`observers`: heartbeats between hosts. Each member is watched by members of other hosts, and most of them must agree.
 
-The membership chooses whom a process watches, and evicts a member that most observers suspect.
+The membership chooses the processes that each process watches, and evicts a member that most observers suspect.
 `holdfast.ft.detectors.partition` draws the further conclusions from suspicions.
 """
 

@@ -43,6 +43,12 @@ class _Followed:
 
 
 class ProcessWatch:
+    """Watches the processes of members, by pidfds whose start time was checked. Belongs to one event loop.
+
+    `on_deaths` is called in the loop, once for all processes that are found to have ended at a time. Members of other
+    hosts, and those that are threads of this process, are not watched.
+    """
+
     def __init__(self, on_deaths: OnDeaths) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_deaths = on_deaths

@@ -49,12 +49,12 @@ def _stopped(evidence: JobEvidence, group: RankGroup) -> bool:
 def _dead(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
     killed = [track for track in group.tracks.values() if track.was_killed]
     outlived = any(r.ops and r.ops[-1].communicator.epoch > group.epoch for r in evidence.recordings)
-    everybody = len(killed) * 2 > group.size and not outlived  # most were killed at the end of the job: no evidence
+    mostly_killed = len(killed) * 2 > group.size and not outlived  # most were killed at the end of the job: no evidence
     for track in group.tracks.values():
         fenced, said = _said(evidence.events, group, track)
         if fenced:
             yield _finding("hang", group, track, 0.98, f"{_last(track)}; the others ended it: {said}")
-        elif track in killed and not everybody:
+        elif track in killed and not mostly_killed:
             words = said or f"then its process (pid {track.recording.process.pid}) was gone"
             yield _finding("crash", group, track, 0.98, f"{_last(track)}; {words}")
         elif said.startswith(_LEFT_BY_MISMATCH):

@@ -55,7 +55,7 @@ class Evidence:
             return False
         if any(member not in self.lost for member in self.suspected):
             return True
-        silent = (view.ranks[who] for who in self.lost if who not in self.dead and who in view.ranks)
+        silent = (view.ranks[each] for each in self.lost if each not in self.dead and each in view.ranks)
         hosts = {view.members[rank].peer.host: None for rank in silent}
         return any(view.members[rank].id not in self.lost for host in hosts for rank in view.hosts[host])
 
@@ -88,7 +88,7 @@ class Evidence:
             return replace(self, statements=statements) if said.number else self
         suspected = dict(self.suspected)
         del suspected[said.member]
-        left = {who: seen for who, seen in against.items() if who != said.observer}
+        left = {member_id: seen for member_id, seen in against.items() if member_id != said.observer}
         if left:
             suspected[said.member] = left
         fresh = replace(self, suspected=suspected, statements=statements)
@@ -103,18 +103,18 @@ class Evidence:
         if not self.dead and not self.statements:
             return self
         gone = {member.id for member in departed}
-        dead = {who: how for who, how in self.dead.items() if who not in gone}
+        dead = {member_id: how for member_id, how in self.dead.items() if member_id not in gone}
         suspected = {}
-        for who, against in self.suspected.items():
-            if who in gone:
+        for member_id, against in self.suspected.items():
+            if member_id in gone:
                 continue
             left = {observer: seen for observer, seen in against.items() if observer in view.ranks}
             if left:
-                suspected[who] = left
+                suspected[member_id] = left
         words = {
-            who: {observer: word for observer, word in said.items() if observer not in gone}
-            for who, said in self.statements.items()
-            if who not in gone
+            member_id: {observer: word for observer, word in said.items() if observer not in gone}
+            for member_id, said in self.statements.items()
+            if member_id not in gone
         }
         return Evidence(dead, suspected, dead, words)._with_losses(list(suspected), view, shape)
 
@@ -133,11 +133,11 @@ class Evidence:
         if shape.is_mesh(view):
             return list(self.suspected)
         near: dict[str, None] = {}
-        for who in ids:
-            rank = view.rank_of(who)
+        for member_id in ids:
+            rank = view.rank_of(member_id)
             if rank is not None:
                 near.update(dict.fromkeys(m.id for m in observers(view, view.members[rank], shape)))
-        return [who for who in near if who in self.suspected]
+        return [member_id for member_id in near if member_id in self.suspected]
 
     def _with_losses(self, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
         """Add as lost each suspect that these suspicions, or the losses that follow from them, condemn."""
@@ -146,13 +146,13 @@ class Evidence:
         state = self
         todo = list(suspects)
         while todo:
-            who = todo.pop(0)
-            against = state.suspected.get(who, {})
-            rank = view.rank_of(who)
-            if who in state.lost or not against:
+            member_id = todo.pop(0)
+            against = state.suspected.get(member_id, {})
+            rank = view.rank_of(member_id)
+            if member_id in state.lost or not against:
                 continue
             if rank is None:
-                state = replace(state, lost={**state.lost, who: against[min(against)]})
+                state = replace(state, lost={**state.lost, member_id: against[min(against)]})
                 continue
             if not can_be_condemned(view, view.members[rank]):
                 continue
@@ -164,6 +164,6 @@ class Evidence:
             guilty = [observer for observer in jury if observer in against]
             if 2 * len(guilty) > len(jury):
                 words = f"suspected by {len(guilty)} of {len(jury)} observers: {against[min(guilty)]}"
-                state = replace(state, lost={**state.lost, who: words})
-                todo += state._affected_suspects([who], view, shape)
+                state = replace(state, lost={**state.lost, member_id: words})
+                todo += state._affected_suspects([member_id], view, shape)
         return state

@@ -45,22 +45,23 @@ def new_findings(event: Event, me: Member, view: View, evidence: Evidence, befor
     match event:
         case ProvenDeaths() | SpareGone():
             told = [death.id for death in event.deaths] if isinstance(event, ProvenDeaths) else [event.member]
-            new = (who for who in dict.fromkeys(told) if who in evidence.dead and who not in before.dead)
+            new = (each for each in dict.fromkeys(told) if each in evidence.dead and each not in before.dead)
             deaths = _seen_dead(me, view, evidence, new)
-        case Suspicion(who, me.id) | Cleared(who, me.id) if who in view.ranks:
-            doubted = me.id in evidence.suspected.get(who, {})
-            if doubted != (me.id in before.suspected.get(who, {})) and (doubted or who not in evidence.dead):
-                seen = (_suspicion(me, evidence, who) if doubted else _clearance(me, evidence, who),)
+        case Suspicion(member_id, me.id) | Cleared(member_id, me.id) if member_id in view.ranks:
+            doubted = me.id in evidence.suspected.get(member_id, {})
+            doubted_before = me.id in before.suspected.get(member_id, {})
+            if doubted != doubted_before and (doubted or member_id not in evidence.dead):
+                seen = (_suspicion(me, evidence, member_id) if doubted else _clearance(me, evidence, member_id),)
     return Findings(deaths, seen)
 
 
 def open_findings(me: Member, view: View, evidence: Evidence) -> Findings:
     """All findings that must be repeated until a new view follows; withdrawn suspicions are repeated too."""
     seen: list[Suspicion | Cleared] = []
-    for who, said in evidence.statements.items():
-        if me.id in said and who not in evidence.dead and who in view.ranks:
-            doubted = me.id in evidence.suspected.get(who, {})
-            seen.append(_suspicion(me, evidence, who) if doubted else _clearance(me, evidence, who))
+    for member_id, said in evidence.statements.items():
+        if me.id in said and member_id not in evidence.dead and member_id in view.ranks:
+            doubted = me.id in evidence.suspected.get(member_id, {})
+            seen.append(_suspicion(me, evidence, member_id) if doubted else _clearance(me, evidence, member_id))
     return Findings(_seen_dead(me, view, evidence, evidence.dead), tuple(seen))
 
 
@@ -69,12 +70,12 @@ def need_repeating(findings: Findings) -> bool:
     return bool(findings.deaths) or any(isinstance(word, Suspicion) for word in findings.seen)
 
 
-def _suspicion(me: Member, evidence: Evidence, who: str) -> Suspicion:
-    return Suspicion(who, me.id, evidence.suspected[who][me.id], evidence.statements[who][me.id])
+def _suspicion(me: Member, evidence: Evidence, member_id: str) -> Suspicion:
+    return Suspicion(member_id, me.id, evidence.suspected[member_id][me.id], evidence.statements[member_id][me.id])
 
 
-def _clearance(me: Member, evidence: Evidence, who: str) -> Cleared:
-    return Cleared(who, me.id, evidence.statements[who][me.id])
+def _clearance(me: Member, evidence: Evidence, member_id: str) -> Cleared:
+    return Cleared(member_id, me.id, evidence.statements[member_id][me.id])
 
 
 def reports(
@@ -82,11 +83,11 @@ def reports(
 ) -> tuple[Effect, ...]:
     """The effects that report `findings`, for the `turn`-th time."""
     if shape.is_mesh(view):
-        everybody = [m for m in (*view.members, *spares) if m.id != me.id]
+        recipients = [m for m in (*view.members, *spares) if m.id != me.id]
     else:
         doubtful = {word.member for word in findings.seen} | evidence.lost.keys()
-        everybody = [m for m in heads(view, doubtful, shape, turn) if m.id != me.id]
-    to = tuple(m for m in everybody if m.id not in evidence.dead)
+        recipients = [m for m in heads(view, doubtful, shape, turn) if m.id != me.id]
+    to = tuple(m for m in recipients if m.id not in evidence.dead)
     blind = tuple(m for m in to if m.peer.host != me.peer.host)
     effects: list[Effect] = []
     if findings.deaths and blind:
@@ -98,5 +99,5 @@ def reports(
 
 def _seen_dead(me: Member, view: View, evidence: Evidence, ids: Iterable[str]) -> tuple[Death, ...]:
     """The deaths of those among `ids` that are members on this host."""
-    here = (who for who in ids if who in view.ranks and view.members[view.ranks[who]].peer.host == me.peer.host)
-    return tuple(Death(who, evidence.dead[who]) for who in here)
+    here = (each for each in ids if each in view.ranks and view.members[view.ranks[each]].peer.host == me.peer.host)
+    return tuple(Death(each, evidence.dead[each]) for each in here)

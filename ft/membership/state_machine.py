@@ -298,10 +298,10 @@ class Membership(Struct, frozen=True):
         had = before.evidence.lost if view is before.view else {}
         if lost is had:
             return self, ()
-        ids = sorted((who for who in lost if who not in had and who in view.ranks), key=view.ranks.__getitem__)
+        ids = sorted((each for each in lost if each not in had and each in view.ranks), key=view.ranks.__getitem__)
         if not ids:
             return self, ()
-        new = tuple(Death(who, lost[who]) for who in ids)
+        new = tuple(Death(each, lost[each]) for each in ids)
         ranks = ", ".join(f"rank {view.ranks[death.id]}: {death.evidence}" for death in new)
         return replace(self, revoked=view.epoch), (Revoke(view.epoch, new, ranks),)
 

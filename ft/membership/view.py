@@ -121,7 +121,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     def before(self, member_id: str, gone: Set[str]) -> int:
         """The number of members before this one, which is in the view, without those in `gone`."""
         rank = self.ranks[member_id]
-        return rank - sum(self.ranks.get(who, rank) < rank for who in gone)
+        return rank - sum(self.ranks.get(each, rank) < rank for each in gone)
 
     def left_since(self, old: View) -> tuple[Member, ...]:
         """The members of `old` that are not in this view, in rank order."""

@@ -41,7 +41,7 @@ class Generator:
 
 
 def journey(state: Any) -> Any:
-    """The state as a newcomer gets it."""
+    """The state that a newcomer receives."""
     packed = transfer.pack({"thing": Attachable(state)}, torch.device("cpu"))
     return transfer.unpack(transfer.PackedState(packed.description, packed.pieces, [c.clone() for c in packed.chunks]))[
         "thing"
@@ -214,8 +214,8 @@ def test_a_spare_takes_over_schedulers_and_random_numbers(backend: str) -> None:
         assert result["lr"] == pytest.approx(wanted["lr"])
 
 
-def spoilt(session: Session, steps: int, gate: str, at: int) -> list[int]:
-    """Steps whose state cannot travel any more from step `at` on."""
+def state_becomes_unsendable(session: Session, steps: int, gate: str, at: int) -> list[int]:
+    """Steps; from step `at` on, the state cannot be sent."""
     thing, done = Attachable({"value": 1}), []
     session.attach("thing", thing)
     for attempt in session.steps(steps):
@@ -230,10 +230,12 @@ def spoilt(session: Session, steps: int, gate: str, at: int) -> list[int]:
     return done
 
 
-def start_spoilt(ranks: LocalCluster, disturb: Callable[[Any], object]) -> tuple[list[Any], list[dict[str, Any]], str]:
+def start_with_unsendable_state(
+    ranks: LocalCluster, disturb: Callable[[Any], object]
+) -> tuple[list[Any], list[dict[str, Any]], str]:
     """Results, events and the newcomer's output of a job that is disturbed after step 2."""
     gate = ranks.logs / "gate"
-    job = ranks.start(spoilt, 8, str(gate), 1)
+    job = ranks.start(state_becomes_unsendable, 8, str(gate), 1)
     if ranks.spares:
         job.wait_for_spares()
     job.wait_for("committed", step=2)
@@ -253,7 +255,7 @@ def start_spoilt(ranks: LocalCluster, disturb: Callable[[Any], object]) -> tuple
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_survivors_that_cannot_send_their_state_continue_without_the_newcomer(backend: str) -> None:
     with LocalCluster(3, backend, spares=1, session={"timeouts": QUICK}) as ranks:
-        results, events, words = start_spoilt(ranks, lambda job: job.kill(2))
+        results, events, words = start_with_unsendable_state(ranks, lambda job: job.kill(2))
     assert results == [list(range(8)), list(range(8))]
     assert "cannot give its state to newcomers: TypeError: state['thing']['value'] is a type" in words
     assert {event["reason"] for event in events if event["kind"] == "state_refused"}
@@ -265,7 +267,7 @@ def test_survivors_that_cannot_send_their_state_continue_without_the_newcomer(ba
 def test_a_late_joiner_that_cannot_get_the_state_is_refused_and_the_job_continues() -> None:
     soon = replace(QUICK, join=1.5)
     with LocalCluster(2, session={"timeouts": soon, "size": 3, "min_size": 2}) as ranks:
-        results, _, words = start_spoilt(ranks, lambda job: job.add())
+        results, _, words = start_with_unsendable_state(ranks, lambda job: job.add())
     assert results == [list(range(8)), list(range(8))]
     assert "state['thing']['value']" in words
 

@@ -205,14 +205,14 @@ def test_blocks_come_from_all_ranks_that_have_them(plane: MemoryPlane) -> None:
 
 def test_a_source_that_is_lost_or_damaged_is_replaced_by_another(plane: MemoryPlane) -> None:
     content = torch.randint(0, 255, (4 * BLOCK,), dtype=torch.uint8)
-    gone, spoilt, right = (plane.expose(content.clone()) for _ in range(3))
+    gone, damaged, right = (plane.expose(content.clone()) for _ in range(3))
     blocks, into = wanted(content, [gone, plane.expose(content ^ 1), right])
     gone.close()
     done = Fetcher().fetch(plane, blocks, timeout=10.0)
     assert torch.equal(into, content)
     assert done.moved == {2: content.numel()}
     assert "another checksum" in done.lost[1] and set(done.lost) == {0, 1}
-    spoilt.close()
+    damaged.close()
 
 
 def test_blocks_that_have_arrived_are_not_moved_again(plane: MemoryPlane) -> None:
