@@ -69,7 +69,7 @@ def box_of(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, rank: int) -> Box:
 
 
 @lru_cache(maxsize=1 << 12)
-def who_has(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh) -> dict[Box, list[int]]:
+def holders_of_boxes(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh) -> dict[Box, list[int]]:
     """The boxes, without empty ones, that a tensor is cut into, each with the ranks that have it."""
     found: defaultdict[Box, list[int]] = defaultdict(list)
     for rank in range(mesh.size):

@@ -19,7 +19,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.state.fetching import BLOCK, Block, Fetched, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.leaves import Leaf, PartLayout
-from holdfast.ft.state.mesh import Box, Mesh, common, stretch, who_has
+from holdfast.ft.state.mesh import Box, Mesh, common, holders_of_boxes, stretch
 from holdfast.ft.state.part_store import StoredPart
 
 
@@ -139,7 +139,7 @@ def choose(layout: PartLayout, old: Mesh, mine: Collection[int], there: Collecti
     found = []
     for leaf, wanted in zip(layout.leaves, layout.boxes, strict=True):
         pieces = []
-        for box, parts in who_has(leaf.shape, leaf.cuts, old).items():
+        for box, parts in holders_of_boxes(leaf.shape, leaf.cuts, old).items():
             part_of_it = common(box, wanted)
             if part_of_it is None:
                 continue
