@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from holdfast.comms import arithmetic
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
+from holdfast.comms.ops import ReduceOp
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
@@ -152,7 +153,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         tensors, op = call.outputs, call.opts.reduceOp
         lists.alike("allreduce", tensors)
         if tensors[0].layout != torch.strided:
-            return self._complete(tensors, partial(all_reduce_sparse, self.communicator), op, call.opts)
+            return self._all_reduce_sparse(tensors, op, call.opts)
         if len(tensors) > 1:
             self._combine(tensors, op)
         places = {tensor.data_ptr(): tensor for tensor in tensors}.values()
@@ -168,6 +169,18 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         work = self._complete(copies, self.communicator.all_reduce, op, call.opts)
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.detach().copy_(copy)
+        return TorchWork(work.parts, tensors)
+
+    def _all_reduce_sparse(self, tensors: Tensors, op: Any, opts: Any) -> TorchWork:
+        total = tensors[0].detach().clone()
+        if len(tensors) > 1:
+            if reduction(op, total) is not ReduceOp.SUM:
+                raise Unsupported(f"allreduce of several sparse tensors by {op}", "pass one tensor, or sum them")
+            total = sum(tensors[1:], total).detach()
+        work = self._complete([total], partial(all_reduce_sparse, self.communicator), op, opts)
+        with torch.no_grad():  # not detach(): a sparse tensor's copy has values of its own
+            for tensor in tensors:
+                tensor.copy_(total)
         return TorchWork(work.parts, tensors)
 
     def _combine(self, tensors: Tensors, op: Any) -> None:
@@ -266,7 +279,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         lists.of_one_size("allgather", [*inputs, *taken])
         several = len(inputs)
         issues = [self._all_gather(outs[i::several], tensor) for outs in outputs for i, tensor in enumerate(inputs)]
-        return self._run(issues, taken, call.opts)
+        return self._run(issues, outputs if several > 1 else taken, call.opts)
 
     @overloads(AllgatherOptions, form("opts", output_lists=LISTS, input_list=LIST))
     def allgather_coalesced(self, call: Call) -> TorchWork:
@@ -275,8 +288,10 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         lists.some("allgather_coalesced", inputs)
         for of_rank in outputs:
             lists.pairs("allgather_coalesced", of_rank, inputs)
+        for i, tensor in enumerate(inputs):
+            lists.of_one_size("allgather_coalesced", [tensor, *(of_rank[i] for of_rank in outputs)])
         issues = [self._all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(inputs)]
-        return self._run(issues, [tensor for of_rank in outputs for tensor in of_rank], call.opts)
+        return self._run(issues, outputs if len(outputs) > 1 else outputs[0], call.opts)
 
     def _all_gather(self, outputs: Tensors, tensor: Tensor) -> Issue:
         return lambda later, limit: self.communicator.all_gather(outputs, tensor, later, limit)
@@ -406,7 +421,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             self._together.append(work)
         return work
 
-    def _run(self, issues: Sequence[Issue], tensors: Tensors, opts: Any) -> TorchWork:
+    def _run(self, issues: Sequence[Issue], tensors: Tensors | Sequence[Tensors], opts: Any) -> TorchWork:
         limit = seconds(opts.timeout) or self._timeout
         with self._turn:
             later = is_async(opts) or self._together is not None

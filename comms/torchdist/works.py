@@ -16,17 +16,21 @@ from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
 Future = torch.futures.Future
+Filled = Sequence[Tensor] | Sequence[Sequence[Tensor]]
 
 
 @untraced
 class TorchWork(dist.Work):
-    """torch's Work for one op, or for several that torch treats as one. `result()` is the tensors that it fills."""
+    """torch's Work for one op, or for several that torch treats as one.
 
-    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor]) -> None:
+    `result()` is the tensors that it fills: a list; a list of lists for gathers of several tensors, as over gloo.
+    """
+
+    def __init__(self, works: Sequence[Work], tensors: Filled) -> None:
         super().__init__()
         self._works = tuple(works)
-        self._tensors = list(tensors)
-        self._future: Future[list[Tensor]] | None = None
+        self._tensors: list[Any] = list(tensors)
+        self._future: Future[list[Any]] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -52,10 +56,10 @@ class TorchWork(dist.Work):
     def exception(self) -> BaseException | None:
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
-    def result(self) -> list[Tensor]:
+    def result(self) -> list[Any]:
         return self._tensors
 
-    def get_future(self) -> Future[list[Tensor]]:
+    def get_future(self) -> Future[list[Any]]:
         """A future of `result()`; one that fails carries the op's error as a RuntimeError with its text."""
         with self._lock:
             if self._future is None:
@@ -77,14 +81,14 @@ class ReceivedFrom(TorchWork):
     source_rank = _source_rank
 
 
-def _future_of(work: TorchWork) -> Future[list[Tensor]]:
+def _future_of(work: TorchWork) -> Future[list[Any]]:
     """A future of a work's result; unless the work is complete, a thread of its own completes the future.
 
     Callbacks may wait for ops that they issue (PowerSGD's do), so they must not run in the thread that runs the ops.
     """
-    start: Future[list[Tensor]] = Future()
+    start: Future[list[Any]] = Future()
 
-    def outcome(_: Any) -> list[Tensor]:
+    def outcome(_: Any) -> list[Any]:
         error = work.exception()
         if error is not None:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -16,12 +16,15 @@ from holdfast.harness import LocalCluster
 from support.torch_groups import ENVIRON, in_group
 
 Tensor = torch.Tensor
-Calling = Callable[[Any, int], list[Tensor]]
-"""Makes one call of a group, given the rank, and returns the tensors that it filled."""
+Made = tuple[list[Tensor], object]
+Calling = Callable[[Any, int], Made]
+"""Makes one call of a group, given the rank. Returns the tensors that it filled, and the value of the work's future."""
 
 MAX = dist.ReduceOp.MAX
 SECONDS = timedelta(seconds=9)
 CALLS: dict[str, Calling] = {}
+VALUED = {"allreduce", "allreduce_coalesced", "broadcast", "allgather", "allgather_coalesced", "gather", "scatter"}
+"""Methods whose future holds what they fill; over gloo that of others holds its own buffers, or there is none."""
 
 
 def t(*numbers: float) -> Tensor:
@@ -44,6 +47,13 @@ def options(kind: Any, **fields: Any) -> Any:
     return make
 
 
+def _value(given: Any) -> object:
+    """The value of a future, as numbers: a tensor, a list of tensors or a list of lists."""
+    if isinstance(given, Tensor):
+        return given.to_dense().tolist()
+    return [_value(each) for each in given] if isinstance(given, list) else given
+
+
 def _now(argument: Any) -> Any:
     return argument() if isinstance(argument, FunctionType) else argument
 
@@ -51,11 +61,12 @@ def _now(argument: Any) -> Any:
 def call(name: str, method: str, make: Callable[[int], tuple[Sequence[Any], dict[str, Any], Sequence[Tensor]]]) -> None:
     """Add a call of `method`. `make(rank)` returns the arguments, the named ones, and the tensors that are filled."""
 
-    def run(group: Any, rank: int) -> list[Tensor]:
+    def run(group: Any, rank: int) -> Made:
         arguments, named, filled = make(rank)
         named = {key: _now(value) for key, value in named.items()}
-        getattr(group, method)(*map(_now, arguments), **named).wait()
-        return [tensor.clone() for tensor in filled]
+        work = getattr(group, method)(*map(_now, arguments), **named)
+        work.wait()
+        return [tensor.clone() for tensor in filled], _value(work.get_future().value()) if method in VALUED else None
 
     assert name not in CALLS
     CALLS[name] = run
@@ -102,6 +113,17 @@ in_place("coalesced of two dtypes", "allreduce_coalesced", lambda r: ([t(1), z(1
 in_place("coalesced, the same twice", "allreduce_coalesced", lambda r: ([t(1 + r)] * 2, [], {}))
 in_place("coalesced, overlapping", "allreduce_coalesced", lambda r: (lambda x: ([x[:3], x[1:]], [], {}))(t(1, 2, 3, 4)))
 in_place("coalesced of nothing", "allreduce_coalesced", lambda r: ([], [], {}))
+
+
+def sparse(*places: int) -> Tensor:
+    """Ones at some places of four."""
+    return torch.sparse_coo_tensor(torch.tensor([places]), torch.ones(len(places)), (4,))
+
+
+in_place("sparse allreduce", "allreduce", lambda r: ([sparse(r, 3)], [], {}))
+in_place("sparse allreduce of several", "allreduce", lambda r: ([sparse(r), sparse(r + 1, 3)], [], {}))
+in_place("sparse allreduce by max", "allreduce", lambda r: ([sparse(r)], [MAX], {}))
+in_place("sparse allreduce of several by max", "allreduce", lambda r: ([sparse(r), sparse(r + 1)], [MAX], {}))
 
 BROADCAST = dist.BroadcastOptions
 for fields in ({"rootRank": 1}, {"rootRank": 5}, {"rootRank": -1}, {"rootTensor": 1}, {"rootTensor": -1}):
@@ -260,7 +282,7 @@ call("barrier with options", "barrier", lambda r: ((), {"opts": options(dist.Bar
 
 
 def message(name: str, by_name: bool, method: str = "recv") -> None:
-    def run(group: Any, rank: int) -> list[Tensor]:
+    def run(group: Any, rank: int) -> Made:
         x = t(7) if rank == 0 else z()
         peer = {"dstRank": 1} if rank == 0 else {"srcRank": 0}
         end = "send" if rank == 0 else method
@@ -271,7 +293,7 @@ def message(name: str, by_name: bool, method: str = "recv") -> None:
         else:
             work = getattr(group, end)([x], *peer.values(), 3)
         work.wait()
-        return [x]
+        return [x], None
 
     CALLS[name] = run
 
@@ -286,9 +308,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[A
     """By call: the results over plain gloo and over holdfast on each of two ranks; None stands for an error."""
 
     def body(rank: int, size: int) -> dict[str, tuple[Any, Any]]:
-        def outcome(make: Calling, group: Any) -> list[Any] | None:
+        def outcome(make: Calling, group: Any) -> tuple[list[Any], object] | None:
             try:
-                return [tensor.tolist() for tensor in make(group, rank)]
+                filled, value = make(group, rank)
+                return [tensor.to_dense().tolist() for tensor in filled], value
             except (RuntimeError, ValueError, TypeError):
                 return None
 
