@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
-from holdfast.comms import arithmetic
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
-from holdfast.comms.ops import ReduceOp
+from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked
+from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
@@ -155,7 +154,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         if tensors[0].layout != torch.strided:
             return self._all_reduce_sparse(tensors, op, call.opts)
         if len(tensors) > 1:
-            self._combine(tensors, op)
+            several_tensors.copy_to_all(several_tensors.total(tensors, reduction(op, tensors[0])), tensors)
         places = {tensor.data_ptr(): tensor for tensor in tensors}.values()
         return self._run([self._all_reduce(tensor, op) for tensor in places], tensors, call.opts)
 
@@ -172,27 +171,10 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return TorchWork(work.parts, tensors)
 
     def _all_reduce_sparse(self, tensors: Tensors, op: Any, opts: Any) -> TorchWork:
-        total = tensors[0].detach().clone()
-        if len(tensors) > 1:
-            if reduction(op, total) is not ReduceOp.SUM:
-                raise Unsupported(f"allreduce of several sparse tensors by {op}", "pass one tensor, or sum them")
-            total = sum(tensors[1:], total).detach()
-        work = self._complete([total], partial(all_reduce_sparse, self.communicator), op, opts)
-        with torch.no_grad():  # not detach(): a sparse tensor's copy has values of its own
-            for tensor in tensors:
-                tensor.copy_(total)
+        summed = several_tensors.total(tensors, reduction(op, tensors[0]))
+        work = self._complete([summed], partial(all_reduce_sparse, self.communicator), op, opts)
+        several_tensors.copy_to_all(summed, tensors)
         return TorchWork(work.parts, tensors)
-
-    def _combine(self, tensors: Tensors, op: Any) -> None:
-        """Set each of several tensors of this rank to their reduction."""
-        ours = reduction(op, tensors[0])
-        if ours.name in arithmetic.SCALED:
-            raise Unsupported(f"allreduce ({ours.name}) of several tensors of one rank", "pass one tensor")
-        total = tensors[0].detach().clone()
-        for tensor in tensors[1:]:
-            arithmetic.combine(total, tensor.detach(), ours)
-        for tensor in tensors:
-            tensor.detach().copy_(total)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> Issue:
         ours = reduction(op, tensor)
