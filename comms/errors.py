@@ -34,7 +34,10 @@ def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, 
 
 
 def describe(error: BaseException) -> str:
-    """A text for an error that is never empty: with its type name, unless it is a HoldfastError with a message."""
+    """A text for an error, never empty.
+
+    It begins with the type name, unless the error is a HoldfastError with a message.
+    """
     text = str(error)
     if isinstance(error, HoldfastError) and text:
         return text

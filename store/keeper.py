@@ -109,8 +109,9 @@ class Keeper:
     # -- the replicas of this process
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory of at least `nbytes` for a part; that of a dropped part if it fits, because touching fresh memory
-        costs more than copying.
+        """Memory of at least `nbytes` for a part: that of a dropped part if it fits.
+
+        To touch fresh memory costs more than to copy.
         """
         with self._lock:
             fits = [each for each in self._spare if nbytes <= each.nbytes <= 2 * nbytes + ROUNDING]

@@ -14,7 +14,7 @@ _MAC_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Adds and checks MACs that bind a value to the job's key, to one meeting (`scope`) and to its key name."""
+    """Adds and checks MACs of values. A MAC binds a value to the job's key, one meeting (`scope`) and its name."""
 
     key: bytes = field(repr=False)
     scope: bytes

@@ -56,7 +56,7 @@ def reraise_local_cause(doing: str) -> Iterator[None]:
 
 
 def resource_exhausted(number: int | None, doing: str, path: str | bytes | None = None) -> ResourceExhausted | None:
-    """The error for an errno that means that this process or host ran out of a resource; None for other errnos."""
+    """The error for an errno by which this process or host lacks a resource; None for other errnos."""
     where = "the file system" if path is None else repr(os.fsdecode(path))
     match number:
         case errno.EMFILE:

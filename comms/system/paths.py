@@ -57,7 +57,7 @@ def connect_unix(sock: socket.socket, path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def _short(path: str | os.PathLike[str]) -> Iterator[str]:
-    """An address for `path`: the path itself, or if it is too long, its name below /proc/self/fd of its open folder."""
+    """An address for `path`: the path, or if that is too long, its name below its open folder in /proc/self/fd."""
     path = Path(path)
     if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
         yield str(path)

@@ -46,7 +46,10 @@ class Estimate:
 
 
 def paired_ratio(quads: Sequence[tuple[float, float, float, float]]) -> float:
-    """The log ratio of a cluster: the mean over the middle half of its groups, each four times (A, B, B, A)."""
+    """The log ratio of a cluster of groups: the mean over their middle half.
+
+    A group is four times, in the order A, B, B, A.
+    """
     ratios = sorted(math.log(b1 * b2 / (a1 * a2)) / 2 for a1, b1, b2, a2 in quads)
     outside = len(ratios) // 4
     return statistics.fmean(ratios[outside : len(ratios) - outside])

@@ -160,7 +160,7 @@ class P2PChannels:
 
 
 def _own_client(store: dist.Store) -> dist.Store:
-    """A new client of the same store: a wait in a client of torch's TCPStore blocks all threads that share it."""
+    """A new client of the same store. A wait in a client of torch's TCPStore blocks all threads that share it."""
     clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]  # missing in torch's stubs
     return clone()
 

@@ -264,7 +264,7 @@ def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
 
 
 def _in_a_line(raw: RawRun) -> str:
-    """Why a run failed: the error and the line that raised it, or the last output of ranks that reported no error."""
+    """Why a run failed: the error with the line that raised it, else the last output of the ranks."""
     why, *trace = raw.results.errors[0].splitlines()
     frames = _FRAME.findall("\n".join(trace))
     if frames:

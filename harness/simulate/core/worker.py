@@ -135,7 +135,7 @@ class SimulatedSession:
             elif rank in decision.receivers:
                 self._synchronise(decision, None)
             else:
-                self._everybody_has_it()
+                self._state_transferred()
         elif commits.done >= commits.total:
             me.reach("finish.before_propose", self._finish)
         else:
@@ -155,18 +155,18 @@ class SimulatedSession:
         me, state, view, decision = self._process, states[0], self._view, self.commits.pending
         assert state is not None and view is not None and decision is not None
         if view.rank_of(me.member.id) == decision.source:  # of this epoch: its core may not have heard of that yet
-            self._everybody_has_it()
+            self._state_transferred()
             return
 
         def load() -> None:
             done, self.digest = state
             self.commits.take_over(done)
             me.world.emit(me, "synced", step=done - 1, epoch=self.epoch, digest=f"{self.digest:x}")
-            self._reach("sync.after_load", self._everybody_has_it)
+            self._reach("sync.after_load", self._state_transferred)
 
         self._reach("sync.before_load", load)
 
-    def _everybody_has_it(self) -> None:
+    def _state_transferred(self) -> None:
         """Continue once all newcomers have the state."""
 
         def go_on(_: Sequence[Any]) -> None:
