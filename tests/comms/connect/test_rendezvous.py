@@ -322,9 +322,9 @@ def test_a_value_sealed_for_one_meeting_does_not_verify_at_another(key_file: Pat
 def test_addresses_are_bound_to_the_offers_of_their_meeting() -> None:
     seal = Seal(b"k" * 32, b"meeting 0")
     ours, theirs = seal.bound_to(b"offers"), seal.bound_to(b"other offers")
-    assert ours.unwrap("board", ours.close("board", b"here")) == b"here"
+    assert ours.unwrap("board", ours.wrap("board", b"here")) == b"here"
     with pytest.raises(comms.CorruptData):
-        ours.unwrap("board", theirs.close("board", b"here"))
+        ours.unwrap("board", theirs.wrap("board", b"here"))
     with pytest.raises(comms.CorruptData):
         ours.unwrap("board", seal.wrap("board", b"here"))
 
