@@ -14,6 +14,8 @@ from typing import Any
 
 os.environ.setdefault("HOLDFAST_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A TCPStore that connects asks the name server for the name of 127.0.0.1: a lost answer must not cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 import pytest
 import torch.distributed as dist
