@@ -59,16 +59,11 @@ class RendezvousTable:
 
     def put(self, epoch: int, items: Mapping[str, bytes]) -> None:
         """Set keys, replacing their values."""
-        self.receive(epoch, items)
-        self._changed(epoch, tuple(items))
+        self._changed(epoch, tuple(items), self._set(epoch, items))
 
     def receive(self, epoch: int, items: Mapping[str, bytes]) -> None:
         """Set the keys of this copy to what the first member pushed; `on_change` is not called."""
-        with self._lock:
-            self._of(epoch).update(items)
-            arrived = self._arrived(epoch, items)
-        for waiter in arrived:
-            waiter.done(None)
+        _end(self._set(epoch, items))
 
     def fetch(self, epoch: int, keys: Sequence[str], timeout: float) -> list[bytes]:
         """The values of `keys`, once all are there."""
@@ -128,9 +123,7 @@ class RendezvousTable:
             total = int(values.get(key, b"0")) + amount
             values[key] = str(total).encode()
             arrived = self._arrived(epoch, (key,))
-        for waiter in arrived:
-            waiter.done(None)
-        self._changed(epoch, (key,))
+        self._changed(epoch, (key,), arrived)
         return total
 
     def append(self, epoch: int, key: str, value: bytes) -> None:
@@ -139,9 +132,7 @@ class RendezvousTable:
             values = self._of(epoch)
             values[key] = values.get(key, b"") + value
             arrived = self._arrived(epoch, (key,))
-        for waiter in arrived:
-            waiter.done(None)
-        self._changed(epoch, (key,))
+        self._changed(epoch, (key,), arrived)
 
     def compare_set(self, epoch: int, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set the key if it holds `expected`, or is not there and `expected` is empty; return its value afterwards.
@@ -155,9 +146,7 @@ class RendezvousTable:
                 return expected if found is None else found
             values[key] = desired
             arrived = self._arrived(epoch, (key,))
-        for waiter in arrived:
-            waiter.done(None)
-        self._changed(epoch, (key,))
+        self._changed(epoch, (key,), arrived)
         return desired
 
     def check(self, epoch: int, keys: Sequence[str]) -> bool:
@@ -186,7 +175,15 @@ class RendezvousTable:
         held = self.items(epoch)
         return {key: held[key] for key in keys if key in held}
 
-    def _changed(self, epoch: int, keys: tuple[str, ...]) -> None:
+    def _set(self, epoch: int, items: Mapping[str, bytes]) -> list[_Waiter]:
+        """Set keys; returns the waits that this ends."""
+        with self._lock:
+            self._of(epoch).update(items)
+            return self._arrived(epoch, items)
+
+    def _changed(self, epoch: int, keys: tuple[str, ...], arrived: Sequence[_Waiter]) -> None:
+        """End the waits for the keys that were set, and report these."""
+        _end(arrived)
         if self._on_change is not None:
             self._on_change(epoch, keys)
 
@@ -226,6 +223,11 @@ class RendezvousTable:
             waiter.missing.difference_update(keys)
         self._waiters[epoch] = [waiter for waiter in waiters if waiter.missing]
         return [waiter for waiter in waiters if not waiter.missing]
+
+
+def _end(waiters: Sequence[_Waiter]) -> None:
+    for waiter in waiters:
+        waiter.done(None)
 
 
 def _call_in(
