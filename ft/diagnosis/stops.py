@@ -9,12 +9,13 @@ from holdfast.comms.errors import Mismatch
 from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, RankGroup, Track
 from holdfast.ft.diagnosis.finding import Finding, Kind
 from holdfast.ft.diagnosis.waits import End, Why, edges, ends
+from holdfast.ft.membership.events import LEFT
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 PATIENCE = 1.0
 """Seconds after which an op that has not ended counts as blocked, in a running job."""
 
-_LEFT_BY_MISMATCH = f"it left: {Mismatch.__name__}: "
+_LEFT_BY_MISMATCH = f"{LEFT}{Mismatch.__name__}: "
 """Evidence of a mismatch whose ops are no longer recorded: either rank that it names may be the one that is wrong."""
 
 

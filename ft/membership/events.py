@@ -8,6 +8,9 @@ from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.membership.view_delta import ViewDelta
 
+LEFT = "it left: "
+"""How the evidence of a `Death` begins if the process left the job; its reason follows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Death:

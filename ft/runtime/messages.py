@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.membership.events import Cleared, Death, Event, SpareAnnounced, Suspicion, ViewDeltaReceived, ViewRead
+from holdfast.ft.membership.events import (
+    LEFT,
+    Cleared,
+    Death,
+    Event,
+    SpareAnnounced,
+    Suspicion,
+    ViewDeltaReceived,
+    ViewRead,
+)
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.membership.view_delta import ViewDelta
 
@@ -113,7 +122,7 @@ def handlers(listener: MessageCallbacks) -> dict[str, Callable[[str, bytes], byt
         "change": lambda peer, body: core(ViewDeltaReceived(ViewDelta.decode(body), peer)),
         "spare": lambda peer, body: core(SpareAnnounced(_member.decode(body))),
         "deaths": lambda peer, body: listener.deaths(tuple(Death(*death) for death in _deaths.decode(body))),
-        "leave": lambda peer, body: listener.deaths((Death(peer, f"it left: {_text.decode(body)}"),)),
+        "leave": lambda peer, body: listener.deaths((Death(peer, LEFT + _text.decode(body)),)),
         "share": lambda peer, body: listener.share(*_items.decode(body)),
         "suspect": suspect,
         "clear": clear,

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.console.units import counted
-from holdfast.ft.membership.events import CasFailed, Death, EpochHeard, ProvenDeaths, Started, ViewRead
+from holdfast.ft.membership.events import LEFT, CasFailed, Death, EpochHeard, ProvenDeaths, Started, ViewRead
 from holdfast.ft.membership.events import Event as MembershipEvent
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape, observers
@@ -294,9 +294,9 @@ class World:
     def leave(self, process: SimulatedProcess, why: str) -> None:
         """End a process with a farewell, as a session does when it cannot go on."""
         self.emit(process, "error", error=why)
-        proof = ProvenDeaths((Death(process.member.id, f"it left: {why}"),))
+        proof = ProvenDeaths((Death(process.member.id, LEFT + why),))
         self.send_all(process, [self._by_id[who].member for who in {**process.watched, **process.followers}], proof)
-        self.after(0.0, self.kill, process, f"it left: {why}")
+        self.after(0.0, self.kill, process, LEFT + why)
 
     def living_observers(self, process: SimulatedProcess, member_id: str) -> int:
         """How many living processes observe the member, by the newest view of `process`."""
