@@ -26,9 +26,10 @@ class Launch(ABC):
 
     def environ(self, rank: int) -> dict[str, str]:
         """The variables to add to the environment of the process of `rank`."""
-        private = {"UCX_POSIX_DIR": str(self._shared.path)} if SHARED_MEMORY is not None else {}
-        asked = {name: os.environ[name] for name in private if name in os.environ}
-        return {**private, **asked, **self._of_rank.get(rank, {})}
+        own = self._of_rank.get(rank, {})
+        if SHARED_MEMORY is None or "UCX_POSIX_DIR" in os.environ:
+            return own
+        return {"UCX_POSIX_DIR": str(self._shared.path), **own}
 
     @abstractmethod
     def attach(self, rank: int, pidfd: int) -> None:

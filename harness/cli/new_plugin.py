@@ -52,10 +52,11 @@ def new_plugin(
         raise typer.BadParameter(f"{folder} exists: name a folder that does not", param_hint="--directory") from error
     except OSError as error:
         raise typer.BadParameter(f"{folder} cannot be made: {error}", param_hint="--directory") from error
+    texts = files(name)
     with writing("holdfast new-plugin"):
-        for file, text in files(name).items():
+        for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
-    typer.echo(f"wrote {', '.join(str(folder / file) for file in files(name))}\n")
+    typer.echo(f"wrote {', '.join(str(folder / file) for file in texts)}\n")
     typer.echo(f"    pip install -e {folder}\n    holdfast backends\n    pytest {folder}")
 
 
