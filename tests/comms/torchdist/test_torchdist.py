@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch import nn
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported
 from holdfast.harness import LocalCluster
+from support.meeting import free_port
 from support.torch_groups import ENVIRON, in_group
 
 
@@ -430,11 +430,6 @@ def test_groups_of_dist2_and_of_split_group(tmp_path: Path) -> None:
         for each in (alone, part, group):
             if each is not None:
                 each.shutdown()
-
-    def free_port() -> int:
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            return int(server.getsockname()[1])
 
     with LocalCluster(2, "shm", timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": "shm"}) as cluster:
         cluster.run(body)
