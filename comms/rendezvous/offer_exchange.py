@@ -89,6 +89,8 @@ class OfferExchange:
         self.place = place
         self._name, self._count = name, count
         self._absent = set(range(place.size)) - {place.rank}
+        self._newest: dict[int, Offer] = {}
+        """By rank, its newest offer, of this meeting or of one that is over."""
         self._has_joined = False
         self._deadline, self._timeout, self._key, self._check_abort, self._renew = (
             deadline,
@@ -151,12 +153,13 @@ class OfferExchange:
         self._count.number = number + 1
         offers: list[Offer] = []
         for rank in range(place.size):
-            theirs = offer if rank == place.rank else self._offer_of(rank, store, offers)
+            theirs = offer if rank == place.rank else self._offer_of(rank, store)
+            self._newest[rank] = theirs
             self._compare(rank, theirs, offer)
             offers.append(theirs)
         decision = decide(offers)
-        self._check_alive(offers)
-        self._check_over(store, offers)
+        self._check_alive()
+        self._check_over(store)
         seal = None
         if self._key is not None:
             seal = Seal(self._key, prefix.encode()).bound_to(b"".join(each.encode() for each in offers))
@@ -200,7 +203,7 @@ class OfferExchange:
             "or a name of its own"
         )
 
-    def _offer_of(self, rank: int, store: MeetingStore, known: list[Offer]) -> Offer:
+    def _offer_of(self, rank: int, store: MeetingStore) -> Offer:
         key, patience = f"offer/{rank}", None
         while True:
             try:
@@ -218,8 +221,8 @@ class OfferExchange:
                 pass
             if not store.check([key]):
                 self._note_absent(store)
-                self._check_over(store, known)
-            self._check_alive(known)
+                self._check_over(store)
+            self._check_alive()
             if time.monotonic() >= self._deadline:
                 self._note_absent(store)
                 raise OpTimeout("connect", 0, self._timeout, sorted(self._absent))
@@ -228,16 +231,21 @@ class OfferExchange:
         """Drop from `_absent` the ranks that came to this meeting; it keeps those that came to none."""
         self._absent = {rank for rank in self._absent if not store.check([f"offer/{rank}"])}
 
-    def _check_over(self, store: MeetingStore, known: Sequence[Offer]) -> None:
-        """If a rank gave up this meeting, raise `PeerFailed` if a `known` rank has died, else `_MeetingOver`."""
+    def _check_over(self, store: MeetingStore) -> None:
+        """If a rank gave up this meeting, raise `PeerFailed` if a rank has died, else `_MeetingOver`."""
         if store.check([_LEFT]):
-            self._check_alive(known)
+            self._check_alive()
             raise _MeetingOver
 
-    def _check_alive(self, offers: Sequence[Offer]) -> None:
-        gone = [rank for rank, offer in enumerate(offers) if is_gone(offer.peer)]
+    def _check_alive(self) -> None:
+        """Raise `PeerFailed` if a rank has died that was at this meeting, or at an earlier one and not at this.
+
+        A process that ends closes its connections before the kernel calls it gone: another rank may have given up a
+        meeting because of it while it still seemed alive here.
+        """
+        gone = [rank for rank, offer in sorted(self._newest.items()) if is_gone(offer.peer)]
         if gone:
-            said = f"its process (pid {offers[gone[0]].peer.pid}) has ended"
+            said = f"its process (pid {self._newest[gone[0]].peer.pid}) has ended"
             if self.place.file is not None:
                 said += f", or {self.place.where} is left over from an earlier run: remove it then"
             raise PeerFailed(gone, said)
