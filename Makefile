@@ -26,7 +26,7 @@ setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (only i
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/*.[ch] comms/native/*/*.h backends/ucx/onesided/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nixl nixl-cu12
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nixl nixl-cu12 nixl-cu13
 	touch $(STAMP)
 
 test: lint types unit  ## ruff, mypy --strict, and all tests

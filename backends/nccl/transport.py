@@ -402,7 +402,8 @@ def probe_torch(library: str) -> Available | Unavailable:
         return Unavailable(f"this torch ({torch.__version__}) was built without {library.upper()}", hint)
     gpus = cuda_devices.count()
     if gpus == 0:
-        return Unavailable("torch sees no GPU", "check the driver, and CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES")
+        maker, variable = ("AMD", "HIP_VISIBLE_DEVICES") if hip else ("NVIDIA", "CUDA_VISIBLE_DEVICES")
+        return Unavailable("torch sees no GPU", f"it needs an {maker} GPU: check the driver, and {variable}")
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     blind = "" if finds_failures() else "; this torch does not say when an op timed out or a connection broke"
     return Available(f"torch {torch.__version__}, {library.upper()} {version}, {gpus} GPU{'s' * (gpus > 1)}{blind}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.plugins.spec import Unavailable
+from holdfast.comms.plugins.spec import Available, Unavailable
 from holdfast.harness.conformance.planes import *  # noqa: F403
 
 
@@ -27,3 +27,16 @@ def test_nixl_that_is_not_installed_says_what_to_install(monkeypatch: pytest.Mon
     status = nixl.probe()
     assert isinstance(status, Unavailable)
     assert "not installed" in status.reason and "pip install --no-deps nixl" in status.install_hint
+
+
+def test_nixl_needs_the_library_for_the_cuda_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL takes that of torch's CUDA and no other, whether there is a GPU or not."""
+    from holdfast.backends import nixl
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl_cu13" else object())
+    status = nixl.probe()
+    assert isinstance(status, Unavailable)
+    assert "nixl-cu13" in status.reason and "pip install --no-deps nixl nixl-cu13" in status.install_hint
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    assert isinstance(nixl.probe(), Available)
