@@ -15,7 +15,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup test lint types unit torch-suite demo bench peers asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup test lint types unit torch-suite demo bench peers openenv-peer store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -38,22 +38,80 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy --strict
 	$(BIN)/mypy
 
-unit: $(STAMP) peers  ## the tests, in one process more than there are cores (JOBS=n for n)
+unit: $(STAMP) peers openenv-peer  ## the tests, in one process more than there are cores (JOBS=n for n)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/torch_suite.py compare
 
-demo: $(STAMP)  ## the reference workload: train, break it three times, see it recover, write report/report.html
+demo: $(STAMP)  ## reinforcement learning: train, break it four times, see it recover, write report/report.html
 	$(BIN)/holdfast demo
 
 bench: $(STAMP)  ## all_reduce over shm beside gloo and Open MPI, interleaved
 	$(BIN)/holdfast bench all_reduce --backends shm,gloo -n 2 --sizes 8:64M --peers
 
-peers: $(PEERS)/mpich/bin/mpiexec  ## libraries to compare with that cannot be installed beside the others: MPICH
+# MPICH, to compare with; torchao, triton and helion for tests: transformers and torch behave otherwise where these are importable.
+peers: $(PEERS)/mpich/bin/mpiexec $(PEERS)/torchao/.set-up $(PEERS)/triton/.set-up $(PEERS)/helion/.set-up  ## packages that must not be beside the others
 
 $(PEERS)/mpich/bin/mpiexec: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --prefix $(PEERS)/mpich mpich==5.0.2
+
+PEER_torchao := torchao==0.18.0
+PEER_triton := triton==3.9.0
+PEER_helion := helion==1.5.1
+
+$(PEERS)/torchao/.set-up $(PEERS)/triton/.set-up $(PEERS)/helion/.set-up: $(PEERS)/%/.set-up: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --prefix $(PEERS)/$* \
+	  $(PEER_$*)
+	touch $@
+
+# A virtual environment of its own: its 111 packages force other versions of ours.
+openenv-peer: $(PEERS)/openenv/.set-up  ## OpenEnv (0.5 GB), for the tests that our environments understand it and it ours
+
+$(PEERS)/openenv/.set-up: $(STAMP)
+	$(BIN)/python -m venv $(PEERS)/openenv
+	$(PEERS)/openenv/bin/python -m pip install --quiet --disable-pip-version-check openenv==0.10.0
+	touch $@
+
+# torchstore itself comes from a checkout of its main branch (HOLDFAST_TORCHSTORE): its release needs an older Monarch.
+store-peers: $(PEERS)/torchstore/.set-up  ## what torchstore needs, to compare the weight store with it
+
+$(PEERS)/torchstore/.set-up: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --prefix $(PEERS)/torchstore \
+	  torchmonarch==0.7.0 pygtrie==2.6.2 portpicker==1.6.0
+	touch $@
+
+# Systems whose packages force other versions of ours (examples/stack): a virtual environment each, which has holdfast from
+# this tree, as .venv has it. `make extra-vllm` sets one up; what uninstall.txt names is removed again.
+EXTRAS := $(VENV)/extras
+SITE = $$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+.PRECIOUS: $(EXTRAS)/%/.set-up
+extra-%: $(EXTRAS)/%/.set-up ;
+
+$(EXTRAS)/%/.set-up: examples/stack/%/requirements.txt $(STAMP)
+	test -x $(EXTRAS)/$*/bin/python || $(BIN)/python -m venv $(EXTRAS)/$*
+	$(EXTRAS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	test ! -f examples/stack/$*/uninstall.txt || \
+	  $(EXTRAS)/$*/bin/python -m pip uninstall --quiet --yes -r examples/stack/$*/uninstall.txt
+	cp -r $(call SITE,$(BIN))/__editable__*holdfast* $(call SITE,$(BIN))/holdfast-*.dist-info $(call SITE,$(EXTRAS)/$*/bin)
+	touch $@
+
+vllm: extra-vllm  ## vLLM on a CPU (4 GB) as the generator of a run: its weights from the store, replaced when killed
+	for example in examples/stack/vllm/*.py; do $(BIN)/python $$example || exit 1; done
+
+executorch: extra-executorch  ## a trained model as a program of ExecuTorch, which gives the model's answers
+	$(BIN)/python examples/stack/executorch/export_and_generate.py
+
+monarch: $(STAMP)  ## memory between Monarch's actors: our RDMABuffer beside Monarch's over TCP
+	$(BIN)/python examples/stack/monarch/rdma.py
+
+openenv titan trl: %: extra-%
+	$(EXTRAS)/$*/bin/python examples/stack/$*/show.py
+
+openenv:  ## our environments at OpenEnv's server and ours: `openenv validate`, and both clients
+titan:  ## TorchTitan both ways: its models as trainers, ranks killed, and its own Trainer beside gloo
+trl:  ## TRL, Accelerate and transformers' Trainer over holdfast, beside gloo and with a rank killed
 
 asv-run: $(STAMP) peers  ## all benchmarks on the last commit (PROFILE=quick|full, BENCH=pattern)
 	$(ASV) machine --yes
@@ -76,9 +134,12 @@ BENCH_FIGURES := all_reduce reduce_scatter all_gather broadcast all_to_all
 figures: $(STAMP)  ## draw the pictures of docs/benchmarks/index.md from the data that is committed there
 	$(BIN)/python -m holdfast.harness.bench.figures $(FIGURES)
 
-figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figures-growth figures-gate  ## measure it anew
+figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figures-growth figures-gate figures-store  ## measure it anew
 
-.PHONY: figures-data figures-bench figures-recovery figures-chaos figures-growth figures-gate
+.PHONY: figures-data figures-bench figures-recovery figures-chaos figures-growth figures-gate figures-store
+figures-store: $(STAMP) $(if $(HOLDFAST_TORCHSTORE),store-peers)
+	$(BIN)/holdfast bench store --peers all --starts 1 --rounds 6 --json --markdown $(FIGURES)/store.md --plot $(FIGURES)/store.svg \
+	  > $(FIGURES)/store.json
 figures-bench:
 	mkdir -p $(FIGURES)/bench
 	for op in $(BENCH_FIGURES); do $(BIN)/holdfast bench $$op --backends shm -n 2,4 --sizes 4K:64M:4 \

@@ -312,8 +312,45 @@ def copy_process(pid: int, writes: bool, most: int, /, *pieces: int) -> int:
     One system call copies at most `most` bytes. Returns the bytes copied; OSError if none could be.
     """
 
+def diff_pieces(pieces: int, count: int, records: int, room: int, sizes: int, portable: bool, /) -> int:
+    """Write what differs in `count` pieces as records, and their sizes; stop when `room` bytes may not suffice.
+
+    Returns how many pieces are done. The other numbers are addresses: native/kernels/element_diff.h describes the
+    memory there. `portable` uses no vector instructions.
+    """
+
+def patch_pieces(pieces: int, count: int, sums: int, /) -> int:
+    """Make pieces from their bases and records, and their checksums; stop before one whose record is not its own.
+
+    Returns how many pieces are done. `pieces` and `sums` are addresses, see native/kernels/element_diff.h. The
+    records must not change meanwhile.
+    """
+
 def pieces(address: int, nbytes: int, count: int, but: int = ..., /) -> tuple[int, ...]:
     """Split memory into `count` pieces: (address, nbytes) of each, flat. Piece `but` has size 0."""
+
+def digest_copies(jobs: int, count: int, copies: int, sums: int, threads: int, /) -> None:
+    """Copy pieces of memory, and compute the XXH3 checksum (64 bits) of each, by up to `threads` threads.
+
+    `jobs`, `copies` and `sums` are the addresses of arrays of 64-bit numbers. A job is (source, nbytes, target, first,
+    count): a piece of `nbytes` at `source` is copied to `target`, unless that is 0, and its checksum goes to the job's
+    place in `sums`; then `count` copies from number `first` on are made. A copy is (source, target, rows, row_bytes,
+    source_stride, target_stride). Pieces of fewer than 241 bytes get no checksum.
+    """
+
+def float8_encode(source: int, rows: int, row: int, block: int, codes: int, exponents: int, /) -> None:
+    """Write dense rows of float32 as codes of float8 (e4m3) and an exponent of two (16 bits) for each block of a row.
+
+    All but the counts are addresses. An infinity becomes NaN, a number in a block of zeros exponent 0.
+    """
+
+def float8_decode(
+    codes: int, exponents: int, rows: int, row: int, first: int, block: int, into: int, stride: int, /
+) -> None:
+    """Write rows of float32, `stride` elements apart, from codes and exponents; finite numbers stay finite.
+
+    Rows begin at element `first` of their first block.
+    """
 
 def sum_exactly(dtype: str, out: int, count: int, inputs: tuple[int, ...], /) -> int:
     """Compute the correctly rounded sums of `count` floats at each of up to 256 addresses.
@@ -347,3 +384,9 @@ def plain(tensor: Any, /) -> bool:
 
 def span(tensor: Any, /) -> tuple[int, int]:
     """The address and the size in bytes of a contiguous tensor."""
+
+def describe(tensors: list[Any], /) -> tuple[bytes, bytes] | None:
+    """Address and size of each of several plain tensors (64 bits each), and a text for their dtypes and shapes.
+
+    The texts of two lists are equal only if dtypes and shapes are. None if a tensor is not `plain`.
+    """

@@ -205,6 +205,7 @@ def connect_members(
     recorder: Recorder | None = None,
     previous: Communicator | None = None,
     connect_payload: Sequence[int] = (),
+    address: str = "",
 ) -> Communicator:
     """Connect ranks that know each other already, without negotiation: for the rebuild of an epoch.
 
@@ -212,7 +213,8 @@ def connect_members(
     `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op. The call raises the error
     that `over()` returns, once it returns one. `recorder` makes the journals of this communicator and of its splits.
     `previous` is the communicator of the epoch before, aborted and not closed; the backend may reuse its parts. The
-    backend may deliver `connect_payload` to the other ranks (`Communicator.connect_payloads`).
+    backend may deliver `connect_payload` to the other ranks (`Communicator.connect_payloads`). `address` is where the
+    other ranks reach this host.
     """
     info = registry().backend(backend).info
     connecting = True
@@ -230,6 +232,7 @@ def connect_members(
         journal=None if recorder is None else recorder.journal(name, epoch, rank, size, backend),
         previous=None if previous is None or previous.backend != backend else previous.transport,
         connect_payload=tuple(connect_payload),
+        address=address,
     )
     communicator = _build(
         info, make_context, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder

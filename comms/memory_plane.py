@@ -7,11 +7,12 @@ The weight store uses it. A backend that supports it returns a `MemoryPlane` fro
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import msgspec
 import torch
 
-from holdfast.comms.errors import BackendUnavailable, CorruptData
+from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
 from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.work import Work
 
@@ -69,6 +70,8 @@ class MemoryPlane(ABC):
     """Exposes memory of this process, and reads and writes that of others. Thread-safe."""
 
     name: str
+    can_map: ClassVar[bool] = False
+    """Whether `map` maps regions in mappable memory of `empty`, of processes on this host."""
 
     @abstractmethod
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> Region:
@@ -77,9 +80,36 @@ class MemoryPlane(ABC):
         Raises ValueError for a tensor that is not contiguous, `Unsupported` for memory that this plane cannot access.
         """
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Allocate `nbytes` of the memory that this plane reads fastest, uninitialised, as a uint8 tensor."""
+    def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
+        """Allocate `nbytes` of the memory that this plane reads fastest, uninitialised, as a uint8 tensor.
+
+        If `mappable`, regions in it can be mapped where this plane can do that; its pages are touched already.
+        """
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
+        """Map a region of this host into this process, without a copy, as a uint8 tensor.
+
+        The tensor keeps the memory alive. What is written into the tensor stays in this process. If `lasting`, the
+        bytes stay as they are, whatever happens to the region and its process: `is_lent` tells the owner not to reuse
+        the memory. Else they may change once the region is closed (verify what was read), and the mapping is prepared
+        for a copy of all of it.
+
+        Raises `Unsupported` if this plane cannot map the region, `RegionGone` if it was closed or its process died.
+        """
+        raise Unsupported(f"mapping a region of plane {self.name!r}", "read it")
+
+    def map_writable(self, handle: Handle) -> torch.Tensor:
+        """Map a writable region of this host: what is written into the tensor is in the region.
+
+        Nothing tells the owner when writers are done: they say so themselves. Raises the errors of `map`,
+        and `Unsupported` for a read-only region.
+        """
+        raise Unsupported(f"mapping a region of plane {self.name!r}", "write it")
+
+    def is_lent(self, memory: torch.Tensor) -> bool:
+        """Whether a process has a lasting mapping of memory that `empty` of this process allocated."""
+        return False
 
     @abstractmethod
     def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:

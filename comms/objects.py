@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from holdfast.comms.object_codec import decode_object, encode_object
+from holdfast.comms.codecs.object_codec import decode_object, encode_object
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator

@@ -15,6 +15,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.journal import Recorder
+from holdfast.ft.control.channel import split_address
 from holdfast.ft.membership.view import View
 from holdfast.ft.settings import Settings
 
@@ -62,6 +63,7 @@ class CommunicatorManager:
             recorder=recorder,
             previous=self._retired[-1] if self._retired else None,
             connect_payload=connect_payload,
+            address=split_address(view.members[rank].address)[0],
         )
         return self.comm
 

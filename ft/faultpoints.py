@@ -13,6 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
+
+from holdfast.ft import fault_gate
+
 VARIABLE = "HOLDFAST_FAULT"
 
 POINTS: Mapping[str, str] = MappingProxyType(
@@ -41,11 +45,24 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "finish.before_propose": "the last step is committed; the job is not yet declared finished",
     }
 )
-"""Every point, and what is true there."""
+"""Every point of the protocol, and what is true there."""
+
+WORKLOAD_POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "train.in_reduction": "the gradients are reduced; the other trainers wait for this one to reduce the loss",
+        "generate.between_tokens": "a generator has drawn a token of each of its samples, and not the last one",
+        "loop.before_step": "the batch of a step is complete; no trainer has it",
+        "loop.after_step": "the step is committed; the driver has recorded nothing",
+        "loop.after_update": "the step is recorded; generators may have its weights or not",
+    }
+)
+"""The points of the reference workload; the simulator has none of them."""
 
 Fault = Callable[[str, int, int, int], None]
 
 _armed: Fault | None = None
+_gate: tuple[int, str] | None = None
+"""The process that is connected to a gate, and the gate's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +103,9 @@ def parse(text: str) -> Fault | None:
     kills = []
     for part in filter(None, text.split(";")):
         point, *numbers = part.split(":")
-        if point not in POINTS:
-            raise ValueError(f"{VARIABLE}: no fault point {point!r}; there are {', '.join(POINTS)}")
+        if point not in POINTS and point not in WORKLOAD_POINTS:
+            known = ", ".join((*POINTS, *WORKLOAD_POINTS))
+            raise ValueError(f"{VARIABLE}: no fault point {point!r}; there are {known}")
         if len(numbers) not in (2, 3):
             raise ValueError(f"{VARIABLE}: {part!r} is not point:step:rank or point:step:rank:epoch")
         kills.append(KillAtPoint(point, *map(int, numbers)))
@@ -102,7 +120,14 @@ def parse(text: str) -> Fault | None:
 
 
 def arm_from_environment() -> None:
-    """Arm the fault of `HOLDFAST_FAULT`, if it is set. Raises ValueError for invalid text."""
-    text = os.environ.get(VARIABLE)
-    if text:
+    """Arm the fault of `HOLDFAST_FAULT`, or the gate of `HOLDFAST_FAULT_GATE`. Raises ValueError for invalid text."""
+    global _gate
+    if text := os.environ.get(VARIABLE):
         arm(parse(text))
+    elif (text := os.environ.get(fault_gate.VARIABLE)) and _gate != (os.getpid(), text):
+        try:
+            address = msgspec.json.decode(text, type=fault_gate.GateAddress)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{fault_gate.VARIABLE}: {error}") from None
+        arm(fault_gate.GateAgent(address).reach)
+        _gate = os.getpid(), text

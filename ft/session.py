@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.errors import HoldfastError
 from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
@@ -29,7 +29,6 @@ from holdfast.ft.commit import voting
 from holdfast.ft.commit.commit_state import CommitState
 from holdfast.ft.commit.decision import FOUNDER, NEWCOMER, Decision, decide
 from holdfast.ft.communicators import CommunicatorManager
-from holdfast.ft.control.interface import check_ours
 from holdfast.ft.departure import OnError
 from holdfast.ft.membership.view import View
 from holdfast.ft.recovery_times import RecoveryTimes
@@ -42,6 +41,7 @@ from holdfast.ft.state.sharded import Build, Shape, Sharded
 from holdfast.ft.state.transfer import Stateful
 from holdfast.ft.telemetry import telemetry
 from holdfast.ft.telemetry.event_log import EventLog, Listener
+from holdfast.ft.termination import TerminationRequest
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torch_default_group import DefaultGroup
 
@@ -60,12 +60,14 @@ class Session:
 
     `backend` is a name, a preference list or "auto". `size` is the number of members that the job wants, `min_size`
     the fewest that it can run with. `shards` is the number of parts that a step's work is divided into, whatever the
-    size (default: `size`). An argument that is not given comes from HOLDFAST_BACKEND, HOLDFAST_SIZE,
-    HOLDFAST_MIN_SIZE, HOLDFAST_SHARDS, HOLDFAST_JOB, HOLDFAST_REGISTER and HOLDFAST_KEY_FILE.
+    size (default: `size`). `interface` chooses the address that other hosts reach: the name of an interface, a network
+    or an address; `host` names the address itself. An argument that is not given comes from the variable of its name
+    (HOLDFAST_BACKEND, HOLDFAST_KEY_FILE ...), and `size` and `job` from the scheduler's, if they have none.
 
     `on_error` says what an exception of the user's code does. "replace": it takes its rank out, as a death would; if
     the same exception (type, message, place) comes again in that step or the next, it ends the job. "raise": it ends
-    the job at once. A job that an exception ended raises `StepFailed` on the other ranks.
+    the job at once. A job that an exception ended raises `StepFailed` on the other ranks. At SIGTERM, if the program
+    does not handle it, this process finishes its step, leaves the job and ends with status 143.
 
     `metrics` (or HOLDFAST_METRICS_PORT) serves metrics for Prometheus on loopback: a port, 0 for any free one, or a
     range such as "9400-9463" of which each process takes one.
@@ -87,14 +89,15 @@ class Session:
         shards: int | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  (frozen)
         device: str | torch.device | None = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
+        interface: str | None = None,
         metrics: str | int | None = None,
         on_error: OnError = "replace",
     ) -> None:
         if on_error not in ("raise", "replace"):
             raise ValueError(f"on_error={on_error!r} is neither 'raise' nor 'replace'")
         self._on_error = on_error
-        self._metrics, self._host = telemetry.asked_for(metrics), check_ours(host)
+        self._metrics = telemetry.asked_for(metrics)
         self._settings = settings.settle(
             backend=backend,
             size=size,
@@ -105,6 +108,8 @@ class Session:
             shards=shards,
             timeouts=timeouts,
             device=device,
+            host=host,
+            interface=interface,
         )
         self._register = Register.open(self._settings.register)
         try:
@@ -130,6 +135,7 @@ class Session:
         self._view: View | None = None
         self._commit_state = CommitState()
         self._over = False
+        self._termination = TerminationRequest()
         forks.refuse_in_children(self, f"the session of job {self._settings.name!r}", _READABLE)
 
     # The public part ------------------------------------------------------------------------------------------
@@ -238,11 +244,12 @@ class Session:
             self._telemetry.close(error)
             raise
         try:
-            self._runtime = Runtime(self._settings, self._epoch_guard, self._events, self._identity, self._host)
+            self._runtime = Runtime(self._settings, self._epoch_guard, self._events, self._identity)
         except BaseException as error:
             settings.close_single(self._settings)
             self._telemetry.close(error)
             raise
+        self._termination.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -261,6 +268,7 @@ class Session:
         if self._telemetry is not None:
             self._telemetry.close(error)
         self._events.close()
+        self._termination.end()
 
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
         """Whether this process's leave ends the job: all members leave their steps, or an exception ends it."""
@@ -279,6 +287,7 @@ class Session:
 
     def _steps(self, runtime: Runtime) -> Iterator[Attempt]:
         self._enter_job(runtime)
+        self._termination.in_steps = True
         while not self._over and self._ready():
             if self._commit_state.done >= self._commit_state.total:
                 self._finish(runtime)
@@ -293,6 +302,8 @@ class Session:
                     f"step {attempt.step} ended here in an error that was caught outside of `with attempt:`, while the "
                     "other ranks went on with it; let the error leave the session, or catch it inside of the block"
                 )
+            self._termination.obey()
+        self._termination.in_steps = False
         self._events.emit("finished", step=self._commit_state.done - 1)
 
     def _enter_job(self, runtime: Runtime) -> None:
@@ -354,6 +365,7 @@ class Session:
         return self._commit_state.done > done
 
     def _go_on(self, failure: HoldfastError) -> None:
+        self._termination.obey()
         assert self._comms.comm is not None
         epoch, word = self._comms.comm.epoch, self._comms.comm.announced
         if word is not None:
@@ -371,10 +383,7 @@ class Session:
         self._rebuild(self._next_view(comm.epoch))
 
     def _conclude(self, view: View) -> None:
-        """End the steps here: the job is finished, so a step that is still open here is committed too.
-
-        In a job that was stopped before its last step, no step is open.
-        """
+        """End the steps here: the job is finished, and with it an open step, unless the job was stopped before."""
         if not view.stopped and self._commit_state.finishes():
             self._note_commit("finished", view.epoch)
         self._over = True
@@ -382,15 +391,7 @@ class Session:
     # The next epoch -------------------------------------------------------------------------------------------
 
     def _next_view(self, newer_than: int, failure: HoldfastError | None = None) -> View:
-        """Wait for a view newer than `newer_than` that has this process. A spare waits as long as the job runs."""
-        timeouts = self._settings.timeouts
-        patience = timeouts.rebuild + timeouts.join
-        while True:
-            try:
-                return self._epoch_guard.wait(newer_than, patience)
-            except OpTimeout as late:
-                if newer_than:
-                    raise late from failure
+        return self._epoch_guard.next_view(newer_than, self._settings.timeouts, failure)
 
     def _await_end(self, epoch: int, failure: HoldfastError) -> None:
         """Wait until `epoch` is over; if the detectors find no cause meanwhile, end it here.

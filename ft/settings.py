@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
+import importlib.metadata
+import logging
 import os
 import threading
 from dataclasses import dataclass
@@ -17,6 +20,10 @@ from holdfast.comms.quantities import integer_in
 from holdfast.comms.system.keys import load_key
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.control.errors import WrongKey
+from holdfast.ft.control.interface import check_ours
+from holdfast.ft.environment.listen_address import choose_address
+from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.ft.environment.placement import Placement, placement
 from holdfast.ft.membership.admission import host_refusal_reason
 from holdfast.ft.membership.view import MESH, Job, View
 from holdfast.ft.timeouts import Timeouts
@@ -25,13 +32,16 @@ MAX_NAME = 100
 MAX_MEMBERS = 1 << 16
 MAX_SHARDS = 1 << 30
 
+_log = logging.getLogger("holdfast.ft")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One process's settings, complete and checked.
 
-    0 for `size` or `shards`: the job's value. `mesh`: up to this many members, all members watch each other;
-    HOLDFAST_MESH changes it, and must be the same in all processes of a job.
+    0 for `size` or `shards`: the job's value; `scheduled`, the scheduler's number of processes, is the size of a job
+    that this process founds. `mesh`: up to this many members, all members watch each other; HOLDFAST_MESH changes it,
+    and must be the same in all processes of a job. `host` is the address to listen on.
     """
 
     name: str
@@ -44,6 +54,8 @@ class Settings:
     timeouts: Timeouts
     device: torch.device
     mesh: int = MESH
+    host: str = "127.0.0.1"
+    scheduled: int = 0
 
 
 def settle(
@@ -57,8 +69,15 @@ def settle(
     shards: int | None,
     timeouts: Timeouts,
     device: str | torch.device | None,
+    host: str | None = None,
+    interface: str | None = None,
 ) -> Settings:
-    """Take arguments that are None from the environment and check all. Raises ValueError, TypeError, `KeyRefused`."""
+    """Take arguments that are None from the environment and check all.
+
+    The order is: the argument, its HOLDFAST_ variable, what the scheduler says. Raises ValueError, TypeError,
+    `KeyRefused`, `AddressNeeded`, `NoSuchInterface`.
+    """
+    placed = placement(os.environ)
     if size is None and "HOLDFAST_SIZE" in os.environ:
         size = _number("HOLDFAST_SIZE", os.environ["HOLDFAST_SIZE"])
     if min_size is None:
@@ -74,7 +93,7 @@ def settle(
         shards = integer_in(shards, "shards", 1, MAX_SHARDS)
     if not isinstance(timeouts, Timeouts):
         raise TypeError(f"timeouts must be a Timeouts, not {type(timeouts).__name__}")
-    name = _given("job", job, "HOLDFAST_JOB", "the name of the job")
+    name = _given("job", job, "HOLDFAST_JOB", "the name of the job", placed.job)
     if len(name) > MAX_NAME or not name.isprintable():
         raise ValueError(f"job {name[:MAX_NAME]!r}: a job's name has at most {MAX_NAME} printable characters")
     url = _given("register", register, "HOLDFAST_REGISTER", "such as sqlite:///path/job.sqlite")
@@ -86,7 +105,58 @@ def settle(
     integer_in(mesh, "HOLDFAST_MESH", 1, MAX_MEMBERS)
     checks_are_on()
     key = load_key(Path(key_path))
-    return Settings(name, url, key, asked, size or 0, min_size, shards or 0, timeouts, where, mesh)
+    address = listen_address(host, interface, placed)
+    if placed.ends_together:
+        _warn_of_torchrun()
+    return Settings(
+        name,
+        url,
+        key,
+        asked,
+        size or 0,
+        min_size,
+        shards or 0,
+        timeouts,
+        where,
+        mesh,
+        address,
+        placed.size or 0,
+    )
+
+
+def listen_address(host: str | None, interface: str | None, placed: Placement) -> str:
+    """The address to listen on: `host`, an address or name of this machine, or what `interface` chooses.
+
+    If both are None, HOLDFAST_HOST or HOLDFAST_INTERFACE says it; without them it is loopback, unless the placement
+    says that the job is on several hosts. Raises ValueError, TypeError, `AddressNeeded`, `NoSuchInterface`.
+    """
+    if host is None and interface is None:
+        host, interface = os.environ.get("HOLDFAST_HOST") or None, os.environ.get("HOLDFAST_INTERFACE") or None
+    if host is not None and interface is not None:
+        raise ValueError(f"host={host!r} and interface={interface!r} both say where to listen; give one of them")
+    if host is not None:
+        return check_ours(host)
+    if interface is not None and (not isinstance(interface, str) or not interface):
+        raise ValueError(f"interface {interface!r}: give the name of an interface, a network or an address")
+    why = f"{placed.source} started processes of this job on several hosts" if placed.spread else ""
+    return choose_address(interface or "", why, local_addresses() if interface or why else ())
+
+
+@functools.cache
+def installed_version() -> str:
+    """The version of holdfast that is installed here; "" if it is not installed as a distribution."""
+    try:
+        return importlib.metadata.version("holdfast")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def _warn_of_torchrun() -> None:
+    _log.warning(
+        "torchrun ends or restarts all workers of an agent when one of them fails, so that one death reaches healthy "
+        "ranks: start one agent for each process, with --nproc-per-node 1 --max-restarts 0"
+    )
 
 
 def candidate_job(settings: Settings, view: View | None) -> Job:
@@ -100,7 +170,7 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
     if not names:
         raise BackendUnavailable(settings.backend, reasons or "nothing to choose from")
     there = view.job if view is not None else None
-    size = settings.size or (there.size if there else max(settings.min_size, 1))
+    size = settings.size or (there.size if there else max(settings.min_size, settings.scheduled, 1))
     shards = settings.shards or (there.shards if there else size)
     mine = Job(
         settings.name,
@@ -112,6 +182,7 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
         asked=settings.backend,
         timeouts=settings.timeouts,
         mesh=settings.mesh,
+        version=installed_version(),
     )
     if view is None or there is None:
         if mine.min_size > mine.size:
@@ -180,8 +251,8 @@ def key_check(key: bytes, name: str) -> str:
     return hmac.digest(key, b"holdfast job " + name.encode(), "sha256")[:16].hex()
 
 
-def _given(what: str, value: str | None, variable: str, meaning: str) -> str:
-    found = os.environ.get(variable, "") if value is None else value
+def _given(what: str, value: str | None, variable: str, meaning: str, otherwise: str = "") -> str:
+    found = os.environ.get(variable, "") or otherwise if value is None else value
     if not isinstance(found, str):
         raise TypeError(f"{what} must be text, not {type(found).__name__}")
     if not found:

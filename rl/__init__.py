@@ -1,5 +1,4 @@
-"""The reference workload: GRPO on sums of three digits, by processes that may die at any time.
+"""Reinforcement learning that outlives each of its parts, on services over Monarch or processes of this host.
 
-A driver hands out units of generation and keeps their samples; generators pull weights from the store and do units;
-trainers are ranks of an `ft.Session` that reduce gradients through `comms` and publish what they learn.
+`algorithms` has the loops as the field writes them; `run` assembles their parts; `holdfast rl train` starts a run.
 """

@@ -1,7 +1,46 @@
 """Versioned weights, kept in the memory of several processes, so that they outlive any one of them."""
 
-from holdfast.store.catalog import Holder
-from holdfast.store.errors import NoSuchVersion, StoreTimeout
-from holdfast.store.store import Lease, WeightStore
+from holdfast.store.async_weight_store import AsyncFollower, AsyncLease, AsyncWeightStore
+from holdfast.store.catalog.fleet_records import Reader
+from holdfast.store.catalog.records import Holder
+from holdfast.store.errors import (
+    CallCancelled,
+    CastUnavailable,
+    CorruptVersion,
+    NoSuchVersion,
+    NotCaughtUp,
+    ReaderReplaced,
+    StoreFull,
+    StoreTimeout,
+)
+from holdfast.store.follow.follower import Follower
+from holdfast.store.follow.switch import SwitchResult
+from holdfast.store.lease import Lease
+from holdfast.store.read.slices import Slice
+from holdfast.store.sharding.name_map import Layout
+from holdfast.store.sharding.name_rules import Component, NameRule
+from holdfast.store.weight_store import WeightStore
 
-__all__ = ["Holder", "Lease", "NoSuchVersion", "StoreTimeout", "WeightStore"]
+__all__ = [
+    "AsyncFollower",
+    "AsyncLease",
+    "AsyncWeightStore",
+    "CallCancelled",
+    "CastUnavailable",
+    "Component",
+    "CorruptVersion",
+    "Follower",
+    "Holder",
+    "Layout",
+    "Lease",
+    "NameRule",
+    "NoSuchVersion",
+    "NotCaughtUp",
+    "Reader",
+    "ReaderReplaced",
+    "Slice",
+    "StoreFull",
+    "StoreTimeout",
+    "SwitchResult",
+    "WeightStore",
+]

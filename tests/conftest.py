@@ -14,15 +14,15 @@ from typing import Any
 
 os.environ.setdefault("HOLDFAST_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A TCPStore that connects asks the name server for the name of 127.0.0.1: a lost answer must not cost 5 s.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+# A TCPStore that connects asks the name server for the name of 127.0.0.1: no answer must not cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
+from holdfast.ft.processes import zygote_client as processes
 from holdfast.harness import LocalCluster
-from holdfast.harness.processes import zygote_client as processes
 from support import dispositions
 from support.children import Child, children
 from support.leaks import Snapshot, settle
@@ -93,6 +93,11 @@ def _nothing_stays_alive() -> Iterator[None]:
         pytest.fail("left behind by this test: " + "; ".join(left))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Monarch holds the pipes of a killed process for 10 s.
+    parser.addini("leak_patience", "seconds that what still ends has at the end of a session", default="15")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     _open_what_stays_open()
     _start.append(Snapshot.take())
@@ -107,12 +112,13 @@ def _open_what_stays_open() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Look for leaks. An xdist worker reports its own to the main process, which checks files last."""
     processes.shut_down()
+    patience = float(session.config.getini("leak_patience"))
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output["leaks"] = _start[0].left_behind()
+        output["leaks"] = _start[0].left_behind(patience)
         return
     if not session.config.pluginmanager.has_plugin("dsession"):
-        _leaks.extend(_start[0].left_behind())
+        _leaks.extend(_start[0].left_behind(patience))
     _leaks.extend(_start[0].files_left_behind())
     if _leaks:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -60,7 +61,7 @@ class CheckedPlane(MemoryPlane):
         self._closed = False
         self._count = itertools.count(1)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
         if nbytes < HUGE_PAGE:
             return super().empty(nbytes)
         memory = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -220,6 +221,25 @@ class TableRegion(HeldRegion):
         if self.open:
             self.open = False
             self._strike_out(self)
+
+
+class HeldUntil:
+    """Hold a lock, which another copy may hold for long; `look` raises `OpTimeout` if it is not free by `deadline`.
+
+    A class, since it is entered for each block.
+    """
+
+    __slots__ = ("_deadline", "_lock", "_look")
+
+    def __init__(self, lock: threading.RLock, deadline: float, look: Callable[[], None]) -> None:
+        self._lock, self._deadline, self._look = lock, deadline, look
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(timeout=max(self._deadline - time.monotonic(), 0.001)):
+            self._look()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def thread_count(nbytes: int) -> int:

@@ -19,6 +19,7 @@ import mmap
 import os
 import secrets
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,8 @@ _FLOCK = struct.Struct("hhqqi")
 class TableAddress(msgspec.Struct, frozen=True, array_like=True):
     """The address in a handle of the shm plane: the owner, its table, the slot and its generation.
 
-    The table is named by its descriptor in the owner and its id.
+    The table is named by its descriptor in the owner and its id. `memory` is the descriptor of the memfd that holds the
+    region, and the region's first byte in it; None if it lies in other memory, which cannot be mapped.
     """
 
     owner: Peer
@@ -57,6 +59,7 @@ class TableAddress(msgspec.Struct, frozen=True, array_like=True):
     table: int
     slot: int
     generation: int
+    memory: tuple[int, int] | None = None
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -74,6 +77,7 @@ class TableAddress(msgspec.Struct, frozen=True, array_like=True):
             and 0 <= address.table < 1 << 64
             and 0 <= address.slot < SLOTS
             and 0 < address.generation < 1 << 64
+            and (address.memory is None or all(0 <= each < 1 << 62 for each in address.memory))
         )
         if not plausible:
             raise CorruptData(f"not the address of a region: {address}")
@@ -187,6 +191,11 @@ def open_table(address: TableAddress) -> Iterator[tuple[int, int]]:
 def slot_address(base: int, slot: int) -> int:
     """The address of a slot in its owner, which has the table mapped at `base`."""
     return base + _SLOTS_AT + slot * _SLOT_BYTES
+
+
+def generation_in(descriptor: int, slot: int) -> int:
+    """The generation in a slot of an opened table; 0 if the slot is free."""
+    return int.from_bytes(read_at(descriptor, 8, slot_address(0, slot)), sys.byteorder)
 
 
 @contextmanager

@@ -118,7 +118,7 @@ class GlooTransport(TorchGroup):
         one_host = len({peer.host for peer in context.peers}) == 1
         with _making_device:
             before = sockets()
-            settings._devices = [_device(one_host)]
+            settings._devices = [_device(one_host, context.address)]
             doors = [number for number, _ in sockets() - before if is_listening(number)]
             listening = {name_of(number) for number in doors}
         context.store.set(f"listens/{self.rank}", msgspec.json.encode(sorted(listening)).decode())
@@ -431,17 +431,18 @@ def _movable(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _NATIVE_DTYPES else bytes_of(tensor)
 
 
-def _device(one_host: bool) -> Any:
-    """The gloo device: loopback if all ranks are on one host, else the interface of GLOO_SOCKET_IFNAME or gloo's
-    choice.
+def _device(one_host: bool, address: str) -> Any:
+    """The gloo device: loopback if all ranks are on one host, else GLOO_SOCKET_IFNAME, `address`, or gloo's choice.
 
     Not lazy: after the group is connected, its sockets accept no further connections.
     """
     gloo: Any = dist.ProcessGroupGloo
     interface = "lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return gloo.create_device(interface=interface, lazy_init=False)
     return (
-        gloo.create_device(interface=interface, lazy_init=False)
-        if interface
+        gloo.create_device(hostname=address, lazy_init=False)
+        if address
         else gloo.create_default_device(lazy_init=False)
     )
 

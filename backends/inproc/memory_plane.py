@@ -15,6 +15,12 @@ import msgspec
 import torch
 
 from holdfast.backends.common.block_copy import BlockCopyPlane, HeldRegion, RegionAccess, contiguous_address
+from holdfast.backends.common.shareable_memory import (
+    OpenMemory,
+    allocate_shareable,
+    descriptor_of,
+    is_lent,
+)
 from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -66,6 +72,7 @@ class InprocPlane(BlockCopyPlane):
     """See `MemoryPlane`."""
 
     name = "inproc"
+    can_map = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +86,33 @@ class InprocPlane(BlockCopyPlane):
         self._exposed = [each for each in self._exposed if each.open] + [region]
         return region
 
+    def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
+        return allocate_shareable(nbytes) if mappable else super().empty(nbytes)
+
+    def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
+        region = self._region(handle)
+        exposed = region.memory.held
+        descriptor = descriptor_of(exposed)
+        if descriptor is None:
+            raise Unsupported("mapping this region", "only what lies in memory of empty() can be mapped")
+        with OpenMemory(_process(os.getpid()), descriptor) as memory:
+            if lasting:
+                memory.hold()
+            region = self._region(handle)
+            offset = exposed.data_ptr() - exposed.untyped_storage().data_ptr()
+            return memory.map(offset, region.memory.nbytes)
+
+    def is_lent(self, memory: torch.Tensor) -> bool:
+        return is_lent(memory)
+
     def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
+        region = self._region(handle)
+        if writing and not region.writable:
+            raise Unsupported("writing to a read-only region", "expose it with writable=True")
+        return _LocalRegion(region)
+
+    def _region(self, handle: Handle) -> InprocRegion:
+        self._check_open()
         try:
             address = msgspec.msgpack.decode(handle.address, type=InprocAddress)
         except msgspec.DecodeError as error:
@@ -93,9 +126,7 @@ class InprocPlane(BlockCopyPlane):
         if region is None:
             raise RegionGone("the region is closed")
         region.check()
-        if writing and not region.writable:
-            raise Unsupported("writing to a read-only region", "expose it with writable=True")
-        return _LocalRegion(region)
+        return region
 
     def close(self) -> None:
         self._closed = True

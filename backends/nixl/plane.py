@@ -3,7 +3,8 @@
 The owner lists exposed memory in its `region_table`, which NIXL reads like any other memory: a reader that finds the
 region's generation there after its copy has copied from that very region. On one host (the default, `posix,cma,self`)
 the kernel copies between the two tensors, and the owner may be busy or stopped. With UCX_TLS set to transports that
-cross hosts, for example "tcp,self", a thread of NIXL's answers for the owner, which may be busy but not stopped. Bytes
+cross hosts, for example "tcp,self", a thread of NIXL's answers for the owner, which may be busy but not stopped;
+processes of one host still map what lies in mappable memory. Bytes
 then pass through memory of the plane, so those of a read that timed out never reach the user's.
 
 Writers hold a kernel lock on the region's row, which `close` waits for and which ends with its process. NIXL has no
@@ -20,9 +21,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
+from msgspec.structs import replace
 
 from holdfast.backends.common import region_table
-from holdfast.backends.common.block_copy import CheckedPlane, TableRegion, contiguous_address
+from holdfast.backends.common.block_copy import HeldUntil, TableRegion, contiguous_address
+from holdfast.backends.common.mappable_plane import MappablePlane, place_of
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.region_table import RegionTable, held_open, open_table, slot_address
 from holdfast.backends.nixl.address import NixlAddress, packed
@@ -109,7 +112,7 @@ class _RemoteRegion:
             self._pidfd = None
 
 
-class NixlPlane(CheckedPlane):
+class NixlPlane(MappablePlane):
     """See the module. A forked child that uses its parent's plane has one without regions of its own."""
 
     name = "nixl"
@@ -126,6 +129,7 @@ class NixlPlane(CheckedPlane):
         self._begin()
 
     def _begin(self) -> None:
+        self._begin_mapping()
         self._lock = threading.RLock()
         self._agent: NixlAgent | None = None
         self._table: RegionTable | None = None
@@ -155,6 +159,7 @@ class NixlPlane(CheckedPlane):
                 self._table_memory = agent.register(*self._table.memory)
             registered = agent.register(memory.address, memory.nbytes) if memory.nbytes else None
             place = self._table.fill(memory.address, memory.nbytes, writable)
+            place = replace(place, memory=place_of(memory.held))
             region = NixlRegion(
                 self,
                 memory,
@@ -187,6 +192,9 @@ class NixlPlane(CheckedPlane):
             table.free(region.slot)
             self._regions.discard(region)
 
+    def _place(self, handle: Handle) -> region_table.TableAddress:
+        return NixlAddress.decode(handle.address)[1]
+
     # -- reading and writing
 
     def _in_blocks(
@@ -200,12 +208,14 @@ class NixlPlane(CheckedPlane):
         look: Callable[[], None],
     ) -> None:
         for start in range(0, nbytes, BLOCK_BYTES) or (0,):
-            with self._lock:
+            with HeldUntil(self._lock, deadline, look):
                 look()
                 self._move(handle, address + start, offset + start, min(BLOCK_BYTES, nbytes - start), deadline, writing)
 
     def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
         """Move one block. The lock is held."""
+        if self._stage is None and self._remote:  # a read timed out: the known regions go, before one is used
+            self._staging(STAGE_BYTES if self._started().local else BLOCK_BYTES)
         region = self._remote.get(handle) or self._find(handle)
         try:
             region.alive()
@@ -307,6 +317,7 @@ class NixlPlane(CheckedPlane):
         self._closed = True
         with ExitStack() as stack:
             stack.callback(self._release)
+            stack.callback(self._mapped.clear)
             for region in list(self._regions):
                 stack.callback(region.close)
 

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import torch
+from msgspec.structs import replace
 
 from holdfast.backends.common.block_copy import BlockCopyPlane, RegionAccess, TableRegion, contiguous_address
+from holdfast.backends.common.mappable_plane import MappablePlane, place_of
 from holdfast.backends.common.process_memory import permit_peers, read_process, write_process
 from holdfast.backends.common.region_table import (
     WRITABLE,
@@ -27,6 +29,7 @@ from holdfast.backends.common.region_table import (
     open_table,
     slot_address,
 )
+from holdfast.backends.common.shareable_memory import OpenMemory
 from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.system import forks
@@ -55,7 +58,7 @@ class ShmRegion(TableRegion):
         self.slot = address.slot
 
 
-class ShmPlane(BlockCopyPlane):
+class ShmPlane(BlockCopyPlane, MappablePlane):
     """See `MemoryPlane`. A forked child that uses its parent's plane has one without regions of its own."""
 
     name = "shm"
@@ -76,6 +79,7 @@ class ShmPlane(BlockCopyPlane):
         self._regions: dict[int, ShmRegion] = {}
         self._bases: dict[tuple[int, int, int], int] = {}
         self._readers: dict[bytes, list[_Reader]] = {}
+        self._begin_mapping()
 
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> ShmRegion:
         self._check_open()
@@ -85,9 +89,19 @@ class ShmPlane(BlockCopyPlane):
             if self._table is None:
                 permit_peers()
                 self._table = RegionTable(this_process())
-            region = ShmRegion(self, self._table.fill(memory.address, memory.nbytes, writable), memory)
+            address = self._table.fill(memory.address, memory.nbytes, writable)
+            region = ShmRegion(self, replace(address, memory=place_of(memory.held)), memory)
             self._regions[region.slot] = region
         return region
+
+    def _place(self, handle: Handle) -> TableAddress:
+        return TableAddress.decode(handle.address)
+
+    def map_writable(self, handle: Handle) -> torch.Tensor:
+        place, (descriptor, offset) = self._mappable(handle)
+        with OpenMemory(place.owner, descriptor, writable=True) as memory:
+            self._open_region(handle, writing=True).release(True)
+            return self._mapped.get(memory, offset, handle.nbytes)
 
     def retract(self, region: ShmRegion) -> None:
         """Invalidate the slot of a region; free slot and tensor once no process writes to it. Called once for each."""
@@ -140,6 +154,7 @@ class ShmPlane(BlockCopyPlane):
             regions = list(self._regions.values())
             self._bases.clear()
             self._readers.clear()
+        self._mapped.clear()
         with ExitStack() as stack:
             stack.callback(self._close_table)
             for region in regions:

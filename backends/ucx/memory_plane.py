@@ -2,7 +2,8 @@
 
 On one host (the default) the kernel copies between the two tensors, and the table of regions is shared memory: the
 owner takes no part, it may be busy or stopped. With UCX_TLS set to transports that cross hosts, for example "tcp,self",
-the owner's progress thread answers: see `onesided.active_messages`.
+the owner's progress thread answers: see `onesided.active_messages`. Over either, processes of the host map what lies in
+mappable memory of `empty`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
+from msgspec.structs import replace
 
 from holdfast.backends.common.block_copy import (
-    CheckedPlane,
     TableRegion,
     contiguous_address,
     run_in_threads,
     thread_count,
 )
+from holdfast.backends.common.mappable_plane import MappablePlane, place_of
 from holdfast.backends.common.process_memory import permit_peers
+from holdfast.backends.common.region_table import RegionTable, TableAddress
 from holdfast.backends.ucx.onesided.active_region import ActiveTable
 from holdfast.backends.ucx.onesided.read_worker import ReadWorker
 from holdfast.backends.ucx.onesided.regions import UcxAddress, UcxRegionTable
@@ -44,7 +47,7 @@ class UcxRegion(TableRegion):
         self.address = address
 
 
-class UcxPlane(CheckedPlane):
+class UcxPlane(MappablePlane):
     """See `MemoryPlane`. A forked child that uses its parent's plane has one without regions of its own."""
 
     name = "ucx"
@@ -56,13 +59,17 @@ class UcxPlane(CheckedPlane):
 
     def reset_in_child(self) -> None:
         forks.never_destroy((self._read_workers, self._table, self._regions))
+        if self._mapping_rows is not None:
+            self._mapping_rows.close()
         self._begin()
 
     def _begin(self) -> None:
         self._making = threading.Lock()
         self._read_workers: list[ReadWorker] = []
         self._table: UcxRegionTable | ActiveTable | None = None
+        self._mapping_rows: RegionTable | None = None
         self._regions: set[UcxRegion] = set()
+        self._begin_mapping()
 
     def _read_worker(self, number: int = 0) -> ReadWorker:
         """The read worker `number`, made on first use. Worker 0 has the table of exposed regions."""
@@ -70,7 +77,7 @@ class UcxPlane(CheckedPlane):
             self._check_open()
             while len(self._read_workers) <= number:
                 permit_peers()
-                self._read_workers.append(ReadWorker(Transports.choose(one_host=True)))
+                self._read_workers.append(ReadWorker(Transports.choose(one_host=True).connecting_in_background()))
             return self._read_workers[number]
 
     # -- exposing
@@ -88,9 +95,22 @@ class UcxPlane(CheckedPlane):
                     if messages is None
                     else ActiveTable(messages, worker, this_process())
                 )
-            region = UcxRegion(self, memory, self._table.expose(memory, writable))
+            address = self._table.expose(memory, writable)
+            region = UcxRegion(self, memory, replace(address, mapping=self._mapping_row(memory)))
             self._regions.add(region)
         return region
+
+    def _mapping_row(self, memory: ExposedMemory) -> tuple[int, int, int, int, int, int] | None:
+        """Enter memory that can be mapped; None for other memory. The lock of the first read worker is held."""
+        if (place := place_of(memory.held)) is None:
+            return None
+        if self._mapping_rows is None:
+            self._mapping_rows = RegionTable(this_process())
+        row = self._mapping_rows.fill(memory.address, memory.nbytes, writable=False)
+        return row.descriptor, row.table, row.slot, row.generation, *place
+
+    def _place(self, handle: Handle) -> TableAddress | None:
+        return UcxAddress.decode(handle.address).place
 
     def retract(self, region: UcxRegion) -> None:
         """Invalidate the row of a region; free row and tensor once no process writes to it. Called once for each."""
@@ -99,6 +119,10 @@ class UcxPlane(CheckedPlane):
             table = self._table
             if table is None:
                 return
+            row = region.address.place
+            if row is not None and self._mapping_rows is not None:
+                self._mapping_rows.invalidate(row.slot)
+                self._mapping_rows.free(row.slot)
             table.invalidate(region.address)
         if region.address.writable:
             table.wait_for_writer(region.address)
@@ -133,6 +157,7 @@ class UcxPlane(CheckedPlane):
         self._closed = True
         with ExitStack() as stack:
             stack.callback(self._release)
+            stack.callback(self._mapped.clear)
             for region in list(self._regions):
                 stack.callback(region.close)
 
@@ -145,3 +170,6 @@ class UcxPlane(CheckedPlane):
         table, self._table = self._table, None
         if table is not None:
             table.close()
+        if self._mapping_rows is not None:
+            self._mapping_rows.close()
+            self._mapping_rows = None

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ _LACKING = frozenset(
 _HERE = {"RNDV_SCHEME": "get_zcopy"}
 _TCP_OPTIONS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 """Bytes that one send or receive of a socket moves: with UCX's 8 KiB, large payloads take three times as long."""
+_CONNECT_IN_BACKGROUND = {"TCP_CONN_NB": "y"}
+"""Else making an endpoint to a host that is cut off blocks for minutes, without a deadline."""
 _CLOSE_SECONDS = 0.2
 
 
@@ -80,6 +82,11 @@ class Transports:
         if loopback and not local and "UCX_NET_DEVICES" not in os.environ:
             options["NET_DEVICES"] = "lo"
         return Transports(tls, options, local, bool(names & {"tcp", "all"}) or tls.startswith("^"))
+
+    def connecting_in_background(self) -> Transports:
+        """The same transports; a connection that cannot be made fails later, and blocks no call until then."""
+        more = {name: value for name, value in _CONNECT_IN_BACKGROUND.items() if f"UCX_{name}" not in os.environ}
+        return self if self.local else replace(self, options={**self.options, **more})
 
 
 _in_use = 0

@@ -15,7 +15,10 @@
 #include "calls/order.h"
 #include "calls/request_call.h"
 #include "calls/window.h"
+#include "kernels/digest_copy.h"
+#include "kernels/element_diff.h"
 #include "kernels/exact_sum.h"
+#include "kernels/float8_blocks.h"
 #include "process_copy.h"
 
 /* -- without a board */
@@ -132,6 +135,22 @@ static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
+/* digest_copies(jobs, count, copies, sums, threads): see digest_copy.h; all but `count` and `threads` are addresses. */
+static PyObject *digest_copies(PyObject *module, PyObject *const *args, Py_ssize_t number) {
+    (void)module;
+    uint64_t a[5], nbytes = 0;
+    if (!parse_numbers(args, number, 5, a) || !is_memory(a[0], a[1]) || !is_memory(a[3], a[1]))
+        return NULL;
+    digest_work work = {(const digest_job *)(uintptr_t)a[0], (const row_copy *)(uintptr_t)a[2], (uint64_t *)(uintptr_t)a[3], a[1], 0, 0};
+    for (uint64_t i = 0; i < work.count; i++)
+        nbytes += work.jobs[i].nbytes;
+    work.stream = nbytes >= STREAM_BYTES;
+    Py_BEGIN_ALLOW_THREADS;
+    digest_copy_all(&work, a[4]);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 /* -- tensors */
 
 static tensors *known_to(PyObject *module) { return &((state *)PyModule_GetState(module))->known; }
@@ -158,17 +177,26 @@ static PyObject *plain(PyObject *module, PyObject *tensor) {
 /* span(tensor): (address, nbytes). */
 static PyObject *span_(PyObject *module, PyObject *tensor) { return span_of_tensor(known_to(module), tensor); }
 
+/* describe(list): (spans, forms) of plain tensors; None if one is not plain. */
+static PyObject *describe(PyObject *module, PyObject *list) { return describe_tensors(known_to(module), list); }
+
 static PyMethodDef module_methods[] = {
     {"kind", kind, METH_VARARGS, NULL},
     PLAIN("fence", fence),
     FAST("combine", combine_),
     FAST("copy", copy_),
     FAST("copy_process", copy_process),
+    FAST("diff_pieces", diff_pieces),
+    FAST("patch_pieces", patch_pieces),
     FAST("pieces", pieces),
+    FAST("digest_copies", digest_copies),
+    FAST("float8_encode", float8_encode),
+    FAST("float8_decode", float8_decode),
     {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
     {"register_tensor_type", register_tensor_type, METH_VARARGS, NULL},
     {"plain", plain, METH_O, NULL},
     {"span", span_, METH_O, NULL},
+    {"describe", describe, METH_O, NULL},
     {"make_nans_alike", make_nans_alike, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -9,6 +9,7 @@
 
 #include <Python.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { DLPACK_MAJOR = 1, DLPACK_CPU = 1, DLPACK_COMPLEX = 5 };
@@ -39,7 +40,7 @@ typedef struct {
     const dlpack_api *api;
     tensor_number storage_nbytes, storage_offset;
     PyObject *locate; /* returns the address and size of any other tensor, or raises */
-    PyObject *requires_grad, *is_neg;
+    PyObject *requires_grad, *is_neg, *dtype;
     Py_ssize_t implementation; /* offset in the Python object of the pointer to the tensor's implementation */
 } tensors;
 
@@ -76,7 +77,8 @@ static int learn_tensor_type(tensors *known, PyObject *example, uint64_t storage
     }
     known->requires_grad = PyUnicode_InternFromString("requires_grad");
     known->is_neg = PyUnicode_InternFromString("is_neg");
-    if (!known->requires_grad || !known->is_neg)
+    known->dtype = PyUnicode_InternFromString("dtype");
+    if (!known->requires_grad || !known->is_neg || !known->dtype)
         return -1;
     known->implementation = find_implementation(example);
     if (known->implementation < 0) {
@@ -167,6 +169,58 @@ static PyObject *span_of_tensor(const tensors *known, PyObject *tensor) {
     Py_XDECREF(address);
     Py_XDECREF(size);
     return flat;
+}
+
+/* Two bytes objects that describe a list of plain tensors: address and size in bytes of each, as 64-bit numbers; and
+ * the object of its dtype (64 bits), number of dimensions (32 bits) and shape (64 bits a dimension). None if one is not
+ * plain. */
+static PyObject *describe_tensors(const tensors *known, PyObject *list) {
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "a list is needed");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_Size(list), used = 0, room = 0;
+    PyObject *spans = PyBytes_FromStringAndSize(NULL, count * 16), *both = NULL;
+    char *forms = NULL;
+    for (Py_ssize_t i = 0; spans && i < count; i++) {
+        PyObject *tensor = Py_NewRef(PyList_GetItem(list, i)); /* `is_plain` may call Python, which may change the list */
+        dlpack_tensor where;
+        uint64_t span[2];
+        PyObject *dtype = is_plain(known, tensor, &where, &span[1]) ? PyObject_GetAttr(tensor, known->dtype) : NULL;
+        int found = dtype && PyList_Size(list) == count;
+        PyErr_Clear();
+        Py_XDECREF(dtype); /* there is one object for each dtype, for good */
+        if (found) {
+            Py_ssize_t more = 12 + 8 * (Py_ssize_t)where.ndim;
+            if (used + more > room) {
+                char *larger = realloc(forms, (size_t)(room = 2 * (used + more) + 16 * count));
+                if (!larger) {
+                    Py_DECREF(tensor);
+                    PyErr_NoMemory();
+                    goto done;
+                }
+                forms = larger;
+            }
+            span[0] = (uintptr_t)where.data;
+            memcpy(PyBytes_AsString(spans) + 16 * i, span, 16);
+            memcpy(forms + used, &dtype, 8); /* DLPack does not tell int4 from int8 */
+            memcpy(forms + used + 8, &where.ndim, 4);
+            memcpy(forms + used + 12, where.shape, 8 * (size_t)where.ndim);
+            used += more;
+        }
+        Py_DECREF(tensor);
+        if (!found) {
+            both = Py_NewRef(Py_None);
+            goto done;
+        }
+    }
+    PyObject *encoded = spans ? PyBytes_FromStringAndSize(forms, used) : NULL;
+    both = encoded ? PyTuple_Pack(2, spans, encoded) : NULL;
+    Py_XDECREF(encoded);
+done:
+    free(forms);
+    Py_XDECREF(spans);
+    return both;
 }
 
 /* The state of the module: the known tensor type, and types of its own. */

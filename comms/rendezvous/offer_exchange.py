@@ -238,7 +238,7 @@ class OfferExchange:
             raise _MeetingOver
 
     def _check_alive(self) -> None:
-        """Raise `PeerFailed` if a rank has died that was at this meeting, or at an earlier one and not at this.
+        """Raise `PeerFailed` if a rank of this meeting, or of an earlier one but not of this, has died.
 
         A process that ends closes its connections before the kernel calls it gone: another rank may have given up a
         meeting because of it while it still seemed alive here.

@@ -63,10 +63,10 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _check(tensor: Tensor, what: str) -> None:
-    if tensor.layout is not torch.strided and not hasattr(tensor, "to_local"):
-        raise Unsupported(f"{what} is a tensor of layout {tensor.layout}", "pass a dense tensor: to_dense()")
     if tensor.is_nested:
         raise Unsupported(f"{what} is a nested tensor", "pass its parts one by one: unbind()")
+    if tensor.layout is not torch.strided and not hasattr(tensor, "to_local"):
+        raise Unsupported(f"{what} is a tensor of layout {tensor.layout}", "pass a dense tensor: to_dense()")
     held = None if torch.nn.parameter.is_lazy(tensor) else _held(tensor)
     if held is None:
         kind = "meta tensor" if tensor.is_meta else type(tensor).__name__

@@ -46,7 +46,9 @@ class Context:
 
     `previous` is the transport of the epoch before; its ops have ended, and the backend may reuse its parts.
     `connect_payload` is up to four integers for the other ranks; a transport may deliver them
-    (`Transport.connect_payloads`). While a backend waits for the other ranks, it may call `meanwhile(transport)`: the
+    (`Transport.connect_payloads`). `address` is where the other ranks reach this host ("": not known).
+
+    While a backend waits for the other ranks, it may call `meanwhile(transport)`: the
     caller then builds the communicator over `transport` during that wait. If the backend raises afterwards, or returns
     another transport, it must close this one itself.
     """
@@ -63,6 +65,7 @@ class Context:
     journal: Journal | None = None
     previous: Transport | None = None
     connect_payload: tuple[int, ...] = ()
+    address: str = ""
     meanwhile: Callable[[Transport], None] = lambda transport: None
 
 

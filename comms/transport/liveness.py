@@ -16,7 +16,7 @@ from holdfast.comms.system.file_io import read_all
 from holdfast.comms.system.local_causes import resource_exhausted
 from holdfast.comms.transport.base import Peer
 
-HOST = "HOLDFAST_HOST"
+HOST = "HOLDFAST_SIMULATED_HOST"
 """The environment variable that simulates several hosts on one machine.
 
 Processes with different values treat each other as remote: they use only what arrives over the network.

@@ -69,10 +69,11 @@ def errors() -> str:
     from holdfast.comms import errors as comms_errors
     from holdfast.ft.control import errors as control_errors
     from holdfast.ft.registers import cell
+    from holdfast.rl.environments import errors as environment_errors
     from holdfast.store import errors as store_errors
 
     rows = ["| error | is a | meaning |", "|---|---|---|"]
-    for module in (comms_errors, cell, control_errors, store_errors):
+    for module in (comms_errors, cell, control_errors, store_errors, environment_errors):
         rows += [_error_row(kind) for kind in _errors_of(module)]
     return "\n".join(rows)
 
@@ -181,9 +182,17 @@ def layout() -> str:
     return "\n\n".join(sections)
 
 
+def rl_config() -> str:
+    """A table for each section of a run's configuration: fields, what is allowed, defaults, meanings."""
+    from holdfast.rl.config.reference import sections
+
+    return "\n\n".join(sections())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
     "metrics": metrics,
     "command-line": command_line,
     "layout": layout,
+    "rl-config": rl_config,
 }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import IO
+from pathlib import Path
+from typing import IO, BinaryIO
 
 from holdfast.ft.launch import guardian
+from holdfast.ft.launch.held_directory import private_file
 
 END_SECONDS = 10.0
 
@@ -17,17 +21,23 @@ END_SECONDS = 10.0
 class GuardedProcess:
     """Runs `command` with the environment `environ`; `output` reads its stdout and stderr.
 
-    `pidfd` becomes readable once the command and all its descendants have ended; then call `reap`.
+    With a `log`, its output goes to that file, `output` is None, and it outlives this process. `pidfd` becomes readable
+    once the command and all its descendants have ended; then call `reap`.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path | None = None) -> None:
+        with contextlib.ExitStack() as files:
+            into = subprocess.PIPE if log is None else files.enter_context(private_file(log, "ab"))
+            self._start(command, environ, into, "tied" if log is None else "detached")
+
+    def _start(self, command: Sequence[str], environ: Mapping[str, str], into: int | BinaryIO, how: str) -> None:
         self._status, said = os.pipe()
         try:
             self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", guardian.__file__, str(said), *command],
+                [sys.executable, "-I", "-S", guardian.__file__, str(said), how, *command],
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=into,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 process_group=0,
@@ -38,8 +48,8 @@ class GuardedProcess:
             raise
         finally:
             os.close(said)
-        assert self._guardian.stdout is not None
-        self.output: IO[bytes] = self._guardian.stdout
+        self.output: IO[bytes] | None = self._guardian.stdout
+        self.began = time.monotonic()
         self.pidfd = os.pidfd_open(self._guardian.pid)
         self.returncode: int | None = None
         """The return code as in `subprocess`; None while the command runs."""

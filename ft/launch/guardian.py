@@ -1,9 +1,10 @@
 """The parent of a rank: runs a command, and kills all its descendants, however it or the launcher ends.
 
-`python -I -S guardian.py FD COMMAND...` writes to the pipe FD the command's pid, and at its end its wait status, a line
-each. It is the subreaper of all that the command starts, new sessions and daemons included. It kills what is left of
-them when the command ends, when its own parent is gone, or at SIGUSR1. It forwards SIGTERM, SIGINT, SIGHUP and SIGCONT
-to the command's process group. It imports nothing of holdfast: it has to start fast, and may not fail.
+`python -I -S guardian.py FD tied|detached COMMAND...` writes to the pipe FD the command's pid, and at its end its wait
+status, a line each. It is the subreaper of all that the command starts, new sessions and daemons included. It kills
+what is left of them when the command ends, when its own parent is gone (unless it is detached), or at SIGUSR1. It
+forwards SIGTERM, SIGINT, SIGHUP and SIGCONT to the command's process group. It imports nothing of holdfast: it has to
+start fast, and may not fail.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ REAP_MILLISECONDS = 1000
 KILL_SECONDS = 5.0
 
 
-def run(status: int, command: list[str]) -> None:
-    """Run `command` until its end, then kill its descendants; write pid and wait status to descriptor `status`."""
+def run(status: int, command: list[str], *, tied: bool) -> None:
+    """Run `command` until its end, then kill its descendants; write pid and wait status to descriptor `status`.
+
+    If it is `tied`, the end of this process's parent ends it too.
+    """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(status, False)
@@ -48,7 +52,8 @@ def run(status: int, command: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     _say(status, pid)
     poll, child = select.poll(), os.pidfd_open(pid)
-    poll.register(launcher, select.POLLIN)
+    if tied:
+        poll.register(launcher, select.POLLIN)
     poll.register(child, select.POLLIN)
     while not ended and not poll.poll(REAP_MILLISECONDS):
         _reap_others(pid)
@@ -124,4 +129,4 @@ def descendants(pid: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), sys.argv[2:])
+    run(int(sys.argv[1]), sys.argv[3:], tied=sys.argv[2] == "tied")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,16 @@ from holdfast.comms.system.paths import url_of
 from holdfast.ft.runtime.register import Register
 from holdfast.ft.telemetry.event_reader import read_events
 
+_SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables by which libraries choose an interface, without which they may choose another one than the session."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalContract:
-    """A job on this machine. Its key, register and event logs lie in `directory`."""
+    """A job's processes on this machine. Its register, its key and its event logs lie in `directory`, or elsewhere.
+
+    `host` is the address where other hosts reach these processes; `interface` is the interface that has it.
+    """
 
     name: str
     directory: Path
@@ -23,6 +30,9 @@ class LocalContract:
     register_elsewhere: str | None = None
     min_size: int | None = None
     shards: int | None = None
+    key_elsewhere: Path | None = None
+    host: str | None = None
+    interface: str | None = None
 
     @staticmethod
     def create(
@@ -35,14 +45,20 @@ class LocalContract:
         min_size: int | None = None,
         shards: int | None = None,
         logs: Path | None = None,
+        key_file: Path | None = None,
+        host: str | None = None,
+        interface: str | None = None,
     ) -> LocalContract:
         """Make the key and the folder of the event logs in the existing, empty, owner-only `directory`.
 
         `register` is the URL of the job's register (None: a file in `directory`); `logs` an existing folder for event
-        logs and flight recordings that must outlive `directory`.
+        logs and flight recordings that must outlive `directory`; `key_file` a key that is there already.
         """
-        contract = LocalContract(name, directory.absolute(), backend, size, register, min_size, shards)
-        create_key(contract.key_file)
+        contract = LocalContract(
+            name, directory.absolute(), backend, size, register, min_size, shards, key_file, host, interface
+        )
+        if key_file is None:
+            create_key(contract.key_file)
         if logs is None:
             contract.events_directory.mkdir(mode=0o700)
         else:
@@ -51,7 +67,7 @@ class LocalContract:
 
     @property
     def key_file(self) -> Path:
-        return self.directory / "key"
+        return self.directory / "key" if self.key_elsewhere is None else self.key_elsewhere.absolute()
 
     @property
     def register_url(self) -> str:
@@ -63,7 +79,12 @@ class LocalContract:
 
     def environ(self) -> dict[str, str]:
         """The variables to add to the environment of each process of the job."""
-        given = {"HOLDFAST_MIN_SIZE": self.min_size, "HOLDFAST_SHARDS": self.shards}
+        given: dict[str, object] = {
+            "HOLDFAST_MIN_SIZE": self.min_size,
+            "HOLDFAST_SHARDS": self.shards,
+            **({} if self.host is None else {"HOLDFAST_INTERFACE": self.host, "HOLDFAST_HOST": ""}),
+            **{name: os.environ.get(name, self.interface) for name in _SOCKETS},
+        }
         return {
             "HOLDFAST_JOB": self.name,
             "HOLDFAST_REGISTER": self.register_url,

@@ -1,8 +1,8 @@
 """`holdfast run`: start a script in several processes of this machine, which form one job by `ft.Session`.
 
 The launcher starts processes, shows their output, and ends them when it ends. The sessions themselves detect deaths,
-assign ranks and recover. The launcher ends the job only if the sessions cannot know that it is over: too few processes
-are left for it ever to go on.
+assign ranks and recover. On several hosts, one launcher on each starts that host's part. On one host, the launcher ends
+the job if the sessions cannot know that it is over: too few processes are left for it ever to go on.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.errors import BackendUnavailable, Unsupported
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.transport.liveness import is_stopped
+from holdfast.comms.system.file_io import write_all
+from holdfast.comms.transport.liveness import is_stopped, this_host
 from holdfast.ft.console.console import console
 from holdfast.ft.console.output import LineSplitter
 from holdfast.ft.console.units import counted
@@ -33,18 +35,28 @@ from holdfast.ft.console.visible import visible, visible_but_colours
 from holdfast.ft.launch import run_report
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.guarded_process import GuardedProcess
-from holdfast.ft.launch.held_directory import HeldDirectory
+from holdfast.ft.launch.held_directory import HeldDirectory, private_file
+from holdfast.ft.launch.hosts.host_agent import HostAgent, HostPlan, host_name
+from holdfast.ft.launch.hosts.job_watch import JobWatch
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch as launch_ranks
+from holdfast.ft.launch.restarts import RestartBudget
 from holdfast.ft.launch.run_report import LastErrorLine
 from holdfast.ft.launch.torch_environment import TorchEnvironment
 from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway
+from holdfast.ft.termination import TERMINATED
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 GRACE = 5.0
 """Seconds from SIGTERM to SIGKILL, and from the end of the job, or of its last member, to that of other processes."""
+
+LEAVE_SECONDS = 25.0
+"""Seconds that processes get, after SIGTERM, to finish a step and leave. SLURM and Kubernetes kill after 30."""
+
+ASK_AGAIN_SECONDS = 0.5
+"""Seconds from the first SIGTERM to the second, which ends a session that is still in a step."""
 
 LOOK = 0.25
 """Seconds between two reads of the register."""
@@ -55,6 +67,8 @@ class LaunchPlan:
     """The processes to start: `size` + `spares` of `command`. They may run for `grace` seconds after the job.
 
     `min_size` and `shards` are defaults for sessions whose script does not set them; `check` turns agreement checks on.
+    `here`: how many of the `size` members this host starts (None: all). Up to `restarts` processes that die are started
+    again, as spares. With `detach`, the processes outlive the launcher. After SIGTERM they may run for `leave` seconds.
     """
 
     command: tuple[str, ...]
@@ -66,6 +80,10 @@ class LaunchPlan:
     min_size: int | None = None
     shards: int | None = None
     check: bool = False
+    here: int | None = None
+    restarts: int = 0
+    detach: bool = False
+    leave: float = LEAVE_SECONDS
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.spares < 0:
@@ -74,23 +92,51 @@ class LaunchPlan:
             raise ValueError(f"min_size={self.min_size} must be at least 1 and at most size={self.size}")
         if self.shards is not None and self.shards < 1:
             raise ValueError(f"shards={self.shards} must be at least 1")
+        if self.here is not None and not 1 <= self.here <= self.size:
+            raise ValueError(f"here={self.here} must be at least 1 and at most size={self.size}")
+        if self.restarts < 0 or self.leave < 0:
+            raise ValueError(f"restarts={self.restarts} and leave={self.leave} must not be negative")
         if not self.command:
             raise ValueError("there is no script to run")
 
+    @property
+    def members_here(self) -> int:
+        return self.size if self.here is None else self.here
+
 
 class Launcher:
-    """The processes of one job, from start to end. `start` is the launcher that the plan's backend needs."""
+    """The processes of one job on this host, from start to end. `start` is the launcher that the plan's backend needs.
 
-    def __init__(self, plan: LaunchPlan, contract: LocalContract, console: Console, start: Launch) -> None:
+    `watch` follows the job where other hosts take part in it. `log` gives the file for the output of a process.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        contract: LocalContract,
+        console: Console,
+        start: Launch,
+        watch: JobWatch | None = None,
+        log: Callable[[int], Path] | None = None,
+    ) -> None:
         self._plan, self._contract, self._console, self._launch = plan, contract, console, start
+        self._watch, self._log = watch, log
         self._selector = selectors.DefaultSelector()
         self._processes: list[GuardedProcess] = []
         self._lines: dict[int, LineSplitter] = {}
+        self._logs: dict[int, BinaryIO] = {}
         self._words: dict[int, LastErrorLine] = {}
         self._began = time.monotonic()
+        self._budget = RestartBudget(plan.restarts)
+        self._due: list[float] = []
+        self._ending = False
+        self._leaving: float | None = None
 
     def run(self) -> int:
-        """Start all processes and show their output until their end; returns 0 if the job ended well, else 1."""
+        """Start all processes and show their output until their end; returns 0 if the job ended well, else 1.
+
+        128 + SIGTERM if `leave` has ended them before that.
+        """
         with TorchEnvironment(self._plan.size) as self._torch:
             try:
                 self._start()
@@ -98,25 +144,42 @@ class Launcher:
             finally:
                 self._end()
                 self._selector.close()
+                for file in self._logs.values():
+                    file.close()
         return self._verdict()
+
+    def leave(self) -> None:
+        """Ask all processes to leave the job after their step, and start no other. A signal handler may call it."""
+        self._leaving = time.monotonic()
+        for process in self._processes:
+            process.signal(signal.SIGTERM)
 
     def _start(self) -> None:
         cores = len(os.sched_getaffinity(0))
-        environ = {
+        self._environ = {
             **os.environ,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // self._plan.size))),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // self._plan.members_here))),
             "PYTHONUNBUFFERED": "1",
             **({"HOLDFAST_CHECK": "1"} if self._plan.check else {}),
             **self._contract.environ(),
         }
-        for number in range(self._plan.size + self._plan.spares):
-            own = {**self._torch.of(number), **self._launch.environ(number)}
-            process = GuardedProcess(self._plan.command, {**environ, **own})
-            self._processes.append(process)
-            self._words[number] = LastErrorLine()
+        for _ in range(self._plan.members_here + self._plan.spares):
+            self._start_process()
+
+    def _start_process(self) -> None:
+        number, alone = len(self._processes), self._plan.here is None
+        shared = {} if self._plan.detach else self._launch.environ(number)  # its folder goes with the launcher
+        own = {**(self._torch.of(number) if alone else {}), **shared}
+        log = None if self._log is None else self._log(number)
+        process = GuardedProcess(self._plan.command, {**self._environ, **own}, log if self._plan.detach else None)
+        self._processes.append(process)
+        self._words[number] = LastErrorLine()
+        if process.output is not None:
             self._selector.register(process.output, selectors.EVENT_READ, number)
-            self._selector.register(process.pidfd, selectors.EVENT_READ, number)
-            self._launch.attach(number, process.pidfd)
+            if log is not None:
+                self._logs[number] = private_file(log, "ab")
+        self._selector.register(process.pidfd, selectors.EVENT_READ, number)
+        self._launch.attach(number, process.pidfd)
 
     def _follow(self) -> None:
         """Show output until all processes are gone, or the job is over and the time of the others is up."""
@@ -125,6 +188,9 @@ class Launcher:
         while self._running():
             self._turn(LOOK)
             now = time.monotonic()
+            self._start_due(now)
+            if self._leaving is not None and now >= self._leaving + self._plan.leave:
+                return
             if now < look:
                 continue
             look = now + LOOK
@@ -133,6 +199,8 @@ class Launcher:
                 began = busy = now
             elif self._members_at_work(over):
                 busy = now
+            if over is not None:
+                self._due.clear()
             if over is not None and now >= min(began + self._plan.grace, busy + GRACE):
                 for number, process in enumerate(self._processes):
                     if process.returncode is None:
@@ -141,7 +209,13 @@ class Launcher:
                 return
 
     def _running(self) -> bool:
-        return any(process.returncode is None for process in self._processes)
+        return bool(self._due) or any(process.returncode is None for process in self._processes)
+
+    def _start_due(self, now: float) -> None:
+        """Start the processes whose delay is over, in place of those that died."""
+        for due in [each for each in self._due if each <= now]:
+            self._due.remove(due)
+            self._start_process()
 
     def _turn(self, seconds: float) -> None:
         """Wait up to `seconds` for output or the end of a process, and handle it."""
@@ -158,6 +232,8 @@ class Launcher:
         if not data:
             self._selector.unregister(stream)
             stream.close()
+        elif number in self._logs:
+            write_all(self._logs[number].fileno(), data)
         lines = self._lines.setdefault(number, LineSplitter())
         for line in lines.feed(data) if data else lines.end():
             self._words[number].hear(line)
@@ -168,6 +244,13 @@ class Launcher:
         process = self._processes[number]
         if code := process.reap():
             self._say(number, f"{how_it_ended(code)} (pid {process.pid})", "bold red")
+            if self._ending or self._leaving is not None:
+                return
+            delay = self._budget.take(time.monotonic() - process.began)
+            if delay is not None:
+                left = f"{counted(self._budget.left, 'restart')} left"
+                self._say(number, f"another process takes its place in {delay:g} s, as a spare; {left}", "bold")
+                self._due.append(time.monotonic() + delay)
 
     def _say(self, number: int, line: str, style: str = "") -> None:
         colour = COLOURS[number % len(COLOURS)]
@@ -175,6 +258,8 @@ class Launcher:
         self._console.print(Text.assemble((f"[{number}] ", colour), shown), soft_wrap=True)
 
     def _view(self) -> View | None:
+        if self._watch is not None:
+            return self._watch.view
         with self._contract.register() as register:
             return register.read()
 
@@ -188,7 +273,9 @@ class Launcher:
 
         Returns its last view if so.
         """
-        left = sum(process.returncode is None for process in self._processes)
+        if self._watch is not None:
+            return None
+        left = sum(process.returncode is None for process in self._processes) + len(self._due)
         view = self._view()  # after the count: a job's last view is in the register before its members end
         if view is None or view.phase not in ("forming", "running") or left >= view.job.min_size:
             return None
@@ -208,17 +295,20 @@ class Launcher:
     def _members(self, view: View) -> dict[int, GuardedProcess]:
         """The launched processes that are members of a view, by rank."""
         processes = {process.pid: process for process in self._processes}
-        ranks = enumerate(member.peer.pid for member in view.members)
-        return {rank: processes[pid] for rank, pid in ranks if pid in processes}
+        ranks = ((rank, member.peer) for rank, member in enumerate(view.members))
+        return {rank: processes[p.pid] for rank, p in ranks if p.pid in processes and p.host == this_host()}
 
     def _end(self) -> None:
         """End all processes that still run, with their process groups, and show their last output."""
-        for sent in (signal.SIGTERM, signal.SIGCONT):
-            for process in self._processes:
-                process.signal(sent)
-        deadline = time.monotonic() + GRACE
-        while self._running() and (left := deadline - time.monotonic()) > 0:
-            self._turn(left)
+        self._ending = True
+        self._due.clear()
+        began = time.monotonic()
+        for again in (ASK_AGAIN_SECONDS, GRACE):
+            for sent in (signal.SIGTERM, signal.SIGCONT):
+                for process in self._processes:
+                    process.signal(sent)
+            while self._running() and (left := began + again - time.monotonic()) > 0:
+                self._turn(left)
         for number, process in enumerate(self._processes):
             if process.returncode is None:
                 self._reap(number)
@@ -238,7 +328,7 @@ class Launcher:
 
     def _verdict(self) -> int:
         status = self._judge()
-        for line in run_report.table(self._failures()) if status else ():
+        for line in run_report.table(self._failures()) if status not in (0, TERMINATED) else ():
             self._fail(line)
         return status
 
@@ -253,7 +343,10 @@ class Launcher:
         ]
 
     def _judge(self) -> int:
-        view = self._view()
+        view = self._view() if self._watch is None else self._watch.read()
+        if self._leaving is not None and (view is None or view.phase != "finished"):
+            self._console.print(Text("holdfast run: left the job after SIGTERM", "bold"), soft_wrap=True)
+            return TERMINATED
         if view is None:
             ended = "no process joined the job by holdfast.ft.Session(), so that nothing would have survived a death"
             codes = [process.returncode for process in self._processes]
@@ -277,48 +370,79 @@ class Launcher:
         self._console.print(Text(visible(f"holdfast run: {text}"), "bold red"), soft_wrap=True)
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, so that `finally` blocks run; not if ignored, as by nohup."""
+class _Signals:
+    """SIGTERM calls `leave`, if there is one, and raises KeyboardInterrupt the second time; so does SIGHUP at once.
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    A context manager, so that `finally` blocks run. Signals that are ignored, as by nohup, stay so.
+    """
 
-    kept = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    old = {number: signal.signal(number, interrupt) for number in kept}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
+    def __init__(self) -> None:
+        self.leave: Callable[[], None] | None = None
+
+    def _handle(self, number: int, _: object) -> None:
+        leave, self.leave = self.leave, None
+        if leave is None or number == signal.SIGHUP:
+            raise KeyboardInterrupt
+        leave()
+
+    def __enter__(self) -> _Signals:
+        kept = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+        self._old = {number: signal.signal(number, self._handle) for number in kept}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
             signal.signal(number, handler)
 
 
-def launch(plan: LaunchPlan, log_directory: Path | None = None) -> int:
+def launch(plan: LaunchPlan, log_directory: Path | None = None, host: HostPlan | None = None) -> int:
     """Run the job; returns the exit status: 0 if it finished and its last members ended well, 130 if interrupted.
 
-    Event logs and flight recordings are written to `log_directory` (made if missing). Raises `BackendUnavailable`,
-    ValueError, and, before anything is started, OSError if that directory cannot be made.
+    Event logs, flight recordings and the output of the processes are written to `log_directory` (made if missing).
+    `host` is this host's part in a job on several. Raises, before anything is started, `BackendUnavailable`,
+    `Unsupported`, ValueError, what `HostAgent` raises, and OSError if that directory cannot be made.
     """
     launcher = _launcher(plan.backend)
+    if launcher and (host is not None or plan.restarts or plan.detach):
+        raise Unsupported(f"several hosts, restarts or detach with {launcher}", "use another backend")
+    if plan.detach and (log_directory is None or host is None):
+        raise ValueError("detached processes outlive this command: give --logs, --register and --key-file")
     out = console()
+    node = host_name(os.environ) if host is None else host.node
     if log_directory is not None:
         log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with HeldDirectory("holdfast-run-") as folder, _terminated_as_interrupted():
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(HeldDirectory("holdfast-run-"))
+        signals = stack.enter_context(_Signals())
+        agent = None if host is None else stack.enter_context(HostAgent(host, plan.job))
         contract = LocalContract.create(
             plan.job,
             folder.path,
             plan.backend,
             plan.size,
+            None if host is None else host.register,
             min_size=plan.min_size,
             shards=plan.shards,
             logs=log_directory,
+            key_file=None if host is None else host.key_file,
+            host=None if agent is None else agent.address,
+            interface=None if agent is None or ":" in agent.address else agent.interface,
         )
         try:
-            with closing(launch_ranks(launcher, plan.size + plan.spares)) as start:
-                return Launcher(plan, contract, out, start).run()
+            start = stack.enter_context(closing(launch_ranks(launcher, plan.size + plan.spares)))
+            watch = None if agent is None else agent.watch
+            log = None if log_directory is None else partial(_output_file, log_directory, node)
+            job = Launcher(plan, contract, out, start, watch, log)
+            signals.leave = job.leave
+            return job.run()
         except KeyboardInterrupt:
             out.print("holdfast run: interrupted; all processes are ended", style="bold red")
             return 130
+
+
+def _output_file(folder: Path, node: str, number: int) -> Path:
+    """The file for the output of a process of this host."""
+    return folder / f"output-{''.join(c if c.isalnum() else '-' for c in node)}-{number}.log"
 
 
 def _launcher(preference: str) -> str:

@@ -43,7 +43,7 @@ class Job(msgspec.Struct, frozen=True):
     number of shards of a step, whatever the size. `backends` are the names that every candidate so far can run, in
     order of preference, and `backend` the one chosen when the job was formed ("" before). `key_check` only tells a
     wrong key from the right one. By `timeouts` and `mesh` (see `Shape`) the members judge each other: with other values
-    a member would be taken for dead, or would not be watched.
+    a member would be taken for dead, or would not be watched. `version` is that of holdfast ("": unknown).
     """
 
     name: str
@@ -56,6 +56,7 @@ class Job(msgspec.Struct, frozen=True):
     asked: str = "auto"
     timeouts: Timeouts = Timeouts()
     mesh: int = MESH
+    version: str = ""
 
     def conflict(self, there: Job) -> str | None:
         """Why a process that wants this job cannot be in the job `there`; None if it can."""
@@ -63,6 +64,11 @@ class Job(msgspec.Struct, frozen=True):
             return f"it belongs to job {there.name!r}, not to {self.name!r}; use another register"
         if self.key_check != there.key_check:
             return f"job {self.name!r} has another key"
+        if self.version and there.version and self.version != there.version:
+            return (
+                f"job {self.name!r} runs on holdfast {there.version}, this process has {self.version}; install the "
+                "same version on all hosts"
+            )
         terms = [(what, getattr(self, what), getattr(there, what)) for what in ("size", "min_size", "shards", "mesh")]
         times = [field.name for field in fields(Timeouts)]
         terms += [(what, getattr(self.timeouts, what), getattr(there.timeouts, what)) for what in times]

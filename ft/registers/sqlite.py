@@ -28,6 +28,7 @@ from holdfast.comms.errors import CorruptData
 from holdfast.comms.system import forks, paths
 from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
 from holdfast.ft.registers.inotify import Watch
+from holdfast.ft.registers.network_file_system import network_file_system
 
 APPLICATION_ID = 0x484F4C44  # "HOLD"
 SCHEMA = 1
@@ -43,6 +44,7 @@ _REPLACE = "UPDATE cell SET version = version + 1, value = ? WHERE name = ? AND 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
+_ELSEWHERE = "for a job on one host name a folder of that host, such as /tmp or /dev/shm; for several hosts use etcd://host:2379/name"
 _opening = threading.Lock()
 _open_files: Counter[tuple[int, int]] = Counter()  # handles of this process by device and inode
 _paths: dict[tuple[int, int], Path] = {}
@@ -190,6 +192,8 @@ class SqliteCell(Cell):
         self._watching = threading.Lock()
         self._kept_watch: Watch | None = None
         try:
+            if (kind := network_file_system(self._path.parent)) is not None:
+                raise RegisterAway(url, f"its folder is on {kind}, where sqlite is not safe: {_ELSEWHERE}")
             with _opening:
                 if not os.path.lexists(self._path):
                     _create(self._path)

@@ -1,13 +1,12 @@
 """The rendezvous table: keys and values that the members of an epoch exchange while they build its communicator.
 
 Keys belong to an epoch. When a later epoch begins, the keys of earlier ones are dropped and waits for them end with
-`Revoked`. The first member of the epoch serves its table and pushes every change to the copies of the other members.
+`Revoked`. Every member has a copy, in which it sets and awaits keys; changes are passed on from copy to copy
+(`holdfast.ft.runtime.table_sharing`). What several members may change goes to the first member's copy.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -28,7 +27,7 @@ class _Waiter:
 
 
 class RendezvousTable:
-    """The table, in the process that serves it, or a member's copy of it. Thread-safe.
+    """A member's copy of the table. Thread-safe.
 
     Every method raises `Revoked` once the epoch is over. Methods with a `timeout` (seconds) wait until all their keys
     are there, and raise `KeyTimeout` after it; the others do not block.
@@ -62,7 +61,7 @@ class RendezvousTable:
         self._changed(epoch, tuple(items), self._set(epoch, items))
 
     def receive(self, epoch: int, items: Mapping[str, bytes]) -> None:
-        """Set the keys of this copy to what the first member pushed; `on_change` is not called."""
+        """Set the keys of this copy to what another copy has; `on_change` is not called."""
         _end(self._set(epoch, items))
 
     def fetch(self, epoch: int, keys: Sequence[str], timeout: float) -> list[bytes]:
@@ -88,33 +87,6 @@ class RendezvousTable:
             raise KeyTimeout(sorted(waiter.missing), timeout)
         if ended[0] is not None:
             raise again(ended[0])
-
-    async def fetch_later(self, epoch: int, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """Like `fetch`, in an event loop."""
-        await self.wait_later(epoch, keys, timeout)
-        return self._read(epoch, keys)
-
-    async def wait_later(self, epoch: int, keys: Sequence[str], timeout: float) -> None:
-        """Like `wait`, in an event loop."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Revoked | None] = loop.create_future()
-
-        def finish(error: Revoked | None) -> None:
-            if not ended.done():
-                ended.set_result(error)
-
-        waiter = self._enter(epoch, keys, lambda error: _call_in(loop, finish, error))
-        if waiter is None:
-            return
-        try:
-            async with asyncio.timeout(timeout):
-                error = await ended
-        except TimeoutError as late:
-            raise KeyTimeout(sorted(waiter.missing), timeout) from late
-        finally:
-            self._leave(epoch, waiter)
-        if error is not None:
-            raise again(error)
 
     def add(self, epoch: int, key: str, amount: int) -> int:
         """Add to a decimal number (0 if the key is not there); return the sum. ValueError if it is not a number."""
@@ -228,10 +200,3 @@ class RendezvousTable:
 def _end(waiters: Sequence[_Waiter]) -> None:
     for waiter in waiters:
         waiter.done(None)
-
-
-def _call_in(
-    loop: asyncio.AbstractEventLoop, function: Callable[[Revoked | None], None], error: Revoked | None
-) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: its waits have ended
-        loop.call_soon_threadsafe(function, error)

@@ -18,6 +18,7 @@ from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.view import View
 from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.timeouts import Timeouts
 
 
 class EpochCallbacks(Protocol):
@@ -230,6 +231,18 @@ class EpochGuard:
                     raise OpTimeout("rebuild", newer_than, timeout)
                 if self._next is None:
                     self._changed.wait(left)
+
+    def next_view(self, newer_than: int, timeouts: Timeouts, failure: HoldfastError | None = None) -> View:
+        """Wait for a view newer than `newer_than` that has this process, as long as a rebuild and a join may take.
+
+        A spare (`newer_than` is 0) waits as long as the job runs. The timeout's cause is the `failure` before it.
+        """
+        while True:
+            try:
+                return self.wait(newer_than, timeouts.rebuild + timeouts.join)
+            except OpTimeout as late:
+                if newer_than:
+                    raise late from failure
 
     def _check(self, epoch: int) -> None:
         if self._ended is not None:

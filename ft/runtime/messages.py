@@ -96,7 +96,7 @@ class MessageCallbacks:
     core: Callable[[Event], None]
     beat: Callable[[str, int], None]
     deaths: Callable[[tuple[Death, ...]], None]
-    share: Callable[[int, dict[str, bytes]], None]
+    share: Callable[[str, int, dict[str, bytes]], None]
     testimony: Callable[[str, str, str | None], None]
     """(peer, member, evidence): `peer` suspects `member`, or has cleared it (None)."""
     detectors: Callable[[str, bytes], None]
@@ -123,7 +123,7 @@ def handlers(listener: MessageCallbacks) -> dict[str, Callable[[str, bytes], byt
         "spare": lambda peer, body: core(SpareAnnounced(_member.decode(body))),
         "deaths": lambda peer, body: listener.deaths(tuple(Death(*death) for death in _deaths.decode(body))),
         "leave": lambda peer, body: listener.deaths((Death(peer, LEFT + _text.decode(body)),)),
-        "share": lambda peer, body: listener.share(*_items.decode(body)),
+        "share": lambda peer, body: listener.share(peer, *_items.decode(body)),
         "suspect": suspect,
         "clear": clear,
         "detect": listener.detectors,

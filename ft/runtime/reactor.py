@@ -7,10 +7,8 @@ effects: revoke and install epochs in the session's `EpochGuard`, compare-and-se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Mapping
 from concurrent.futures import Executor
 
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
@@ -52,12 +50,12 @@ from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.rendezvous import handlers as rendezvous
-from holdfast.ft.rendezvous.table import RendezvousTable
 from holdfast.ft.runtime import messages
 from holdfast.ft.runtime.connections import MemberConnections
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.ft.runtime.register import Register
 from holdfast.ft.runtime.register_client import Answer, RegisterClient
+from holdfast.ft.runtime.table_sharing import TableSharing, neighbours
 from holdfast.ft.settings import Settings, one_host_backends
 from holdfast.ft.telemetry.event_log import EventLog
 
@@ -95,14 +93,14 @@ class Reactor:
     ) -> None:
         self.step = -1
         self.was_spare = False
-        self.table = RendezvousTable(self._share_soon)
         self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, events
         self._loop = asyncio.get_running_loop()
+        self.sharing = TableSharing(identity, self._loop, max(settings.timeouts.rebuild, settings.timeouts.operation))
         callbacks = messages.MessageCallbacks(
             core=self.feed,
             beat=self._hear_beat,
             deaths=self._handle_deaths,
-            share=self._hear_share,
+            share=self.sharing.received,
             testimony=self._hear_testimony,
             detectors=self._hear_detectors,
         )
@@ -110,10 +108,11 @@ class Reactor:
             identity,
             key=settings.key,
             job=settings.name,
-            handlers={**rendezvous.handlers(self.table), **messages.handlers(callbacks)},
+            handlers={**rendezvous.handlers(self.sharing.table, self.sharing.forward), **messages.handlers(callbacks)},
             on_link=self._linked,
             on_refused=self._refused,
         )
+        self.sharing.use(self.links)
         self._detectors: Detectors | None = None
         self._core: Membership | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -175,6 +174,7 @@ class Reactor:
         if self._detectors is not None:
             self._detectors.close()
             self._detectors = None
+        self.sharing.flush()
         await self.links.close()
 
     def leave(self, reason: str) -> None:
@@ -233,10 +233,8 @@ class Reactor:
             mine = view.rank_of(self._identity)
         earlier = {m.id for m in view.members[:mine]} if view is not None else set[str]()
         linked = {m.id: m for m in watched}
-        if view is not None and view.members:  # the first member serves the rendezvous table
-            first = view.members[0]
-            meeting = view.members[1:] if first.id == self._identity else (first,)
-            linked.update({m.id: m for m in meeting})
+        if view is not None and mine is not None:  # the rendezvous table is passed on along these
+            linked.update({m.id: m for m in neighbours(view, mine)})
         self.links.follow(
             [m for m in linked.values() if m.id in earlier],
             [m for m in linked.values() if m.id not in earlier],
@@ -297,11 +295,10 @@ class Reactor:
         else:
             error = Revoked(effect.epoch, effect.reason)
         if self._epoch_guard.revoke(effect.epoch, error, effect.reason):
-            self.table.drop_before(effect.epoch + 1, effect.reason)
+            self.sharing.drop_before(effect.epoch + 1, effect.reason)
 
     def _install(self, view: View) -> None:
         self._announced_self_to = {}
-        self.table.drop_before(view.epoch)
         if view.phase == "failed":
             name = view.job.name
             self._epoch_guard.end(
@@ -310,8 +307,7 @@ class Reactor:
                 else StepFailed(name, view.reason, view.error)
             )
         self._epoch_guard.install(view)
-        if items := self.table.items(view.epoch):  # the session has installed the view earlier, and set items
-            self._share(view.epoch, items)
+        self.sharing.begin(view)
 
     def _announce_to(self, view: View, to: tuple[Member, ...], notice: messages.Notice) -> None:
         """Announce a view; members that learn of it inside their ops get the message a moment later."""
@@ -367,24 +363,6 @@ class Reactor:
             rank = view.rank_of(self._identity) if view is not None else None
             faultpoints.reach(point, self.step, -1 if rank is None else rank, view.epoch if view is not None else 0)
 
-    def _share_soon(self, epoch: int, keys: tuple[str, ...]) -> None:
-        """Push what was set in the table to the other members, if this process is the first. Thread-safe."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: this process has left
-            self._loop.call_soon_threadsafe(self._share_keys, epoch, keys)
-
-    def _share_keys(self, epoch: int, keys: tuple[str, ...]) -> None:
-        with contextlib.suppress(Revoked):
-            self._share(epoch, self.table.values(epoch, keys))
-
-    def _share(self, epoch: int, items: Mapping[str, bytes], only: str | None = None) -> None:
-        view = self._core.view if self._core is not None else None
-        if view is None or view.epoch != epoch or not view.members or view.members[0].id != self._identity:
-            return
-        notice = messages.share(epoch, items)
-        for member in view.members[1:]:
-            if only in (None, member.id):
-                self.links.notify(member.id, *notice)
-
     # Received messages --------------------------------------------------------------------------------------------
 
     def _handle_deaths(self, deaths: tuple[Death, ...]) -> None:
@@ -408,11 +386,7 @@ class Reactor:
     def _linked(self, member_id: str) -> None:
         if self._detectors is not None:
             self._detectors.linked(member_id)
-        view = self._epoch_guard.view
-        if view is not None and view.phase == "running" and not self._epoch_guard.is_over(view.epoch):
-            items = self.table.items(view.epoch)
-            if items:
-                self._share(view.epoch, items, only=member_id)
+        self.sharing.linked(member_id)
         if member_id in self._announced_self_to:
             self._announce_self(self._announced_self_to[member_id])
 
@@ -448,7 +422,7 @@ class Reactor:
         """End the epoch here without agreement: this process must do nothing more in it."""
         view = self._epoch_guard.view
         if view is not None and self._epoch_guard.revoke(view.epoch, Revoked(view.epoch, reason), reason):
-            self.table.drop_before(view.epoch + 1, reason)
+            self.sharing.drop_before(view.epoch + 1, reason)
             self._epoch_guard.end_ops()
 
     def _resign(self, reason: str) -> None:
@@ -477,10 +451,6 @@ class Reactor:
         rank = view.rank_of(peer) if view is not None else None
         if view is not None and rank is not None and epoch not in (0, view.epoch):
             self.feed(EpochHeard(view.members[rank], epoch))
-
-    def _hear_share(self, epoch: int, items: dict[str, bytes]) -> None:
-        with contextlib.suppress(Revoked):  # the epoch is over here
-            self.table.receive(epoch, items)
 
     def _hear_testimony(self, peer: str, member: str, evidence: str | None) -> None:
         if self._detectors is not None:

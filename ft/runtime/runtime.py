@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Revoked, StaleEpoch
 from holdfast.comms.transport.liveness import this_process
-from holdfast.ft.control.errors import ConnectionLost
+from holdfast.ft.control.errors import ConnectionLost, RemoteError
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.membership.events import EpochBroken, Event, LocalFailed, LocalFinished, ViewRead
 from holdfast.ft.membership.step_error import StepError
@@ -30,6 +30,7 @@ from holdfast.ft.rendezvous.store import RendezvousStore
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.ft.runtime.reactor import Reactor
 from holdfast.ft.runtime.register import Register
+from holdfast.ft.runtime.table_sharing import neighbours
 from holdfast.ft.settings import Settings, candidate_job
 from holdfast.ft.telemetry.event_log import EventLog
 
@@ -47,8 +48,8 @@ costs while nothing fails.
 class Runtime:
     """One process in a job, from construction to `close`."""
 
-    def __init__(self, settings: Settings, epoch_guard: EpochGuard, events: EventLog, identity: str, host: str) -> None:
-        """Listen on `host`, and join the job or be a spare of it. Raises what `candidate_job` raises."""
+    def __init__(self, settings: Settings, epoch_guard: EpochGuard, events: EventLog, identity: str) -> None:
+        """Listen, and join the job or be a spare of it. Raises what `candidate_job` raises."""
         self._identity, self._settings, self._epoch_guard = identity, settings, epoch_guard
         self._calls: dict[Future[bytes], int] = {}
         self._calls_lock = threading.Lock()
@@ -74,7 +75,7 @@ class Runtime:
             undo.callback(self._closing.set)
             threads = (os.getpid(), self._thread.native_id, self._watcher.native_id)
             lasting = tuple(number for number in threads if number is not None)
-            self._thread.run(self._reactor.begin(host, job, view, lasting), START_SECONDS)
+            self._thread.run(self._reactor.begin(settings.host, job, view, lasting), START_SECONDS)
             self._begun.set()
             epoch_guard.on_over(self._end_calls)
             self._undo = undo.pop_all()
@@ -125,13 +126,14 @@ class Runtime:
             self._thread.loop.call_soon_threadsafe(self._reactor.leave, reason)
 
     def store(self, view: View) -> dist.Store:
-        """The store with which the members of `view` build its communicator; its first member serves it."""
-        first, table, timeouts = view.members[0], self._reactor.table, self._settings.timeouts
+        """The store with which the members of `view` build its communicator."""
+        rank, table = view.rank_of(self._identity), self._reactor.sharing.table
+        timeouts = self._settings.timeouts
         timeout = max(timeouts.rebuild, timeouts.operation)
-        if first.id == self._identity:
+        if not rank:
             return RendezvousStore(table, view.epoch, timeout)
-        call = functools.partial(self._call, first, view.epoch)
-        return RendezvousStore(RendezvousClient(call, timeout, copy=table), view.epoch, timeout)
+        call = functools.partial(self._call, neighbours(view, rank)[0], view.epoch)
+        return RendezvousStore(RendezvousClient(call, table, timeout), view.epoch, timeout)
 
     def close(self) -> None:
         """End every thread, connection and descriptor. Idempotent."""
@@ -172,6 +174,10 @@ class Runtime:
             if self._epoch_guard.is_over(epoch):
                 answer.cancel()
             return answer.result(timeout + 1.0)
+        except RemoteError as error:
+            if error.kind == "ConnectionLost":  # further up
+                raise ConnectionLost(member.id, str(error)) from error
+            raise
         except CancelledError:
             raise Revoked(epoch, "it was revoked while its communicator was being built") from None
         finally:

@@ -19,9 +19,10 @@ import torch
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.quantities import integer_in
+from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.codec import decode_state
 from holdfast.ft.state.leaves import Leaf, place
-from holdfast.ft.state.mesh import Mesh, shape_of
+from holdfast.ft.state.mesh import Mesh
 
 DESCRIPTION = "holdfast.description"
 KEPT = 2

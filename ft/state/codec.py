@@ -7,75 +7,49 @@ inverse. Decoding runs no code, so a description need not come from a trusted pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
+from holdfast.comms.codecs.value_codec import Node, ValueNode, decode_value, encode_value
 from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.tensors.memory import plain_tensor
 
-_WORD = 1 << 63
 _KEY = object()
-_NUMBERS = "biufc"
-"""The kinds of numpy's number types."""
 
 
-class _Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    pass
+class _Dict(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="d"):
+    items: list[tuple[StateNode, StateNode]]
 
 
-class _Value(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="v"):
-    value: bool | int | float | str | None
+class _List(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="l"):
+    items: list[StateNode]
 
 
-class _Bytes(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="b"):
-    value: bytes
+class _Tuple(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="t"):
+    items: list[StateNode]
 
 
-class _Big(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
-    digits: str
+class _Set(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="s"):
+    items: list[StateNode]
 
 
-class _Dict(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="d"):
-    items: list[tuple[Node, Node]]
-
-
-class _List(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="l"):
-    items: list[Node]
-
-
-class _Tuple(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="t"):
-    items: list[Node]
-
-
-class _Set(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="s"):
-    items: list[Node]
-
-
-class _Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
+class _Tensor(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
     index: int
 
 
-class _Scalar(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
-    """A number of a numpy type."""
-
-    dtype: str
-    data: bytes
-
-
-class _Array(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="a"):
+class _Array(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="a"):
     """A numpy array, sent as tensor number `index`."""
 
     index: int
 
 
-Node = _Value | _Bytes | _Big | _Dict | _List | _Tuple | _Set | _Tensor | _Scalar | _Array
+StateNode = ValueNode | _Dict | _List | _Tuple | _Set | _Tensor | _Array
 
 _encode = msgspec.msgpack.Encoder().encode
-_decoder: msgspec.msgpack.Decoder[Node] = msgspec.msgpack.Decoder(Node)
+_decoder: msgspec.msgpack.Decoder[StateNode] = msgspec.msgpack.Decoder(StateNode)
 
 
 class EncodedState(NamedTuple):
@@ -129,12 +103,12 @@ class _Walk:
         self.paths: list[str] = []
         self._sharded = sharded
 
-    def describe(self, value: Any, path: tuple[Any, ...]) -> Node:
+    def describe(self, value: Any, path: tuple[Any, ...]) -> StateNode:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray):
             return self._array(value, path)
-        if (plain := _plain(value)) is not None:
+        if (plain := encode_value(value)) is not None:
             return plain
         if isinstance(value, dict):
             return _Dict([(self.describe(k, (*path, _KEY)), self.describe(v, (*path, k))) for k, v in value.items()])
@@ -147,7 +121,7 @@ class _Walk:
             "arrays of numbers, numbers, strings, bytes and None"
         )
 
-    def _array(self, value: np.ndarray[Any, Any], path: tuple[Any, ...]) -> Node:
+    def _array(self, value: np.ndarray[Any, Any], path: tuple[Any, ...]) -> StateNode:
         try:
             if type(value) is not np.ndarray:
                 raise TypeError("a subclass of numpy's array")
@@ -161,7 +135,7 @@ class _Walk:
         assert isinstance(node, _Tensor)
         return _Array(node.index)
 
-    def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Node:
+    def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> StateNode:
         if not self._sharded and _is_sharded(value):
             raise TypeError(f"{_where(path)} is a {type(value).__name__}: shards are kept by attach_sharded()")
         if not (self._sharded and _is_sharded(value)):
@@ -176,31 +150,6 @@ class _Walk:
         return _Tensor(len(self.tensors) - 1)
 
 
-def _plain(value: Any) -> Node | None:
-    """The description of a number, a text, bytes or None; None for anything else.
-
-    A subclass of a Python type is described as that type. Not so enumerations: their members would come back as
-    something else. Numpy's numbers keep their type, so that they compute the same bits.
-    """
-    match value:
-        case Enum():
-            return None
-        case np.generic() if value.dtype.kind in _NUMBERS:
-            return _Scalar(value.dtype.str, value.tobytes())
-        case None | bool():
-            return _Value(value)
-        case float():
-            return _Value(float(value))
-        case str():
-            return _Value(str.__str__(value))
-        case bytes():
-            return _Bytes(bytes(value))
-        case int():
-            number = int.__int__(value)
-            return _Value(number) if -_WORD <= number < _WORD else _Big(str(number))
-    return None
-
-
 def _where(path: tuple[Any, ...]) -> str:
     if path and path[-1] is _KEY:
         return f"a key of {_where(path[:-1])}"
@@ -213,15 +162,8 @@ def _is_sharded(value: torch.Tensor) -> bool:
     return isinstance(value, DTensor)
 
 
-def _build(node: Node, tensors: Sequence[torch.Tensor]) -> Any:
+def _build(node: StateNode, tensors: Sequence[torch.Tensor]) -> Any:
     match node:
-        case _Value(value) | _Bytes(value):
-            return value
-        case _Big(digits):
-            try:
-                return int(digits)
-            except ValueError as error:
-                raise CorruptData(f"not a number in the description of a state: {error}") from error
         case _Dict(items):
             return {_build(key, tensors): _build(value, tensors) for key, value in items}
         case _List(members):
@@ -230,16 +172,9 @@ def _build(node: Node, tensors: Sequence[torch.Tensor]) -> Any:
             return tuple(_build(item, tensors) for item in members)
         case _Set(members):
             return {_build(item, tensors) for item in members}
-        case _Scalar(name, data):
-            return _number(name, data)
         case _Tensor(index) | _Array(index):
             if not 0 <= index < len(tensors):
                 raise CorruptData(f"the description of a state mentions tensor {index} of {len(tensors)}")
             return tensors[index].cpu().numpy() if isinstance(node, _Array) else tensors[index]
-
-
-def _number(name: str, data: bytes) -> Any:
-    dtype = np.dtype(name)
-    if dtype.kind not in _NUMBERS or dtype.itemsize != len(data):
-        raise CorruptData(f"not a number in the description of a state: {len(data)} bytes of {name!r}")
-    return np.frombuffer(data, dtype)[0]
+        case _:
+            return decode_value(node)

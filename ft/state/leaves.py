@@ -16,8 +16,9 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import CorruptData
+from holdfast.ft.state.boxes import Box, shape_of
 from holdfast.ft.state.codec import EncodedState, encode_sharded_state
-from holdfast.ft.state.mesh import Box, Cuts, Mesh, box_of, shape_of
+from holdfast.ft.state.mesh import Cuts, Mesh, box_of
 
 ALIGNMENT = 64
 

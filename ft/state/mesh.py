@@ -13,9 +13,8 @@ from functools import lru_cache
 import msgspec
 
 from holdfast.comms.errors import Mismatch
+from holdfast.ft.state.boxes import Box, count_of, whole
 
-Box = tuple[tuple[int, int], ...]
-"""Along each dimension of a tensor, the first index and the one after the last."""
 Cuts = tuple[tuple[int, str], ...]
 """Pairs of a tensor dimension and the mesh dimension that divides it, in the order of the cuts."""
 
@@ -51,11 +50,6 @@ def all_ranks(size: int) -> Mesh:
     return Mesh(("ranks",), (size,))
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """The box of a whole tensor."""
-    return tuple((0, length) for length in shape)
-
-
 @lru_cache(maxsize=1 << 16)
 def box_of(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, rank: int) -> Box:
     """The box of a tensor that `rank` has."""
@@ -74,28 +68,6 @@ def holders_of_boxes(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh) -> dict[Box
     found: defaultdict[Box, list[int]] = defaultdict(list)
     for rank in range(mesh.size):
         box = box_of(shape, cuts, mesh, rank)
-        if math.prod(shape_of(box)):
+        if count_of(box):
             found[box].append(rank)
     return dict(found)
-
-
-def shape_of(box: Box) -> tuple[int, ...]:
-    return tuple(high - low for low, high in box)
-
-
-def common(one: Box, other: Box) -> Box | None:
-    """The intersection of two boxes; None if it is empty."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return both if all(low < high for low, high in both) else None
-
-
-def stretch(part: Box, box: Box) -> tuple[int, int]:
-    """The range of flat indexes in `box` that covers `part`, a box inside it.
-
-    Returned are the first index, and the one after the last.
-    """
-    first = last = 0
-    for (low, high), (begin, end) in zip(part, box, strict=True):
-        first = first * (end - begin) + low - begin
-        last = last * (end - begin) + high - 1 - begin
-    return first, last + 1

@@ -17,9 +17,10 @@ import torch
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane
+from holdfast.ft.state.boxes import Box, cover, stretch, within
 from holdfast.ft.state.fetching import BLOCK, Block, Fetched, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.leaves import Leaf, PartLayout
-from holdfast.ft.state.mesh import Box, Mesh, common, holders_of_boxes, stretch
+from holdfast.ft.state.mesh import Mesh, holders_of_boxes
 from holdfast.ft.state.part_store import StoredPart
 
 
@@ -138,15 +139,18 @@ def choose(layout: PartLayout, old: Mesh, mine: Collection[int], there: Collecti
     """
     found = []
     for leaf, wanted in zip(layout.leaves, layout.boxes, strict=True):
+        holders = holders_of_boxes(leaf.shape, leaf.cuts, old)
+        having = {box: [part for part in parts if part in there] for box, parts in holders.items()}
+        having = {box: parts for box, parts in having.items() if parts}
+        boxes = list(having)
+        taken, nowhere = cover(wanted, boxes)
+        if nowhere:
+            raise CorruptData(f"nobody has {list(nowhere[0])} of {leaf.path}")
         pieces = []
-        for box, parts in holders_of_boxes(leaf.shape, leaf.cuts, old).items():
-            part_of_it = common(box, wanted)
-            if part_of_it is None:
-                continue
-            own, others = (part for part in mine if part in parts), [part for part in parts if part in there]
-            if not others:
-                raise CorruptData(f"nobody has {list(box)} of {leaf.path}")
-            pieces.append(BoxSource(next(own, others[layout.part % len(others)]), part_of_it))
+        for position, box in taken:
+            parts = having[boxes[position]]
+            own = next((part for part in mine if part in parts), None)
+            pieces.append(BoxSource(parts[layout.part % len(parts)] if own is None else own, box))
         found.append(pieces)
     return found
 
@@ -181,8 +185,8 @@ def assemble(
 
 def _cut(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
     """The view of box `part` in a tensor that holds `box` of a leaf."""
-    for dim, ((low, high), (begin, _)) in enumerate(zip(part, box, strict=True)):
-        tensor = tensor.narrow(dim, low - begin, high - low)
+    for dim, (low, high) in enumerate(within(part, box)):
+        tensor = tensor.narrow(dim, low, high - low)
     return tensor
 
 

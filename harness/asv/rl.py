@@ -1,10 +1,13 @@
-"""The reference workload: one unit of generation, its gradient, and the bookkeeping of units."""
+"""Reinforcement learning: a batch of completions, the gradient of a step, and the bookkeeping of the replay buffer."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
 
-class Learning:
-    """Seconds for 32 prompts in groups of 8 on the tiny policy, one thread."""
+
+class PolicyStep:
+    """Seconds for 32 prompts in groups of 8 on the small policy, one thread."""
 
     rounds = 1
     repeat = (5, 20, 2.0)
@@ -13,40 +16,98 @@ class Learning:
     def setup(self) -> None:
         import torch
 
-        from holdfast.rl.learning.generate import generate
-        from holdfast.rl.learning.model import build
-        from holdfast.rl.learning.recipe import Recipe
+        from holdfast.rl.config.objective import Objective
+        from holdfast.rl.config.sampling import Sampling
+        from holdfast.rl.data import arithmetic
+        from holdfast.rl.data.episode import SamplingRequest
+        from holdfast.rl.data.prompts import PromptSource
+        from holdfast.rl.generators.fixed_batch import generate_batch
+        from holdfast.rl.generators.models import ModelSource
+        from holdfast.rl.run.policy_source import SMALL_LLAMA
+        from holdfast.rl.trainers.policy import PolicyLoss, build_policy
+        from holdfast.rl.trainers.settings import TrainerSettings
 
-        if not hasattr(self, "policy"):
-            torch.set_num_threads(1)
-            self.recipe = Recipe()
-            self.policy = build(0)
-            self.samples = generate(self.policy, self.recipe, 0, 0)
+        if hasattr(self, "generate"):
+            return
+        torch.set_num_threads(1)
+        settings = TrainerSettings(source=ModelSource(config=SMALL_LLAMA, seed=0), batches=1, objective=Objective())
+        source = PromptSource(arithmetic.training(), arithmetic.CharacterTokenizer(), 0, "arithmetic")
+        sampling = Sampling(group=8, max_new_tokens=2)
+        prompts = [source.prompt(number) for number in range(32)]
+        request = SamplingRequest(
+            prompts=tuple(each.tokens for each in prompts),
+            samples=8,
+            seeds=tuple(range(256)),
+            max_new_tokens=2,
+            temperature=1.0,
+        )
+        self.policy = build_policy(settings)
+        self.loss = PolicyLoss(settings)
+        self.generate = partial(generate_batch, self.policy, 0, request, lambda: None)
+        self.update = _update(prompts, self.generate(), sampling.group, settings.objective)
+        self.parameters = list(self.policy.parameters())
 
     def time_generate(self) -> None:
-        from holdfast.rl.learning.generate import generate
-
-        generate(self.policy, self.recipe, 0, 0)
+        self.generate()
 
     def time_gradient(self) -> None:
-        from holdfast.rl.learning.grpo import gradient
-
-        gradient(self.policy, self.samples, self.recipe)
+        self._gradient()
 
     def peakmem_gradient(self) -> None:
-        from holdfast.rl.learning.grpo import gradient
+        self._gradient()
 
-        gradient(self.policy, self.samples, self.recipe)
+    def _gradient(self) -> None:
+        import torch
+
+        for forward in self.update.shard(0, 1, 0):
+            torch.autograd.grad(self.loss.of(self.policy, forward, self.update.totals), self.parameters)
+
+
+def _update(prompts: Any, completions: Any, size: int, objective: Any) -> Any:
+    """The tokens of an update; every second completion of a group is right."""
+    from holdfast.rl.data.episode import Episode, Group
+    from holdfast.rl.trainers.update_tokens import updates_of
+
+    groups = []
+    for number, prompt in enumerate(prompts):
+        episodes = tuple(
+            Episode(
+                prompt=prompt,
+                tokens=each.tokens,
+                logprobs=each.logprobs,
+                versions=each.versions,
+                mask=(True,) * len(each.tokens),
+                reward=float(place % 2),
+                finish=each.finish,
+            )
+            for place, each in enumerate(completions[number * size : (number + 1) * size])
+        )
+        groups.append(Group(number=number, prompt=prompt, episodes=episodes))
+    (update,) = updates_of(groups, 1, objective)
+    return update
 
 
 class Bookkeeping:
-    """Seconds to lease and complete all units of 200 steps."""
+    """Seconds to begin, finish, take and commit the groups of 50 batches."""
 
-    def time_units(self) -> None:
-        from holdfast.rl.learning.recipe import Recipe
-        from holdfast.rl.units import Ledger
+    def time_batches(self) -> None:
+        from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 
-        ledger = Ledger(Recipe(steps=200, units=4, lag=1, evaluate_every=10))
-        ledger.publish(200)
-        while (unit := ledger.lease("worker", 0.0)) is not None:
-            ledger.complete(unit)
+        state = BufferState(rule=StalenessRule(groups=32, bound=1))
+        for batch in range(50):
+            while (begun := state.begin()) is not None:
+                state, permit = begun
+                state = state.finish(_group(permit.number, permit.version))
+            taken = state.take(batch)
+            assert taken is not None
+            state = taken.commit().serve(batch + 1)
+
+
+def _group(number: int, version: int) -> Any:
+    from holdfast.rl.data.episode import Episode, Group, Prompt
+
+    prompt = Prompt(number=number, tokens=(1, 2))
+    episode = Episode(
+        prompt=prompt, tokens=(3,), logprobs=(-1.0,), versions=(version,), mask=(True,), reward=1.0, finish="stop"
+    )
+    return Group(number=number, prompt=prompt, episodes=(episode, episode))

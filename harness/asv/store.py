@@ -1,14 +1,17 @@
-"""The weight store: publishing and getting versions in one process, over the memory plane of shm."""
+"""The weight store: publishing and getting versions in one process, and from process to process."""
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 from typing import ClassVar
 
-from holdfast.harness.asv.common import profile
+from holdfast.harness.asv.common import RankClock, profile
 
 MIB = 1 << 20
+FIRST_TURNS = 3
+"""Turns that are not measured: a store that keeps two versions takes new memory in three of them."""
 
 
 class Store:
@@ -43,3 +46,51 @@ class Store:
     def peakmem_publish_and_get(self, tensors: int, size: int) -> None:
         self.store.publish(next(self.versions), self.weights)
         self.store.get("latest", into=self.copies)
+
+
+class Handover:
+    """Seconds to publish a model, or to get it in another process; every tensor is compared by its digest.
+
+    The workers measure: the timer of this process returns what they say.
+    """
+
+    params: ClassVar = profile([32 * MIB], [32 * MIB, 512 * MIB])
+    param_names: ClassVar = ["size"]
+    timer = RankClock()
+    rounds = 1
+    repeat = (5, 15, 4.0)
+    number = 1
+    warmup_time = 0
+    min_run_count = 1
+    timeout = 300
+
+    def setup(self, size: int) -> None:
+        from holdfast.harness.bench.store.data import model_shapes
+        from holdfast.harness.bench.store.drivers import HOLDFAST
+        from holdfast.harness.bench.store.team_plan import TeamPlan
+        from holdfast.harness.bench.store.teams import Team
+
+        if not hasattr(self, "team"):
+            self.versions = itertools.count(1)
+            tensors, threads = model_shapes(size, "bfloat16"), os.cpu_count() or 1
+            plan = TeamPlan(1, 1, holders=0, replicas=1, nbytes=size, threads=threads, torchstore_source=None)
+            self.team = Team(HOLDFAST, plan)
+            atexit.register(self.team.close)
+            self.team.prepare(tensors)
+            for _ in range(FIRST_TURNS):
+                self._measure("get")
+
+    def _measure(self, figure: str) -> None:
+        """Hand over one version, and let the clock tell what that took. Raises ArithmeticError for wrong tensors."""
+        from holdfast.harness.bench.store.workloads import exchange
+
+        turn = exchange(self.team, next(self.versions))
+        if turn.wrong:
+            raise ArithmeticError(f"{turn.wrong} tensors came out wrong")
+        self.timer.advance(turn.seconds[figure])
+
+    def time_publish(self, size: int) -> None:
+        self._measure("publish")
+
+    def time_get(self, size: int) -> None:
+        self._measure("get")

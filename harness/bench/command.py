@@ -13,6 +13,7 @@ import typer
 from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
+from holdfast.harness.bench.store.command import store
 
 app = CommandGroup(
     name="bench",
@@ -196,6 +197,7 @@ for _operation in OPERATIONS.values():
         ),
     )(_command((_operation.name,)))
 app.command("all", help=_help("all", "Measure every op."))(_command(tuple(n for n in OPERATIONS if n != "copy")))
+app.command("store")(store)
 
 
 @app.command("imports")
@@ -220,6 +222,47 @@ def imports(
             f"import holdfast.comms after torch: {cost.extra:.1f} ms (median of {cost.processes} processes, "
             f"{cost.extra_min:.1f} to {cost.extra_max:.1f}); import torch: {cost.torch:.0f} ms"
         )
+
+
+@app.command("quantised")
+def quantised(
+    backends: Annotated[str, typer.Option(help="Our backends, as shm,gloo.")] = "shm,gloo",
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks.")] = 2,
+    sizes: Annotated[str, typer.Option(help="Bytes of float32, as 1M,16M.")] = "1M,16M,64M",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each at each size.")] = 10,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a quantised all_reduce (fp8, error feedback) beside a plain one, in turns in one run.
+
+    [bold]Examples[/bold]
+
+        holdfast bench quantised --backends gloo,ucx -n 4 --sizes 64M
+    """
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.ft.console.console import console, print_json, working
+    from holdfast.ft.console.units import format_bytes
+    from holdfast.harness.bench.overhead.quantised import run
+
+    try:
+        parsed = parse_sizes(sizes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    names = [name.strip() for name in backends.split(",") if name.strip()]
+    try:
+        with working(console(stderr=True), f"{counted(len(names), 'backend')}, in turns") as progress:
+            bench = run(names, parsed, ranks, rounds, progress)
+    except HoldfastError as error:
+        raise _failed("quantised", error) from error
+    if json:
+        print_json(bench)
+        return
+    for each in bench.costs:
+        typer.echo(
+            f"{each.backend}, {counted(each.ranks, 'rank')}, {format_bytes(each.nbytes)}: {each.quantised_ms:.2f} ms, "
+            f"plain {each.plain_ms:.2f}: {each.speed:.2f} times as fast with "
+            f"{each.quantised_bytes / each.plain_bytes:.3f} of the bytes; the error is {each.error:.2f} of its bound"
+        )
+    typer.echo(f"other processes used {bench.others:.2f} CPUs")
 
 
 @app.command("recovery")

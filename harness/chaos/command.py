@@ -132,6 +132,7 @@ def run(
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import print_json
     from holdfast.ft.console.outputs import check_folder, check_modules, writing
+    from holdfast.harness.chaos.judge.page import write_folder
 
     check_modules("report", "the report", "jinja2")
     check_folder(report, "--report", "report.html", "run.json")
@@ -152,7 +153,7 @@ def run(
     else:
         _tell(made)
     with writing("holdfast chaos"):
-        _write(made, report)
+        write_folder(made, report)
     typer.echo(f"report: {report / 'report.html'}", err=json)
     raise typer.Exit(2 if refused else 0 if made.passed else 1)
 
@@ -271,15 +272,6 @@ def _repeat(name: str, seed: int, minutes: float | None, compare: bool) -> str:
     )
 
 
-def _write(made: ChaosReport, folder: Path) -> None:
-    import msgspec
-
-    from holdfast.harness.chaos.judge.page import write_report
-
-    (folder / "run.json").write_bytes(msgspec.json.encode(made))
-    write_report(made, folder / "report.html")
-
-
 def _tell(made: ChaosReport) -> None:
     from holdfast.ft.console.console import console
     from holdfast.harness.chaos.show import results
@@ -296,7 +288,7 @@ def _summary(made: ChaosReport) -> dict[str, Any]:
     """The output of `--json`: the report without the data of pictures."""
     import msgspec
 
-    pictures = ("spans", "progress", "lives", "output", "source")
+    pictures = ("spans", "progress", "lives", "output", "source", "learning", "episodes")
     runs = []
     for each in made.runs:
         plain = msgspec.to_builtins(each)

@@ -18,6 +18,8 @@ from rich.text import Text
 from holdfast.ft.console.console import FoldingTable, panel, styled
 from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.harness.chaos.judge.compare import ComparedFigure
+from holdfast.harness.chaos.judge.measure import STAGES
+from holdfast.harness.chaos.judge.page import figures_of
 from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.scenario.fault_type import FaultType
 from holdfast.harness.chaos.scenario.scenario import Scenario
@@ -147,6 +149,24 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
     for run in report.runs:
         if not run.passed:
             yield panel("\n".join(run.failures), title=f"{run.name}: not as expected", style="bold red")
+
+
+def whole_run(run: ChaosRun) -> Iterator[RenderableType]:
+    """The figures of one run, what each fault cost, and the verdict."""
+    table = FoldingTable(show_header=False, box=None, padding=(0, 2))
+    for figure in figures_of(run):
+        table.add_row(figure.label.lower(), styled(figure.value, "bold"), figure.note)
+    yield table
+    faults = FoldingTable("fault", "process", "step", *STAGES)
+    for each in run.strikes:
+        took = {stage.name: coarse_seconds(stage.seconds) for stage in each.stages}
+        where = f"{each.words}, {each.when}"
+        faults.add_row(where, ", ".join(each.victims), str(each.step), *(took.get(name, "-") for name in STAGES))
+    yield faults
+    if run.passed:
+        yield panel("every invariant held, nothing was lost", title="passed", style="bold green")
+    else:
+        yield panel("\n".join(run.failures), title="failed", style="bold red")
 
 
 def comparison(title: str, names: tuple[str, str], rows: Sequence[ComparedFigure]) -> Table:

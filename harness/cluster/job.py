@@ -25,16 +25,17 @@ from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
 from holdfast.ft.membership.view import View
+from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.packed_errors import unpack_error
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.ft.telemetry.event import event_of
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterSettings
-from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
 from holdfast.harness.cluster.results import RankResult, values
 from holdfast.harness.cluster.session_worker import STACK_SIGNAL, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by
 from holdfast.harness.cluster.view_cache import ViewCache
-from holdfast.harness.processes.framed_socket import ChannelClosed
-from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 if TYPE_CHECKING:
     from holdfast.harness.links.client import Links
@@ -227,7 +228,7 @@ class Job:
         `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
         """
         from holdfast.harness.links.breakable import unbreakable
-        from holdfast.harness.links.policy import LinkRule, Policy
+        from holdfast.harness.links.policy import LinkPolicy, LinkRule
 
         why = unbreakable(self._settings.backend, self._settings.environ)
         if self._links is None or why is not None:
@@ -239,7 +240,7 @@ class Job:
         sides = [frozenset(self.pid(rank) for rank in group) for group in groups]
         named = frozenset(pid for side in sides for pid in side)
         sides = [side for side in (*sides, frozenset(process.pid for process in self.processes) - named) if side]
-        cut = Policy(cut=True)
+        cut = LinkPolicy(cut=True)
         self._cuts += self._links.add(
             LinkRule(policy=cut, sources=one, targets=other) for one in sides for other in sides if one is not other
         )

@@ -51,7 +51,7 @@ class LocalCluster:
     - `links`: the links between the processes of jobs lead through a proxy, so that `Job.partition` can cut them.
     - `echo`: print the output of ranks, line by line with their names in front. `logs` has it either way.
 
-    The processes are forked from one that has torch imported (see `holdfast.harness.processes.zygote`). They have this
+    The processes are forked from one that has torch imported (see `holdfast.ft.processes.zygote`). They have this
     process's environment, directory and `sys.path`; they end with it, however it ends. A context manager; used from one
     thread.
     """

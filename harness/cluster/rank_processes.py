@@ -15,13 +15,14 @@ from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.output import Echo, last_stack
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
+from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.packed_errors import unpack_error
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
-from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure, unpack_error
+from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
 from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
 from holdfast.harness.cluster.results import RankResult
-from holdfast.harness.processes.framed_socket import ChannelClosed
-from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 
 class RankProcesses(ClusterRanks):
@@ -42,6 +43,7 @@ class RankProcesses(ClusterRanks):
     def start(self) -> None:
         if self._launch is None:
             self._launch = launch(self._settings.launcher, self._settings.size)
+            zygote().preload("holdfast.harness.cluster.rank_worker")
         for rank in range(self._settings.size):
             if rank not in self._processes:
                 output = self._directory / f"rank-{rank}.log"

@@ -11,9 +11,9 @@ from typing import Any
 
 import cloudpickle
 
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.packed_errors import PackedError, pack_error
 from holdfast.harness.cluster import pickling
-from holdfast.harness.cluster.errors import PackedError, pack_error
-from holdfast.harness.processes.channel import ProcessChannel
 
 STACK_SIGNAL = signal.SIGUSR2
 """The signal on which a process writes the stack of its main thread to its output."""

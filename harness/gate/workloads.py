@@ -7,7 +7,7 @@ run is not compared. Times are CPU times of all ranks, which share one CPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +97,35 @@ def _store(rank: int, ranks: int, folder: Path) -> Op:
     return op
 
 
+_STATE_TENSORS = 48
+"""Tensors of a mid-size state: two large ones of 1 MiB and small ones of 16 KiB, 2.7 MiB in all."""
+
+
+def _mid_size_state(value: float) -> Mapping[str, object]:
+    import torch
+
+    sizes = {f"embedding{index}": 1 << 18 for index in range(2)}
+    sizes |= {f"layer{index}": 1 << 12 for index in range(_STATE_TENSORS - 2)}
+    return {name: torch.full((count,), value) for name, count in sizes.items()}
+
+
+def _publish(rank: int, ranks: int, folder: Path) -> Op:
+    from holdfast.store import WeightStore
+
+    store, number = WeightStore(f"memory://{folder}/publish", keep=2), itertools.count(1)
+    weights = _mid_size_state(1.0)
+    return lambda: store.publish(next(number), weights)
+
+
+def _get(rank: int, ranks: int, folder: Path) -> Op:
+    from holdfast.store import WeightStore
+
+    store = WeightStore(f"memory://{folder}/get")
+    copies = _mid_size_state(0.0)
+    store.publish(1, _mid_size_state(1.0))
+    return lambda: store.get(1, into=copies)
+
+
 def _membership(rank: int, ranks: int, folder: Path) -> Op:
     from holdfast.comms.transport.base import Peer
     from holdfast.ft.membership.events import Death, ProvenDeaths, ViewRead
@@ -126,5 +155,7 @@ WORKLOADS = (
     Workload("window", "put, fetch_add and get through a window of shm, 2 ranks", 2, 40, _window),
     Workload("memory", "read of 64 KiB over the memory plane of shm", 1, 60, _memory),
     Workload("store", "publish and get of a tensor of 16 KiB", 1, 20, _store),
+    Workload("store-publish", "publish of 48 tensors, 2.7 MiB", 1, 20, _publish),
+    Workload("store-get", "get of 48 tensors, 2.7 MiB, into existing ones", 1, 20, _get),
     Workload("membership", "three deaths among 64 members, in the membership core", 1, 20, _membership),
 )

@@ -12,7 +12,7 @@ from holdfast.ft.telemetry.event import Event, event_of
 from holdfast.ft.telemetry.event_reader import merge, read_directory, read_log
 from holdfast.harness.invariants.checker import Bounds, Checker, CheckResult, Violation
 from holdfast.harness.invariants.commits import Commits
-from holdfast.harness.invariants.completion import Completion
+from holdfast.harness.invariants.completion import CompletionChecker
 from holdfast.harness.invariants.deadlines import Deadlines
 from holdfast.harness.invariants.epochs_forward import EpochsForward
 from holdfast.harness.invariants.equal_bits import EqualBits
@@ -37,7 +37,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     StoreVersions,
     RankOrder,
     EvictionsJustified,
-    Completion,
+    CompletionChecker,
     Unbroken,
 )
 

@@ -10,7 +10,7 @@ from holdfast.harness.invariants.checker import Bounds, Checker
 ENDED = ("died", "error", "finished", "broken")
 
 
-class Completion(Checker):
+class CompletionChecker(Checker):
     """Checks runs that end with an event `horizon`, with `seconds` since the end of the last fault."""
 
     name: ClassVar[str] = "a healed job ends"

@@ -17,7 +17,7 @@ BULK = 4096
 """Pieces of at least so many bytes count as payload, not as headers: bits flip only in these."""
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class LinkPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What is done to the bytes of one direction.
 
     `delay` and `jitter` in seconds (a uniform share of the jitter is added to the delay of each piece; order is kept);
@@ -43,10 +43,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is a share: from 0 to 1")
 
-    def __and__(self, other: Policy) -> Policy:
+    def __and__(self, other: LinkPolicy) -> LinkPolicy:
         """Both at once: delays add up, the lower rate holds, losses are independent."""
         rates = [each.rate for each in (self, other) if each.rate > 0]
-        return Policy(
+        return LinkPolicy(
             delay=self.delay + other.delay,
             jitter=self.jitter + other.jitter,
             rate=min(rates, default=0.0),
@@ -58,14 +58,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-CLEAR = Policy()
+CLEAR = LinkPolicy()
 """Bytes pass as they come."""
 
 
 class LinkRule(msgspec.Struct, frozen=True, kw_only=True):
     """A policy for the bytes from any of `sources` to any of `targets` (process ids; empty: from or to any)."""
 
-    policy: Policy
+    policy: LinkPolicy
     sources: frozenset[int] = frozenset()
     targets: frozenset[int] = frozenset()
     plane: Plane = "all"
@@ -77,7 +77,7 @@ class LinkRule(msgspec.Struct, frozen=True, kw_only=True):
         return (not self.sources or source in self.sources) and (not self.targets or target in self.targets)
 
 
-def combined(rules: Iterable[LinkRule], source: int, target: int, control: bool) -> Policy:
+def combined(rules: Iterable[LinkRule], source: int, target: int, control: bool) -> LinkPolicy:
     """The combined policy of all rules for bytes from `source` to `target`."""
     policy = CLEAR
     for rule in rules:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.harness.links.policy import BULK, RETRANSMISSION, Policy
+from holdfast.harness.links.policy import BULK, RETRANSMISSION, LinkPolicy
 
 PIECE = 1 << 18
 """The most bytes of one read."""
@@ -37,7 +37,7 @@ class Direction:
     corrupted: int = 0
     _free_at: float = field(default=0.0, repr=False)
 
-    def due(self, policy: Policy, size: int, dice: random.Random, now: float) -> float:
+    def due(self, policy: LinkPolicy, size: int, dice: random.Random, now: float) -> float:
         """When a piece of `size` bytes that is read now may be written: never before an earlier piece."""
         at = now + policy.delay + policy.jitter * dice.random()
         if policy.loss and dice.random() < policy.loss:
@@ -49,7 +49,7 @@ class Direction:
         self._free_at = at
         return at
 
-    def spoil(self, policy: Policy, piece: bytearray, dice: random.Random) -> None:
+    def spoil(self, policy: LinkPolicy, piece: bytearray, dice: random.Random) -> None:
         """Flip one bit of a piece if the policy draws it. The end of the stream is an empty piece without bits."""
         if piece and policy.corrupt and (policy.headers or len(piece) >= BULK) and dice.random() < policy.corrupt:
             place = dice.randrange(len(piece) // 2, len(piece))
@@ -69,7 +69,7 @@ class Relay:
         address: tuple[str, int],
         there: Direction,
         back: Direction,
-        policy: Callable[[Direction], Policy],
+        policy: Callable[[Direction], LinkPolicy],
         dice: random.Random,
     ) -> None:
         self.there, self.back = there, back

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.comms.system.paths import bind_unix
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.harness.links import seccomp
 from holdfast.harness.links.messages import Answer, SetRules, SupervisorFailed, TrafficQuery
-from holdfast.harness.links.policy import LinkRule, LinkTraffic, Policy, combined
+from holdfast.harness.links.policy import LinkPolicy, LinkRule, LinkTraffic, combined
 from holdfast.harness.links.proxy import Direction, Relay
-from holdfast.harness.processes.channel import ProcessChannel
-from holdfast.harness.processes.framed_socket import ChannelClosed
 
 Address = tuple[str, int]
 
@@ -214,7 +214,7 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._channel.send(SupervisorFailed(f"{type(error).__name__}: {error}"))
 
-    def _policy(self, direction: Direction) -> Policy:
+    def _policy(self, direction: Direction) -> LinkPolicy:
         return combined(self._rules, direction.source, direction.target, direction.control)
 
 

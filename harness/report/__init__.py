@@ -7,6 +7,7 @@ write(report, Path("report.html"))
 from holdfast.harness.report.model import (
     Curve,
     Figure,
+    Learning,
     Point,
     ProcessRecord,
     RecoveryStage,
@@ -19,6 +20,7 @@ from holdfast.harness.report.render import render, write
 __all__ = [
     "Curve",
     "Figure",
+    "Learning",
     "Point",
     "ProcessRecord",
     "RecoveryStage",

@@ -29,17 +29,10 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """The learning curve: the mean reward of each step's samples, and exact match on held-out prompts.
-
-    `untrained` is the held-out rate before the supervised warm-up of `warmup_steps` steps, which comes first. The
-    headline is the mean of the last `averaged` evaluations.
-    """
+    """The learning curve: the mean reward of each step's samples, and exact match on held-out prompts."""
 
     rewards: tuple[Point, ...]
     evaluations: tuple[Point, ...]
-    averaged: int = 1
-    untrained: float | None = None
-    warmup_steps: int = 0
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -82,6 +75,59 @@ class ReportedFault(msgspec.Struct, frozen=True):
     note: str = ""
 
 
+class Bar(msgspec.Struct, frozen=True):
+    """A bar of a histogram: what it counts, and how many."""
+
+    label: str
+    count: int
+
+
+class RoleUse(msgspec.Struct, frozen=True):
+    """The work of a role: the share of its processes' time that they worked, and the seconds that they waited."""
+
+    role: str
+    processes: int
+    busy: float
+    idle_seconds: float
+
+
+class ProcessorUse(msgspec.Struct, frozen=True):
+    """The processor seconds of a role from the first step on.
+
+    They are given for each kind of its work, the model's first. `other` is what no kind of work has: calls between
+    processes, waiting, and holdfast's own threads.
+    """
+
+    role: str
+    seconds: float
+    work: tuple[tuple[str, float], ...]
+    other: float
+
+
+class RateSample(msgspec.Struct, frozen=True):
+    """A rate per second, averaged around a moment."""
+
+    time: float
+    value: float
+
+
+class Learning(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run of reinforcement learning learnt, and how its roles worked.
+
+    `staleness` counts groups by the versions that they were behind, `latencies` versions by the time from publication
+    to a generator that served them; `tokens` is the rate at which policy tokens were trained on. `model_share` is the
+    share of all processor time that the model had: forward and backward, generation and the optimizer.
+    """
+
+    curve: Curve
+    staleness: tuple[Bar, ...] = ()
+    latencies: tuple[Bar, ...] = ()
+    uses: tuple[RoleUse, ...] = ()
+    processor: tuple[ProcessorUse, ...] = ()
+    model_share: float | None = None
+    tokens: tuple[RateSample, ...] = ()
+
+
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run. `summary` is one or two sentences; `when` a date in words; `failures` why it is not `good`."""
 
@@ -91,7 +137,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     when: str
     seconds: float
     figures: tuple[Figure, ...]
-    curve: Curve
+    learning: Learning
     lanes: tuple[ProcessRecord, ...]
     spans: tuple[Span, ...]
     faults: tuple[ReportedFault, ...]

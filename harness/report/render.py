@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.curve import draw_curve
-from holdfast.harness.report.model import RunReport
+from holdfast.harness.report.histogram import draw_histogram
+from holdfast.harness.report.model import Learning, ReportedFault, RunReport
+from holdfast.harness.report.rate import draw_rate
 from holdfast.harness.report.scene import activities, draw_scene
 from holdfast.harness.report.timeline import draw_timeline
 
@@ -34,6 +37,18 @@ def environment() -> Environment:
     return made
 
 
+def draw_learning(learning: Learning, faults: Sequence[ReportedFault], seconds: float) -> dict[str, Any]:
+    """The pictures of `learning.html.j2`, by name."""
+    from markupsafe import Markup
+
+    return {
+        "curve": Markup(draw_curve(learning.curve, faults)),
+        "staleness": Markup(draw_histogram(learning.staleness, "Groups by staleness")),
+        "latencies": Markup(draw_histogram(learning.latencies, "Versions by the time until they were served")),
+        "tokens": Markup(draw_rate(learning.tokens, faults, seconds, "Policy tokens a second")),
+    }
+
+
 def render(report: RunReport) -> str:
     """The page as text. Raises ModuleNotFoundError, naming what to install, without jinja2."""
     template = environment().get_template(TEMPLATE)
@@ -46,7 +61,7 @@ def render(report: RunReport) -> str:
     page = template.render(
         report=report,
         roles=list(dict.fromkeys(lane.role for lane in report.lanes)),
-        curve=Markup(draw_curve(report.curve, report.faults)),
+        pictures=draw_learning(report.learning, report.faults, report.seconds),
         timeline=Markup(draw_timeline(report.lanes, report.spans, report.faults, report.seconds)),
         scenes=scenes,
         activities=[activities(fault, report.spans) for fault in report.faults],

@@ -26,6 +26,9 @@ def simulate(
         "failing.json"
     ),
     museum: Annotated[bool, typer.Option("--museum", help="Look for each known bug.")] = False,
+    readers: Annotated[
+        int | None, typer.Option(min=1, help="Simulate how a version of weights reaches so many readers instead.")
+    ] = None,
     figures: Annotated[
         Path | None, typer.Option(help="Measure growth and false alarms; plots go to this folder.")
     ] = None,
@@ -45,6 +48,8 @@ def simulate(
         holdfast simulate --schedule found.json --trace trace.txt
 
         holdfast simulate --museum
+
+        holdfast simulate --readers 10000
 
     The membership core, the detectors and the commit protocol are the classes that run in production; clocks, network,
     register and kernel are simulated. With more than 256 ranks membership alone is simulated. Times are results of the
@@ -76,6 +81,8 @@ def simulate(
                 stack.enter_context(show.known_bug_named(bug).inject())
             if museum:
                 status = show.run_known_bugs(seeds if seeds > 1 else 3000, seed, json)
+            elif readers is not None:
+                status = show.fan_out(readers, hosts or -(-readers // 8), seed, json)
             elif figures is not None:
                 status = show.figures(figures, seed, json)
             elif schedule is not None:

@@ -29,7 +29,7 @@ from etcd3gw.exceptions import Etcd3Exception
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.launch.held_directory import private_file
-from holdfast.harness.processes.parent_death import die_with_parent
+from holdfast.ft.processes.parent_death import die_with_parent
 
 START_SECONDS = 30.0
 LARGEST_REQUEST = 8 << 20

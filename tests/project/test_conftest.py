@@ -41,7 +41,7 @@ def session(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedP
     """Run a test session with our `conftest.py` and one file of tests."""
     shutil.copy(TESTS / "conftest.py", tmp_path)
     shutil.copytree(TESTS / "support", tmp_path / "support")
-    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nleak_patience = 1\n")
     (tmp_path / "test_one.py").write_text(textwrap.dedent(source))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     return subprocess.run(

@@ -33,6 +33,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.timeout(400)  # a page trains a whole run
 @pytest.mark.parametrize("page", RUNNING, ids=name)
 def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path)
@@ -118,7 +119,18 @@ def test_the_reference_has_every_command_and_error(generate: ModuleType) -> None
             if isinstance(kind, type) and issubclass(kind, BaseException):
                 assert f"{each}`" in text
     commands = generate.command_line()
-    for command in ("run", "bench", "chaos run", "simulate", "blame", "top", "gate", "conformance", "backends"):
+    for command in (
+        "run",
+        "bench",
+        "chaos run",
+        "simulate",
+        "blame",
+        "top",
+        "gate",
+        "conformance",
+        "backends",
+        "store verify",
+    ):
         assert f" holdfast {command}\n" in commands
     assert "[bold]" not in commands
 

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,12 @@ from torch import nn
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported, UsedAfterFork
 from holdfast.ft.registers import RegisterAway
-from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore, layout
+from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
+from holdfast.store.data.manifest import PIECE_BYTES, CopyPiece
+from holdfast.store.data.packing import PartBlock, pack
 from support.children import Child
 from support.samples.store_processes import a_holder
 from support.waiting import eventually
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[WeightStore]:
-    with WeightStore(f"memory://{tmp_path}") as opened:
-        yield opened
 
 
 def weights(value: float = 1.0, size: int = 1000) -> dict[str, torch.Tensor]:
@@ -167,7 +163,7 @@ def test_bad_arguments_are_refused(store: WeightStore) -> None:
     contains_itself: dict[str, Any] = {}
     contains_itself["a"] = contains_itself
     for state, kind in [
-        ({"a": 3.0}, TypeError),
+        ({"a": object()}, TypeError),
         ({1: torch.ones(1)}, TypeError),
         ([torch.ones(1)], TypeError),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError),
@@ -265,13 +261,6 @@ def test_a_version_is_visible_when_all_its_parts_are_there(store: WeightStore) -
     into = {"b": torch.zeros(10), "a": torch.zeros(10)}
     assert store.get("latest", into) == 3
     assert into["a"].tolist() == [1.0] * 10 and into["b"].tolist() == [2.0] * 10
-
-
-def test_a_name_in_two_parts_is_refused(store: WeightStore) -> None:
-    for part in (0, 1):
-        store.publish(1, {"a": torch.ones(3)}, part=part, parts=2)
-    with pytest.raises(Mismatch, match="'a' is in two parts"):
-        store.get(1, {"a": torch.zeros(3)})
 
 
 def test_a_publisher_of_an_epoch_that_is_over_is_refused(store: WeightStore) -> None:
@@ -374,14 +363,17 @@ def test_an_object_with_a_url_names_the_register(tmp_path: Path) -> None:
         assert store.url == Session.url
 
 
+def pieces_of(tensors: dict[str, torch.Tensor]) -> tuple[CopyPiece, ...]:
+    blocks = [PartBlock(name, tensor, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return pack(blocks, b"", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).manifest.layout.pieces
+
+
 def test_the_layout_of_a_part_reads_tensors_in_few_pieces() -> None:
-    small = {f"layer{number}": torch.ones(64, 64) for number in range(300)}
-    packed = layout.pack(small, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    assert len(packed.manifest.pieces()) == 3
-    assert sum(piece.nbytes for piece in packed.manifest.pieces()) == 300 * 64 * 64 * 4
-    large = {"a": torch.ones(3, 1 << 20), "b": torch.ones(5)}
-    pieces = layout.pack(large, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).manifest.pieces()
-    assert max(piece.nbytes for piece in pieces) == layout.PIECE_BYTES
+    pieces = pieces_of({f"layer{number}": torch.ones(64, 64) for number in range(300)})
+    assert len(pieces) == 3
+    assert sum(piece.nbytes for piece in pieces) == 300 * 64 * 64 * 4
+    pieces = pieces_of({"a": torch.ones(3, 1 << 20), "b": torch.ones(5)})
+    assert max(piece.nbytes for piece in pieces) == PIECE_BYTES
     assert sum(piece.nbytes for piece in pieces) == 12 * (1 << 20) + 20
 
 

@@ -1,4 +1,4 @@
-"""A published version outlives its publisher's store: every order of publishing, closing and dying."""
+"""A published part outlives its publisher: every order of publishing, closing and dying."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.store import WeightStore
-from holdfast.store.catalog import Catalog, Shard
+from holdfast.store.catalog.records import Catalog, Shard
 from support.children import Child
 from support.samples.store_processes import a_holder
 from support.waiting import eventually
@@ -26,12 +26,16 @@ def a_part(number: int) -> dict[str, torch.Tensor]:
 def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) -> None:
     """Publish part 0 of version 1, close the store, and die at `point`.
 
-    "leaving" is between the two steps of closing. With "closed" and no death the process stays, without a store.
+    "killed" is before closing, "leaving" is between the two steps of closing. With "closed" and no death the process
+    stays, without a store.
     """
     store = WeightStore(url, hold=hold)
     store.publish(1, a_part(0), part=0, parts=2)
+    if point == "killed":
+        pipe.send(point)
+        os.kill(os.getpid(), signal.SIGKILL)
     if point == "leaving":
-        change = store._book.change
+        change = store._catalog_client.change
 
         def leave_and_die(transition: Callable[[Catalog], Catalog]) -> tuple[int, Catalog]:
             change(transition)
@@ -39,7 +43,7 @@ def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) ->
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 
-        store._book.change = leave_and_die  # type: ignore[method-assign]
+        store._catalog_client.change = leave_and_die  # type: ignore[method-assign]
     store.close()
     pipe.send(point)
     if point == "killed after closing":
@@ -48,8 +52,8 @@ def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) ->
 
 
 @pytest.mark.parametrize("hold", [True, False], ids=["holding", "publishing only"])
-@pytest.mark.parametrize("point", ["closed", "leaving", "killed after closing"])
-def test_a_part_whose_publish_has_returned_outlives_its_closed_store(
+@pytest.mark.parametrize("point", ["closed", "leaving", "killed after closing", "killed"])
+def test_a_part_whose_publish_has_returned_outlives_its_store(
     url: str, start: Callable[..., Child], point: str, hold: bool
 ) -> None:
     for _ in range(2):
@@ -59,7 +63,7 @@ def test_a_part_whose_publish_has_returned_outlives_its_closed_store(
     if point != "closed":
         publisher.kill()
     with WeightStore(url, hold=False) as store:
-        with pytest.raises(Mismatch, match=r"part 0 is being published with other bytes.*later fence"):
+        with pytest.raises(Mismatch, match=r"part 0 is published with other bytes.*use a new number, or a fence"):
             store.publish(1, a_part(2), part=0, parts=2)
         store.publish(1, a_part(1), part=1, parts=2)
         into = {"part 0": torch.zeros(300), "part 1": torch.zeros(300)}
@@ -76,7 +80,7 @@ def test_a_closed_part_outlives_its_holders_one_after_the_other(url: str, start:
     publisher.hear()
     for _ in range(3):
         with WeightStore(url, hold=False) as store:
-            eventually(lambda: len(store._book.bury_dead()[1].keeping(_part(store))) == 2)
+            eventually(lambda: len(store._catalog_client.remove_dead_holders()[1].keeping(_part(store))) == 2)
         holders.pop(0).kill()
         holders.append(start(a_holder, url))
         holders[-1].hear()
@@ -86,7 +90,7 @@ def test_a_closed_part_outlives_its_holders_one_after_the_other(url: str, start:
 
 
 def _part(store: WeightStore) -> Shard:
-    found = store._book.read()[1].shard(1, 0)
+    found = store._catalog_client.read()[1].shard(1, 0)
     assert found is not None
     return found
 
@@ -148,6 +152,6 @@ def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes
     thread.join(10)
     assert len(failures) == 1
     with WeightStore(url) as store:
-        assert store._book.read()[1].versions == ()
+        assert store._catalog_client.read()[1].versions == ()
         store.publish(1, a_part(2))
         assert store.versions() == [1]

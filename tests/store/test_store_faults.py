@@ -17,7 +17,7 @@ import torch
 from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.ft.registers import RegisterAway
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
-from holdfast.store.catalog import Catalog
+from holdfast.store.catalog.records import Catalog
 from support.children import Child
 from support.samples.store_processes import a_holder, a_publisher
 from support.waiting import eventually
@@ -108,25 +108,118 @@ def test_a_publisher_that_dies_after_publishing_has_published(url: str, start: C
             store.publish(3, weights(2.0))
 
 
-def test_a_part_of_a_dead_publisher_does_not_complete_a_version(url: str, start: Callable[..., Child]) -> None:
+def publish_a_part(
+    pipe: Connection, url: str, part: int, value: float, point: str, replicas: int = 2, fence: int | None = None
+) -> None:
+    """Publish one of two parts of version 1, and die by SIGKILL at `point`, or "after" the call has returned."""
+
+    def observe(kind: str, fields: dict[str, object]) -> None:
+        if kind == point:
+            pipe.send(kind)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store = WeightStore(url, replicas=replicas, observe=observe)
+    store.publish(1, {"ab"[part]: torch.full((9,), value)}, part=part, parts=2, fence=fence)
+    observe("after", {})
+    pipe.send("published")
+    pipe.recv()
+    store.close()
+
+
+def two_parts(store: WeightStore) -> tuple[list[float], list[float]]:
+    """The bytes of both parts of version 1."""
+    into = {"a": torch.zeros(9), "b": torch.zeros(9)}
+    assert store.get(1, into, timeout=10) == 1
+    return into["a"].tolist(), into["b"].tolist()
+
+
+@pytest.mark.parametrize("point", ["published", "after"])
+def test_a_part_whose_publisher_died_after_it_was_published_completes_the_version(
+    url: str, start: Callable[..., Child], point: str
+) -> None:
+    with WeightStore(url) as store:
+        holder = start(a_holder, url)
+        holder.hear()
+        dying = start(publish_a_part, url, 0, 1.0, point)
+        assert dying.hear() == point
+        dying.kill()
+        with pytest.raises(Mismatch, match="publish the same bytes, use a new number, or a fence"):
+            store.publish(1, {"a": torch.zeros(9)}, part=0, parts=2)
+        store.publish(1, {"a": torch.ones(9)}, part=0, parts=2)
+        assert store.versions() == []
+        store.publish(1, {"b": torch.ones(9)}, part=1, parts=2)
+        assert two_parts(store) == ([1.0] * 9, [1.0] * 9)
+        eventually(lambda: pids(store, 1) == {holder.pid, os.getpid()})
+
+
+@pytest.mark.parametrize("point", ["copied", "announced"])
+def test_a_part_whose_publisher_died_before_it_was_published_is_not_there(
+    url: str, start: Callable[..., Child], point: str
+) -> None:
     """The next publisher of that part may bring other bytes."""
-
-    def publisher(pipe: Connection) -> None:
-        with WeightStore(url) as mine:
-            mine.publish(1, {"a": torch.ones(9)}, part=0, parts=2)
-            pipe.send("part 0 is there")
-            pipe.recv()
-
     with WeightStore(url) as store:
         start(a_holder, url).hear()
-        dying = start(publisher)
-        dying.hear()
+        dying = start(publish_a_part, url, 0, 1.0, point, 4)
+        assert dying.hear() == point
         dying.kill()
         store.publish(1, {"b": torch.ones(9)}, part=1, parts=2)
         assert store.versions() == []
         store.publish(1, {"a": torch.full((9,), 2.0)}, part=0, parts=2)
-        into = {"a": torch.zeros(9), "b": torch.zeros(9)}
-        assert store.get(1, into) == 1 and into["a"].tolist() == [2.0] * 9
+        assert two_parts(store) == ([2.0] * 9, [1.0] * 9)
+
+
+def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_the_version(
+    url: str, start: Callable[..., Child]
+) -> None:
+    """The first dies after its part was published, the second before; a third brings the second's bytes."""
+    holders = [start(a_holder, url) for _ in range(2)]
+    for holder in holders:
+        holder.hear()
+    for part, point, replicas in ((0, "after", 2), (1, "announced", 4), (1, "after", 2)):
+        publisher = start(publish_a_part, url, part, float(part), point, replicas)
+        assert publisher.hear() == point
+        publisher.kill()
+    with WeightStore(url, hold=False) as reader:
+        assert two_parts(reader) == ([0.0] * 9, [1.0] * 9)
+        eventually(lambda: pids(reader, 1) == {holder.pid for holder in holders})
+
+
+def test_the_replica_of_a_dead_publishers_part_is_made_again_before_the_version_is_complete(
+    url: str, start: Callable[..., Child]
+) -> None:
+    """Its holders die one after the other, and the last one has the part."""
+    holders = [start(a_holder, url) for _ in range(2)]
+    for holder in holders:
+        holder.hear()
+    publisher = start(publish_a_part, url, 0, 1.0, "after")
+    publisher.hear()
+    publisher.kill()
+    with WeightStore(url) as store:
+
+        def keepers() -> set[int]:
+            catalog = store._catalog_client.remove_dead_holders()[1]
+            part = catalog.shard(1, 0)
+            return {peer.pid for peer in catalog.keeping(part)} if part else set()
+
+        for holder in holders:
+            eventually(lambda: len(keepers()) == 2)
+            holder.kill()
+        eventually(lambda: keepers() == {os.getpid()})
+        start(a_holder, url).hear()
+        eventually(lambda: len(keepers()) == 2)
+        store.publish(1, {"b": torch.ones(9)}, part=1, parts=2)
+        assert two_parts(store) == ([1.0] * 9, [1.0] * 9)
+
+
+def test_a_later_fence_begins_a_dead_publishers_version_anew(url: str, start: Callable[..., Child]) -> None:
+    with WeightStore(url) as store:
+        start(a_holder, url).hear()
+        dying = start(publish_a_part, url, 0, 1.0, "after")
+        dying.hear()
+        dying.kill()
+        for part, name in enumerate("ab"):
+            store.publish(1, {name: torch.full((9,), 2.0)}, part=part, parts=2, fence=1)
+        assert two_parts(store) == ([2.0] * 9, [2.0] * 9)
 
 
 def test_a_publisher_whose_partner_dies_publishes_alone(url: str, start: Callable[..., Child]) -> None:
@@ -213,10 +306,10 @@ def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, start: Cal
     with WeightStore(url, observe=lambda kind, fields: happened.append((kind, fields))) as store:
         store.publish(1, weights(4.0))
         (mine,) = (each for each in store.holders(1) if each.pid == os.getpid())
-        for kept in store._keeper._kept.values():
+        for kept in store._replica_holder._kept.values():
             kept.memory[100:104] = 99
         assert read(store, 1) == 4.0, "a process reads its own replica first, and then the other one"
-        assert ("replica_condemned", {"version": 1, "part": 0, "holder": mine.id}) in happened
+        assert ("replica_corrupt", {"version": 1, "part": 0, "holder": mine.id}) in happened
         eventually(lambda: pids(store, 1) == {holder.pid, os.getpid()})
         holder.kill()
         assert read(store, 1) == 4.0, "what was wrong was copied anew"
@@ -225,7 +318,7 @@ def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, start: Cal
 def test_wrong_bytes_everywhere_are_an_error(url: str) -> None:
     with WeightStore(url, replicas=1) as store:
         store.publish(1, weights(4.0))
-        (kept,) = store._keeper._kept.values()
+        (kept,) = store._replica_holder._kept.values()
         kept.memory[100:104] = 99
         with pytest.raises(CorruptData, match="wrong bytes"):
             read(store, 1)
@@ -353,7 +446,7 @@ def test_a_lease_that_could_not_be_released_can_be_released_again(url: str, monk
         store.publish(1, weights(1))
         lease = store.pin(1)
         with monkeypatch.context() as broken:
-            broken.setattr(store._book, "change", away)
+            broken.setattr(store._catalog_client, "change", away)
             with pytest.raises(RegisterAway):
                 lease.release()
         lease.release()
@@ -386,10 +479,10 @@ def test_the_same_bytes_published_anew_right_after_they_were_deleted_stay(
 
     with WeightStore(f"memory://{tmp_path}", observe=observe) as store:
         store.publish(1, weights(4.0))
-        let_go = store._keeper._let_go
+        let_go = store._replica_holder._let_go
 
         def late(at: int, catalog: Catalog) -> None:
-            if threading.current_thread() is store._keeper._thread and not catalog.versions:
+            if threading.current_thread() is store._replica_holder._thread and not catalog.versions:
                 has_read.set()
                 announced.wait(5.0)
                 let_go(at, catalog)
@@ -397,7 +490,7 @@ def test_the_same_bytes_published_anew_right_after_they_were_deleted_stay(
             else:
                 let_go(at, catalog)
 
-        monkeypatch.setattr(store._keeper, "_let_go", late)
+        monkeypatch.setattr(store._replica_holder, "_let_go", late)
         store.delete(1)
         assert has_read.wait(5.0)
         store.publish(1, weights(4.0))

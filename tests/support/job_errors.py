@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.harness.cluster.errors import unpack_error
+from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.harness.cluster.job import Job
 from support.waiting import becomes_true
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,24 @@ LASTING = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 SHARED_MEMORY = Path("/dev/shm")
 OURS = ("holdfast", "torch_", "ucx", "sm_segment", "vader_segment", "psm_", "sem.")
 """Prefixes of the names that holdfast and its libraries give to shared memory."""
+
+
+_exempt: set[tuple[int, str]] = set()
+
+
+def exempt_descriptors_since(before: Snapshot) -> None:
+    """Count no descriptor as left behind that was opened since `before`: a library keeps it until the process ends."""
+    _exempt.update(set(descriptors().items()) - before.descriptors)
+
+
+def monarch_listeners() -> set[str]:
+    """The sockets on which Monarch waits for processes: it keeps that of one which ended before it had connected."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {
+        f"socket:[{fields[6]}]"
+        for fields in lines
+        if len(fields) == 8 and fields[3] == "00010000" and re.fullmatch("@[A-Za-z0-9]{20,28}", fields[7])
+    }
 
 
 def children() -> dict[int, str]:
@@ -113,7 +132,10 @@ class Snapshot:
         return new + [f"thread {thread.name}" for thread in threads() - self.threads]
 
     def _descriptors(self) -> list[str]:
-        return [f"descriptor {fd}: {what}" for fd, what in descriptors().items() if (fd, what) not in self.descriptors]
+        known = self.descriptors | _exempt
+        new = [(fd, what) for fd, what in descriptors().items() if (fd, what) not in known]
+        kept = monarch_listeners() if new else set()
+        return [f"descriptor {fd}: {what}" for fd, what in new if what not in kept]
 
 
 def settle(look: Callable[[], list[str]], patience: float) -> list[str]:

@@ -26,7 +26,7 @@ from support.source_tree import ROOT
 
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
 INCLUDED = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.M)
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True)

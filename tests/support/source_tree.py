@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
+TESTS = ROOT / "tests"
+"""What a process of a test puts on PYTHONPATH, to import `support`."""
 
 PACKAGES = ("comms", "backends", "ft", "store", "rl", "harness")
 
@@ -21,9 +23,15 @@ def modules() -> list[Path]:
     return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, relative to the root."""
+    return ast.parse((ROOT / path).read_text(), str(path))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, full module name) of every import in a file; `from a import b` counts as a.b too."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -40,11 +48,10 @@ def module_name(path: Path) -> str:
 
 def runtime_imports(path: Path, *, eager: bool = False) -> Iterator[tuple[int, str]]:
     """The imports of a file, without those for type checkers; with `eager` also without those in functions."""
-    source = ast.parse((ROOT / path).read_text())
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     hidden = {
         child.lineno
-        for node in ast.walk(source)
+        for node in ast.walk(parsed(path))
         if (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
         or (eager and isinstance(node, functions))
         for child in ast.walk(node)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from holdfast.backends.common.block_copy import HeldUntil
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided.active_messages import ActiveMessages
 from holdfast.backends.ucx.onesided.active_region import ActiveRegion
@@ -59,7 +60,7 @@ class ReadWorker:
     ) -> None:
         """Copy between memory at `address` and a region, block by block. `look()`, called before each, may raise."""
         for start in range(0, nbytes, self._block) or (0,):
-            with self.lock:
+            with HeldUntil(self.lock, deadline, look):
                 look()
                 self._move(handle, address + start, offset + start, min(self._block, nbytes - start), deadline, writing)
 

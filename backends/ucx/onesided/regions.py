@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from holdfast.backends.common.cpu_wait import words_at
+from holdfast.backends.common.region_table import TableAddress
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import fence
@@ -31,7 +32,11 @@ WRITER_SECONDS = 2.0
 
 
 class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address in a handle of the ucx plane: the owner, how to connect, the table and the memory."""
+    """The address in a handle of the ucx plane: the owner, how to connect, the table and the memory.
+
+    `mapping` is the row of a region that processes of the host can map: descriptor and id of the owner's `RegionTable`,
+    slot, generation, the region's memfd and its first byte there.
+    """
 
     owner: Peer
     worker: bytes
@@ -42,6 +47,12 @@ class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
     memory: int
     nbytes: int
     writable: bool
+    mapping: tuple[int, int, int, int, int, int] | None = None
+
+    @property
+    def place(self) -> TableAddress | None:
+        """The row of a region that can be mapped; None for others."""
+        return None if self.mapping is None else TableAddress(self.owner, *self.mapping[:4], self.mapping[4:])
 
     @property
     def by_messages(self) -> bool:

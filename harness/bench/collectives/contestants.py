@@ -18,6 +18,7 @@ from typing import Protocol
 
 from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file
+from holdfast.ft.processes.message_socket import MessageSocket
 from holdfast.harness.bench.collectives.failure import ContestantFailed
 from holdfast.harness.bench.collectives.launch import HOLDFAST, launcher_of
 from holdfast.harness.bench.collectives.startline import StartLine
@@ -33,7 +34,6 @@ from holdfast.harness.bench.collectives.wire import (
 from holdfast.harness.bench.drivers import mpi_programs, perftest
 from holdfast.harness.bench.drivers.mpi_programs import MPICH, OPENMPI
 from holdfast.harness.bench.drivers.perftest import UCX_PERFTEST, Perftest
-from holdfast.harness.processes.message_socket import MessageSocket
 
 PEERS = ("torch-gloo", OPENMPI, MPICH, UCX_PERFTEST)
 MEMCPY = "memcpy"

@@ -15,6 +15,7 @@ from holdfast.comms import HoldfastError, ReduceOp
 from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
+from holdfast.comms.quantised import Contribution, reduce_quantised
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness.cluster.run_in_threads import run_in_threads
@@ -85,6 +86,8 @@ def _run(transport: CountingTransport, op: str, nbytes: int, ranks: int) -> None
     match op:
         case "all_reduce":
             transport.all_reduce(torch.ones(count), ReduceOp.SUM, deadline)
+        case "all_reduce_quantised":
+            reduce_quantised(transport, Contribution(torch.ones(count), None), None, 1, deadline)
         case "broadcast":
             transport.broadcast(torch.ones(count), 0, deadline)
         case "all_gather":

@@ -14,6 +14,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
+from holdfast.ft.processes.message_socket import MessageSocket
 from holdfast.harness.bench.collectives.data import allocate, count_wrong, fill
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, Operation
 from holdfast.harness.bench.collectives.startline import StartLine
@@ -27,7 +28,6 @@ from holdfast.harness.bench.collectives.wire import (
 )
 from holdfast.harness.bench.drivers.driver import LibraryDriver
 from holdfast.harness.bench.drivers.mpi import MpiDriver
-from holdfast.harness.processes.message_socket import MessageSocket
 
 WARM_UP = 2
 """Untimed ops at the start of each turn: the rank was asleep during the turns of others."""

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.ft.console.units import counted
+from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.processes.zygote_client import zygote_pid
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from holdfast.ft import Session, Timeouts
+from holdfast.ft.processes.parent_death import die_with_parent
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.processes.parent_death import die_with_parent
 
 EVICTIONS = ("fenced", "evicted", "condemned", "stalled", "cut_off")
 """The events that must not happen."""

@@ -25,11 +25,11 @@ import numpy as np
 from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file
+from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.message_socket import MessageSocket
 from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered, Spread
-from holdfast.harness.processes.framed_socket import ChannelClosed
-from holdfast.harness.processes.message_socket import MessageSocket
 
 HANGS_SECONDS = 10.0
 """Seconds without a recovery after which a job counts as hung."""

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.bench.recovery import bound as recovery_bound
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.processes.zygote_client import zygote_pid
 
 if TYPE_CHECKING:
     from holdfast.ft import Session

@@ -13,7 +13,7 @@ from msgspec import Meta
 from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 from holdfast.harness.links.breakable import unbreakable
-from holdfast.harness.links.policy import LinkRule, Plane, Policy
+from holdfast.harness.links.policy import LinkPolicy, LinkRule, Plane
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.run.fault_context import FaultContext
@@ -63,7 +63,7 @@ class _DirectedLinkFault(_LinkFault, frozen=True, kw_only=True):
     def control_alone(self) -> bool:
         return self.plane == "control"
 
-    def policy(self) -> Policy:
+    def policy(self) -> LinkPolicy:
         """What happens to the bytes."""
         raise NotImplementedError
 
@@ -86,8 +86,8 @@ class Cut(_DirectedLinkFault, frozen=True, kw_only=True):
 
     summary: ClassVar[str] = "link cut"
 
-    def policy(self) -> Policy:
-        return Policy(cut=True)
+    def policy(self) -> LinkPolicy:
+        return LinkPolicy(cut=True)
 
 
 class Delay(_DirectedLinkFault, frozen=True, kw_only=True):
@@ -97,8 +97,8 @@ class Delay(_DirectedLinkFault, frozen=True, kw_only=True):
     seconds: NonNegative = 0.005
     jitter: NonNegative = 0.0
 
-    def policy(self) -> Policy:
-        return Policy(delay=self.seconds, jitter=self.jitter)
+    def policy(self) -> LinkPolicy:
+        return LinkPolicy(delay=self.seconds, jitter=self.jitter)
 
 
 class SlowLink(_DirectedLinkFault, frozen=True, kw_only=True):
@@ -107,8 +107,8 @@ class SlowLink(_DirectedLinkFault, frozen=True, kw_only=True):
     summary: ClassVar[str] = "slow link"
     megabytes: Annotated[float, Meta(gt=0)] = 10.0
 
-    def policy(self) -> Policy:
-        return Policy(rate=self.megabytes * 1e6)
+    def policy(self) -> LinkPolicy:
+        return LinkPolicy(rate=self.megabytes * 1e6)
 
 
 class Lossy(_DirectedLinkFault, frozen=True, kw_only=True):
@@ -117,8 +117,8 @@ class Lossy(_DirectedLinkFault, frozen=True, kw_only=True):
     summary: ClassVar[str] = "lossy link"
     share: Share = 0.02
 
-    def policy(self) -> Policy:
-        return Policy(loss=self.share)
+    def policy(self) -> LinkPolicy:
+        return LinkPolicy(loss=self.share)
 
 
 class Corrupt(_DirectedLinkFault, frozen=True, kw_only=True):
@@ -131,8 +131,8 @@ class Corrupt(_DirectedLinkFault, frozen=True, kw_only=True):
     share: Share = 0.1
     headers: bool = False
 
-    def policy(self) -> Policy:
-        return Policy(corrupt=self.share, headers=self.headers)
+    def policy(self) -> LinkPolicy:
+        return LinkPolicy(corrupt=self.share, headers=self.headers)
 
 
 class Reset(_DirectedLinkFault, frozen=True, kw_only=True):
@@ -140,8 +140,8 @@ class Reset(_DirectedLinkFault, frozen=True, kw_only=True):
 
     summary: ClassVar[str] = "connections reset"
 
-    def policy(self) -> Policy:
-        return Policy(reset=True)
+    def policy(self) -> LinkPolicy:
+        return LinkPolicy(reset=True)
 
 
 class Partition(_LinkFault, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class Partition(_LinkFault, frozen=True, kw_only=True):
         rest = context.everybody() - frozenset(pid for group in groups for pid in group)
         sides = [group for group in (*groups, rest) if group]
         context.note("partition", context.found(frozenset().union(*groups)), way=self.words())
-        cut = Policy(cut=True)
+        cut = LinkPolicy(cut=True)
         return context.rule(LinkRule(policy=cut, sources=a, targets=b) for a in sides for b in sides if a is not b)
 
     def words(self) -> str:

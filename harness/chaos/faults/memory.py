@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.harness.chaos.faults.process import ProcessFault
 from holdfast.harness.chaos.scenario.fault_type import Undo
 from holdfast.harness.chaos.workloads.orders import FlipBit
@@ -26,5 +27,6 @@ class CorruptMemory(ProcessFault, frozen=True, kw_only=True):
         victims = context.find("newest holder")
         context.note("corrupt-memory", victims)
         for victim in victims:
+            assert isinstance(victim.process, ForkedProcess)
             victim.process.channel.send(FlipBit())
         return None

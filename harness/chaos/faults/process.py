@@ -24,7 +24,7 @@ Who = int | str | tuple[int | str, ...] | None
 ROLES = {
     "session": ("random", "coordinator", "last", "spare", "joiner"),
     "store": ("random", "publisher", "holder", "reader"),
-    "demo": ("trainer", "generator", "holder"),
+    "rl": ("driver", "trainer", "spare", "generator", "holder", "environment"),
 }
 """The roles that `who` may name, besides ranks.
 

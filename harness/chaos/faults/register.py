@@ -29,8 +29,8 @@ class RegisterOutage(FaultType, frozen=True, kw_only=True):
     how: Literal["locked", "gone", "stopped", "leader-killed"] = "locked"
 
     def check(self, scenario: Scenario) -> None:
-        if scenario.workload.family == "demo":
-            raise ValueError("the demo's register cannot be broken from here")
+        if scenario.workload.family == "rl":
+            raise ValueError("each driver of a run has a register of its own, which cannot be broken from here")
         register = scenario.job.register
         if self.how not in WAYS[register]:
             ways = " or ".join(f'"{way}"' for way in WAYS[register])

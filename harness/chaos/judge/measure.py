@@ -10,7 +10,9 @@ from holdfast.harness.chaos.run.scenario_run import FaultOutcome, RawRun
 from holdfast.harness.invariants import Event
 from holdfast.harness.report.model import RecoveryStage, Span
 
-DETECTED = frozenset(["detected", "suspected", "fenced", "holders_died", "replica_condemned"])
+DETECTED = frozenset(
+    ["detected", "suspected", "fenced", "holders_died", "host_away", "replica_corrupt", "process_lost"]
+)
 """Events that show that a process knows of a fault."""
 
 STAGES = ("detected", "rebuilt", "resumed")
@@ -87,14 +89,15 @@ def _stages(fault: FaultOutcome, events: Sequence[Event], until: float) -> Itera
 def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> float | None:
     """When, after `since`, all were in the next communicator, or the replica was made again.
 
-    None if nothing had to be rebuilt: the death of a spare ends no epoch. `mine` are the events up to the next fault,
-    which may fall into the rebuild.
+    Or another process does the work of the dead one. None if nothing had to be rebuilt: the death of a spare ends no
+    epoch. `mine` are the events up to the next fault, which may fall into the rebuild.
     """
     replica = next((event for event in mine if event.kind == "replica_made" and event.time > since), None)
     if replica is not None:
         return replica.time
+    replaced = next((event.time for event in later if event.kind == "process_replaced" and event.time > since), None)
     if not any(event.kind == "revoked" for event in mine):
-        return None
+        return replaced
     rebuilt = [event for event in later if event.kind == "rebuilt" and event.time > since]
     return max((event.time for event in rebuilt if event.integer("epoch") == rebuilt[0].integer("epoch")), default=None)
 

@@ -13,15 +13,16 @@ from holdfast.harness.chaos.judge.compare import ComparedFigure, compared
 from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, InjectedFault
 from holdfast.harness.report.model import Figure, ReportedFault
 from holdfast.harness.report.progress import OUTAGE, draw_progress
-from holdfast.harness.report.render import environment
+from holdfast.harness.report.render import draw_learning, environment
 from holdfast.harness.report.scene import activities, draw_scene
 from holdfast.harness.report.strip import draw_strip
 from holdfast.harness.report.timeline import draw_timeline
+from holdfast.harness.training import episodes_page
 
 SCENES = 6
 """The most recoveries that a page shows call by call."""
 
-_ORDER = ("rank", "spare", "trainer", "generator", "publisher", "holder", "reader")
+_ORDER = ("driver", "rank", "spare", "trainer", "generator", "environment", "publisher", "holder", "reader")
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,15 +41,26 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     activities: tuple[list[str], ...]
     roles: tuple[str, ...]
     columns: int
+    pictures: dict[str, Any]
+    episodes: str
+
+
+def write_folder(report: ChaosReport, folder: Path) -> None:
+    """Write report.html, run.json and the pages of episodes into an existing folder."""
+    (folder / "run.json").write_bytes(msgspec.json.encode(report))
+    write_report(report, folder / "report.html")
 
 
 def write_report(report: ChaosReport, path: Path) -> None:
-    """Write the page of a report to `path`, in an existing folder."""
+    """Write the page of a report to `path`, and the episodes of its runs beside it. The folder must exist."""
     from markupsafe import Markup
 
     sections = [_section(run, Markup) for run in report.runs]
     page = environment().get_template("chaos.html.j2").render(report=report, sections=sections)
     path.write_text(page + "\n", encoding="utf-8")
+    for run in report.runs:
+        if run.episodes:
+            episodes_page.write(path.with_name(_episodes(run)), f"Episodes: {run.title}", list(run.episodes))
 
 
 def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, str], path: Path) -> None:
@@ -85,7 +97,7 @@ def _section(run: ChaosRun, markup: Any) -> Section:
         run=run,
         when=f"{datetime.fromisoformat(run.began):%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
         verdict=_verdict(run),
-        figures=_figures(run),
+        figures=figures_of(run),
         progress=markup(progress),
         stood_still=OUTAGE in progress,
         timeline=markup(draw_timeline(lanes, run.spans, faults, run.seconds)),
@@ -95,7 +107,14 @@ def _section(run: ChaosRun, markup: Any) -> Section:
         activities=tuple(activities(fault, run.spans) for fault in shown),
         roles=tuple(dict.fromkeys(lane.role for lane in lanes)),
         columns=max((len(fault.stages) for fault in faults), default=0),
+        pictures={} if run.learning is None else draw_learning(run.learning, faults, run.seconds),
+        episodes=_episodes(run) if run.episodes else "",
     )
+
+
+def _episodes(run: ChaosRun) -> str:
+    """The name of the page of a run's episodes."""
+    return f"{run.name}-episodes.html"
 
 
 def _verdict(run: ChaosRun) -> str:
@@ -130,8 +149,13 @@ def _note(fault: InjectedFault) -> str:
     return f"Planned: {fault.when}{healed}."
 
 
-def _figures(run: ChaosRun) -> tuple[Figure, ...]:
-    found = [Figure("Steps committed", f"{run.speed.steps:,}", f"{run.speed.rate:,.1f} a second")]
+def figures_of(run: ChaosRun) -> tuple[Figure, ...]:
+    """The key figures of a run."""
+    found = []
+    if run.learning is not None and (held_out := run.learning.curve.evaluations):
+        before, after = held_out[0].value, held_out[-1].value
+        found.append(Figure("Held-out reward", f"{before:.1%} → {after:.1%}", "greedy, before and after", "good"))
+    found.append(Figure("Steps committed", f"{run.speed.steps:,}", f"{run.speed.rate:,.1f} a second"))
     if run.goodput is not None:
         found.append(Figure("Goodput", f"{run.goodput:.1%}", "of the steps a second without faults"))
     injected = sum(fault.time is not None for fault in run.strikes)

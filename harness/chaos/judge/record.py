@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from holdfast.harness.invariants import CheckResult
-from holdfast.harness.report.model import ProcessRecord, RecoveryStage, Span
+from holdfast.harness.report.model import Learning, ProcessRecord, RecoveryStage, Span
+from holdfast.harness.training.episodes_page import GroupRows
 
 SCHEMA = 1
 
@@ -91,6 +92,10 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     progress: tuple[tuple[float, int], ...] = ()
     """How many steps were committed at which time."""
     links: tuple[LinkTotals, ...] = ()
+    learning: Learning | None = None
+    """Of a run of reinforcement learning."""
+    episodes: tuple[GroupRows, ...] = ()
+    """The newest episodes of such a run, in words."""
     configuration: dict[str, str] = {}
     repeat: str = ""
     output: str = ""

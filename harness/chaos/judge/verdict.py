@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.judge.checks import OnlyFaultyMembersLeave
 from holdfast.harness.chaos.judge.record import InjectedFault, Speed
+from holdfast.harness.chaos.judge.training import held_out
+from holdfast.harness.chaos.run.process_set import ENDED_WITH_DRIVER, EXITED_WELL
 from holdfast.harness.chaos.run.scenario_run import RawRun
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.invariants import CheckResult
@@ -62,6 +64,10 @@ def failures(
             found.append(
                 f"{share:.1%} of the steps a second of a run without faults, expected are {expect.goodput:.0%}"
             )
+    if raw.training is not None and expect.held_out:
+        rate = held_out(raw.training)
+        if rate < expect.held_out:
+            found.append(f"held-out reward is {rate:.1%} at the end, expected is {expect.held_out:.0%}")
     if expect.caught:
         text = raw.output + " ".join(str(event.fields) + event.kind for event in raw.events if event.kind != "fault")
         if not any(words in text for words in expect.caught):
@@ -82,7 +88,7 @@ def _lost(raw: RawRun) -> list[str]:
     return [
         f"{life.name} {life.how}, and nobody had struck it"
         for life in raw.lives
-        if life.ended and life.how != "exited with status 0" and life.pid not in faults
+        if life.ended and life.how not in (EXITED_WELL, ENDED_WITH_DRIVER) and life.pid not in faults
     ]
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers.sqlite import path_of
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.harness.chaos.run.foreign_process import ForeignProcess
 from holdfast.harness.chaos.run.hosts import Hosts
 from holdfast.harness.chaos.run.registers import RegisterServer
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkRule
-from holdfast.harness.processes.zygote_client import ForkedProcess
 
 
 class NoTargetProcess(HoldfastError):
@@ -24,14 +25,15 @@ class NoTargetProcess(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A process, under its name in the event logs; `rank` if it has one now."""
+    """A process by its name in the event logs. Users read `label`, if there is one; `rank` is the one it has now."""
 
     name: str
-    process: ForkedProcess
+    process: ForkedProcess | ForeignProcess
     rank: int | None = None
+    label: str = ""
 
     def __str__(self) -> str:
-        return self.name if self.rank is None else f"rank {self.rank} ({self.name})"
+        return self.label or self.name if self.rank is None else f"rank {self.rank} ({self.name})"
 
 
 class ProcessSet(ABC):

@@ -1,24 +1,20 @@
 """Injects faults at points of the protocol: a process that reaches one waits there until the harness has acted.
 
-In the process a `PointAgent` is armed (`holdfast.ft.faultpoints`); it asks the `PointGate` over a Unix socket.
+The process has a `GateAgent` (`holdfast.ft.fault_gate`), which asks the `PointGate` over a Unix socket.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from holdfast.comms.system.paths import bind_unix, connect_unix
+from holdfast.comms.system.paths import bind_unix
+from holdfast.ft.fault_gate import Arrival, GateAddress, PointFilter
 from holdfast.harness.chaos.scenario.planning import Trigger
-
-HELD_SECONDS = 10.0
-"""The longest that a process waits at a point."""
 
 LATE_STEPS = 5
 """So many steps after the step that a fault waits for, processes stop until the fault is injected."""
@@ -26,50 +22,22 @@ LATE_STEPS = 5
 _COMMIT, _FINISH = "commit.before_prepare", "finish.before_propose"
 
 
-class Arrival(msgspec.Struct, frozen=True):
-    """A process is at a point."""
-
-    pid: int
-    point: str
-    step: int
-    rank: int
-    epoch: int
-
-    def fits(self, when: Trigger) -> bool:
-        """Whether a trigger waits for this point, or lets the job go no further before its moment."""
-        if when.step is not None:
-            late = self.point == _COMMIT and self.step == when.step + LATE_STEPS
-            return late or self.point == _FINISH
-        wanted = ((when.in_step, self.step), (when.rank, self.rank), (when.epoch, self.epoch))
-        return when.point == self.point and all(want in (-1, have) for want, have in wanted)
+def fits(arrival: Arrival, when: Trigger) -> bool:
+    """Whether a trigger waits for this arrival, or lets the job go no further before its moment."""
+    return any(each.fits(arrival) for each in _filters(when))
 
 
-class PointAgent:
-    """Runs in a process of the job, and stops it at the points of `triggers`. Safe to call from any thread."""
+def gate_address(path: Path, triggers: Sequence[Trigger]) -> GateAddress:
+    """The address of a gate, for processes that may be at the points of `triggers`."""
+    return GateAddress(str(path), tuple(dict.fromkeys(each for when in triggers for each in _filters(when))))
 
-    def __init__(self, path: Path, triggers: Sequence[Trigger]) -> None:
-        self._triggers = tuple(triggers)
-        self._points = {each.point for each in triggers}
-        if None in self._points:
-            self._points |= {_COMMIT, _FINISH}
-        self._turn = threading.Lock()
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connect_unix(self._line, path)
-        self._line.settimeout(HELD_SECONDS)
 
-    def reach(self, point: str, step: int, rank: int, epoch: int) -> None:
-        """Wait at a point if a fault may be injected there."""
-        if point not in self._points:
-            return
-        here = Arrival(os.getpid(), point, step, rank, epoch)
-        if not any(here.fits(when) for when in self._triggers):
-            return
-        with self._turn:
-            try:
-                self._line.send(msgspec.json.encode(here))
-                self._line.recv(1)
-            except OSError:
-                return
+def _filters(when: Trigger) -> tuple[PointFilter, ...]:
+    if when.step is not None:
+        return PointFilter(_COMMIT, step=when.step + LATE_STEPS), PointFilter(_FINISH)
+    if when.point is not None:
+        return (PointFilter(when.point, when.in_step, when.rank, when.epoch, when.since),)
+    return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,24 @@ from holdfast.ft.console.output import tail
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.membership.view import View
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.ft.registers import RegisterAway
 from holdfast.harness.chaos.run.fault_context import NoTargetProcess, ProcessSet, Victim
+from holdfast.harness.chaos.run.foreign_process import ForeignProcess
 from holdfast.harness.chaos.run.hosts import Hosts
-from holdfast.harness.chaos.run.points import PointAgent
-from holdfast.harness.chaos.scenario.planning import Trigger
+from holdfast.harness.chaos.run.log_tail import LogTail
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.orders import Stop
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
+from holdfast.harness.invariants import Event, read_directory
 from holdfast.harness.testbed.small_disk import small_disk
 
 END_SECONDS = 10.0
+
+EXITED_WELL = "exited with status 0"
+ENDED_WITH_DRIVER = "ended with its driver"
 
 
 @dataclass(slots=True)
@@ -39,10 +43,16 @@ class StartedProcess:
 
     name: str
     role: str
-    process: ForkedProcess
+    process: ForkedProcess | ForeignProcess
     born: float
     ended: float = 0.0
     how: str = ""
+
+    @property
+    def forked(self) -> ForkedProcess:
+        """The process, for those that the zygote of this process forked."""
+        assert isinstance(self.process, ForkedProcess)
+        return self.process
 
 
 @dataclass(slots=True)
@@ -59,6 +69,7 @@ class DrivenProcessSet(ProcessSet):
 
     def __init__(self) -> None:
         self.begun: list[StartedProcess] = []
+        self._log_tail: LogTail | None = None
 
     @abstractmethod
     def over(self, timeout: float) -> bool:
@@ -72,6 +83,16 @@ class DrivenProcessSet(ProcessSet):
     def close(self) -> None:
         """End everything, and remove the files. Idempotent."""
 
+    def new_events(self) -> list[Event]:
+        """The events that the processes have logged since the last call, in the order of time."""
+        if self._log_tail is None:
+            self._log_tail = LogTail(self.events_directory)
+        return self._log_tail.new()
+
+    def jobs(self) -> list[list[Event]]:
+        """All events, of each job for itself if the processes are those of several, one after the other."""
+        return [read_directory(self.events_directory)]
+
     def everybody(self) -> list[Victim]:
         return [self._victim(each) for each in self.begun if each.process.alive()]
 
@@ -80,7 +101,8 @@ class DrivenProcessSet(ProcessSet):
 
     def outputs(self) -> str:
         """The end of the output of each process."""
-        found = ((each.name, tail(each.process.output, 2000)) for each in self.begun)
+        forked = [(each.name, each.process) for each in self.begun if isinstance(each.process, ForkedProcess)]
+        found = ((name, tail(process.output, 2000)) for name, process in forked)
         return "\n".join(f"[{name}] {text}" for name, text in found if text)
 
     def _victim(self, begun: StartedProcess) -> Victim:
@@ -91,7 +113,8 @@ class DrivenProcessSet(ProcessSet):
         new = [each for each in self.begun if not each.ended and not each.process.alive()]
         for each in new:
             each.ended = time.monotonic()
-            each.how = str(each.process.wait(5.0))
+            if isinstance(each.process, ForkedProcess):
+                each.how = str(each.process.wait(5.0))
         return new
 
 
@@ -110,19 +133,6 @@ class Prelude:
         for step in self.steps:
             options.update(step() or {})
         return options
-
-
-@dataclass(frozen=True, slots=True)
-class StopAtPoints:
-    """Makes a process stop at the points of `triggers`."""
-
-    gate: Path
-    triggers: tuple[Trigger, ...]
-
-    def __call__(self) -> None:
-        from holdfast.ft import faultpoints
-
-        faultpoints.arm(PointAgent(self.gate, self.triggers).reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +157,7 @@ class SessionProcesses(DrivenProcessSet):
         prelude: Sequence[Step],
         hosts: Hosts | None = None,
         register: str | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         spec = scenario.job
@@ -168,7 +179,7 @@ class SessionProcesses(DrivenProcessSet):
                     spares=spec.spares,
                     threads=1,
                     echo=False,
-                    environ={"OMP_NUM_THREADS": "1", **spec.environ},
+                    environ={"OMP_NUM_THREADS": "1", **spec.environ, **(environ or {})},
                     session=options,
                     prepare=Prelude(tuple(steps)) if steps else None,
                 )
@@ -222,7 +233,7 @@ class SessionProcesses(DrivenProcessSet):
             over = False
         lost = self._note_ends()
         if self._replace and not over:
-            for _ in [each for each in lost if each.how != "exited with status 0"]:
+            for _ in [each for each in lost if each.how != EXITED_WELL]:
                 self.join()
         return over
 
@@ -295,14 +306,14 @@ class StoreProcesses(DrivenProcessSet):
         time.sleep(timeout)
         for each in self._note_ends():
             self._take(each)
-            if not self._stopping and each.name not in self._values and each.how != "exited with status 0":
+            if not self._stopping and each.name not in self._values and each.how != EXITED_WELL:
                 self._start(each.role)
         if not self._stopping and self._done():
             self._stopping = True
             for each in self.begun:
                 if each.process.alive():
                     with contextlib.suppress(EOFError, TimeoutError):
-                        each.process.channel.send(Stop(), timeout=1.0)
+                        each.forked.channel.send(Stop(), timeout=1.0)
         return self._stopping and not any(each.process.alive() for each in self.begun)
 
     def results(self) -> Results:
@@ -342,7 +353,7 @@ class StoreProcesses(DrivenProcessSet):
     def _take(self, each: StartedProcess) -> None:
         """Take the message that a process sent before it ended."""
         try:
-            value = each.process.channel.recv(1.0)
+            value = each.forked.channel.recv(1.0)
         except (EOFError, TimeoutError):
             return
         if "error" in value:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.zygote_client import zygote
 from holdfast.ft.registers import tcp
-from holdfast.harness.processes.channel import ProcessChannel
-from holdfast.harness.processes.framed_socket import ChannelClosed
-from holdfast.harness.processes.zygote_client import zygote
 
 if TYPE_CHECKING:
     from types import TracebackType

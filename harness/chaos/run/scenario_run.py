@@ -11,29 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.processes.zygote_client import zygote
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
 from holdfast.harness.chaos.run.hosts import Hosts
-from holdfast.harness.chaos.run.points import PointGate, WaitingProcess
+from holdfast.harness.chaos.run.points import PointGate, WaitingProcess, fits, gate_address
 from holdfast.harness.chaos.run.process_set import (
     DrivenProcessSet,
     Results,
     SessionProcesses,
     Step,
-    StopAtPoints,
     StoreProcesses,
 )
 from holdfast.harness.chaos.run.registers import serve
+from holdfast.harness.chaos.run.training_processes import TrainingProcesses, TrainingRecord
 from holdfast.harness.chaos.scenario.fault_type import Undo
 from holdfast.harness.chaos.scenario.planning import Planned
 from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.chaos.scenario.workload import Ddp, StoreWorkload
+from holdfast.harness.chaos.scenario.workload import Ddp, ReinforcementLearning, StoreWorkload
 from holdfast.harness.cluster.spares import standing_by
-from holdfast.harness.demo.tail import LogTail
-from holdfast.harness.invariants import Event, merge, read_directory
+from holdfast.harness.invariants import Event, merge
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
-from holdfast.harness.processes.zygote_client import zygote
+from holdfast.rl.run.telemetry import Observer
 
 LOOK_SECONDS = 0.01
 START_SECONDS = 0.5
@@ -83,6 +83,9 @@ class RawRun:
     ended: float = 0.0
     started: float = 0.0
     events: list[Event] = field(default_factory=list)
+    jobs: list[list[Event]] = field(default_factory=list)
+    """The events once more, of each job for itself."""
+    training: TrainingRecord | None = None
     faults: list[FaultOutcome] = field(default_factory=list)
     lives: list[ProcessLifetime] = field(default_factory=list)
     results: Results = field(default_factory=Results)
@@ -108,9 +111,12 @@ class ScenarioRun:
         steps: int | None = None,
         seed: int = 0,
         watch: Watch = lambda done, total: None,
+        observe: Observer = lambda event: None,
+        announce: Callable[[str], None] = lambda words: None,
     ) -> None:
         self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
         self._steps, self._seed, self._watch = steps or 0, seed, watch
+        self._observe, self._announce = observe, announce
         self._raw = RawRun(time.monotonic(), faults=[FaultOutcome(each) for each in planned])
         self._newest_step = -1
         self._addresses: set[str] = set()
@@ -133,7 +139,7 @@ class ScenarioRun:
             undo.callback(processes.close)
             log = undo.enter_context(contextlib.closing(EventLog("chaos", processes.events_directory)))
             self._links, self._context = links, FaultContext(processes, links, hosts, log, time.monotonic, server)
-            self._log, self._tail = log, LogTail(processes.events_directory)
+            self._log = log
             try:
                 self._loop(processes, gate)
             finally:
@@ -142,7 +148,11 @@ class ScenarioRun:
             raw.began = max(raw.began, raw.started - START_SECONDS)
             raw.results = processes.results() if not raw.too_long else Results(errors=("it did not end in time",))
             raw.traffic = links.traffic() if links is not None else ()
-            raw.events = merge([read_directory(processes.events_directory), _fates(raw.faults)])
+            fates = _fates(raw.faults)
+            raw.jobs = [merge([events, _within(events, fates)]) for events in processes.jobs()]
+            raw.events = merge(raw.jobs)
+            if isinstance(processes, TrainingProcesses):
+                raw.training = processes.record()
             raw.output = processes.outputs()
             raw.lives = [
                 ProcessLifetime(each.name, each.role, each.process.pid, each.born, each.ended, each.how)
@@ -158,15 +168,18 @@ class ScenarioRun:
         self, gate: PointGate, links: Links | None, hosts: Hosts | None, register: str | None
     ) -> DrivenProcessSet:
         scenario = self._scenario
+        triggers = tuple(each.planned.when for each in self._raw.faults if each.planned.when.seconds is None)
+        environ = gate_address(gate.path, triggers).environ() if triggers else {}
+        if isinstance(scenario.workload, ReinforcementLearning):
+            (self._directory / "training").mkdir(mode=0o700)
+            folder = self._directory / "training"
+            return TrainingProcesses(scenario.workload.config, folder, environ, self._observe)
         if isinstance(scenario.workload, StoreWorkload):
             (self._directory / "store").mkdir(mode=0o700)
             return StoreProcesses(scenario, scenario.workload, self._directory / "store", register)
         assert self._body is not None
-        triggers = tuple(each.planned.when for each in self._raw.faults if each.planned.when.seconds is None)
-        prelude: list[Step] = [StopAtPoints(gate.path, triggers)] if triggers else []
-        if links is not None:
-            prelude.append(links.prepare())
-        return SessionProcesses(scenario, self._body, self._args, prelude, hosts, register)
+        prelude: list[Step] = [links.prepare()] if links is not None else []
+        return SessionProcesses(scenario, self._body, self._args, prelude, hosts, register, environ)
 
     def _loop(self, processes: DrivenProcessSet, gate: PointGate) -> None:
         deadline = time.monotonic() + self._scenario.limit
@@ -175,7 +188,7 @@ class ScenarioRun:
             if now > deadline:
                 self._raw.too_long = True
                 return
-            self._look()
+            self._look(processes)
             self._waiting += gate.take()
             if self._ready():
                 waiting, self._waiting = self._waiting, []
@@ -188,9 +201,9 @@ class ScenarioRun:
                 poller.register(fd, select.POLLIN)
             poller.poll(LOOK_SECONDS * 1000)
 
-    def _look(self) -> None:
+    def _look(self, processes: DrivenProcessSet) -> None:
         """Read what the processes have logged since the last call."""
-        new = self._tail.new()
+        new = processes.new_events()
         for event in new:
             if event.kind == "committed":
                 self._newest_step = max(self._newest_step, event.integer("step"))
@@ -215,7 +228,7 @@ class ScenarioRun:
         """Handle a process at a point: inject the faults that wait for it and those overdue, then release it."""
         try:
             for fault in self._raw.faults:
-                if not fault.waits or not waiting.arrival.fits(fault.planned.when):
+                if not fault.waits or not fits(waiting.arrival, fault.planned.when):
                     continue
                 at_point = fault.planned.when.point is not None
                 self._context.reached = processes.of_pid(waiting.arrival.pid) if at_point else None
@@ -246,6 +259,8 @@ class ScenarioRun:
             return
         fault.noted = tuple(self._context.noted[before:])
         fault.time = fault.noted[0].time if fault.noted else time.monotonic()
+        victims = ", ".join(str(victim) for noted in fault.noted for victim in noted.victims)
+        self._announce(f"{fault.planned.what.summary} {victims} ({fault.planned.when.words()})")
 
     def _mend(self, now: float) -> None:
         """Undo the faults that have lasted long enough; all of them if `now` is infinite."""
@@ -264,6 +279,12 @@ class ScenarioRun:
 
 FOR_GOOD = 1e6
 """Seconds reported for a pause without an end."""
+
+
+def _within(events: Sequence[Event], fates: Sequence[Event]) -> list[Event]:
+    """The events of `fates` that belong to a job, by the processes that its events name."""
+    mine = {event.process for event in events} | {event.text("target") for event in events if event.kind == "fault"}
+    return [each for each in fates if each.process in mine]
 
 
 def _fates(faults: Sequence[FaultOutcome]) -> list[Event]:

@@ -14,16 +14,19 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.harness.chaos.judge import checks, measure, verdict
+from holdfast.harness.chaos.judge import checks, measure, training, verdict
 from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, Speed
+from holdfast.harness.chaos.run.process_set import EXITED_WELL
 from holdfast.harness.chaos.run.scenario_run import RawRun, ScenarioRun, Watch
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
-from holdfast.harness.chaos.scenario.workload import AllReduce, Python, StoreWorkload
+from holdfast.harness.chaos.scenario.workload import AllReduce, Python, ReinforcementLearning, StoreWorkload
 from holdfast.harness.chaos.workloads.session import BODIES, digest_of
 from holdfast.harness.chaos.workloads.store import weights
-from holdfast.harness.invariants import Bounds, examine
-from holdfast.harness.report.model import ProcessRecord
+from holdfast.harness.invariants import Bounds, CheckResult, examine
+from holdfast.harness.report.model import Learning, ProcessRecord
+from holdfast.harness.training.episodes_page import GroupRows
+from holdfast.rl.run.telemetry import Observer
 
 SAMPLE_SECONDS = 20.0
 """The length of a run without faults that only serves to measure the speed."""
@@ -57,11 +60,17 @@ class WorkloadFailed(HoldfastError, RuntimeError):
 class ScenarioRunner:
     """Runs scenarios one after the other, and reuses fault-free runs of equal workload and job.
 
-    `watch(phase, done, total)` is called with the progress.
+    `watch(phase, done, total)` is called with the progress, `observe` with the events of a run of reinforcement
+    learning with faults, and `announce` with each fault that is injected, in words.
     """
 
-    def __init__(self, watch: Callable[[str, int, int], None] = lambda phase, done, total: None) -> None:
-        self._watch = watch
+    def __init__(
+        self,
+        watch: Callable[[str, int, int], None] = lambda phase, done, total: None,
+        observe: Observer = lambda event: None,
+        announce: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        self._watch, self._observe, self._announce = watch, observe, announce
         self._references: dict[bytes, Reference] = {}
 
     def run(
@@ -81,8 +90,6 @@ class ScenarioRunner:
         `minutes`: the length, at the speed of a run without faults (for workloads of steps). `compare`: run it without
         faults, too. `body(session, *args)` replaces the workload's own.
         """
-        if scenario.workload.family == "demo":
-            return self._demo(scenario, seed, source, compare, repeat)
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         minutes = scenario.minutes if minutes is None else minutes
         sample: Reference | None = None
@@ -101,18 +108,6 @@ class ScenarioRunner:
             reference = replace(sample, digest=bits.digest)
         raw = self._run(scenario, planned, body, args, seed, "with faults")
         return _judged(scenario, seed, source, began, raw, reference, repeat)
-
-    def _demo(self, scenario: Scenario, seed: int, source: str, compare: bool, repeat: str) -> ScenarioOutcome:
-        from holdfast.harness.chaos.run import demo
-
-        planned = schedule(scenario, seed)
-        plan = demo.plan_of(scenario, planned)
-        quiet = None
-        if compare:
-            without = msgspec.structs.replace(plan, kills=())
-            quiet = demo.play(without, lambda done, total: self._watch("without faults", done, total))
-        run = demo.play(plan, lambda done, total: self._watch("with faults", done, total))
-        return ScenarioOutcome(demo.judged(scenario, seed, source, repeat, planned, run, quiet), {})
 
     def _reference(
         self, scenario: Scenario, body: Callable[..., Any] | None, args: Sequence[Any], phase: str
@@ -142,14 +137,23 @@ class ScenarioRunner:
         watch: Watch = lambda done, total: self._watch(phase, done, total)  # noqa: E731
         with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as directory:
             scenario_run = ScenarioRun(
-                scenario, planned, Path(directory), body=body, args=args, steps=steps, seed=seed, watch=watch
+                scenario,
+                planned,
+                Path(directory),
+                body=body,
+                args=args,
+                steps=steps,
+                seed=seed,
+                watch=watch,
+                observe=self._observe if planned else lambda event: None,
+                announce=self._announce,
             )
             return scenario_run.run()
 
 
 def _with_steps(scenario: Scenario, steps: int, limit: float) -> Scenario:
     workload = scenario.workload
-    if isinstance(workload, StoreWorkload | Python):
+    if isinstance(workload, StoreWorkload | Python | ReinforcementLearning):
         raise ValueError(f"minutes cannot be given to a workload of kind {type(workload).__struct_config__.tag!r}")
     new = msgspec.structs.replace(workload, steps=steps)
     return msgspec.structs.replace(scenario, workload=new, limit=max(limit, scenario.limit))
@@ -174,7 +178,7 @@ def _fast(scenario: Scenario) -> Scenario:
 
 def _digests(scenario: Scenario, raw: RawRun) -> dict[str, str]:
     """The final state of every process, as checksums."""
-    if isinstance(scenario.workload, StoreWorkload):
+    if scenario.workload.family in ("store", "rl"):
         return {name: value["digest"] for name, value in raw.results.values.items() if "digest" in value}
     return {name: digest_of(value) for name, value in raw.results.values.items()}
 
@@ -183,7 +187,10 @@ def _judged(
     scenario: Scenario, seed: int, source: str, began: str, raw: RawRun, reference: Reference | None, repeat: str
 ) -> ScenarioOutcome:
     bounds = Bounds(operation=scenario.job.timeouts.operation + 5.0, progress=scenario.expect.progress)
-    findings = [*examine(raw.events, bounds), *checks.examine(raw.events, bounds)]
+    findings = _findings(raw, bounds)
+    if raw.training is not None:
+        moments = [fault.time for fault in raw.faults if fault.time is not None]
+        findings += training.examine(raw.training, moments, scenario.expect.progress)
     digests = _digests(scenario, raw)
     wanted = ""
     if scenario.expect.weights == "identical":
@@ -199,6 +206,12 @@ def _judged(
     found = verdict.failures(scenario, raw, findings, faults, speed, compared, rebuilds)
     lives = _lives(raw)
     names = {life.pid: life.name for life in lives}
+    spans = measure.spans(raw, names)
+    learning: Learning | None = None
+    episodes: tuple[GroupRows, ...] = ()
+    if raw.training is not None:
+        facts = training.facts_of(raw.training, raw.began)
+        spans, learning, episodes = (*spans, *facts.spans()), facts.learning(), training.episodes_of(raw.training)
     run = ChaosRun(
         name=scenario.name,
         title=scenario.title,
@@ -208,14 +221,14 @@ def _judged(
         began=began,
         seconds=raw.ended - raw.began,
         workload=str(type(scenario.workload).__struct_config__.tag),
-        backend=scenario.job.backend,
+        backend=_backend(scenario),
         expected=scenario.expect.verdict,
         passed=not found,
         failures=tuple(found),
         violated=verdict.violated(findings),
         strikes=faults,
         lives=lives,
-        spans=measure.thinned(measure.spans(raw, names), faults, raw.ended - raw.began),
+        spans=measure.thinned(spans, faults, raw.ended - raw.began),
         progress=measure.progress(raw),
         findings=tuple(findings),
         percentiles=measure.percentiles(faults),
@@ -226,11 +239,33 @@ def _judged(
         rebuilds=rebuilds,
         ranks=raw.results.ranks,
         links=_links(raw, names),
+        learning=learning,
+        episodes=episodes,
         configuration=_configuration(scenario),
         repeat=repeat,
         output=raw.output[-20000:] if found else "",
     )
     return ScenarioOutcome(run, raw.results.values)
+
+
+def _backend(scenario: Scenario) -> str:
+    workload = scenario.workload
+    if isinstance(workload, ReinforcementLearning):
+        return workload.config.trainer.backend
+    return scenario.job.backend
+
+
+def _findings(raw: RawRun, bounds: Bounds) -> list[CheckResult]:
+    """The results of the checkers over each job, those of one checker in one."""
+    found: dict[str, CheckResult] = {}
+    for events in raw.jobs:
+        for each in (*examine(events, bounds), *checks.examine(events, bounds)):
+            before = found.get(each.invariant)
+            if before is not None:
+                looked, violations = before.looked + each.looked, before.violations + each.violations
+                each = CheckResult(each.invariant, each.meaning, looked, violations)
+            found[each.invariant] = each
+    return list(found.values())
 
 
 def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
@@ -244,7 +279,7 @@ def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
     working = {event.pid for event in raw.events if event.kind in ("attempt", "committed")}
     found = []
     for life in raw.lives:
-        well = not life.ended or life.how == "exited with status 0"
+        well = not life.ended or life.how == EXITED_WELL
         ended = life.ended or raw.ended
         if (fault := faults.get(life.pid)) is not None and fault.what == "kill":
             ended = min(ended, fault.time)

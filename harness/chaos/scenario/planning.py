@@ -19,13 +19,14 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     """The moment of a fault.
 
     At the commit of `step`, `seconds` after the job began to run, or when a process is at `point` (with the given step,
-    rank and epoch, -1 for any).
+    rank and epoch, -1 for any, and not before the step `since`).
     """
 
     step: int | None = None
     seconds: float | None = None
     point: str | None = None
     in_step: int = -1
+    since: int = -1
     rank: int = -1
     epoch: int = -1
 
@@ -39,7 +40,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
         return f"at {self.point}" + (f" ({', '.join(narrowed)})" if narrowed else "")
 
     def _narrowed(self) -> tuple[tuple[str, int], ...]:
-        return (("step", self.in_step), ("rank", self.rank), ("epoch", self.epoch))
+        return (("step", self.in_step), ("from step", self.since), ("rank", self.rank), ("epoch", self.epoch))
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,17 +90,18 @@ def encoded(planned: tuple[Planned, ...]) -> bytes:
 
 
 def _trigger(at: At, dice: random.Random, total: int | None) -> Trigger:
+    step = at.step
     if at.random is not None:
         if total is None:
             raise ValueError(
                 "a random step needs to know how many steps there are: say so by `steps` in [workload], or steps="
             )
         low, high = (round(share * (total - 1)) for share in at.random)
-        return Trigger(step=dice.randint(low, max(low, high)))
+        step = dice.randint(low, max(low, high))
     if at.point is not None:
-        narrowed = {"in_step": at.in_step, "rank": at.rank, "epoch": at.epoch}
+        narrowed = {"in_step": at.in_step, "since": step, "rank": at.rank, "epoch": at.epoch}
         return Trigger(point=at.point, **{name: value for name, value in narrowed.items() if value is not None})
-    return Trigger(step=at.step, seconds=at.seconds)
+    return Trigger(step=step, seconds=at.seconds)
 
 
 def _seed(seed: int, name: str, index: int) -> int:

@@ -17,11 +17,12 @@ from msgspec import Meta
 
 from holdfast.comms.errors import BackendUnavailable, HoldfastError
 from holdfast.ft.console.units import counted
-from holdfast.ft.faultpoints import POINTS
+from holdfast.ft.faultpoints import POINTS, WORKLOAD_POINTS
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.chaos.scenario.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.scenario.locate import line_of, path_of
-from holdfast.harness.chaos.scenario.workload import Workload
+from holdfast.harness.chaos.scenario.workload import ReinforcementLearning, Workload
+from holdfast.rl.config.errors import BadConfig
 
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -93,8 +94,9 @@ class At(_Strict, frozen=True, kw_only=True):
 
     `step`: when this step is committed. `seconds`: so long after the job began to run. `random = [low, high]`: at a
     step in this part of the run (shares of all its steps), drawn from the seed. `point`: when a process is at this
-    point of the protocol, before it goes on; `in_step`, `rank` and `epoch` narrow it down. `every`: repeatedly, at this
-    interval in seconds, the first time after `start` seconds (by default `every`).
+    point of the protocol, before it goes on; `in_step`, `rank` and `epoch` narrow it down, and with `random` it is in
+    the drawn step or a later one. `every`: repeatedly, at this interval in seconds, the first time after `start`
+    seconds (by default `every`).
     """
 
     step: Annotated[int, Meta(ge=0)] | None = None
@@ -110,14 +112,16 @@ class At(_Strict, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         kinds = ("step", "seconds", "random", "point", "every")
         given = [name for name in kinds if getattr(self, name) is not None]
-        if len(given) != 1:
+        if len(given) != 1 and given != ["random", "point"]:
             raise ValueError(f"`at` says when by exactly one of {', '.join(kinds)}; this has {given or 'none'}")
         if self.random is not None and self.random[0] > self.random[1]:
             raise ValueError(f"random = {list(self.random)}: the first share must not be above the second")
-        if self.point is not None and self.point not in POINTS:
-            raise ValueError(f"there is no point {self.point!r}; there are {', '.join(POINTS)}")
+        if self.point is not None and self.point not in (*POINTS, *WORKLOAD_POINTS):
+            raise ValueError(f"there is no point {self.point!r}; there are {', '.join((*POINTS, *WORKLOAD_POINTS))}")
         if self.point is None and (self.in_step, self.rank, self.epoch) != (None, None, None):
             raise ValueError("in_step, rank and epoch belong to a `point`")
+        if self.random is not None and self.in_step is not None:
+            raise ValueError("in_step and random: give one of them")
         if self.every is None and self.start is not None:
             raise ValueError("start belongs to `every`")
 
@@ -140,7 +144,8 @@ class Expect(_Strict, frozen=True, kw_only=True):
     `ranks`: so many at the end. `rebuilds = [least, most]`: how often the communicator was rebuilt. `progress`: seconds
     within which a step is committed after any fault. `caught`: words of which one must be in the logs of the job (a
     corruption that a checksum found). `leaks`: whether descriptors and threads of processes that live through many
-    rebuilds must not grow.
+    rebuilds must not grow. `held_out`: the least held-out reward that the last evaluations of a run of reinforcement
+    learning have on average.
     """
 
     verdict: Literal["held", "broken"] = "held"
@@ -153,6 +158,7 @@ class Expect(_Strict, frozen=True, kw_only=True):
     progress: Positive = 20.0
     caught: tuple[str, ...] = ()
     leaks: bool = False
+    held_out: Share = 0.0
 
     def __post_init__(self) -> None:
         if (self.verdict == "broken") != bool(self.broken):
@@ -218,15 +224,30 @@ def parse(text: str, name: str, source: str) -> Scenario:
         limit=document.limit,
         minutes=document.minutes,
     )
-    if scenario.workload.family == "demo" and scenario.job.register != "sqlite":
-        reason = f'job.register = "{scenario.job.register}": the demo brings a register of its own; leave it out'
-        raise BadScenario(source, line_of(text, ("job", "register")), reason)
+    if isinstance(scenario.workload, ReinforcementLearning):
+        _check_training(scenario, scenario.workload, text, source)
     for number, fault in enumerate(faults):
         try:
             check_fits(scenario, fault)
         except (ValueError, BackendUnavailable) as error:
             raise BadScenario(source, line_of(text, ("fault", number)), f"fault {number + 1}: {error}") from None
     return scenario
+
+
+def _check_training(scenario: Scenario, workload: ReinforcementLearning, text: str, source: str) -> None:
+    """Raise `BadScenario` for a run that cannot be, or not with this job and these expectations."""
+    try:
+        config = workload.config_in(Path(source).parent)
+    except BadConfig as error:
+        first = error.problems[0]
+        path = ("workload", "run", *_parts(first.key))
+        raise BadScenario(source, line_of(text, path), f"workload.run.{first.key}: {first.reason}") from None
+    if scenario.job != JobSpec():
+        reason = "[job] is for other workloads: a run of reinforcement learning has its processes in workload.run"
+        raise BadScenario(source, line_of(text, ("job",)), reason)
+    if scenario.expect.weights == "identical" and config.algorithm.mode != "synchronous":
+        reason = 'expect.weights: only the loop of workload.run.algorithm.mode = "synchronous" gives equal weights'
+        raise BadScenario(source, line_of(text, ("expect", "weights")), reason + '; expect.weights = "any"')
 
 
 def load(path: Path) -> Scenario:
@@ -266,8 +287,11 @@ def check_fits(scenario: Scenario, fault: ScenarioFault) -> None:
     steps = scenario.workload.steps
     if fault.at.step is not None and steps is not None and fault.at.step >= steps:
         raise ValueError(f"at.step = {fault.at.step}, but the workload has {counted(steps, 'step')}")
-    if fault.at.point is not None and scenario.workload.family != "session":
+    family = scenario.workload.family
+    if fault.at.point in POINTS and family not in ("session", "rl"):
         raise ValueError("points of the protocol are reached by workloads with an ft.Session only")
+    if fault.at.point in WORKLOAD_POINTS and family != "rl":
+        raise ValueError(f'the point {fault.at.point} is reached by a workload of kind = "rl" only')
     fault.what.check(scenario)
 
 
@@ -292,6 +316,12 @@ def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Scenario
     except msgspec.ValidationError as error:
         raise _explained(error, text, source, raw, ("fault", number), known[kind]) from None
     return ScenarioFault(type=kind, at=when, what=what, lasts=duration)
+
+
+def _parts(key: str) -> Iterator[str | int]:
+    """The path that a key such as reward[0].weight means."""
+    for part in key.replace("[", ".").replace("]", "").split("."):
+        yield int(part) if part.isdigit() else part
 
 
 _NAMED = re.compile(r"(\w+) ?= ?")

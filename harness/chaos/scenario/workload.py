@@ -8,9 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from msgspec import Meta
 
+from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.resume import placed
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml_text import dump
+
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
-Family = Literal["session", "store", "demo"]
+Family = Literal["session", "store", "rl"]
 
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -86,12 +91,33 @@ class StoreWorkload(_Kind, frozen=True, kw_only=True, tag="store"):
         return self.versions
 
 
-class Demo(_Kind, frozen=True, kw_only=True, tag="demo"):
-    """The reference workload: reinforcement learning with trainers, generators and holders of weights."""
+class ReinforcementLearning(_Kind, frozen=True, kw_only=True, tag="rl"):
+    """What `holdfast rl train` does, its driver in a process of its own that is resumed when it dies.
 
-    family: ClassVar[Family] = "demo"
-    steps: Count = 60
-    seed: int = 0
+    `run` is the configuration, with the tables of docs/reference/rl-config.md; paths count from the folder of the
+    scenario's file.
+    """
+
+    family: ClassVar[Family] = "rl"
+    run: dict[str, Any] = {}
+
+    @property
+    def config(self) -> RunConfig:
+        """The whole configuration, with its defaults. Raises `BadConfig`."""
+        return self.config_in(Path())
+
+    @property
+    def steps(self) -> int:
+        """The number of updates of the weights."""
+        return self.config.steps
+
+    def config_in(self, folder: Path) -> RunConfig:
+        """The configuration with paths relative to `folder`. Raises `BadConfig`."""
+        return parse_config(dump(self.run), "workload.run", folder=folder)
+
+    def placed(self, folder: Path) -> Self:
+        config = placed(self.config_in(folder), folder)
+        return msgspec.structs.replace(self, run=msgspec.to_builtins(config))
 
 
-Workload = AllReduce | Ddp | Python | StoreWorkload | Demo
+Workload = AllReduce | Ddp | Python | StoreWorkload | ReinforcementLearning

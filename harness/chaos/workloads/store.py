@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.orders import FlipBit, Stop
 from holdfast.harness.chaos.workloads.session import digest_of
-from holdfast.harness.processes.channel import ProcessChannel
-from holdfast.harness.processes.framed_socket import ChannelClosed
 from holdfast.store import StoreTimeout, WeightStore
 
 TENSORS = 4
@@ -113,7 +113,7 @@ def _spoil(store: WeightStore) -> int:
     """Flip a bit in the newest version held here; returns how many replicas changed."""
     newest = store.latest()
     hit = 0
-    for (version, _, _), kept in list(store._keeper._kept.items()):
+    for (version, _, _), kept in list(store._replica_holder._kept.items()):
         if version == newest:
             kept.memory[len(kept.memory) // 3] ^= 1
             hit += 1

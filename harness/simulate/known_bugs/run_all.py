@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.harness.processes.channel import ProcessChannel
-from holdfast.harness.processes.framed_socket import ChannelClosed
-from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
 from holdfast.harness.simulate.known_bugs.reproduce import Sighting, reproduce
 

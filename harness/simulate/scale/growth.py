@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 
 from holdfast.ft.console.units import counted
+from holdfast.harness.simulate.scale import exchange
+from holdfast.harness.simulate.scale.exchange import ExchangeResult
 from holdfast.harness.simulate.scale.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.scenarios import scenario
 from holdfast.harness.simulate.search.soak import Soak, soak
@@ -33,6 +35,7 @@ class Study(msgspec.Struct, frozen=True):
 
     host_loss: tuple[ScaleResult, ...]
     crash: tuple[ScaleResult, ...]
+    exchanges: tuple[ExchangeResult, ...]
     fits: tuple[Fit, ...]
     soaks: tuple[Soak, ...]
 
@@ -49,7 +52,11 @@ def study(
         for name, scales in done.items():
             progress(0.9 * (index + 0.5 * (name == "crash")) / len(sizes), f"{name}, {counted(ranks, 'rank')}")
             scales.append(measure(scenario(name, ranks, ranks // RANKS_A_HOST, seed)))
-    progress(0.9, "heartbeats under loss")
+    exchanges = []
+    for ranks in sizes:
+        progress(0.9, f"the exchange before a communicator, {counted(ranks, 'rank')}")
+        exchanges.append(exchange.measure(ranks, seed))
+    progress(0.95, "heartbeats under loss")
     soaks = tuple(soak(hours, burst=burst, shared=shared, seed=seed) for burst, shared in BURSTS)
     losses = done["host-loss"]
     fits = (
@@ -59,8 +66,10 @@ def study(
         _fit("messages of the busiest rank", sizes, [float(s.messages_max) for s in losses]),
         _fit("bytes a rank, mean", sizes, [s.bytes_mean for s in losses]),
         _fit("bytes of the busiest rank", sizes, [float(s.bytes_max) for s in losses]),
+        _fit("seconds of the exchange before a communicator", sizes, [e.seconds for e in exchanges]),
+        _fit("messages of the busiest rank in it", sizes, [float(e.messages_max) for e in exchanges]),
     )
-    return Study(tuple(losses), tuple(done["crash"]), fits, soaks)
+    return Study(tuple(losses), tuple(done["crash"]), tuple(exchanges), fits, soaks)
 
 
 def _fit(what: str, sizes: Sequence[int], values: Sequence[float]) -> Fit:

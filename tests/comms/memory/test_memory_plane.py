@@ -438,6 +438,40 @@ def test_a_recycled_pid_is_not_the_owner(start: Callable[..., Child]) -> None:
         plane.read(forged, torch.zeros(8)).wait()
 
 
+def _mappable_owner(pipe: Connection) -> None:
+    with shm_memory.open_plane() as plane:
+        memory = plane.empty(1 << 20, mappable=True)
+        memory.zero_()
+        with plane.expose(memory, writable=True) as region, plane.expose(memory[:4096]) as read_only:
+            pipe.send((region.handle, read_only.handle))
+            pipe.recv()
+            pipe.send(int(memory.sum()))
+
+
+def test_what_is_written_into_a_writable_mapping_is_in_the_region(start: Callable[..., Child]) -> None:
+    owner = start(_mappable_owner)
+    handle, read_only = owner.hear()
+    with shm_memory.open_plane() as plane:
+        mapped = plane.map_writable(handle)
+        mapped[100:200] = 1
+        assert plane.map_writable(handle).data_ptr() == mapped.data_ptr(), "mapped once"
+        private = plane.map(handle, lasting=False)
+        private[:50] = 1
+        with pytest.raises(Unsupported, match="read-only"):
+            plane.map_writable(read_only)
+        owner.tell("written")
+        assert owner.hear() == 100
+        owner.end()
+        with pytest.raises(RegionGone):
+            plane.map_writable(handle)
+        assert mapped.sum() == 100, "a mapping outlives its region"
+
+
+def test_memory_that_is_no_file_is_not_mapped(plane: MemoryPlane) -> None:
+    with plane.expose(torch.zeros(100), writable=True) as region, pytest.raises(Unsupported, match="mapping"):
+        plane.map_writable(region.handle)
+
+
 def test_forged_handles_access_no_memory(start: Callable[..., Child]) -> None:
     owner = start(_owner)
     handle = owner.hear()

@@ -78,7 +78,7 @@ def in_place(name: str, method: str, make: Callable[[int], tuple[list[Tensor], S
 
 
 def of_tensor(name: str, method: str, *more: Any, **named: Any) -> None:
-    """Add calls with one tensor, by position and as `tensor=`; only the root (rank 0), or all ranks, get the result."""
+    """Add calls with one tensor, by position and as `tensor=`. The root (rank 0), or all ranks, get the result."""
     call(name, method, lambda rank: (lambda x: ((x, *more), named, [x]))(t(1 + rank)))
     call(f"{name}, by name", method, lambda rank: (lambda x: (more, {"tensor": x, **named}, [x]))(t(1 + rank)))
 

@@ -57,7 +57,7 @@ def listening(heard: list[Any]) -> dict[str, Callable[[str, bytes], bytes]]:
             core=heard.append,
             beat=from_p9,
             deaths=heard.append,
-            share=lambda epoch, items: heard.append((epoch, items)),
+            share=lambda peer, epoch, items: from_p9(peer, (epoch, items)),
             testimony=lambda peer, member, evidence: from_p9(peer, (member, evidence)),
             detectors=from_p9,
         )

@@ -7,8 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +19,58 @@ import torch.distributed as dist
 from holdfast.comms.errors import OpTimeout, Revoked
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.client import RpcClient
-from holdfast.ft.control.errors import ConnectionLost, KeyTimeout, RemoteError
+from holdfast.ft.control.errors import KeyTimeout, RemoteError
 from holdfast.ft.rendezvous.client import RendezvousClient
 from holdfast.ft.rendezvous.handlers import handlers
 from holdfast.ft.rendezvous.store import RendezvousStore
 from holdfast.ft.rendezvous.table import RendezvousTable
-from support.children import children
 from support.rpc_servers import rpc_server_thread
 
 KEY = bytes(range(32))
 EPOCH = 7
 
 
+async def here(epoch: int, method: str, body: bytes) -> None:
+    """Calls are answered in this process."""
+
+
 @contextlib.contextmanager
 def served(table: RendezvousTable) -> Iterator[RpcClient]:
     """A client of a server of this table."""
     with (
-        rpc_server_thread(key=KEY, job="job", identity="host", handlers=handlers(table)) as server,
+        rpc_server_thread(key=KEY, job="job", identity="host", handlers=handlers(table, here)) as server,
         RpcClient(server.address, key=KEY, job="job", identity="guest") as client,
     ):
         yield client
 
 
+class Copies:
+    """Two copies of a table, each of which gets at once what is set in the other."""
+
+    def __init__(self) -> None:
+        self.first = RendezvousTable(lambda epoch, keys: self.second.receive(epoch, self.first.values(epoch, keys)))
+        self.second = RendezvousTable(lambda epoch, keys: self.first.receive(epoch, self.second.values(epoch, keys)))
+
+
 @pytest.fixture
-def table() -> RendezvousTable:
-    return RendezvousTable()
+def copies() -> Copies:
+    return Copies()
 
 
-@pytest.fixture(params=["here", "remote"])
-def seen(request: pytest.FixtureRequest, table: RendezvousTable) -> Iterator[RendezvousTable | RendezvousClient]:
-    """The table in the process that serves it, and a client of it."""
-    if request.param == "here":
-        yield table
+@pytest.fixture
+def table(copies: Copies) -> RendezvousTable:
+    """The table of the first member."""
+    return copies.first
+
+
+@pytest.fixture(params=["first", "other"])
+def seen(request: pytest.FixtureRequest, copies: Copies) -> Iterator[RendezvousTable | RendezvousClient]:
+    """The table as the first member uses it, and as others do."""
+    if request.param == "first":
+        yield copies.first
     else:
-        with served(table) as client:
-            yield RendezvousClient(client.call)
+        with served(copies.first) as client:
+            yield RendezvousClient(client.call, copies.second, 5.0)
 
 
 @pytest.fixture
@@ -139,13 +156,17 @@ def test_a_wait_that_times_out_names_the_missing_keys(store: RendezvousStore) ->
 
 
 def test_epochs_have_separate_keys_and_a_dropped_one_raises_revoked(
-    seen: RendezvousTable | RendezvousClient, table: RendezvousTable
+    seen: RendezvousTable | RendezvousClient, copies: Copies
 ) -> None:
+    def drop() -> None:
+        for copy in (copies.first, copies.second):
+            copy.drop_before(2)
+
     old, new = RendezvousStore(seen, 1), RendezvousStore(seen, 2)
     old.set("key", "old")
     new.set("key", "new")
     assert (old.get("key"), new.get("key")) == (b"old", b"new")
-    later = threading.Timer(0.1, table.drop_before, (2,))
+    later = threading.Timer(0.1, drop)
     later.start()
     started = time.monotonic()
     with pytest.raises(Revoked) as over:
@@ -168,9 +189,10 @@ def test_all_threads_share_one_table(store: RendezvousStore) -> None:
     assert store.get("n") == b"200"
 
 
-def test_adding_to_a_value_that_is_no_number_is_refused(table: RendezvousTable) -> None:
-    with served(table) as client:
-        for seen, error in ((table, ValueError), (RendezvousClient(client.call), RemoteError)):
+def test_adding_to_a_value_that_is_no_number_is_refused(copies: Copies) -> None:
+    with served(copies.first) as client:
+        other = RendezvousClient(client.call, copies.second, 5.0)
+        for seen, error in ((copies.first, ValueError), (other, RemoteError)):
             store = RendezvousStore(seen, EPOCH)
             store.set("word", "seven")
             with pytest.raises(error, match="invalid literal"):
@@ -179,7 +201,7 @@ def test_adding_to_a_value_that_is_no_number_is_refused(table: RendezvousTable) 
 
 def test_a_malformed_request_is_refused_and_changes_nothing(table: RendezvousTable) -> None:
     with served(table) as client:
-        for method in handlers(table):
+        for method in handlers(table, here):
             for body in (b"", b"\x90", b"\x91\xa1x", b"\x93\1\2\3", bytes(9)):
                 with pytest.raises(RemoteError, match="Error"):
                     client.call(method, body)
@@ -193,47 +215,34 @@ def all_reduce(store: dist.Store, rank: int) -> list[float]:
     return tensor.tolist()
 
 
-def test_gloo_builds_a_group_of_two_processes_over_the_store(table: RendezvousTable) -> None:
-    def body(pipe: Pipe) -> None:
-        with RpcClient(pipe.recv(), key=KEY, job="job", identity="rank 1") as client:
-            pipe.send(all_reduce(RendezvousStore(RendezvousClient(client.call), EPOCH), 1))
-
-    with (
-        children() as start,
-        rpc_server_thread(key=KEY, job="job", identity="rank 0", handlers=handlers(table)) as server,
-    ):
-        child = start(body)
-        child.tell(server.address)
-        assert all_reduce(RendezvousStore(table, EPOCH), 0) == [3.0, 3.0, 3.0]
-        assert child.hear() == [3.0, 3.0, 3.0]
-        child.end()
+def test_gloo_builds_a_group_over_two_copies(copies: Copies) -> None:
+    with served(copies.first) as client, ThreadPoolExecutor(1) as pool:
+        other = RendezvousStore(RendezvousClient(client.call, copies.second, 5.0), EPOCH)
+        theirs = pool.submit(all_reduce, other, 1)
+        assert all_reduce(RendezvousStore(copies.first, EPOCH), 0) == [3.0, 3.0, 3.0]
+        assert theirs.result(20.0) == [3.0, 3.0, 3.0]
 
 
-def test_building_a_group_fails_at_once_when_the_serving_process_is_killed() -> None:
-    def body(pipe: Pipe) -> None:
-        with rpc_server_thread(key=KEY, job="job", identity="rank 0", handlers=handlers(RendezvousTable())) as server:
-            pipe.send(server.address)
-            time.sleep(60)
+def test_building_a_group_fails_at_once_when_its_epoch_is_over(copies: Copies) -> None:
+    with served(copies.first) as client, ThreadPoolExecutor(1) as pool:
+        other = RendezvousStore(RendezvousClient(client.call, copies.second, 5.0), EPOCH)
+        builder = pool.submit(all_reduce, other, 1)
+        assert copies.first.fetch(EPOCH, [key_of_rank_1(copies.first)], 5.0), "it waits for rank 0 now"
+        over = time.monotonic()
+        copies.second.drop_before(EPOCH + 1)
+        with pytest.raises(Revoked):
+            builder.result(20.0)
+        assert time.monotonic() - over < 5.0
 
-    with children() as start:
-        host = start(body)
-        errors: list[BaseException] = []
-        with RpcClient(host.hear(), key=KEY, job="job", identity="rank 1") as client:
 
-            def build() -> None:
-                try:
-                    all_reduce(RendezvousStore(RendezvousClient(client.call), EPOCH), 1)
-                except BaseException as error:
-                    errors.append(error)
-
-            builder = threading.Thread(target=build)
-            builder.start()
-            time.sleep(0.3)
-            host.kill()
-            killed = time.monotonic()
-            builder.join(10.0)
-            assert time.monotonic() - killed < 5.0
-        assert [type(error) for error in errors] == [ConnectionLost]
+def key_of_rank_1(table: RendezvousTable) -> str:
+    """The key that rank 1 has set, once it has."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        if keys := list(table.items(EPOCH)):
+            return keys[0]
+        time.sleep(0.01)
+    raise AssertionError("rank 1 sets no key")
 
 
 # The key file.

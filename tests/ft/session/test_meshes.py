@@ -16,9 +16,9 @@ from torch import nn
 
 from holdfast.comms import HoldfastError
 from holdfast.ft import Session, ShardSums, Timeouts
+from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.processes.zygote_client import zygote
 from support.torch_groups import sharded_model
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)

@@ -22,16 +22,17 @@ from holdfast import comms
 from holdfast.comms import CorruptData, HoldfastError, PeerFailed, Revoked
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft import Session, Timeouts, faultpoints
+from holdfast.ft.processes.zygote_client import zygote
+from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.gradients import ShardSums
 from holdfast.ft.state.leaves import Leaf, PartLayout, _cuts, _placements
-from holdfast.ft.state.mesh import Mesh, all_ranks, box_of, shape_of
+from holdfast.ft.state.mesh import Mesh, all_ranks, box_of
 from holdfast.ft.state.part_store import PartStore, shifts
 from holdfast.ft.state.restoring import assemble, choose, complete_size, needed
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.processes.zygote_client import zygote
 from support.torch_groups import sharded_model
 from support.waiting import eventually
 

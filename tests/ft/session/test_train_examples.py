@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.ft import Timeouts
+from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
-from holdfast.harness.processes.zygote_client import zygote
 from support.source_tree import ROOT
 
 EXAMPLES = ROOT / "examples"

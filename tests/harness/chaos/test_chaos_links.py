@@ -18,15 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ft import Session
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness import LocalCluster
 from holdfast.harness.links.client import Links
-from holdfast.harness.links.policy import BULK, CLEAR, LinkRule, Policy, combined
+from holdfast.harness.links.policy import BULK, CLEAR, LinkPolicy, LinkRule, combined
 from holdfast.harness.links.proxy import Direction
-from holdfast.harness.processes.channel import ProcessChannel
-from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 
 policies = st.builds(
-    Policy,
+    LinkPolicy,
     delay=st.floats(0, 1),
     rate=st.floats(0, 1e6),
     loss=st.floats(0, 1),
@@ -38,7 +38,7 @@ policies = st.builds(
 
 
 @given(policies, policies)
-def test_two_policies_at_once_are_never_milder_than_one(one: Policy, other: Policy) -> None:
+def test_two_policies_at_once_are_never_milder_than_one(one: LinkPolicy, other: LinkPolicy) -> None:
     both = one & other
     assert both.delay >= max(one.delay, other.delay)
     assert both.loss >= max(one.loss, other.loss) - 1e-12
@@ -48,7 +48,7 @@ def test_two_policies_at_once_are_never_milder_than_one(one: Policy, other: Poli
 
 
 @given(policies)
-def test_adding_an_empty_policy_changes_nothing(policy: Policy) -> None:
+def test_adding_an_empty_policy_changes_nothing(policy: LinkPolicy) -> None:
     both = policy & CLEAR
     assert (both.delay, both.rate, both.cut) == (policy.delay, policy.rate, policy.cut)
     assert both.loss == pytest.approx(policy.loss)
@@ -57,17 +57,17 @@ def test_adding_an_empty_policy_changes_nothing(policy: Policy) -> None:
 
 def test_rules_name_sender_receiver_and_plane() -> None:
     rules = [
-        LinkRule(policy=Policy(cut=True), sources=frozenset([1]), targets=frozenset([2]), plane="control"),
-        LinkRule(policy=Policy(delay=0.5), targets=frozenset([3])),
+        LinkRule(policy=LinkPolicy(cut=True), sources=frozenset([1]), targets=frozenset([2]), plane="control"),
+        LinkRule(policy=LinkPolicy(delay=0.5), targets=frozenset([3])),
     ]
     assert combined(rules, 1, 2, True).cut
     assert not combined(rules, 2, 1, True).cut, "one way"
     assert not combined(rules, 1, 2, False).cut, "the other plane"
-    assert combined(rules, 1, 3, False) == Policy(delay=0.5)
+    assert combined(rules, 1, 3, False) == LinkPolicy(delay=0.5)
 
 
 @given(st.lists(st.tuples(policies, st.integers(1, 1 << 18)), max_size=20))
-def test_parts_of_a_stream_never_overtake_each_other(pieces: list[tuple[Policy, int]]) -> None:
+def test_parts_of_a_stream_never_overtake_each_other(pieces: list[tuple[LinkPolicy, int]]) -> None:
     direction, dice, now = Direction(1, 2, False), random.Random(0), 0.0
     due = [direction.due(policy, size, dice, now) for policy, size in pieces]
     assert due == sorted(due)
@@ -76,10 +76,10 @@ def test_parts_of_a_stream_never_overtake_each_other(pieces: list[tuple[Policy, 
 @given(st.integers(BULK, 4 * BULK), st.integers())
 def test_corruption_flips_one_bit_and_spares_possible_headers(size: int, seed: int) -> None:
     direction, piece = Direction(1, 2, False), bytearray(size)
-    direction.spoil(Policy(corrupt=1.0), piece, random.Random(seed))
+    direction.spoil(LinkPolicy(corrupt=1.0), piece, random.Random(seed))
     assert sum(bin(byte).count("1") for byte in piece) == 1
     small = bytearray(BULK - 1)
-    direction.spoil(Policy(corrupt=1.0), small, random.Random(seed))
+    direction.spoil(LinkPolicy(corrupt=1.0), small, random.Random(seed))
     assert not any(small)
     assert direction.corrupted == 1
 
@@ -146,7 +146,7 @@ class LinkedPair:
         answer: tuple[Any, float] = self.client.channel.recv(30.0)
         return answer
 
-    def rule(self, policy: Policy, back: bool = False) -> tuple[int, ...]:
+    def rule(self, policy: LinkPolicy, back: bool = False) -> tuple[int, ...]:
         one, other = frozenset([self.client.pid]), frozenset([self.server.pid])
         source, target = (other, one) if back else (one, other)
         return self.links.add([LinkRule(policy=policy, sources=source, targets=target)])
@@ -176,17 +176,17 @@ def test_bytes_pass_and_are_counted(pair: LinkedPair) -> None:
 
 
 def test_a_delay_and_a_rate_apply_until_they_are_removed(pair: LinkedPair) -> None:
-    late = pair.rule(Policy(delay=0.1))
+    late = pair.rule(LinkPolicy(delay=0.1))
     assert pair.ask(b"x")[1] >= 0.1
     pair.links.remove(late)
-    slow = pair.rule(Policy(rate=1e6), back=True)
+    slow = pair.rule(LinkPolicy(rate=1e6), back=True)
     assert pair.ask(bytes(200_000))[1] >= 0.2
     pair.links.remove(slow)
     assert pair.ask(b"y")[0] == b"y"
 
 
 def test_a_cut_raises_no_error_and_its_bytes_arrive_after_it(pair: LinkedPair) -> None:
-    cut = pair.rule(Policy(cut=True), back=True)
+    cut = pair.rule(LinkPolicy(cut=True), back=True)
     assert pair.ask(b"held")[0] == "TimeoutError"
     pair.links.remove(cut)
     back, _ = pair.ask(b"more")
@@ -194,12 +194,12 @@ def test_a_cut_raises_no_error_and_its_bytes_arrive_after_it(pair: LinkedPair) -
 
 
 def test_corruption_and_resets_are_counted(pair: LinkedPair) -> None:
-    spoil = pair.rule(Policy(corrupt=1.0))
+    spoil = pair.rule(LinkPolicy(corrupt=1.0))
     back, _ = pair.ask(bytes(1 << 16))
     assert any(back)
     pair.links.remove(spoil)
     assert sum(each.corrupted for each in pair.links.traffic()) > 0
-    pair.rule(Policy(reset=True))
+    pair.rule(LinkPolicy(reset=True))
     assert pair.ask(b"z")[0] in ("ConnectionResetError", "BrokenPipeError")
     assert any(each.reset for each in pair.links.traffic())
 
@@ -207,7 +207,7 @@ def test_corruption_and_resets_are_counted(pair: LinkedPair) -> None:
 @given(st.integers(0, 9), st.booleans())
 def test_the_end_of_a_stream_is_not_corrupted(size: int, headers: bool) -> None:
     piece, way = bytearray(size), Direction(1, 2, control=False)
-    way.spoil(Policy(corrupt=1.0, headers=headers), piece, random.Random(0))
+    way.spoil(LinkPolicy(corrupt=1.0, headers=headers), piece, random.Random(0))
     assert len(piece) == size
     assert (way.corrupted, any(piece)) == ((1, True) if size and headers else (0, False))
 

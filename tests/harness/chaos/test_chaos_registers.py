@@ -72,7 +72,6 @@ def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
         (('"stopped"', '"locked"'), 11, 'how = "locked" cannot happen to job.register = "etcd", only "stopped" or'),
         (('"etcd"', '"sqlite"'), 11, 'how = "stopped" cannot happen to job.register = "sqlite", only "locked" or'),
         (('"stopped"', '"leader-killed"'), 11, "needs nodes that elect another: job.register_nodes = 3"),
-        (('kind = "all_reduce"', 'kind = "demo"'), 9, 'job.register = "etcd": the demo brings a register of its own'),
     ],
 )
 def test_a_wrong_register_is_refused_with_its_line_and_the_field(

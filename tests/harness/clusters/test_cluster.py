@@ -18,9 +18,10 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.ft.processes import zygote_client
+from holdfast.ft.processes.packed_errors import pack_error, unpack_error
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
-from holdfast.harness.cluster.errors import pack_error, rank_failure, unpack_error
-from holdfast.harness.processes import zygote_client
+from holdfast.harness.cluster.errors import rank_failure
 from support.waiting import becomes_true
 
 
@@ -333,7 +334,7 @@ def test_processes_that_a_rank_started_end_with_it() -> None:
 
 PARENT = """
     import sys, time
-    from holdfast.harness import LocalCluster; from holdfast.harness.processes import zygote_client
+    from holdfast.harness import LocalCluster; from holdfast.ft.processes import zygote_client
     cluster = LocalCluster(2)
     print(*cluster.run(lambda comm: __import__("os").getpid()), zygote_client.zygote_pid(), flush=True)
     time.sleep(600)

@@ -19,10 +19,10 @@ import torch
 from holdfast.comms import OpTimeout, StaleEpoch
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.ft.registers import RegisterAway
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.processes.channel import ProcessChannel
-from holdfast.harness.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network

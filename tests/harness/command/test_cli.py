@@ -507,7 +507,8 @@ def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> Non
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
     launcher.send_signal(number)
-    assert launcher.wait(30.0) == (130 if number != signal.SIGKILL else -signal.SIGKILL)
+    status = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: 130}
+    assert launcher.wait(30.0) == status[number]
     launcher.stdout.close()
     deadline = time.monotonic() + 10.0
     while any(Path(f"/proc/{pid}").exists() for pid in pids):

@@ -469,7 +469,7 @@ def test_recovery_is_measured_on_real_kills(spares: int) -> None:
 
 
 def test_a_job_has_recovered_once_none_of_the_lost_is_a_member() -> None:
-    """Of two ranks killed at once the second may still be a member of the epoch after the first one's death."""
+    """Of two ranks killed at once, the second may still be a member of the next epoch."""
     events = [
         _logged(1, "installed", 100.001, epoch=1, members=["a", "b", "c", "d"]),
         _logged(1, "installed", 100.004, epoch=2, members=["a", "b", "d"]),

@@ -1,0 +1,235 @@
+"""Memory of this process that other processes of the host can map.
+
+Each piece is a memfd: it has no name, so no crash leaves it behind, and it lives as long as a process maps it. Others
+open it as /proc/<pid>/fd/<n>. A mapping is private, unless it is made to write to regions: what a process writes into
+it stays in that process.
+
+A lasting mapping holds a shared lock on the file. The owner asks `is_lent` before it writes to memory anew, so memory
+does not change under a lasting mapping, whatever the catalogue of the owner says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import torch
+
+from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
+from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import start_time
+
+_NAME = "holdfast-memory"
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_PROT_NONE = 0
+_SLOWEST_MOVE = 50e6
+"""Bytes a second. Where the kernel makes huge pages more slowly than that, the rest stays on small ones."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+
+MOST_MAPPED = 256
+"""The number of mappings that are kept for further reads: of each publisher of a mesh, all memory that it reuses."""
+
+_lock = threading.Lock()
+_descriptors: dict[tuple[int, int], int] = {}
+"""The memfd of each shareable memory, by process and address of the storage."""
+
+
+def allocate_shareable(nbytes: int) -> torch.Tensor:
+    """A uint8 tensor of `nbytes` that other processes can map. Its pages are there: to write to them is fast."""
+    size = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        memory = _map(descriptor, 0, size, mmap.MAP_SHARED)
+        address = ctypes.addressof(memory)
+        for first in range(0, size - HUGE_PAGE + 1, HUGE_PAGE):
+            memory[first] = 0  # a huge page comes only where a page is
+        put_on_huge_pages(address, size, 1.0 + size / _SLOWEST_MOVE)
+        os.posix_fallocate(descriptor, 0, size)  # the rest: faster than to touch page by page
+    except BaseException:
+        os.close(descriptor)
+        raise
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    key = os.getpid(), address
+    _touch(address, size, _POPULATE_WRITE)
+    with _lock:
+        _descriptors[key] = descriptor
+    weakref.finalize(memory, _forget, key, descriptor).atexit = False
+    return tensor
+
+
+def _forget(key: tuple[int, int], descriptor: int) -> None:
+    with _lock:
+        _descriptors.pop(key, None)
+    os.close(descriptor)
+
+
+def descriptor_of(tensor: torch.Tensor) -> int | None:
+    """The memfd that holds the storage of a tensor of this process; None if it is other memory."""
+    with _lock:
+        return _descriptors.get((os.getpid(), tensor.untyped_storage().data_ptr()))
+
+
+def is_lent(tensor: torch.Tensor) -> bool:
+    """Whether a process has a lasting mapping of the tensor's memory."""
+    descriptor = descriptor_of(tensor)
+    if descriptor is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+class OpenMemory:
+    """The memfd of another process, or of this one, opened to be mapped. A context manager.
+
+    Raises `RegionGone` if the process or its memfd is gone, `BackendUnavailable` if it may not be opened.
+    """
+
+    def __init__(self, owner: Peer, descriptor: int, writable: bool = False) -> None:
+        self.writable = writable
+        self._path = path = Path(f"/proc/{owner.pid}/fd/{descriptor}")
+        gone = f"process {owner.pid}, which exposed this region, is gone, or has closed it"
+        try:
+            if not str(path.readlink()).startswith(f"/memfd:{_NAME} "):
+                raise RegionGone(gone)
+            self._descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        except PermissionError as error:
+            hint = "run all processes as one user"
+            raise BackendUnavailable("shm", f"memory of process {owner.pid} may not be mapped", hint) from error
+        except OSError as error:
+            raise RegionGone(gone) from error
+        try:
+            if start_time(owner.pid) != owner.started:
+                raise RegionGone(gone)
+            if not fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise CorruptData(f"process {owner.pid} offers memory that may shrink: a forged handle")
+        except ProcessLookupError:
+            os.close(self._descriptor)
+            raise RegionGone(gone) from None
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def hold(self) -> None:
+        """Make a mapping last: the owner does not write to the memory before it ends. Raises `RegionGone`.
+
+        The lock belongs to the open file, which the mapping keeps open.
+        """
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RegionGone("the owner of the region is about to write to it anew") from None
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self._descriptor).st_ino
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def map(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes of the memory, as a uint8 tensor that keeps them. Raises `CorruptData` if they are not all there."""
+        check_range(offset, nbytes, self.nbytes)
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        before = offset % mmap.PAGESIZE
+        kind = mmap.MAP_SHARED if self.writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
+        memory = _map(self._descriptor, offset - before, before + nbytes, kind)
+        return torch.frombuffer(memory, dtype=torch.uint8)[before:]
+
+    def is_current(self, inode: int) -> bool:
+        """Whether the owner still has this memory."""
+        try:
+            return self._path.stat().st_ino == inode
+        except OSError:
+            return False
+
+    def __enter__(self) -> OpenMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+class MappedMemory:
+    """Mappings for reads, kept for the next one: all pages of each are in the page table. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[int, bool], tuple[OpenMemory, torch.Tensor]] = {}
+
+    def get(self, memory: OpenMemory, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes of the memory, as a tensor. Raises `CorruptData` if they are not all there."""
+        check_range(offset, nbytes, memory.nbytes)
+        kind = memory.inode, memory.writable
+        with self._lock:
+            known = self._mapped.pop(kind, None)
+            if known is not None:
+                self._mapped[kind] = known
+        if known is None:
+            known = memory, memory.map(0, memory.nbytes)
+            _touch(known[1].data_ptr(), known[1].nbytes, _POPULATE_WRITE if memory.writable else _POPULATE_READ)
+            with self._lock:
+                self._mapped = {key: each for key, each in self._mapped.items() if each[0].is_current(key[0])}
+                for oldest in list(self._mapped)[: max(0, len(self._mapped) - MOST_MAPPED + 1)]:
+                    del self._mapped[oldest]
+                self._mapped[kind] = known
+        return known[1][offset : offset + nbytes]
+
+    def clear(self) -> None:
+        """Let all mappings go, except for those in use."""
+        with self._lock:
+            self._mapped.clear()
+
+
+def check_range(offset: int, nbytes: int, there: int) -> None:
+    """Raise `CorruptData` unless there are `nbytes` at `offset` of memory of size `there`."""
+    if not 0 <= offset <= offset + nbytes <= there:
+        raise CorruptData(f"{nbytes} bytes at {offset} are not in the memory that a handle names: a forged handle")
+
+
+def _map(descriptor: int, offset: int, nbytes: int, kind: int) -> ctypes.Array[ctypes.c_uint8]:
+    """Map bytes of a file, from the start of a page on, until the returned array is gone. Its huge pages stay whole."""
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    reserved = _mmap(None, size + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+    address = reserved + (offset - reserved) % HUGE_PAGE
+    try:
+        _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, kind | _MAP_FIXED, descriptor, offset)
+    except BaseException:
+        _libc.munmap(reserved, size + HUGE_PAGE)
+        raise
+    for start, end in ((reserved, address), (address + size, reserved + size + HUGE_PAGE)):
+        if start < end:
+            _libc.munmap(start, end - start)
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memory
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+    found: int | None = _libc.mmap(address, nbytes, protection, flags, descriptor, offset)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return found
+
+
+def _touch(address: int, nbytes: int, advice: int) -> None:
+    _libc.madvise(address, nbytes, advice)  # before Linux 5.14 it fails, and the first access is slower

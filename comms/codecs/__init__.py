@@ -1,0 +1,1 @@
+"""Encodings of Python objects and values as msgpack, without pickle."""

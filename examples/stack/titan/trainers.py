@@ -1,0 +1,139 @@
+"""TorchTitan's models as trainers of a reinforcement-learning run, while ranks are killed: equal weights to the bit.
+
+    .venv/extras/titan/bin/python examples/stack/titan/trainers.py
+
+Each job trains on the same batches, with the parallelisms of TorchTitan; each is done with and without a SIGKILL.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from holdfast.ft import Session
+from holdfast.ft.processes.zygote_client import zygote
+from holdfast.harness import LocalCluster
+from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
+from holdfast.rl.trainers.titan.settings import TitanSettings
+from holdfast.rl.trainers.training import Training
+
+BATCHES, SHARDS, WORDS = 4, 4, 13
+SIZES = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+LLAMA = ModelSource(config={"model_type": "llama", **SIZES})
+QWEN3 = ModelSource(config={"model_type": "qwen3", **SIZES, "head_dim": 8, "tie_word_embeddings": True})
+
+
+def batch_of(step: int) -> Batch:
+    """Three prompts with three answers each: a function of the step."""
+    random = torch.Generator().manual_seed(step)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    groups = []
+    for number in range(3 * step, 3 * step + 3):
+        prompt = Prompt(number=number, tokens=tuple(draw(0, WORDS) for _ in range(draw(1, 5))))
+        episodes = []
+        for reward in range(3):
+            tokens = tuple(draw(0, WORDS) for _ in range(draw(1, 6)))
+            episode = Episode(
+                prompt=prompt,
+                tokens=tokens,
+                logprobs=(-2.5,) * len(tokens),
+                versions=(step,) * len(tokens),
+                mask=(True,) * len(tokens),
+                reward=float(reward),
+                finish="stop",
+            )
+            episodes.append(episode)
+        groups.append(Group(number=number, prompt=prompt, episodes=tuple(episodes)))
+    return Batch(step=step, groups=tuple(groups), after=BufferState(rule=StalenessRule(groups=3), batch=step + 1))
+
+
+def settings_of(source: ModelSource, titan: TitanSettings, copies: int = 1) -> TrainerSettings:
+    rate = RateSchedule(rate=0.01, warmup=2, decay=10)
+    return TrainerSettings(
+        source=source, batches=BATCHES, shards=SHARDS, schedule=rate, titan=titan, copies=copies, micro_batch=2
+    )
+
+
+def train(session: Session, settings: TrainerSettings, killed: int) -> tuple[str, tuple[float, ...], int]:
+    """The digest of the final weights under transformers' names, the losses that were committed here, the epochs."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    reports: list[Any] = []
+    epochs: list[int] = []
+
+    def take(step: int, over: Any) -> Batch:
+        epochs.append(session.epoch or 0)
+        if step == 2 and session.rank == killed and len(epochs) == step + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch_of(step)
+
+    digest = Training(settings, None, take, reports.append).run(session)
+    return digest, tuple(each.figures["loss"] for each in reports), len(set(epochs))
+
+
+def run(settings: TrainerSettings, size: int, spares: int = 0, killed: int = -1) -> tuple[str, tuple[float, ...]]:
+    """The digest, alike on all ranks of a job, and the losses."""
+    options = {"shards": SHARDS, "size": size, "min_size": 1}
+    with LocalCluster(size, "shm", spares=spares, session=options) as ranks:
+        job = ranks.start(train, settings, killed)
+        job.wait_for_spares()
+        results = job.results(180.0)
+    digests = {digest for digest, _, _ in results if digest}
+    assert max(epochs for _, _, epochs in results) == (1 if killed < 0 else 2), "a kill begins another epoch"
+    assert len(digests) == 1, f"the ranks differ: {digests}"
+    return digests.pop(), max((losses for _, losses, _ in results), key=len)
+
+
+JOBS: list[tuple[str, str, ModelSource, TitanSettings, dict[str, Any]]] = [
+    ("llama3", "FSDP2, 1 rank", LLAMA, TitanSettings(), {"size": 1}),
+    ("llama3", "FSDP2, 2 ranks", LLAMA, TitanSettings(), {"size": 2}),
+    ("llama3", "FSDP2, 2 ranks, 1 killed, a spare", LLAMA, TitanSettings(), {"size": 2, "spares": 1, "killed": 1}),
+    ("llama3", "FSDP2, 3 ranks, 1 killed", LLAMA, TitanSettings(), {"size": 3, "killed": 0}),
+    ("llama3", "HSDP 2 x 2", LLAMA, TitanSettings(data_parallel_replicate_degree=2), {"size": 4}),
+    ("llama3", "HSDP 2 x 2, 1 killed, a spare", LLAMA, TitanSettings(data_parallel_replicate_degree=2),
+     {"size": 4, "spares": 1, "killed": 3, "copies": 0}),
+    ("llama3", "TP 2", LLAMA, TitanSettings(tensor_parallel_degree=2), {"size": 2}),
+    ("llama3", "TP 2 x FSDP2 2", LLAMA, TitanSettings(tensor_parallel_degree=2), {"size": 4}),
+    ("llama3", "TP 2 x FSDP2 2, 1 killed, a spare", LLAMA, TitanSettings(tensor_parallel_degree=2),
+     {"size": 4, "spares": 1, "killed": 1}),
+    ("qwen3", "FSDP2, 1 rank", QWEN3, TitanSettings(activation_checkpoint="full"), {"size": 1}),
+    ("qwen3", "FSDP2, 3 ranks, 1 killed, a spare", QWEN3, TitanSettings(), {"size": 3, "spares": 1, "killed": 2}),
+]  # fmt: skip
+
+
+def main() -> bool:
+    """Print the table; False if weights that must be equal are not."""
+    zygote().preload("torchtitan.models.llama3", "torchtitan.models.qwen3", "transformers.models.llama.modeling_llama")
+    row = "{:<8} {:<36} {:>18} {:<34} {:>7}".format
+    print(row("model", "parallelism", "last loss", "weights", "seconds"))
+    seen: dict[tuple[str, bool], str] = {}
+    good = True
+    wanted = sys.argv[1:]  # words of titles; none: all
+    for model, title, source, titan, how in JOBS:
+        if wanted and f"{model} {title}" not in wanted:
+            continue
+        began = time.monotonic()
+        copies = how.pop("copies", 1)
+        digest, losses = run(settings_of(source, titan, copies), **how)
+        same = seen.setdefault((model, titan.tensor_parallel_degree > 1), digest) == digest
+        good = good and same
+        loss, seconds = f"{losses[-1]:.15f}", f"{time.monotonic() - began:.1f}"
+        print(row(model, title, loss, digest if same else f"{digest} DIFFERS", seconds), flush=True)
+    return good
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if main() else 1)

@@ -1,0 +1,150 @@
+"""Update a vLLM replica twenty times while it draws, kill it half-way, and compare its tokens with transformers'.
+
+`make vllm` runs it, in this project's environment; the replica runs in that of `make extra-vllm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.rl.config.extra_environment import extra_python
+from holdfast.rl.data import arithmetic
+from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.vllm.settings import VllmSettings
+from holdfast.rl.run.generation import ServedVllmGenerator
+from holdfast.rl.services.options import PreparedReplica
+from holdfast.rl.services.servable import served
+from holdfast.rl.services.service import Service
+from holdfast.store import WeightStore
+
+UPDATES, KILLED_AFTER, TOKENS = 20, 10, 20
+SECONDS = 600.0
+"""The limit of each call."""
+
+SOURCE = ModelSource(
+    config={
+        "model_type": "llama",
+        "vocab_size": arithmetic.CharacterTokenizer.vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+)
+PROMPTS = tuple(tuple(arithmetic.CharacterTokenizer().encode(each.prompt)) for each in arithmetic.held_out()[:16])
+
+
+async def bring(replica: PreparedReplica, version: int | None) -> None:
+    """Bring a replica to the version that the service is at."""
+    await replica.call("update", version or 0, timeout=SECONDS)
+
+
+class Load:
+    """Draws long completions all the time, and counts them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.drawn = self.tokens = self.mixed = 0
+        self.errors: list[str] = []
+
+    async def run(self) -> None:
+        seed = 0
+        while True:
+            seeds = tuple(range(seed, seed := seed + len(PROMPTS)))
+            request = SamplingRequest(prompts=PROMPTS, samples=1, seeds=seeds, max_new_tokens=100, temperature=1.0)
+            try:
+                found: list[Completion] = await self._service.generate.route(request)
+            except HoldfastError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            self.drawn, self.tokens = self.drawn + len(found), self.tokens + sum(len(each.tokens) for each in found)
+            self.mixed += sum(len(set(each.versions)) > 1 for each in found)
+
+
+@torch.no_grad()
+def greedy(model: Any) -> list[tuple[int, ...]]:
+    """What transformers says is likeliest, token by token."""
+    tokens = torch.tensor(PROMPTS)
+    for _ in range(TOKENS):
+        tokens = torch.cat([tokens, model(input_ids=tokens).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return [tuple(each) for each in tokens[:, len(PROMPTS[0]) :].tolist()]
+
+
+@torch.no_grad()
+def change(model: torch.nn.Module, version: int) -> None:
+    torch.manual_seed(version)
+    for each in model.parameters():
+        each.add_(torch.randn_like(each) * 0.02)
+
+
+async def main() -> None:
+    model, python = SOURCE.build(), extra_python("vllm")
+    rows: list[tuple[str, str]] = []
+    with tempfile.TemporaryDirectory() as folder, WeightStore(f"sqlite://{folder}/weights.sqlite", replicas=1) as store:
+        store.publish(0, model.state_dict())
+        async with LocalEngine() as engine:
+            began = time.monotonic()
+            spec = served(ServedVllmGenerator, name="vllm", engine=engine, python=str(python), prepare=bring)
+            service = await spec.as_service(SOURCE, store.url, VllmSettings(cache=0.1, timeout=SECONDS))
+            rows.append(("the replica is up after", f"{time.monotonic() - began:.1f} s"))
+            load = Load(service)
+            drawing = asyncio.create_task(load.run())
+            equal, seconds = [], []
+            for version in range(UPDATES + 1):
+                if version:
+                    change(model, version)
+                    await asyncio.to_thread(store.publish, version, model.state_dict())
+                began = time.monotonic()
+                for result in await service.advance(version):
+                    result.get()
+                seconds.append(time.monotonic() - began)
+                request = SamplingRequest(
+                    prompts=PROMPTS,
+                    samples=1,
+                    seeds=(0,) * len(PROMPTS),
+                    max_new_tokens=TOKENS,
+                    temperature=0.0,
+                    version=version,
+                )
+                found: list[Completion] = await service.generate.route(request)
+                equal.append([each.tokens for each in found] == greedy(model))
+                assert all(set(each.versions) == {version} for each in found)
+                if version == KILLED_AFTER:
+                    os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
+                    began = time.monotonic()
+                    await service.generate.route(request)
+                    rows.append(
+                        ("killed; the next answer, from its successor, after", f"{time.monotonic() - began:.1f} s")
+                    )
+            drawing.cancel()
+            await asyncio.wait([drawing])
+            rows += [
+                ("greedy tokens equal to transformers', version 0", str(equal[0])),
+                (f"greedy tokens equal after each of {UPDATES} updates", str(all(equal))),
+                ("an update under load, median", f"{statistics.median(seconds[1:]) * 1e3:.0f} ms"),
+                ("completions drawn meanwhile (tokens)", f"{load.drawn:,} ({load.tokens:,})"),
+                ("of them with tokens of several versions", f"{load.mixed:,}"),
+                ("requests that failed", str(len(load.errors))),
+            ]
+            await service.close()
+    print(*(f"{name:52} {value}" for name, value in rows), *load.errors, sep="\n")
+    if load.errors or not all(equal):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,159 @@
+"""The hosts of a job, in its register: no two of them have one name.
+
+Each host agent enters the name of its host. The entry says where its agent listens. An agent that finds its name taken
+dials the other one: if that does not answer, it has ended, and the name is free. No clock is compared, and a host that
+comes back needs no clean-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
+from holdfast.comms.transport.liveness import this_host
+from holdfast.ft.control.client import RpcClient
+from holdfast.ft.control.errors import ControlError, WrongKey
+from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.control.rpc import AsyncRpcServer
+from holdfast.ft.membership.view import View
+from holdfast.ft.registers import RegisterAway, open_cell
+from holdfast.ft.runtime.runtime import new_identity
+from holdfast.ft.settings import installed_version, key_check
+
+CELL = "hosts"
+DIAL_SECONDS = 2.0
+ENTER_SECONDS = 30.0
+START_SECONDS = 10.0
+
+
+class HostNameTaken(HoldfastError):
+    """Another host of the job, whose agent is alive at `address`, has the name `node`."""
+
+    def __init__(self, node: str, address: str) -> None:
+        self.node, self.address = node, address
+        super().__init__(
+            f"host name {node!r} is taken: the agent at {address} has it, and runs; give each host a name of its own "
+            "by --node, and start one agent on each"
+        )
+
+
+class HostEntry(msgspec.Struct, frozen=True):
+    """A host of the job: its agent's identity and address, and which machine it is."""
+
+    agent: str
+    address: str
+    machine: str
+
+
+class HostTable(msgspec.Struct, frozen=True):
+    """All hosts of a job by name, and what they must agree on."""
+
+    job: str
+    key_check: str
+    version: str
+    hosts: dict[str, HostEntry] = {}
+
+
+class HostRegistry:
+    """This host's entry, from construction to `close`.
+
+    Raises `Mismatch` for a register of another job or another version of holdfast, `WrongKey`, `HostNameTaken`, and
+    `RegisterAway`.
+    """
+
+    def __init__(self, url: str, job: str, key: bytes, node: str, address: str) -> None:
+        self._node, self._job, self._key = node, job, key
+        self._url = url
+        self._mine = HostTable(job, key_check(key, job), installed_version())
+        self._agent = f"host-{new_identity()}"
+        with contextlib.ExitStack() as undo:
+            self._cell = undo.enter_context(contextlib.closing(open_cell(url, CELL)))
+            self._thread = LoopThread(f"holdfast-{self._agent}")
+            undo.callback(self._thread.close)
+            self._server = self._thread.run(self._listen(address), START_SECONDS)
+            undo.callback(lambda: self._thread.run(self._server.close(), START_SECONDS))
+            self._entry = HostEntry(self._agent, self._server.address, this_host())
+            self._change(self._enter)
+            undo.callback(self._leave)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Take the entry out, if the register can be reached. Idempotent."""
+        self._undo.close()
+
+    async def _listen(self, address: str) -> AsyncRpcServer:
+        server = AsyncRpcServer(key=self._key, job=self._job, identity=self._agent, handlers={})
+        await server.start(address)
+        return server
+
+    def _enter(self, table: HostTable) -> HostTable:
+        there = table.hosts.get(self._node)
+        if there is not None and there.agent != self._agent and self._runs(there):
+            raise HostNameTaken(self._node, there.address)
+        return msgspec.structs.replace(table, hosts=table.hosts | {self._node: self._entry})
+
+    def _runs(self, there: HostEntry) -> bool:
+        """Whether the agent of an entry is alive. Raises `WrongKey` if it has another key."""
+        try:
+            with RpcClient(
+                there.address, key=self._key, job=self._job, identity=self._agent, timeout=DIAL_SECONDS
+            ) as line:
+                return line.peer == there.agent
+        except WrongKey:
+            raise
+        except (ControlError, ValueError):
+            return False
+
+    def _leave(self) -> None:
+        def without(table: HostTable) -> HostTable:
+            hosts = {node: entry for node, entry in table.hosts.items() if entry.agent != self._agent}
+            return msgspec.structs.replace(table, hosts=hosts)
+
+        with contextlib.suppress(HoldfastError):
+            self._change(without)
+
+    def _change(self, change: Callable[[HostTable], HostTable]) -> None:
+        """Replace the table by what `change` makes of it; again if another host was faster."""
+        deadline = time.monotonic() + ENTER_SECONDS
+        while time.monotonic() < deadline:
+            version, data = self._cell.read()
+            table = self._checked(data) if version else self._mine
+            if self._cell.compare_and_set(version, msgspec.msgpack.encode(change(table))):
+                return
+        raise RegisterAway(self._url, f"the hosts of the job change it all the time, for {ENTER_SECONDS:g} s")
+
+    def _checked(self, data: bytes) -> HostTable:
+        try:
+            table = msgspec.msgpack.decode(data, type=HostTable)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"what {self._url} holds is no table of hosts: {error}; use another register") from error
+        check_job(self._url, (table.job, table.key_check, table.version), self._mine)
+        return table
+
+
+def check_view(url: str, view: View | None, job: str, key: bytes) -> None:
+    """Raise, before anything is started, what the processes of a host would raise when they join `view`."""
+    if view is None:
+        return
+    mine = HostTable(job, key_check(key, job), installed_version())
+    check_job(url, (view.job.name, view.job.key_check, view.job.version), mine)
+    if view.phase in ("finished", "failed"):
+        raise HoldfastError(f"job {job!r} has ended ({view.reason}): start it under another name or another register")
+
+
+def check_job(url: str, there: tuple[str, str, str], mine: HostTable) -> None:
+    """Raise `Mismatch` or `WrongKey` if a register that holds (name, key check, version) is of another job."""
+    job, check, version = there
+    if job != mine.job:
+        raise Mismatch(f"register {url} belongs to job {job!r}, not to {mine.job!r}; use another register")
+    if check != mine.key_check:
+        raise WrongKey(f"the register {url} belongs to job {job!r} with another key than this one")
+    if version and mine.version and version != mine.version:
+        raise Mismatch(
+            f"job {job!r} runs on holdfast {version}, this host has {mine.version}; install the "
+            "same version on all hosts"
+        )

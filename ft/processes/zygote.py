@@ -1,0 +1,204 @@
+"""The process that imports torch and holdfast once, then forks processes in milliseconds.
+
+`python -m holdfast.ft.processes.zygote FD`: its parent talks to it over the inherited sequenced-packet socket FD
+(see `holdfast.ft.processes.zygote_client`). It stays single-threaded and runs no torch op, so that a fork of it is
+as good as a fresh interpreter. Nothing is left behind:
+
+- if the parent ends, in whatever way, the zygote sees it by pidfd or socket, kills all children and ends;
+- if the zygote ends, in whatever way, the kernel kills the children;
+- if a child ends, the zygote kills the rest of its process group, reaps it, and tells the parent how it ended.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import faulthandler
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import cloudpickle
+import msgspec
+import torch
+
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.ft.processes.zygote_messages import (
+    PACKET,
+    Boot,
+    Exited,
+    Preload,
+    Ready,
+    RequestRefused,
+    Spawn,
+)
+
+_BOOT_TIMEOUT = 60.0
+
+
+class Zygote:
+    """The loop: requests in, forks and exit reports out."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._poll = select.epoll()
+        self._children: dict[int, int] = {}  # pidfd -> pid
+        credentials = control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        parent: int = struct.unpack("3i", credentials)[0]
+        self._parent = os.pidfd_open(parent)
+        if os.getppid() != parent:
+            raise SystemExit("the parent is gone")
+        self._poll.register(control, select.EPOLLIN)
+        self._poll.register(self._parent, select.EPOLLIN)
+
+    def run(self) -> None:
+        """Serve until the parent is gone or has closed its end; then leave no child behind."""
+        try:
+            while self._step():
+                pass
+        finally:
+            for pidfd in tuple(self._children):
+                self._end(pidfd)
+
+    def preload(self, modules: tuple[str, ...]) -> None:
+        """Import `modules` and answer; refuse to go on if that started threads, which a fork would lose."""
+        try:
+            for module in modules:
+                importlib.import_module(module)
+        except Exception:
+            self._report(RequestRefused(f"importing {', '.join(modules)}:\n{traceback.format_exc()[-8000:]}"))
+            return
+        if (count := sum(1 for _ in Path("/proc/self/task").iterdir())) > 1:
+            self._report(RequestRefused(f"importing {', '.join(modules)} started {count - 1} threads"))
+            return
+        gc.collect()
+        gc.freeze()
+        self._report(Ready())
+
+    def _step(self) -> bool:
+        for fd, _ in self._poll.poll():
+            if fd == self._parent:
+                return False
+            if fd in self._children:
+                self._report(self._end(fd))
+            elif not self._request():
+                return False
+        return True
+
+    def _request(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._control, PACKET, 2)
+        if not data:
+            return False
+        request: Spawn | Preload = msgspec.msgpack.decode(data, type=Spawn | Preload)
+        if isinstance(request, Preload):
+            self.preload(request.modules)
+            return True
+        try:
+            self._spawn(request, *fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _spawn(self, request: Spawn, channel: int, output: int) -> None:
+        zygote = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._report(RequestRefused(f"cannot fork: {error}"))
+            return
+        if pid == 0:
+            self._become(request, channel, output, zygote)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = pid
+        self._poll.register(pidfd, select.EPOLLIN)
+        self._report(Ready(pid), pidfd)
+
+    def _become(self, request: Spawn, channel: int, output: int, zygote: int) -> NoReturn:
+        """Run the child, from the fork to its end."""
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            die_with_parent(zygote)
+            for fd in (*self._children, self._parent):
+                os.close(fd)
+            self._poll.close()
+            self._control.close()
+            for standard in (1, 2):
+                os.dup2(output, standard)
+            os.close(output)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            faulthandler.enable(all_threads=False)
+            _live(ProcessChannel(socket.socket(fileno=channel)), request.threads)
+            status = 0
+        except ChannelClosed:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _end(self, pidfd: int) -> Exited:
+        """Kill the child and what is left of its process group, and reap it."""
+        pid = self._children.pop(pidfd)
+        self._poll.unregister(pidfd)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        status = os.waitpid(pid, 0)[1]
+        os.close(pidfd)
+        return Exited(pid, status)
+
+    def _report(self, report: Ready | RequestRefused | Exited, *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._control.sendmsg([msgspec.msgpack.encode(report)], rights)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+
+def _live(channel: ProcessChannel, threads: int) -> None:
+    """Set up the process as the first message says, and run its target."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    boot: Boot = channel.recv(_BOOT_TIMEOUT)
+    os.environ.clear()
+    os.environ.update(boot.environ)
+    os.chdir(boot.directory)
+    sys.path[:] = boot.path
+    sys.argv[:] = boot.argv
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    torch.set_num_threads(threads)
+    try:
+        cloudpickle.loads(boot.target)(channel)
+    finally:
+        atexit._run_exitfuncs()
+
+
+def main(fd: int) -> None:
+    """Import the modules that every process needs, answer, serve."""
+    control = socket.socket(fileno=fd)
+    control.set_inheritable(False)
+    zygote = Zygote(control)
+    zygote.preload(("torch.distributed", "holdfast.comms.communicator"))
+    zygote.run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

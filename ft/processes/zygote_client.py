@@ -1,0 +1,346 @@
+"""The parent's side of the zygote: starts, signals and ends processes.
+
+    process = zygote().spawn(target, name="rank 0", output=path)    # target(channel) runs after a few milliseconds
+    process.kill()
+    process.wait(5.0)                                               # an Exit: "was ended by SIGKILL"
+
+All processes of this interpreter come from one zygote, started at first use and ended with this process, however
+that ends.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import cloudpickle
+import msgspec
+
+from holdfast.comms.system import forks
+from holdfast.ft.console.output import tail
+from holdfast.ft.launch.exit_status import how_it_ended
+from holdfast.ft.launch.held_directory import private_file
+from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.zygote_messages import (
+    PACKET,
+    Boot,
+    Exited,
+    Preload,
+    Ready,
+    RequestRefused,
+    Spawn,
+)
+
+_START_TIMEOUT = 180.0
+"""Seconds for the first import of torch, which is slow on a cold disk."""
+
+_TAIL = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended. `status` is the wait status; None if it was lost with the zygote, which kills."""
+
+    status: int | None
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended it, or None."""
+        if self.status is None:
+            return signal.SIGKILL
+        return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else None
+
+    def __str__(self) -> str:
+        return how_it_ended(-signal.SIGKILL if self.status is None else os.waitstatus_to_exitcode(self.status))
+
+
+def epitaph_of(pid: int, exit_: Exit, output: Path) -> str:
+    """How a process ended, and the end of its output."""
+    text = f"process {pid} {exit_}"
+    if last := tail(output):
+        text += f"; the end of its output:\n{last}"
+    return text
+
+
+class ForkedProcess:
+    """A process that the zygote forked. Safe to use from several threads, but for its `channel`."""
+
+    def __init__(
+        self, zygote: ZygoteClient, name: str, pid: int, pidfd: int, channel: ProcessChannel, output: Path
+    ) -> None:
+        self.name, self.pid, self.pidfd, self.channel, self.output = name, pid, pidfd, channel, output
+        self._zygote = zygote
+        self._exit: Exit | None = None
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return self._exit is None and not self._gone(0.0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended. Never hits another process with the same pid."""
+        with self._closing:
+            if self._closed:
+                return
+            try:
+                signal.pidfd_send_signal(self.pidfd, number)
+            except ProcessLookupError:
+                pass
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.signal(signal.SIGKILL)
+
+    def wait_stopped(self, timeout: float) -> None:
+        """Return once the process is stopped (after SIGSTOP) or has ended. Raises `TimeoutError`."""
+        deadline = time.monotonic() + timeout
+        while self.alive():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
+                    return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} (pid {self.pid}) has not stopped after {timeout:.3g} s")
+            time.sleep(0.001)
+
+    def wait(self, timeout: float) -> Exit:
+        """How the process ended. Raises `TimeoutError` if it has not after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        if self._exit is None and not self._gone(timeout):
+            raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout:.3g} s")
+        while self._exit is None:
+            self._zygote.hear_of(self, deadline + 5.0)
+        return self._exit
+
+    def ended(self, exit_: Exit) -> None:
+        """Record how the process ended. Called by the zygote's client."""
+        self._exit = exit_
+
+    def epitaph(self) -> str:
+        """How the process ended, and the end of its output."""
+        return epitaph_of(self.pid, self.wait(5.0), self.output)
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and close its descriptors. Idempotent."""
+        if self._closed:
+            return
+        self.kill()
+        self.wait(10.0)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                os.close(self.pidfd)
+                self.channel.close()
+
+    def _gone(self, timeout: float) -> bool:
+        if self._closed:
+            return True
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(timeout * 1000))
+
+
+class ZygoteClient:
+    """A running zygote. One per interpreter: see `zygote()`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._running: dict[int, ForkedProcess] = {}
+        self._preloaded: set[str] = set()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "holdfast.ft.processes.zygote", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        try:
+            self._answer(time.monotonic() + _START_TIMEOUT)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process id."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """False once the zygote has ended and can start no process."""
+        return self._process.poll() is None
+
+    def preload(self, *modules: str) -> None:
+        """Import modules once, in the zygote, for all processes started from now on.
+
+        Raises `StartFailed` if that fails, or if a module starts threads on import.
+        """
+        with self._lock:
+            new = tuple(module for module in modules if module not in self._preloaded)
+            if new:
+                self._send(Preload(new))
+                self._answer(time.monotonic() + _START_TIMEOUT)
+                self._preloaded.update(new)
+
+    def spawn(
+        self,
+        target: Callable[[ProcessChannel], None],
+        *,
+        name: str,
+        output: Path,
+        threads: int = 1,
+        environ: Mapping[str, str] | None = None,
+    ) -> ForkedProcess:
+        """Fork a process that runs `target(channel)`.
+
+        It has this process's directory, `sys.path` and environment (plus `environ`), `threads` torch threads, and
+        writes its output to the file `output`. `target` goes over by cloudpickle. Raises `StartFailed`.
+        """
+        environment = {**os.environ, **(environ or {})}
+        boot = Boot(environment, list(sys.path), list(sys.argv), str(Path.cwd()), cloudpickle.dumps(target))
+        channel, theirs = ProcessChannel.pair()
+        try:
+            with theirs, private_file(output, "ab") as log, self._lock:
+                self._send(Spawn(threads), theirs.fileno(), log.fileno())
+                answer, (pidfd,) = self._answer(time.monotonic() + 30.0)
+                process = ForkedProcess(self, name, answer.pid, pidfd, channel, output)
+                self._running[answer.pid] = process
+        except BaseException:
+            channel.close()
+            raise
+        try:
+            channel.send(boot)
+        except (EOFError, TimeoutError) as error:
+            failure = StartFailed(f"{name} did not start: {process.epitaph()}")
+            process.close()
+            raise failure from error
+        return process
+
+    def hear_of(self, process: ForkedProcess, deadline: float) -> None:
+        """Read reports up to that of the end of `process`, which has ended. Raises `TimeoutError`."""
+        with self._lock:
+            while self._running.get(process.pid) is process:
+                try:
+                    self._receive(deadline)
+                except StartFailed:
+                    self._running.pop(process.pid).ended(Exit(None))
+
+    def close(self) -> None:
+        """End the zygote and all its processes. Idempotent."""
+        with self._lock:
+            self._control.close()
+            try:
+                self._process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(10.0)
+            self._log.close()
+
+    def forget(self) -> None:
+        """Release the zygote of the process that this one was forked from."""
+        self._control.close()
+
+    def _send(self, request: Spawn | Preload, *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._control.sendmsg([msgspec.msgpack.encode(request)], rights)
+        except OSError:
+            raise self._lost() from None
+
+    def _answer(self, deadline: float) -> tuple[Ready, list[int]]:
+        while True:
+            try:
+                report, fds = self._receive(deadline)
+            except TimeoutError:
+                self._process.kill()
+                raise StartFailed(f"the zygote (pid {self.pid}) did not answer in time") from None
+            if isinstance(report, RequestRefused):
+                raise StartFailed(f"the zygote (pid {self.pid}) refused: {report.reason}")
+            if isinstance(report, Ready):
+                return report, fds
+
+    def _receive(self, deadline: float) -> tuple[Ready | RequestRefused | Exited, list[int]]:
+        self._control.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, PACKET, 1)
+        except TimeoutError:
+            raise
+        except OSError:
+            data = b""
+        if not data:
+            raise self._lost()
+        report: Ready | RequestRefused | Exited = msgspec.msgpack.decode(data, type=Ready | RequestRefused | Exited)
+        if isinstance(report, Exited):
+            self._running.pop(report.pid).ended(Exit(report.status))
+        return report, fds
+
+    def _lost(self) -> StartFailed:
+        if self._control.fileno() == -1:
+            return StartFailed("the zygote is closed")
+        try:
+            code = self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return StartFailed(f"the zygote (pid {self.pid}) hung up")
+        self._log.seek(0)
+        text = self._log.read().decode(errors="replace").strip()[-_TAIL:]
+        return StartFailed(f"the zygote (pid {self.pid}) {how_it_ended(code)}" + (f":\n{text}" * bool(text)))
+
+
+_shared: ZygoteClient | None = None
+_shared_lock = threading.Lock()
+
+
+def zygote() -> ZygoteClient:
+    """This interpreter's zygote; a new one if there is none, or if it has died. Raises `StartFailed`."""
+    global _shared
+    with _shared_lock:
+        if _shared is None or not _shared.alive():
+            if _shared is not None:
+                _shared.close()
+            _shared = ZygoteClient()
+        return _shared
+
+
+def zygote_pid() -> int | None:
+    """The process id of the zygote; None if there is none."""
+    current = _shared
+    return None if current is None else current.pid
+
+
+def shut_down() -> None:
+    """End this interpreter's zygote and every process that came from it. Called at exit; a later use starts anew."""
+    global _shared
+    with _shared_lock:
+        if _shared is not None:
+            _shared.close()
+            _shared = None
+
+
+@forks.run_in_children
+def _forget() -> None:
+    global _shared, _shared_lock
+    _shared_lock = threading.Lock()
+    if _shared is not None:
+        _shared.forget()
+        _shared = None
+
+
+atexit.register(shut_down)

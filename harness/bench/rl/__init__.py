@@ -1,0 +1,1 @@
+"""Measures the services of the RL workload while their replicas are killed."""

@@ -1,0 +1,151 @@
+"""`python -m holdfast.harness.bench.rl.kills [local|monarch] [KILLS]`: kills replicas in a row under six clients.
+
+Prints how long a call was away whose replica was killed, how long until the replacement served, whether a call was
+lost, and how the descriptors of the driver grew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.ft.console.units import counted
+from holdfast.ft.processes.zygote_client import shut_down
+from holdfast.rl.engine.endpoint import endpoint
+from holdfast.rl.engine.engine import Engine
+from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.engine.monarch import MonarchEngine
+from holdfast.rl.services.routing import affinity
+from holdfast.rl.services.servable import served
+from holdfast.rl.services.service import Service
+from holdfast.rl.services.status import ReplicaEvent
+
+REPLICAS, CLIENTS = 3, 6
+_CALL_SECONDS = 0.005
+_PATIENCE = 60.0
+_BALLAST = 16 << 20
+_SETTLE_SECONDS = 0.05
+
+
+class Worker:
+    """An actor of the size of one with torch and a small model."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.ballast = torch.zeros(_BALLAST, device="cpu") + 1.0
+
+    @endpoint(idempotent=True)
+    async def work(self, number: int, seconds: float, slow: int | None = None) -> int:
+        """Give `number` back after a while; at once if another process than this one is to be `slow`."""
+        await asyncio.sleep(seconds if slow in (None, os.getpid()) else 0.0)
+        return number
+
+
+class KillFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured; times in seconds."""
+
+    engine: str
+    kills: int
+    calls: int
+    start: float
+    rerouted: tuple[float, ...]
+    """From SIGKILL to the answer that another replica gave to the call in flight."""
+    replaced: tuple[float, ...]
+    """From SIGKILL to the replacement's service."""
+    descriptors: tuple[int, ...]
+    """Of the driver, before each kill."""
+
+
+async def measure(engine: Engine, name: str, kills: int) -> KillFigures:
+    """Kill one of three replicas again and again. Raises if a call is lost, or answered wrongly."""
+    events: list[ReplicaEvent] = []
+    began = time.monotonic()
+    options = served(Worker, num_replicas=REPLICAS, engine=engine, observer=events.append)
+    async with await options.as_service() as service:
+        start = time.monotonic() - began
+        over = False
+
+        async def client(first: int) -> int:
+            number = first
+            while not over:
+                assert await service.work.route(number, _CALL_SECONDS) == number
+                number += 1
+            return number - first
+
+        clients = [asyncio.create_task(client(each * 10**9)) for each in range(CLIENTS)]
+        rerouted, descriptors = list[float](), list[int]()
+        killed = list[float]()
+        for kill in range(kills):
+            await _until(service, kill)
+            descriptors.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
+            (victim,) = [each for each in service.status().replicas if each.slot == kill % REPLICAS]
+            probe = asyncio.create_task(_probe(service, victim.slot, victim.pids[0]))
+            await asyncio.sleep(_SETTLE_SECONDS)
+            killed.append(time.monotonic())
+            os.kill(victim.pids[0], signal.SIGKILL)
+            rerouted.append(await probe - killed[-1])
+        await _until(service, kills)
+        over = True
+        calls = sum(await asyncio.gather(*clients))
+    ready = [each.time for each in events if each.kind == "ready"][REPLICAS:]
+    return KillFigures(
+        engine=name,
+        kills=kills,
+        calls=calls,
+        start=start,
+        rerouted=tuple(rerouted),
+        replaced=tuple(there - gone for gone, there in zip(killed, ready, strict=True)),
+        descriptors=tuple(descriptors),
+    )
+
+
+async def _probe(service: Service, slot: int, pid: int) -> float:
+    """Have a call in flight on the replica that is killed next; when another one's answer is here."""
+    key = next(key for key in itertools.count() if max(range(REPLICAS), key=lambda each: affinity(key, each)) == slot)
+    assert await service.work.options(key=key, timeout=_PATIENCE).route(-1, _PATIENCE, pid) == -1
+    return time.monotonic()
+
+
+async def _until(service: Service, lost: int) -> None:
+    async with asyncio.timeout(_PATIENCE):
+        while service.status().lost < lost or any(each.health != "ready" for each in service.status().replicas):
+            await asyncio.sleep(0.002)
+
+
+def lines(found: KillFigures) -> Sequence[str]:
+    """The figures in words."""
+    return (
+        f"{found.engine}: {counted(found.kills, 'kill')} under {CLIENTS} clients, {found.calls} calls, none lost",
+        f"  {REPLICAS} replicas serve after {found.start:.2f} s",
+        f"  SIGKILL to the rerouted call's answer: {_spread(found.rerouted)}",
+        f"  SIGKILL to the replacement's service: {_spread(found.replaced)}",
+        f"  descriptors: {min(found.descriptors)} to {max(found.descriptors)}, at last {found.descriptors[-1]}",
+    )
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"median {statistics.median(seconds) * 1e3:.1f} ms, worst {max(seconds) * 1e3:.1f} ms"
+
+
+async def run(name: str, kills: int) -> KillFigures:
+    """Measure one engine."""
+    kinds: dict[str, Callable[[], Engine]] = {"local": LocalEngine, "monarch": MonarchEngine}
+    async with kinds[name]() as engine:
+        return await measure(engine, name, kills)
+
+
+if __name__ == "__main__":
+    chosen = [sys.argv[1]] if len(sys.argv) > 1 else ["local", "monarch"]
+    for each in chosen:
+        print(*lines(asyncio.run(run(each, int(sys.argv[2]) if len(sys.argv) > 2 else 150))), sep="\n", flush=True)
+    shut_down()

@@ -1,0 +1,106 @@
+"""The command `holdfast bench store`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.harness.bench.collectives.definitions import parse_size
+
+PEERS = "torchstore,memcpy,safetensors,dcp"
+
+
+def store(
+    peers: Annotated[str, typer.Option(help=f"Other ways to run interleaved, of {PEERS}; all for all of them.")] = "",
+    workloads: Annotated[str, typer.Option(help="Only these workloads, as model,small.")] = "",
+    size: Annotated[str, typer.Option(help="Bytes of the large states.")] = "512M",
+    starts: Annotated[int, typer.Option(min=1, help="How often all processes are started anew.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each after the first three of a start.")] = 7,
+    threads: Annotated[
+        int | None, typer.Option(min=1, show_default="as many as CPUs", help="Threads of torch in each process.")
+    ] = None,
+    torchstore_source: Annotated[
+        Path | None,
+        typer.Option(envvar="HOLDFAST_TORCHSTORE", help="A checkout of torchstore's main branch; make store-peers."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file (.png, .svg).")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write Markdown tables to this file.")] = None,
+) -> None:
+    """Measure the weight store, beside other ways to hand weights from process to process.
+
+    [bold]Examples[/bold]
+
+        holdfast bench store --peers memcpy,safetensors --size 64M
+
+        holdfast bench store --peers all --torchstore-source ../torchstore --json
+
+        holdfast bench store --workloads killed,served
+
+    A publisher, holders and readers are processes of their own. Each version differs from the one before, targets are
+    overwritten before each get, and every byte that was got is compared by digest.
+
+    Exit status: 0 only if every tensor was right and holdfast took part in every workload; 1 if not; 2 for bad options.
+    """
+    from holdfast.ft.console.console import console, styled, working
+    from holdfast.ft.console.outputs import check_file, writing
+    from holdfast.harness.bench.output.show import check_plot
+    from holdfast.harness.bench.store import drivers, show
+    from holdfast.harness.bench.store.run import StorePlan, run
+    from holdfast.harness.bench.store.workloads import WORKLOADS
+
+    try:
+        if plot is not None:
+            check_plot(plot)
+            check_file(plot, "--plot")
+        check_file(markdown, "--markdown")
+        plan = StorePlan(
+            workloads=_named("workloads", workloads, [each.name for each in WORKLOADS], "all"),
+            peers=_named("peers", peers, drivers.PEERS, ""),
+            size=parse_size(size),
+            starts=starts,
+            rounds=rounds,
+            threads=threads or os.cpu_count() or 1,
+            torchstore_source=torchstore_source,
+            command=shlex.join(["holdfast", *sys.argv[1:]]),
+        )
+        notes = console(stderr=True)
+        with working(notes, plan.command, every=2.0) as progress:
+            bench = run(plan, progress)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if json:
+        typer.echo(bench.json())
+    else:
+        show.show(bench, console())
+    broken = [failure for failure in bench.failures if failure.contestant == drivers.HOLDFAST]
+    if bench.wrong or broken:
+        notes.print(
+            styled("not all is well", "bold red") + f": {bench.wrong} wrong tensors, {len(broken)} failures of holdfast"
+        )
+    with writing("holdfast bench store"):
+        if markdown is not None:
+            markdown.write_text(show.markdown(bench) + "\n", encoding="utf-8")
+            notes.print(f"tables: {markdown}")
+        if plot is not None:
+            try:
+                show.plot(bench, plot)
+                notes.print(f"plot: {plot}")
+            except ValueError as error:
+                notes.print(f"no plot: {error}")
+    raise typer.Exit(1 if bench.wrong or broken else 0)
+
+
+def _named(option: str, text: str, known: list[str] | tuple[str, ...], unsaid: str) -> tuple[str, ...]:
+    """The names in a list that an option gives, in the known order. Raises ValueError for unknown ones."""
+    wanted = {name.strip() for name in (text or unsaid).split(",")} - {""}
+    if wanted == {"all"}:
+        return tuple(known)
+    if unknown := sorted(wanted - set(known)):
+        raise ValueError(f"unknown {option} {', '.join(unknown)}; known: {', '.join(known)}")
+    return tuple(name for name in known if name in wanted)

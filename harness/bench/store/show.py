@@ -1,0 +1,172 @@
+"""Shows a run: tables in the terminal and as Markdown, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from holdfast.ft.console.console import FoldingTable, styled
+from holdfast.ft.console.units import counted, format_bytes
+from holdfast.harness.bench.output.show import QUIET, show_time
+from holdfast.harness.bench.store.drivers import HOLDFAST
+from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreRatio, StoreRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CAPTION = (
+    f"p50, min and p99 of the turns after the first {FIRST_TURNS} of each start, of which `first` is the slowest; "
+    "speed-up: how many times as fast holdfast is, median, least and most over the rounds"
+)
+
+
+def _ratio(bench: StoreBench, row: StoreRow) -> StoreRatio | None:
+    wanted = (row.workload, row.figure, row.contestant)
+    return next((each for each in bench.ratios if (each.workload, each.figure, each.peer) == wanted), None)
+
+
+def _speed_up(ratio: StoreRatio | None) -> str:
+    return "" if ratio is None else f"{ratio.median:.3g}x ({ratio.least:.3g} to {ratio.most:.3g})"
+
+
+def _heading(bench: StoreBench, workload: str, rows: Sequence[StoreRow]) -> str:
+    state = f"{counted(rows[0].tensors, 'tensor')}, {format_bytes(rows[0].nbytes)}"
+    return f"{workload}: {bench.workloads[workload]}; {state}"
+
+
+def _machine(bench: StoreBench) -> str:
+    here = bench.machine
+    return (
+        f"{here.processor}, {counted(here.cpus, 'CPU')}, Linux {here.kernel}, Python {here.python}, "
+        f"torch {here.torch}, {counted(bench.threads, 'thread')}; other processes used {here.others:.2f} CPUs meanwhile"
+    )
+
+
+def show(bench: StoreBench, out: Console) -> None:
+    """Print the whole run."""
+    out.print(styled(_machine(bench), "yellow" if bench.machine.others > QUIET else ""))
+    for name, detail in bench.contestants.items():
+        out.print(f"  {name}: {detail}")
+    for name, reason in bench.skipped.items():
+        out.print(styled(f"  {name} left out", "yellow") + f": {reason}")
+    for workload in bench.workloads:
+        rows = [row for row in bench.rows if row.workload == workload]
+        if rows:
+            out.print()
+            out.print(_table(bench, workload, rows))
+    if bench.goals:
+        out.print()
+        out.print(_goals(bench))
+    for failure in bench.failures:
+        out.print(styled("failed", "bold red") + f": {failure.contestant}, {failure.workload}: {failure.reason}")
+
+
+def _table(bench: StoreBench, workload: str, rows: Sequence[StoreRow]) -> FoldingTable:
+    table = FoldingTable(
+        title=_heading(bench, workload, rows), title_justify="left", caption=CAPTION, caption_justify="left"
+    )
+    for name in ("figure", "library"):
+        table.add_column(name, justify="left")
+    for name in ("p50", "min", "p99", "first", "GB/s", "#wrong", "speed-up"):
+        table.add_column(name, justify="right")
+    before = None
+    for row in rows:
+        if before not in (None, row.figure):
+            table.add_section()
+        wrong = styled(row.wrong, "bold red" if row.wrong else "")
+        times = (row.timing.p50, row.timing.min, row.timing.p99, row.first)
+        table.add_row(
+            "" if row.figure == before else row.figure,
+            row.contestant,
+            *map(show_time, times),
+            f"{row.rate:.3g}",
+            wrong,
+            _speed_up(_ratio(bench, row)),
+            style="bold" if row.contestant == HOLDFAST else "",
+        )
+        before = row.figure
+    return table
+
+
+def _goals(bench: StoreBench) -> FoldingTable:
+    table = FoldingTable(title="to reach", title_justify="left")
+    for name in ("workload", "figure", "to reach", "reached", ""):
+        table.add_column(name, justify="right" if name == "reached" else "left")
+    for goal in bench.goals:
+        verdict = Text("yes", "green") if goal.met else Text("no", "bold red")
+        table.add_row(goal.workload, goal.figure, goal.goal, goal.reached, verdict)
+    return table
+
+
+def markdown(bench: StoreBench) -> str:
+    """The run as Markdown, for the documentation."""
+    lines = [f"`{bench.command}`", "", f"{_machine(bench)}.", ""]
+    lines += [f"- {name}: {detail}" for name, detail in bench.contestants.items()]
+    lines += [f"- {name} was left out: {reason}" for name, reason in bench.skipped.items()]
+    if bench.goals:
+        lines += ["", "| workload | figure | to reach | reached | |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {goal.workload} | {goal.figure} | {goal.goal} | {goal.reached} | {'yes' if goal.met else '**no**'} |"
+            for goal in bench.goals
+        ]
+    for workload in bench.workloads:
+        rows = [row for row in bench.rows if row.workload == workload]
+        if not rows:
+            continue
+        lines += ["", f"**{_heading(bench, workload, rows)}**", ""]
+        lines += [
+            "| figure | library | p50 | min | p99 | first | GB/s | speed-up |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            times = map(show_time, (row.timing.p50, row.timing.min, row.timing.p99, row.first))
+            ratio = _speed_up(_ratio(bench, row))
+            lines.append(f"| {row.figure} | {row.contestant} | {' | '.join(times)} | {row.rate:.3g} | {ratio} |")
+    wrong = f"{counted(bench.wrong, 'tensor')} came out wrong."
+    return "\n".join([*lines, "", f"{CAPTION}. {wrong}"])
+
+
+def plot(bench: StoreBench, path: Path) -> None:
+    """Write a picture: the median time of each figure and contestant, with whiskers from min to p99.
+
+    Raises ValueError if there is nothing to plot.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    workloads = [name for name in bench.workloads if any(row.workload == name for row in bench.rows)]
+    if not workloads:
+        raise ValueError("there is nothing to plot: nothing was measured")
+    names = list(dict.fromkeys(row.contestant for row in bench.rows))
+    colours = {name: f"C{index}" for index, name in enumerate(names)}
+    counts = [sum(row.workload == name for row in bench.rows) for name in workloads]
+    figure = Figure(figsize=(11, sum(0.7 + 0.3 * count for count in counts)), layout="constrained")
+    ratios = {"height_ratios": [0.7 + 0.3 * count for count in counts]}
+    panels = figure.subplots(len(workloads), 1, squeeze=False, gridspec_kw=ratios)
+    for name, (axes,) in zip(workloads, panels, strict=True):
+        rows = [row for row in bench.rows if row.workload == name]
+        _panel(axes, rows, colours)
+        axes.set_title(_heading(bench, name, rows), loc="left", fontsize=10)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text: a tenth of the size
+        figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Axes, rows: Sequence[StoreRow], colours: dict[str, str]) -> None:
+    for place, row in enumerate(rows):
+        low, mid, high = (value / 1e3 for value in (row.timing.min, row.timing.p50, row.timing.p99))
+        spread = [[mid - low], [high - mid]]
+        mark = "D" if row.contestant == HOLDFAST else "o"
+        axes.errorbar(mid, place, xerr=spread, fmt=mark, color=colours[row.contestant], linewidth=1.4, capsize=3)
+        axes.annotate(f"  {show_time(row.timing.p50)}", (high, place), va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{row.figure}, {row.contestant}" for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("ms: p50, min to p99", fontsize=8)
+    axes.grid(axis="x", alpha=0.25)
+    axes.margins(x=0.15, y=0.1)

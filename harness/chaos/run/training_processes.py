@@ -1,0 +1,309 @@
+"""The processes of a run of reinforcement learning: its driver, which starts all others, and is resumed if it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from holdfast.ft.console.output import tail
+from holdfast.ft.processes.zygote_client import zygote
+from holdfast.harness.chaos.run.fault_context import NoTargetProcess, Victim
+from holdfast.harness.chaos.run.foreign_process import ForeignProcess
+from holdfast.harness.chaos.run.log_tail import LogTail
+from holdfast.harness.chaos.run.process_set import (
+    ENDED_WITH_DRIVER,
+    EXITED_WELL,
+    DrivenProcessSet,
+    Results,
+    StartedProcess,
+)
+from holdfast.harness.chaos.workloads.training import driver_of
+from holdfast.harness.invariants import Event, read_directory
+from holdfast.harness.training.command import PRELOAD
+from holdfast.harness.training.run_event_tail import RunEventTail
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.data.episode import Group
+from holdfast.rl.run import run_events
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.telemetry import Observer
+
+DRIVERS = 6
+"""The most drivers of a run: one that dies so often is no better when it is resumed."""
+
+GONE_SECONDS = 10.0
+"""Seconds in which all processes of a run must be gone after its driver."""
+
+
+@dataclass(slots=True)
+class DriverLife:
+    """A driver, and the events that it wrote. `zero` is the run's time 0 on `time.monotonic()`."""
+
+    started: StartedProcess
+    zero: float = 0.0
+    events: list[run_events.Event] = field(default_factory=list)
+
+
+class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run wrote, with times on `time.monotonic()`: the events of each driver, and the episodes.
+
+    `left` are the processes that were there after the last driver had ended.
+    """
+
+    config: RunConfig
+    drivers: tuple[tuple[run_events.Event, ...], ...]
+    groups: tuple[Group, ...]
+    left: tuple[str, ...]
+
+
+class TrainingProcesses(DrivenProcessSet):
+    """A driver in a process of its own, in the empty folder `directory`, and all that it starts.
+
+    `observe` is called with each event of the run.
+    """
+
+    def __init__(
+        self, config: RunConfig, directory: Path, environ: Mapping[str, str], observe: Observer = lambda event: None
+    ) -> None:
+        super().__init__()
+        self._observe = observe
+        self._config, self.directory, self.events_directory = config, directory, directory / "events"
+        self._temporary = directory / "tmp"
+        for folder in (self.events_directory, self._temporary):
+            folder.mkdir(mode=0o700)
+        self._environ = {**environ, "TMPDIR": str(self._temporary)}
+        self._run = RunDirectory(directory / "run")
+        self._tail = RunEventTail(self._run.events_file)
+        self._logs: list[LogTail] = []
+        self._drivers: list[DriverLife] = []
+        self._named: dict[str, StartedProcess] = {}
+        self._foreign: list[ForeignProcess] = []
+        self._identities: dict[int, str] = {}
+        self._digest, self._errors, self._left = "", list[str](), tuple[str, ...]()
+        zygote().preload(*PRELOAD, "holdfast.harness.chaos.workloads.training")
+        self._start_driver()
+
+    # -- what a fault acts on
+
+    @property
+    def register_url(self) -> str:
+        raise NotImplementedError("each driver has a register of its own")
+
+    def find(self, name: int | str) -> list[Victim]:
+        self._refresh()
+        alive = [each for each in self.begun if each.process.alive() and not _is_stopped(each.process.pid)]
+        if name in ("trainer", "spare"):
+            trainers = [each for each in alive if each.role == "trainer"]
+            found = [each for each in trainers if (each.process.pid in self._identities) == (name == "trainer")]
+        else:
+            found = [each for each in alive if each.role == name]
+        if not found:
+            raise NoTargetProcess(f"no {name} is alive")
+        return [self._victim(found[0])]
+
+    def of_pid(self, pid: int) -> Victim | None:
+        self._refresh()
+        known = super().of_pid(pid)
+        return known or Victim(f"process {pid}", self._opened(f"process {pid}", pid))
+
+    def _victim(self, begun: StartedProcess) -> Victim:
+        return Victim(self._identities.get(begun.process.pid, begun.name), begun.process, label=begun.name)
+
+    # -- the run
+
+    def over(self, timeout: float) -> bool:
+        self._refresh()
+        driver = self._drivers[-1].started
+        if driver.process.alive():
+            return False
+        self._note_ends()
+        try:
+            said = driver.forked.channel.recv(1.0)
+        except (EOFError, TimeoutError):
+            said = {}
+        if driver.forked.wait(5.0).signal is not None and not said and len(self._drivers) < DRIVERS:
+            self._left += self._until_gone()
+            self._say_how(ENDED_WITH_DRIVER)
+            self._start_driver()
+            return False
+        self._digest = said.get("digest", "")
+        if not self._digest:
+            self._errors.append(f"{driver.name}: {said.get('error') or driver.forked.epitaph()}")
+        self._left += self._until_gone()
+        self._refresh()
+        self._say_how(EXITED_WELL if self._digest else ENDED_WITH_DRIVER)
+        return True
+
+    def results(self) -> Results:
+        trained = [each for each in self._drivers[-1].events if isinstance(each, run_events.StepTrained)]
+        values = {"trainers": {"digest": self._digest}} if self._digest else {}
+        return Results(values, tuple(self._errors), trained[-1].size if trained else 0)
+
+    def close(self) -> None:
+        for each in self._drivers:
+            each.started.forked.close()
+        self._until_gone()
+        for process in self._foreign:
+            process.kill()
+            process.close()
+
+    def new_events(self) -> list[Event]:
+        self._refresh()
+        if self._run.sessions.exists():
+            for number in range(len(self._logs), len(list(self._run.sessions.iterdir()))):
+                self._logs.append(LogTail(self._run.sessions / str(number)))
+        new = [event for log in self._logs for event in log.new()]
+        for event in new:
+            if event.kind == "attempt":
+                self._identities[event.pid] = event.process
+        return self._updates(new)
+
+    def jobs(self) -> list[list[Event]]:
+        """The events of each driver's trainers up to its death, and of all of its time what befell other processes.
+
+        A driver's death ends its trainers too, so what they say then is no recovery.
+        """
+        faults = read_directory(self.events_directory)
+        ends = [each.started.born for each in self._drivers[1:]] + [float("inf")]
+        found = []
+        for number, (driver, end) in enumerate(zip(self._drivers, ends, strict=True)):
+            mine = [each for each in faults if driver.started.born <= each.time < end]
+            pid = driver.started.process.pid
+            death = min((each.time for each in mine if each.fields.get("target_pid") == pid), default=float("inf"))
+            logged = self._updates(read_directory(self._run.sessions / str(number)))
+            mine += [each for each in logged if each.time < death]
+            mine += [event for each in driver.events for event in _fate(each, driver.zero, number)]
+            if death < end:
+                ended = max(death, driver.started.ended)
+                mine.append(Event(ended, driver.started.name, pid, "process_lost", {"role": "driver"}))
+            found.append(sorted(mine, key=lambda event: event.time))
+        return found
+
+    def record(self) -> TrainingRecord:
+        """What the run wrote, once it is over."""
+        self._refresh()
+        return TrainingRecord(
+            config=self._config,
+            drivers=tuple(
+                tuple(_placed(event, driver.zero, number) for event in driver.events)
+                for number, driver in enumerate(self._drivers)
+            ),
+            groups=tuple(self._run.groups()),
+            left=self._left,
+        )
+
+    def outputs(self) -> str:
+        files = sorted(self._run.path.glob("output/*.log"))
+        printed = [f"[{file.stem}] {text}" for file in files if (text := tail(file, 2000))]
+        return "\n".join([super().outputs(), *printed])
+
+    # -- parts
+
+    def _start_driver(self) -> None:
+        name = _numbered("driver", len(self._drivers))
+        process = zygote().spawn(
+            driver_of(self._config, self._run.path),
+            name=name,
+            output=self.directory / f"driver-{len(self._drivers)}.log",
+            environ=self._environ,
+        )
+        started = StartedProcess(name, "driver", process, time.monotonic())
+        self.begun.append(started)
+        self._drivers.append(DriverLife(started))
+
+    def _refresh(self) -> None:
+        """Read the events that the driver has written since the last call."""
+        for event in self._tail.new():
+            self._hear(event)
+        self._note_ends()
+
+    def _hear(self, event: run_events.Event) -> None:
+        if isinstance(event, run_events.ProcessStarted) and event.role == "driver":
+            driver = next(each for each in self._drivers if each.started.process.pid == event.pid)
+            driver.zero = event.clock - event.time
+            self._named.clear()
+        driver = self._drivers[-1]
+        if isinstance(event, run_events.ProcessStarted) and event.role != "driver":
+            name = _numbered(event.name, len(self._drivers) - 1)
+            started = StartedProcess(name, event.role, self._opened(name, event.pid), driver.zero + event.time)
+            self._named[event.name] = started
+            self.begun.append(started)
+        elif isinstance(event, run_events.ProcessLost) and event.name in self._named:
+            lost = self._named[event.name]
+            lost.ended, lost.how = lost.ended or driver.zero + event.time, event.how
+        driver.events.append(event)
+        self._observe(event)
+
+    def _opened(self, name: str, pid: int) -> ForeignProcess:
+        process = ForeignProcess(name, pid)
+        self._foreign.append(process)
+        return process
+
+    def _say_how(self, how: str) -> None:
+        """Say of the processes that have ended, and of which nothing is known, how they did."""
+        self._note_ends()
+        for each in self.begun:
+            if each.ended and not each.how:
+                each.how = how
+
+    def _updates(self, events: Sequence[Event]) -> list[Event]:
+        """The events without those of the attempt after the last update, which publishes the last weights."""
+        return [each for each in events if "step" not in each.fields or each.integer("step") < self._config.steps]
+
+    def _until_gone(self) -> tuple[str, ...]:
+        """Wait until all processes of the run are gone; returns those that are not."""
+        deadline = time.monotonic() + GONE_SECONDS
+        mark = f"TMPDIR={self._temporary}".encode()
+        while True:
+            left = {each.pid: each.name for each in self._foreign if each.alive()}
+            left |= {pid: left.get(pid, "a process") for pid in _marked(mark)}
+            if not left or time.monotonic() > deadline:
+                return tuple(f"{name} (pid {pid})" for pid, name in left.items())
+            time.sleep(0.02)
+
+
+def _fate(event: run_events.Event, zero: float, driver: int) -> Iterator[Event]:
+    """What became of a process, as measures read it; what becomes of trainers their session says."""
+    time = zero + event.time
+    match event:
+        case run_events.ProcessLost() if event.role != "trainer":
+            yield Event(time, _numbered(event.name, driver), event.pid, "process_lost", {"role": event.role})
+        case run_events.ProcessStarted() if event.replaces and event.role != "trainer":
+            yield Event(time, _numbered(event.name, driver), event.pid, "process_replaced", {"role": event.role})
+        case run_events.RunResumed():
+            yield Event(time, _numbered("driver", driver), 0, "process_replaced", {"role": "driver"})
+
+
+def _numbered(name: str, driver: int) -> str:
+    """A process's name, unique in a run of several drivers."""
+    return f"{name}/{driver + 1}" if driver else name
+
+
+def _placed(event: run_events.Event, zero: float, driver: int) -> run_events.Event:
+    """An event on `time.monotonic()`, with unique names of processes."""
+    changed: dict[str, object] = {"time": event.time + zero}
+    for name in ("name", "process", "replaces"):
+        if value := getattr(event, name, ""):
+            changed[name] = _numbered(value, driver)
+    return msgspec.structs.replace(event, **changed)
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _marked(mark: bytes) -> list[int]:
+    """The living processes that were started with a variable in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid() and mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found

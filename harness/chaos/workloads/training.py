@@ -1,0 +1,30 @@
+"""The workload of reinforcement learning: the body of the driver, which does what `holdfast rl train` does."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.comms.errors import HoldfastError, describe
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.harness.training.command import train_here
+from holdfast.rl.config.run_config import RunConfig
+
+
+def driver_of(config: RunConfig, directory: Path) -> Callable[[ProcessChannel], None]:
+    """The target of the driver's process: begins or resumes the run in `directory`, then sends its result.
+
+    A failure of the run is sent in words.
+    """
+
+    def target(channel: ProcessChannel) -> None:
+        tempfile.tempdir = None  # the zygote may have asked for it before this process had its environment
+        try:
+            result: dict[str, Any] = {"digest": train_here(config, directory).digest}
+        except HoldfastError as error:
+            result = {"error": describe(error)}
+        channel.send(result)
+
+    return target

@@ -1,0 +1,156 @@
+"""The `holdfast rl` commands: train, resume, evaluate, and read a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from holdfast.ft.console.command_line import CommandGroup
+from holdfast.harness.cli.rl_environment import app as environment_app
+
+app = CommandGroup(
+    help="Train a language model by reinforcement, resume a run, and read what it did.", no_args_is_help=True
+)
+
+app.add_typer(environment_app, name="environment")
+
+Config = Annotated[Path, typer.Argument(help="A TOML file; docs/reference/rl-config.md has all fields.")]
+Directory = Annotated[Path, typer.Option("--directory", "-d", help="The folder of the run: new, or to go on with.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a field; may be repeated.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+
+@app.command()
+def train(
+    config: Config,
+    directory: Directory = Path("run"),
+    set_: Sets = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the whole configuration, and start nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Train by the configuration in a file, in processes of this machine.
+
+    [bold]Examples[/bold]
+
+        holdfast rl train examples/rl/arithmetic.toml
+
+        holdfast rl train examples/rl/arithmetic.toml --set steps=200 --set objective.algorithm=dapo
+
+        holdfast rl train examples/rl/arithmetic.toml --dry-run
+
+    Any process may die on the way, this command included: the same command goes on from the last checkpoint.
+    """
+    from holdfast.rl.config.load import load_config
+    from holdfast.rl.config.resume import resolved
+
+    read = load_config(config, set_ or ())
+    if dry_run:
+        typer.echo(resolved(read), nl=False)
+        return
+    from holdfast.harness.training.command import run_here
+
+    run_here(read, directory, config.parent, json)
+
+
+@app.command()
+def resume(directory: RunFolder = Path("run"), set_: Sets = None, json: Json = False) -> None:
+    """Go on with a run whose driver has ended, from its last checkpoint.
+
+    [bold]Examples[/bold]
+
+        holdfast rl resume run
+
+        holdfast rl resume run --set trainer.replicas=4
+
+    Nothing is trained twice in the weights, and no prompt is skipped. What the weights depend on cannot be changed.
+    """
+    from holdfast.harness.training.command import configuration_of, run_here
+
+    run_here(configuration_of(directory, set_ or ()), directory, directory, json)
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="The folder of a run, or a TOML file.")],
+    version: Annotated[
+        str | None, typer.Option(metavar="N|best|latest", show_default="best", help="A version that is on disk.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder that transformers loads, instead of a version.")
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option(min=0, show_default="as many as the run", help="How many held-out prompts.")
+    ] = 0,
+    json: Json = False,
+) -> None:
+    """Evaluate a version of a run on the held-out prompts of its configuration.
+
+    [bold]Examples[/bold]
+
+        holdfast rl eval run
+
+        holdfast rl eval run --version latest --prompts 50
+
+        holdfast rl eval examples/rl/arithmetic.toml --model exported
+
+    On disk are version 0, those of the newest checkpoints, and the best one. No process of the run is needed.
+    """
+    from holdfast.harness.training.evaluation import evaluate_here
+
+    if version is not None and model is not None:
+        raise typer.BadParameter("give a version or a model", param_hint="--version, --model")
+    evaluate_here(target, version, model, prompts, json)
+
+
+@app.command()
+def export(
+    directory: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder, or the new file.")],
+    to: Annotated[
+        Literal["hf", "safetensors", "executorch"],
+        typer.Option(help="A folder that transformers loads, one file of weights, or a program for devices."),
+    ] = "hf",
+    version: Annotated[str, typer.Option(metavar="N|best|latest", help="A version that is on disk.")] = "best",
+) -> None:
+    """Write a version of a run as a folder of transformers, a file of safetensors or a program of ExecuTorch.
+
+    [bold]Examples[/bold]
+
+        holdfast rl export run exported
+
+        holdfast rl export run --version latest --to safetensors model.safetensors
+
+        holdfast rl export run --to executorch model.pte          # needs: make extra-executorch
+
+    A program is written only if its logits agree with the model's, and it answers the held-out prompts alike.
+    """
+    from holdfast.harness.training.exports import export_version
+
+    typer.echo(export_version(directory, version, to, out))
+
+
+@app.command()
+def report(
+    directory: RunFolder = Path("run"),
+    output: Annotated[Path, typer.Option(help="The folder for report.html and episodes.html.")] = Path("report"),
+) -> None:
+    """Write the report of a run, and its episodes as a page that can be read.
+
+    [bold]Examples[/bold]
+
+        holdfast rl report run
+
+        holdfast rl report run --output public
+    """
+    from holdfast.ft.console.outputs import check_folder, check_modules
+    from holdfast.harness.training.command import write_pages
+
+    check_modules("report", "the report", "jinja2")
+    check_folder(output, "--output", "report.html", "episodes.html")
+    for page in write_pages(directory, output):
+        typer.echo(f"report: {page}")

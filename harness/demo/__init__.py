@@ -1,1 +1,0 @@
-"""`holdfast demo`: runs the reference workload on this machine, injects faults, and reports the result."""

@@ -1,0 +1,162 @@
+"""Runs a real SLURM on this machine for tests: a controller, and nodes that are all this machine.
+
+with SlurmCluster(2, folder) as slurm:
+    job = slurm.call("sbatch", "--parsable", "job.sbatch")
+
+Needs root and Debian's packages (`apt install slurm-wlm munge`); nothing has to be configured or running. All files are
+in one folder, and the daemons end with the thread that started them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.launch.held_directory import private_file
+from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.harness.testbed.etcd import free_ports
+
+START_SECONDS = 60.0
+_PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "munged", "sbatch", "srun", "scancel", "sinfo")
+
+
+def missing() -> str | None:
+    """The reason why SLURM cannot run here; None if it can."""
+    if os.geteuid() != 0:
+        return "it takes root"
+    absent = [name for name in _PROGRAMS if _program(name) is None]
+    return f"there is no {', '.join(absent)}: apt install slurm-wlm munge" if absent else None
+
+
+class SlurmCluster:
+    """`nodes` nodes, n1 and so on, of `cpus` processors each, whatever this machine has. A context manager."""
+
+    def __init__(self, nodes: int, folder: Path, *, cpus: int = 8) -> None:
+        why = missing()
+        if why is not None:
+            raise HoldfastError(f"SLURM cannot run here: {why}")
+        self._folder, self._names = folder, [f"n{number + 1}" for number in range(nodes)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._configuration = folder / "slurm.conf"
+        self._socket = folder / "munge" / "socket"
+        for path in (folder, self._socket.parent, folder / "state", *(folder / name for name in self._names)):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._configuration.write_text(self._settings(cpus))
+        with private_file(folder / "munge" / "key", "wb") as key:
+            key.write(os.urandom(128))
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment in which SLURM's commands find this cluster."""
+        return {**os.environ, "SLURM_CONF": str(self._configuration)}
+
+    def call(self, *command: str, timeout: float = 60.0) -> str:
+        """What a command of SLURM prints. Raises `HoldfastError` with its complaint if it fails."""
+        done = subprocess.run(
+            command, env=self.environ, cwd=self._folder, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        if done.returncode:
+            raise HoldfastError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout.strip()
+
+    def __enter__(self) -> SlurmCluster:
+        try:
+            munge = self._socket.parent
+            files = [f"--{what}-file={munge / what}" for what in ("key", "pid", "log", "seed")]
+            self._start("munged", "-F", "--force", f"--socket={self._socket}", *files)
+            self._wait(self._socket.exists, "munged")
+            self._start("slurmctld", "-D")
+            for name in self._names:
+                self._start("slurmd", "-D", "-N", name, "-d", str(_program("slurmstepd")))
+            self._wait(lambda: self._states() == {"idle"}, "the nodes")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the daemons, the newest first. Idempotent."""
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in reversed(self._processes):
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def _states(self) -> set[str]:
+        try:
+            return set(self.call("sinfo", "--noheader", "--Node", "--format=%T").split())
+        except HoldfastError:
+            return set()
+
+    def _start(self, name: str, *options: str) -> None:
+        with private_file(self._folder / f"{name}.log", "ab") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [str(_program(name)), *options],
+                    env=self.environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
+                )
+            )
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not done():
+            if time.monotonic() > deadline:
+                raise HoldfastError(f"SLURM does not start: {what} not ready; see {self._folder}")
+            time.sleep(0.1)
+
+    def _settings(self, cpus: int) -> str:
+        here, controller = socket.gethostname(), _program("slurmctld")
+        assert controller is not None
+        plugins = next(iter(sorted((controller.parents[1] / "lib").glob("**/auth_munge.so"))), None)
+        ports = free_ports(1 + len(self._names))
+        lines = [
+            "ClusterName=test",
+            f"SlurmctldHost={here}(127.0.0.1)",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            f"AuthInfo=socket={self._socket}",
+            *([f"PluginDir={plugins.parent}"] if plugins is not None else []),
+            f"StateSaveLocation={self._folder / 'state'}",
+            f"SlurmdSpoolDir={self._folder}/%n",
+            f"SlurmctldPidFile={self._folder / 'slurmctld.pid'}",
+            f"SlurmdPidFile={self._folder}/%n.pid",
+            f"SlurmctldPort={ports[0]}",
+            "SlurmdParameters=config_overrides",
+            "ProctrackType=proctrack/pgid",
+            "TaskPlugin=task/none",
+            "SchedulerType=sched/builtin",
+            "MpiDefault=none",
+            "KillWait=20",
+        ]
+        for name, port in zip(self._names, ports[1:], strict=True):
+            lines.append(f"NodeName={name} NodeHostname={here} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}")
+        lines.append(f"PartitionName=all Nodes={','.join(self._names)} Default=YES State=UP")
+        return "\n".join(lines) + "\n"
+
+
+def _program(name: str) -> Path | None:
+    """The path of a program of SLURM. Debian appends -wlm to the names of the daemons."""
+    places = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    found = shutil.which(name, path=places) or shutil.which(f"{name}-wlm", path=places)
+    return None if found is None else Path(found)

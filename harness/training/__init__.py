@@ -1,0 +1,1 @@
+"""Shows a run of reinforcement learning: its report, and its episodes as a page."""

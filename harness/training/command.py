@@ -1,0 +1,124 @@
+"""What the `holdfast rl` commands do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft.console.console import console, print_json
+from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.harness.report import write
+from holdfast.harness.training import episodes_page
+from holdfast.harness.training.live_view import LiveView
+from holdfast.harness.training.report import report_of
+from holdfast.rl.config.load import load_config
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.engine.engine import Engine
+from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.run.policy_source import tokenizer_of
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.telemetry import Observer, TensorBoard
+from holdfast.rl.run.training_run import RunResult, TrainingRun
+
+SHOWN_GROUPS = 500
+"""The most groups on the page of episodes: the newest ones."""
+
+
+class NoRun(HoldfastError):
+    """A folder holds no run."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(f"{directory} holds no run: it has no config.toml; `holdfast rl train` makes one")
+
+
+PRELOAD = (
+    "transformers.models.llama.modeling_llama",
+    "holdfast.rl.trainers.trainer_actor",
+    "holdfast.rl.generators.transformers_generator",
+    "holdfast.rl.run.weight_holder",
+)
+"""Modules that are slow to import, so the processes of a run share one import of them."""
+
+
+def engine_of(config: RunConfig, logs: Path) -> Engine:
+    """The engine that a configuration names; processes write their output to files in `logs`."""
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if config.engine.kind == "local":
+        return LocalEngine(logs=logs, preload=PRELOAD)
+    from holdfast.rl.engine.monarch import MonarchEngine
+
+    return MonarchEngine(logs=logs, preload=PRELOAD)
+
+
+def run_here(config: RunConfig, directory: Path, folder: Path, json: bool) -> None:
+    """Train, or go on with what was begun in `directory`, and print the result."""
+    out = console(quiet=json)
+    with LiveView(out, config.steps, quiet=json) as view:
+        result = train_here(config, directory, folder, (view,))
+    if json:
+        print_json(msgspec.to_builtins(result))
+        return
+    best = f"; best held-out reward {result.best.reward:.1%}, version {result.best.version}" if result.best else ""
+    out.print(
+        f"{counted(result.steps, 'step')} in {coarse_seconds(result.seconds)}{best}; weights {result.digest[:16]}"
+    )
+
+
+def train_here(
+    config: RunConfig, directory: Path, folder: Path = Path(), observers: Sequence[Observer] = ()
+) -> RunResult:
+    """Be the driver of a run until it is done. Raises `RunFailed`, and the errors of the run's beginning."""
+    with RunDirectory(directory).open() as opened:
+        return asyncio.run(_run(config, opened, folder, observers))
+
+
+async def _run(config: RunConfig, directory: RunDirectory, folder: Path, watching: Sequence[Observer]) -> RunResult:
+    observers = list(watching)
+    board = TensorBoard(directory.path / "tensorboard") if config.telemetry.tensorboard else None
+    if board is not None:
+        observers.append(board)
+    try:
+        async with engine_of(config, directory.path / "output") as engine:
+            return await TrainingRun(config, directory, engine, observers, folder).run()
+    finally:
+        if board is not None:
+            board.close()
+
+
+def configuration_of(directory: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration with which a run was begun. Raises `NoRun`, `BadConfig`."""
+    run = RunDirectory(directory)
+    if not run.config_file.exists():
+        raise NoRun(directory)
+    return load_config(run.config_file, overrides)
+
+
+def write_pages(directory: Path, output: Path) -> tuple[Path, Path]:
+    """Write the report and the episodes of a run. Raises `NoRun`, `CorruptData`."""
+    config = configuration_of(directory, ())
+    run = RunDirectory(directory)
+    tokenizer = tokenizer_of(config)
+    title = f"{config.objective.algorithm.upper().replace('_', '. ')} on {config.environment.name or config.data.task}"
+    facts = (
+        ("seed", str(config.seed)),
+        ("steps", f"{config.steps:,}"),
+        ("loop", f"{config.algorithm.mode}, staleness at most {config.algorithm.staleness}"),
+        ("batch", f"{config.algorithm.groups} groups of {config.sampling.group}"),
+        ("trainers", f"{config.trainer.replicas} ({config.trainer.strategy}), {config.trainer.spares} spare"),
+        ("generators", f"{config.generator.replicas} ({config.generator.kind})"),
+        ("holders of weights", f"{config.store.holders}, {config.store.copies} copies of each version"),
+        ("engine", config.engine.kind),
+    )
+    report, episodes = output / "report.html", output / "episodes.html"
+    write(
+        report_of(directory, title=title, configuration=facts, repeat=(f"holdfast rl train {run.config_file}",)), report
+    )
+    groups = {group.number: group for group in run.groups()}
+    newest = [groups[number] for number in sorted(groups)[-SHOWN_GROUPS:]]
+    rows = episodes_page.rows_of(newest, tokenizer.decode)
+    episodes_page.write(episodes, f"Episodes of {title}", rows, len(groups) - len(newest))
+    return report, episodes

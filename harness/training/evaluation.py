@@ -1,0 +1,98 @@
+"""What `holdfast rl eval` does: evaluates a saved version, and shows its score with examples."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from holdfast.ft.console.console import FoldingTable, console, print_json
+from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.ft.console.visible import visible
+from holdfast.harness.training.command import configuration_of
+from holdfast.rl.config.load import load_config
+from holdfast.rl.config.resume import placed
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.export.saved_versions import SavedVersions
+from holdfast.rl.export.version_evaluation import HeldOutAnswer, VersionEvaluation, evaluate_source
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.run.policy_source import policy_source
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.trainers.weights_digest import weights_digest
+
+EXAMPLES = 4
+"""How many of the best answers are shown, and how many of the worst."""
+
+
+class EvaluatedVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """What was evaluated (`version` is None for a folder of its own), and the result."""
+
+    weights: str
+    version: int | None
+    digest: str
+    result: VersionEvaluation
+
+
+def run_of(target: Path) -> tuple[RunConfig, RunDirectory | None]:
+    """The configuration in a file or in the folder of a run, which is given too. Raises `NoRun`, `BadConfig`."""
+    if target.is_file():
+        return placed(load_config(target), target.parent), None
+    return configuration_of(target, ()), RunDirectory(target)
+
+
+def evaluate_here(target: Path, version: str | None, model: Path | None, prompts: int, json: bool) -> None:
+    """Evaluate a version of a run, or a model in a folder, in this process, and print the result."""
+    config, directory = run_of(target)
+    with tempfile.TemporaryDirectory(prefix="holdfast-eval-") as scratch:
+        if model is not None:
+            first = policy_source(config)
+            number, name = None, str(model)
+            source = ModelSource(path=name, dtype=first.dtype, vocabulary=first.vocabulary)
+        else:
+            saved = SavedVersions(config, directory)
+            number = saved.find(version or ("latest" if saved.best is None else "best"))
+            name = f"version {number} of {target}"
+            source = saved.source(number, Path(scratch) / "model")
+        result = asyncio.run(evaluate_source(config, source, prompts))
+        digest = weights_digest(source.build().state_dict())
+    found = EvaluatedVersion(weights=name, version=number, digest=digest, result=result)
+    if json:
+        print_json(found)
+        return
+    _show(console(), found)
+
+
+def _show(out: Console, found: EvaluatedVersion) -> None:
+    result = found.result
+    out.print(
+        f"{found.weights}: {counted(len(result.answers), 'held-out prompt')}, {counted(result.tokens, 'token')} in "
+        f"{coarse_seconds(result.seconds)}; weights {found.digest[:16]}"
+    )
+    scores = FoldingTable(box=None, pad_edge=False, show_header=False)
+    scores.add_column()
+    scores.add_column(justify="right")
+    scores.add_row("reward", Text(f"{result.reward:.1%}", "bold"))
+    for name, value in result.parts.items():
+        scores.add_row(f"  {name}", f"{value:.1%}")
+    if result.failed:
+        scores.add_row("failed episodes", Text(str(result.failed), "red"))
+    out.print(scores)
+    ranked = sorted(result.answers, key=lambda each: each.reward, reverse=True)
+    out.print(_examples(ranked[:EXAMPLES], ranked[EXAMPLES:][-EXAMPLES:]))
+
+
+def _examples(best: Sequence[HeldOutAnswer], worst: Sequence[HeldOutAnswer]) -> FoldingTable:
+    table = FoldingTable(box=None, pad_edge=False, header_style="dim")
+    for name in ("prompt", "answer", "reference"):
+        table.add_column(name)
+    table.add_column("reward", justify="right")
+    for rows, style in ((best, "green"), (worst, "red")):
+        for each in rows:
+            reward = each.failure or f"{each.reward:.2f}"
+            table.add_row(each.prompt, Text(visible(each.answer), style), each.reference, reward)
+    return table

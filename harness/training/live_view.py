@@ -1,0 +1,123 @@
+"""Shows a run while it runs: a progress bar or plain lines, and notable events."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.rl.run.run_events import (
+    EpisodeFailed,
+    Evaluated,
+    Event,
+    ProcessLost,
+    ProcessReady,
+    ProcessStarted,
+    RunResumed,
+    StepTrained,
+)
+
+WINDOW = 25
+"""Steps over which reward and speed are averaged."""
+
+_LINE_SECONDS = 3.0
+_BAD = (ProcessLost, EpisodeFailed)
+
+
+class LiveView:
+    """An observer of a run of `steps` steps. A context manager; `quiet` shows nothing."""
+
+    def __init__(self, console: Console, steps: int, *, quiet: bool = False) -> None:
+        self._console, self._steps, self._quiet = console, steps, quiet
+        self._recent: deque[StepTrained] = deque(maxlen=WINDOW)
+        self._held_out: float | None = None
+        self._next, self._now = 0.0, 0.0
+        self._progress: Progress | None = None
+        if console.is_terminal and not quiet:
+            self._progress = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}", markup=False),
+                TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("steps", total=steps, figures="")
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        elif self._recent and not self._quiet:
+            self._print(self._recent[-1].time, self.figures())
+
+    def __call__(self, event: Event) -> None:
+        self._now = max(self._now, event.time)
+        if isinstance(event, StepTrained):
+            self._recent.append(event)
+            self._step(event)
+        elif isinstance(event, Evaluated):
+            self._held_out = event.reward
+        if not self._quiet and (text := _words(event)):
+            self._print(event.time, text, "red" if isinstance(event, _BAD) else "")
+
+    def note(self, text: str) -> None:
+        """Show a line that is no event, at the time of the last one."""
+        if not self._quiet:
+            self._print(self._now, text, "bold red")
+
+    def figures(self) -> str:
+        """Reward, held-out reward, speed and staleness, in words."""
+        steps = self._recent
+        parts = []
+        if steps:
+            parts.append(f"reward {sum(each.reward for each in steps) / len(steps):.2f}")
+        if self._held_out is not None:
+            parts.append(f"held-out {self._held_out:.1%}")
+        if len(steps) > 1 and steps[-1].time > steps[0].time:
+            parts.append(f"{(len(steps) - 1) / (steps[-1].time - steps[0].time):.1f} steps/s")
+        behind = [versions for each in steps for versions in each.staleness]
+        if any(behind):
+            parts.append(f"staleness {sum(behind) / len(behind):.1f}")
+        return ", ".join(parts)
+
+    def _step(self, event: StepTrained) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=event.step + 1, figures=self.figures())
+        elif not self._quiet and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LINE_SECONDS
+            self._print(event.time, f"step {event.step + 1} of {self._steps}: {self.figures()}")
+
+    def _print(self, at: float, text: str, style: str = "") -> None:
+        self._console.print(Text(f"{at:8.2f} s  {text}", style=style), soft_wrap=True)
+
+
+def _words(event: Event) -> str:
+    match event:
+        case ProcessStarted(replaces=replaces) if replaces:
+            return f"{event.name}: started in place of {replaces} (pid {event.pid})"
+        case ProcessReady():
+            return f"{event.name}: ready after {coarse_seconds(event.seconds)}"
+        case ProcessLost():
+            return f"{event.name}: lost, {event.how}"
+        case EpisodeFailed():
+            return f"an episode of prompt {event.prompt} failed: {event.reason}"
+        case Evaluated():
+            return f"version {event.version}: held-out reward {event.reward:.1%}" + (", the best" if event.best else "")
+        case RunResumed():
+            return f"resumed after {counted(event.step, 'step')}"
+        case _:
+            return ""

@@ -1,0 +1,97 @@
+"""Builds the report of a run from the events in its directory: chooses and words its facts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.harness.invariants import CheckResult
+from holdfast.harness.report.model import Figure, ReportedFault, RunReport
+from holdfast.harness.training.run_facts import RunFacts
+from holdfast.rl.run.run_directory import RunDirectory
+
+
+def report_of(
+    directory: Path,
+    *,
+    title: str,
+    configuration: Sequence[tuple[str, str]] = (),
+    repeat: Sequence[str] = (),
+    faults: Sequence[ReportedFault] = (),
+    findings: Sequence[CheckResult] = (),
+    failures: Sequence[str] = (),
+) -> RunReport:
+    """The report of the run in `directory`. Raises `CorruptData` for a damaged file of events.
+
+    `faults`, `findings` and `failures` are those of a harness that broke the run.
+    """
+    facts = RunFacts.of(RunDirectory(directory).events())
+    began = datetime.fromtimestamp((directory / "events.jsonl").stat().st_mtime - facts.seconds).astimezone()
+    return RunReport(
+        title=title,
+        good=not failures,
+        summary=_summary(facts),
+        when=f"{began:%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
+        seconds=facts.seconds,
+        figures=_figures(facts),
+        learning=facts.learning(),
+        lanes=facts.lanes(),
+        spans=facts.spans(),
+        faults=tuple(faults),
+        findings=tuple(findings),
+        configuration=tuple(configuration),
+        repeat=tuple(repeat),
+        failures=tuple(failures),
+    )
+
+
+def _summary(facts: RunFacts) -> str:
+    steps = counted(len(facts.steps), "step")
+    held_out = facts.held_out()
+    learnt = f"{steps} were committed"
+    if len(held_out) > 1:
+        learnt += f"; the held-out reward went from {held_out[0].value:.1%} to {held_out[-1].value:.1%}"
+    parts = [f"{learnt}."]
+    if facts.lost:
+        parts.append(f"On the way {counted(len(facts.lost), 'process', 'processes')} died, each replaced by another.")
+    if facts.resumes:
+        again = counted(facts.repeated, "step")
+        parts.append(f"The driver was resumed {counted(len(facts.resumes), 'time')}, and {again} trained again.")
+    if facts.failed:
+        parts.append(f"{counted(len(facts.failed), 'failed episode')} left out.")
+    return " ".join(parts)
+
+
+def _figures(facts: RunFacts) -> tuple[Figure, ...]:
+    held_out = facts.held_out()
+    best = max((point.value for point in held_out), default=None)
+    missing = [step for step in range(max(facts.steps, default=-1) + 1) if step not in facts.steps]
+    figures = []
+    if held_out and best is not None:
+        words = f"best {best:.1%}; {counted(len(held_out), 'evaluation')}"
+        figures.append(Figure("Held-out reward", f"{held_out[-1].value:.1%}", words, "good"))
+    figures.append(
+        Figure("Steps lost", str(len(missing)), f"of {len(facts.steps):,} committed", "bad" if missing else "good")
+    )
+    tokens = sum(step.tokens for step in facts.steps.values())
+    if facts.seconds:
+        figures.append(
+            Figure("Tokens a second", f"{tokens / facts.seconds:,.0f}", f"drawn by the policy; {tokens:,} in all")
+        )
+    behind = [each for step in facts.steps.values() for each in step.staleness]
+    if behind:
+        figures.append(
+            Figure("Staleness", f"{sum(behind) / len(behind):.2f}", f"versions on average, at most {max(behind)}")
+        )
+    if facts.served:
+        times = sorted(each.seconds for each in facts.served)
+        figures.append(
+            Figure(
+                "Weights served after",
+                coarse_seconds(times[len(times) // 2]),
+                f"median; at most {coarse_seconds(times[-1])}",
+            )
+        )
+    return tuple(figures)

@@ -1,0 +1,223 @@
+"""The facts of a run, computed from the events in its directory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.ft.console.units import coarse_seconds
+from holdfast.harness.report.model import (
+    Bar,
+    Curve,
+    Learning,
+    Point,
+    ProcessorUse,
+    ProcessRecord,
+    RateSample,
+    RoleUse,
+    Span,
+)
+from holdfast.rl.run.run_events import (
+    Activity,
+    EpisodeFailed,
+    Evaluated,
+    Event,
+    ProcessLost,
+    ProcessorTime,
+    ProcessStarted,
+    RunResumed,
+    StepTrained,
+    WeightsPublished,
+    WeightsServed,
+)
+
+LATENCY_EDGES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""The upper edges in seconds of the bars of weights' latencies; one more bar holds the rest."""
+
+MODEL_WORK = ("forward_backward", "generate", "optimizer")
+"""The kinds of work that a model needs, whatever moves its data."""
+
+_RATES = 120
+"""The number of moments at which the rate of tokens is given, at most."""
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """The events of a run by kind, without those of a driver that were void after its death. Times in seconds."""
+
+    steps: dict[int, StepTrained] = field(default_factory=dict)
+    evaluations: dict[int, Evaluated] = field(default_factory=dict)
+    started: dict[str, ProcessStarted] = field(default_factory=dict)
+    lost: dict[str, ProcessLost] = field(default_factory=dict)
+    published: dict[int, WeightsPublished] = field(default_factory=dict)
+    served: list[WeightsServed] = field(default_factory=list)
+    activities: list[Activity] = field(default_factory=list)
+    failed: list[EpisodeFailed] = field(default_factory=list)
+    resumes: list[RunResumed] = field(default_factory=list)
+    processor: dict[str, list[ProcessorTime]] = field(default_factory=dict)
+    repeated: int = 0
+    """How many steps were trained again after a resume: those since the last saved state."""
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(events: Iterable[Event]) -> RunFacts:
+        """The facts of these events, in their order."""
+        facts = RunFacts()
+        for event in events:
+            facts.seconds = max(facts.seconds, event.time + (event.seconds if isinstance(event, Activity) else 0.0))
+            facts._add(event)
+        return facts
+
+    def _add(self, event: Event) -> None:
+        match event:
+            case StepTrained():
+                self.steps[event.step] = event
+            case Evaluated():
+                self.evaluations[event.version] = event
+            case ProcessStarted():
+                self.started[event.name] = event
+            case ProcessLost():
+                self.lost[event.name] = event
+            case WeightsPublished():
+                self.published[event.version] = event
+            case WeightsServed():
+                self.served.append(event)
+            case Activity():
+                self.activities.append(event)
+            case ProcessorTime():
+                self.processor.setdefault(event.process, []).append(event)
+            case EpisodeFailed():
+                self.failed.append(event)
+            case RunResumed():
+                self.resumes.append(event)
+                void = [step for step in self.steps if step >= event.step]
+                self.repeated += len(void)
+                for step in void:
+                    del self.steps[step]
+                self.evaluations = {v: each for v, each in self.evaluations.items() if v <= event.step}
+            case _:
+                return
+
+    # -- what a report shows
+
+    def learning(self) -> Learning:
+        """All that a report shows but the processes."""
+        return Learning(
+            curve=Curve(rewards=self.rewards(), evaluations=self.held_out()),
+            staleness=self.staleness(),
+            latencies=self.latencies(),
+            uses=self.uses(),
+            processor=self.processor_uses(),
+            model_share=self.model_share(),
+            tokens=self.tokens(),
+        )
+
+    def rewards(self) -> tuple[Point, ...]:
+        """The mean reward of each step."""
+        return tuple(Point(step + 1, self.steps[step].reward) for step in sorted(self.steps))
+
+    def held_out(self) -> tuple[Point, ...]:
+        """The held-out reward of each evaluated version."""
+        return tuple(Point(version, self.evaluations[version].reward) for version in sorted(self.evaluations))
+
+    def staleness(self) -> tuple[Bar, ...]:
+        """Groups by the number of versions that they were behind."""
+        counts = Counter(behind for step in self.steps.values() for behind in step.staleness)
+        return tuple(Bar(str(behind), counts[behind]) for behind in range(max(counts, default=-1) + 1))
+
+    def latencies(self) -> tuple[Bar, ...]:
+        """Served versions by the time since they were published."""
+        if not self.served:
+            return ()
+        counts = Counter(
+            next((index for index, edge in enumerate(LATENCY_EDGES) if each.seconds <= edge), len(LATENCY_EDGES))
+            for each in self.served
+        )
+        labels = [coarse_seconds(edge) for edge in LATENCY_EDGES] + ["more"]
+        return tuple(Bar(label, counts[index]) for index, label in enumerate(labels))
+
+    def tokens(self) -> tuple[RateSample, ...]:
+        """The rate of policy tokens, each averaged over a part of the run."""
+        steps = sorted(self.steps.values(), key=lambda step: step.time)
+        if len(steps) < 2:
+            return ()
+        first, last = steps[0].time, steps[-1].time
+        parts = min(_RATES, len(steps) - 1)
+        width = (last - first) / parts or 1e-9
+        sums = [0] * parts
+        for step in steps[1:]:
+            sums[min(parts - 1, max(0, math.ceil((step.time - first) / width - 1e-6) - 1))] += step.tokens
+        return tuple(RateSample(first + (index + 0.5) * width, total / width) for index, total in enumerate(sums))
+
+    def lanes(self) -> tuple[ProcessRecord, ...]:
+        """Each process from its start to its end, by role."""
+        roles = list(dict.fromkeys(each.role for each in self.started.values()))
+        ordered = sorted(self.started.values(), key=lambda each: (roles.index(each.role), each.time))
+        return tuple(self._lane(each) for each in ordered)
+
+    def spans(self) -> tuple[Span, ...]:
+        """What each process did."""
+        return tuple(
+            Span(each.process, each.what, each.time, each.time + each.seconds, str(each.number))
+            for each in self.activities
+        )
+
+    def uses(self) -> tuple[RoleUse, ...]:
+        """The work of each role that reports any: the share of its processes' time that activities cover.
+
+        The driver has none: it waits for the others.
+        """
+        lanes, found = self.lanes(), []
+        for role in dict.fromkeys(each.role for each in self.activities if each.role != "driver"):
+            mine = [lane for lane in lanes if lane.role == role]
+            alive = sum(lane.ended - lane.born for lane in mine)
+            worked = sum(self._worked(lane.name) for lane in mine)
+            found.append(RoleUse(role, len(mine), min(1.0, worked / alive) if alive else 0.0, max(0.0, alive - worked)))
+        return tuple(found)
+
+    def processor_uses(self) -> tuple[ProcessorUse, ...]:
+        """The processor time of each role while steps were trained, by kind of work."""
+        found = []
+        for role in dict.fromkeys(times[0].role for times in self.processor.values()):
+            begun = {name: times[0] for name, times in self.processor.items() if times[0].role == role}
+            total = sum(self.processor[name][-1].seconds - each.seconds for name, each in begun.items())
+            work: defaultdict[str, float] = defaultdict(float)
+            for each in self.activities:
+                if each.cpu and each.process in begun and each.time >= begun[each.process].time:
+                    work[each.what] += each.cpu
+            ordered = sorted(work.items(), key=lambda item: (item[0] not in MODEL_WORK, item[0]))
+            found.append(ProcessorUse(role, total, tuple(ordered), max(0.0, total - sum(work.values()))))
+        return tuple(found)
+
+    def model_share(self) -> float | None:
+        """The share of the processor time that the model had; None if that is not known."""
+        uses = self.processor_uses()
+        total = sum(use.seconds for use in uses)
+        mine = sum(seconds for use in uses for what, seconds in use.work if what in MODEL_WORK)
+        return min(1.0, mine / total) if total else None
+
+    def _worked(self, process: str) -> float:
+        return covered([(each.time, each.time + each.seconds) for each in self.activities if each.process == process])
+
+    def _lane(self, started: ProcessStarted) -> ProcessRecord:
+        lost = self.lost.get(started.name)
+        return ProcessRecord(
+            name=started.name,
+            role=started.role,
+            pid=started.pid,
+            born=started.time,
+            ended=self.seconds if lost is None else lost.time,
+            fate="finished" if lost is None else "killed" if "SIGKILL" in lost.how else "lost",
+            note=f"in place of {started.replaces}" if started.replaces else "",
+        )
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for begin, until in sorted(spans):
+        total += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return total

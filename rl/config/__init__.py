@@ -1,0 +1,1 @@
+"""The typed configuration of a run, read from TOML."""

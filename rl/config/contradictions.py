@@ -1,0 +1,276 @@
+"""What cannot be in one configuration: values that are each allowed, and do not work together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.rl.config.extra_environment import ExtraNotInstalled, extra_python
+from holdfast.rl.config.named_code import file_of
+from holdfast.rl.config.run_config import CriterionConfig, ModelConfig, RunConfig, TitanConfig
+from holdfast.rl.config.toml_text import Key
+from holdfast.rl.data.buffer_state import StalenessRule
+from holdfast.rl.data.errors import StalenessUnreachable
+
+Contradiction = tuple[tuple[Key, ...], str]
+"""The values that contradict each other, the one to change first, and the reason."""
+
+
+def contradictions(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
+    """Everything that contradicts itself. Paths in the configuration are relative to `folder`."""
+    yield from _loop(config)
+    yield from _data(config, folder)
+    yield from _rewards(config, folder)
+    yield from _environment(config, folder)
+    yield from _roles(config)
+    yield from _generators(config, folder)
+    yield from _titan(config, folder)
+
+
+def staleness_rule(config: RunConfig) -> StalenessRule:
+    """The rule of a run's replay buffer. Raises `StalenessUnreachable`."""
+    loop = config.algorithm
+    return StalenessRule(groups=loop.groups, bound=loop.staleness, updates=loop.updates, capacity=loop.capacity)
+
+
+def _loop(config: RunConfig) -> Iterator[Contradiction]:
+    loop = config.algorithm
+    try:
+        staleness_rule(config)
+    except StalenessUnreachable as error:
+        names = ("capacity", "groups") if loop.staleness >= loop.updates - 1 else ("staleness", "updates")
+        yield tuple(("algorithm", name) for name in names), str(error)
+    if loop.mode == "synchronous" and loop.staleness > loop.updates - 1:
+        yield (
+            (("algorithm", "staleness"), ("algorithm", "mode"), ("algorithm", "updates")),
+            f"the synchronous loop trains on the newest weights alone: {loop.updates - 1} with these updates, or "
+            'mode = "asynchronous"',
+        )
+    if loop.updates > loop.groups:
+        yield (
+            (("algorithm", "updates"), ("algorithm", "groups")),
+            f"a batch of algorithm.groups = {loop.groups} is not enough for so many",
+        )
+    if config.steps % loop.updates:
+        yield (
+            (("steps",), ("algorithm", "updates")),
+            f"must be a multiple of algorithm.updates = {loop.updates}: each batch is used for all of its updates",
+        )
+    if config.objective.skip_overlong and not config.sampling.stop:
+        yield (
+            (("sampling", "stop"), ("objective", "skip_overlong")),
+            "without a stop token every completion is cut off, and objective.skip_overlong leaves it out",
+        )
+
+
+def _data(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
+    data = config.data
+    for name in ("train", "held_out"):
+        value = getattr(data, name)
+        if data.task == "arithmetic" and value:
+            yield (("data", name), ("data", "task")), 'the arithmetic task brings its problems; use task = "jsonl"'
+        elif value and not (folder / value).is_file():
+            yield (("data", name),), f"there is no file {folder / value}"
+    if data.task == "jsonl" and not data.train:
+        yield (("data", "train"), ("data", "task")), 'task = "jsonl" needs a file of prompts'
+    if data.task == "jsonl" and config.evaluation.every and not data.held_out:
+        yield (
+            (("data", "held_out"), ("data", "task"), ("evaluation", "every")),
+            "evaluation needs a file of held-out prompts, or evaluation.every = 0",
+        )
+    if config.model.path and not (folder / config.model.path).is_dir():
+        yield (("model", "path"),), f"there is no folder {folder / config.model.path}"
+    if not config.model.path and data.task == "jsonl" and not config.environment.name:
+        yield (
+            (("model", "path"), ("data", "task")),
+            "the small Llama has the 14 characters of the arithmetic task; name a model with a tokenizer of its own",
+        )
+
+
+def _rewards(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
+    if not config.reward and not config.environment.name:
+        yield (("reward",), ("environment", "name")), "an episode needs a reward or an environment"
+    for number, each in enumerate(config.reward):
+        yield from _criterion(config, each, folder, ("reward", number))
+
+
+def _criterion(config: RunConfig, criterion: CriterionConfig, folder: Path, key: Key) -> Iterator[Contradiction]:
+    pattern, kind = (*key, "pattern"), (*key, "kind")
+    if criterion.pattern and criterion.kind not in ("exact", "format"):
+        yield (pattern, kind), f"a criterion of kind {criterion.kind!r} has no pattern"
+    yield from _code_of_criterion(criterion, folder, key)
+    if not criterion.pattern and criterion.kind == "format":
+        yield (pattern, kind), "a criterion of kind 'format' needs one"
+    if criterion.pattern:
+        try:
+            groups = re.compile(criterion.pattern).groups
+        except re.error as error:
+            yield (pattern,), f"not a regular expression: {error}"
+        else:
+            if criterion.kind == "exact" and groups != 1:
+                yield (pattern, kind), f"it has {groups} groups, and needs one, which is the answer"
+    if criterion.kind == "length" and not 0 < criterion.margin <= config.sampling.max_new_tokens:
+        yield (
+            ((*key, "margin"), kind, ("sampling", "max_new_tokens")),
+            f"must be from 1 to sampling.max_new_tokens = {config.sampling.max_new_tokens}",
+        )
+    if criterion.kind != "length" and criterion.margin:
+        yield ((*key, "margin"), kind), f"a criterion of kind {criterion.kind!r} has no margin"
+
+
+def _code_of_criterion(criterion: CriterionConfig, folder: Path, key: Key) -> Iterator[Contradiction]:
+    kind = (*key, "kind")
+    wanted = {"python": ("function",), "ensemble": ("verifiers", "answers")}.get(criterion.kind, ())
+    for name in ("function", "verifiers", "answers"):
+        value = getattr(criterion, name)
+        if name in wanted and not value:
+            yield ((*key, name), kind), f"a criterion of kind {criterion.kind!r} needs it"
+        if name not in wanted and value:
+            yield ((*key, name), kind), f"a criterion of kind {criterion.kind!r} has none"
+    for name, codes in (("function", (criterion.function,)), ("verifiers", criterion.verifiers)):
+        for code in filter(None, codes):
+            if name in wanted and (reason := _missing_code(code, folder)):
+                yield ((*key, name),), reason
+    if criterion.kind == "ensemble":
+        names = {each.rpartition(":")[2] for each in criterion.verifiers}
+        if 0 < len(criterion.verifiers) < 3:
+            yield ((*key, "verifiers"),), "fewer than three do not tell how good each is"
+        elif len(names) < len(criterion.verifiers):
+            yield ((*key, "verifiers"),), "two of them have the same name"
+        if criterion.answers and not (folder / criterion.answers).is_file():
+            yield ((*key, "answers"),), f"there is no file {folder / criterion.answers}"
+
+
+def _missing_code(code: str, folder: Path) -> str:
+    """Why a name cannot lead to code; its module is not imported for that."""
+    module, _, name = code.rpartition(":")
+    if not module or not name:
+        return f"{code!r} is not FILE.py:NAME, or MODULE:NAME of an installed module"
+    file = file_of(code)
+    return f"there is no file {folder / file}" if file and not (folder / file).is_file() else ""
+
+
+def _environment(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
+    environment, group = config.environment, config.sampling.group
+    name, addresses = ("environment", "name"), ("environment", "addresses")
+    if not environment.name:
+        for field in ("addresses", "arguments"):
+            if getattr(environment, field):
+                yield (("environment", field), name), "it belongs to an environment without a name"
+        return
+    kind, _, code = environment.name.partition(":")
+    if kind == "python" and (reason := _missing_code(code, folder)):
+        yield (name,), reason
+    if "?" in environment.name:
+        yield (name,), "options are a table of their own: environment.arguments"
+    for number, each in enumerate(environment.addresses):
+        if not re.fullmatch(r"(wss?|https?)://[^/\s]+(/\S*)?", each):
+            yield (addresses,), f"{each!r} is no address of a server, such as ws://host:8123 (number {number + 1})"
+    if environment.addresses and environment.servers:
+        yield (("environment", "servers"), addresses), "0, where servers run already at environment.addresses"
+    if environment.addresses and environment.arguments:
+        yield (
+            (("environment", "arguments"), addresses),
+            "servers at environment.addresses have their options from where they were started",
+        )
+    places = environment.sessions * (environment.servers or len(environment.addresses) or 1)
+    if places < group:
+        yield (
+            (("environment", "sessions"), ("environment", "servers"), ("sampling", "group")),
+            f"{places} episodes can be played at the same time, and a group has sampling.group = {group}",
+        )
+    if config.data.task == "jsonl":
+        yield (name, ("data", "task")), 'the environment makes the prompts: it has no use for task = "jsonl"'
+    if config.reward not in ((), (CriterionConfig(),)):
+        yield (("reward", 0), name), "the environment gives the reward: leave [[reward]] out"
+    if config.model.warmup_steps:
+        yield (("model", "warmup_steps"), name), "an environment has no answers to learn from: give a trained model"
+    if config.evaluation.every and not config.evaluation.prompts:
+        yield (
+            (("evaluation", "prompts"), ("evaluation", "every"), name),
+            "say how many held-out episodes to play: an environment has no end of them",
+        )
+    if environment.max_tokens and environment.max_tokens <= config.sampling.max_new_tokens:
+        yield (
+            (("environment", "max_tokens"), ("sampling", "max_new_tokens")),
+            f"no room for a turn of sampling.max_new_tokens = {config.sampling.max_new_tokens}",
+        )
+
+
+def _roles(config: RunConfig) -> Iterator[Contradiction]:
+    trainer, groups, model = config.trainer, config.algorithm.groups, config.model
+    if not model.lora_rank and (model.lora_targets or model.lora_alpha != ModelConfig().lora_alpha):
+        name = "lora_targets" if model.lora_targets else "lora_alpha"
+        yield (("model", name), ("model", "lora_rank")), "there are no adapters: model.lora_rank = 0"
+    if trainer.units > groups:
+        yield (
+            (("trainer", "units"), ("algorithm", "groups")),
+            f"a batch of algorithm.groups = {groups} has no more parts than that",
+        )
+    if trainer.replicas > trainer.units:
+        yield (
+            (("trainer", "replicas"), ("trainer", "units")),
+            f"more trainers than trainer.units = {trainer.units} leave some without work",
+        )
+    if config.store.copies > config.store.holders:
+        yield (
+            (("store", "copies"), ("store", "holders")),
+            f"more copies than store.holders = {config.store.holders}",
+        )
+    if config.engine.hosts and config.engine.kind == "local":
+        yield (("engine", "hosts"), ("engine", "kind")), "the local engine starts processes on this host alone"
+
+
+def _generators(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
+    generator, kind = config.generator, ("generator", "kind")
+    if generator.kind != "vllm":
+        if generator.python:
+            yield (("generator", "python"), kind), "only vllm generates in another environment"
+        if generator.tensor_parallel > 1:
+            yield (("generator", "tensor_parallel"), kind), "only vllm shares the weights among processes"
+        if generator.on_update != "keep":
+            yield (("generator", "on_update"), kind), "only vllm pauses so; transformers has generator.update"
+        return
+    try:
+        extra_python("vllm", generator.python, folder)
+    except ExtraNotInstalled as error:
+        yield (kind, ("generator", "python")), str(error)
+    if generator.update != "swap":
+        yield (("generator", "update"), kind), "vllm pauses as generator.on_update says"
+    if config.sampling.top_p < 1.0:
+        yield (
+            (("sampling", "top_p"), kind),
+            "vllm has no log-probs at the temperature before the cut, which the trainer needs: use 1.0",
+        )
+
+
+def _titan(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
+    trainer, titan, kind = config.trainer, config.titan, ("trainer", "kind")
+    changed = [name for name in titan.__struct_fields__ if getattr(titan, name) != getattr(TitanConfig(), name)]
+    if trainer.kind != "titan":
+        if trainer.python:
+            yield (("trainer", "python"), kind), "only titan trains in another environment"
+        for name in changed:
+            yield (("titan", name), kind), 'it is for trainers of kind = "titan"'
+        return
+    try:
+        extra_python("titan", trainer.python, folder)
+    except ExtraNotInstalled as error:
+        yield (kind, ("trainer", "python")), str(error)
+    if titan.config:
+        for name in changed:
+            if name != "config":
+                yield (("titan", name), ("titan", "config")), "titan.config says it already"
+        if not re.fullmatch(r"[\w.]+:\w+", titan.config):
+            yield (("titan", "config"),), "write it as torchtitan.models.llama3.config_registry:llama3_8b"
+    if trainer.strategy != "fsdp2":
+        yield (("trainer", "strategy"), kind), "TorchTitan shares the policy among the trainers"
+    if config.model.lora_rank:
+        yield (("model", "lora_rank"), kind), "TorchTitan's models have no adapters here"
+    degree = titan.tensor_parallel_degree * titan.data_parallel_replicate_degree
+    if trainer.replicas % degree:
+        yield (
+            (("trainer", "replicas"), ("titan", "tensor_parallel_degree"), ("titan", "data_parallel_replicate_degree")),
+            f"must be a multiple of {degree}, the product of titan's degrees",
+        )

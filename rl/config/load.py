@@ -1,0 +1,149 @@
+"""Reads a configuration from TOML with overrides, and says everything that is wrong with it at once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from holdfast.rl.config.contradictions import contradictions
+from holdfast.rl.config.errors import BadConfig, ConfigProblem
+from holdfast.rl.config.objective import PRESETS, Objective
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml_text import Key, dotted, lines_of, nearest_line
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a file, with `overrides` such as `trainer.rate=1e-4`. Raises `BadConfig`."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise BadConfig([ConfigProblem(str(path), "", f"cannot be read: {error.strerror or error}")]) from error
+    except UnicodeDecodeError as error:
+        raise BadConfig([ConfigProblem(str(path), "", f"not UTF-8: {error.reason}")]) from None
+    return parse_config(text, str(path), overrides, path.parent)
+
+
+def parse_config(text: str, source: str, overrides: Sequence[str] = (), folder: Path = Path()) -> RunConfig:
+    """The configuration in a TOML document; `folder` is where its paths begin. Raises `BadConfig`."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        where = f"{source}:{line[1]}" if line else source
+        raise BadConfig([ConfigProblem(where, "", f"not TOML: {error}")]) from None
+    problems: list[ConfigProblem] = []
+    overridden: dict[Key, str] = {}
+    for each in overrides:
+        name, equals, value = each.partition("=")
+        key = tuple(name.strip().split("."))
+        if not equals or not all(key) or not _put(raw, key, _value(value.strip())):
+            problems.append(ConfigProblem(f"--set {each}", "", "write it as section.field=value"))
+        else:
+            overridden[key] = f"--set {each}"
+    lines = lines_of(text)
+
+    def place(key: Key) -> str:
+        for end in range(len(key), 0, -1):
+            if key[:end] in overridden:
+                return overridden[key[:end]]
+        line = nearest_line(lines, key)
+        return source if line is None else f"{source}:{line}"
+
+    reader = _TableReader()
+    config: RunConfig = reader.struct(RunConfig, raw, ())
+    bad = [key for key, _ in reader.problems]
+    for keys, reason in contradictions(config, folder):
+        if not any(key[: len(each)] == each for key in keys for each in bad):
+            written = next((key for key in keys if key in overridden or key in lines), keys[0])
+            problems.append(ConfigProblem(place(written), dotted(keys[0]), reason))
+    problems += [ConfigProblem(place(key), dotted(key), reason) for key, reason in reader.problems]
+    if problems:
+        raise BadConfig(sorted(problems, key=_position))
+    return config
+
+
+def _position(problem: ConfigProblem) -> tuple[int, str]:
+    line = re.search(r":(\d+)$", problem.place)
+    return (int(line[1]) if line else 0, problem.key)
+
+
+def _value(text: str) -> object:
+    """The value of an override: TOML, or a text without quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def _put(raw: dict[str, Any], key: tuple[str, ...], value: object) -> bool:
+    for name in key[:-1]:
+        raw = raw.setdefault(name, {})
+        if not isinstance(raw, dict):
+            return False
+    raw[key[-1]] = value
+    return True
+
+
+class _TableReader:
+    """Converts tables to structs; a value that cannot be converted is a problem, and its default stands in."""
+
+    def __init__(self) -> None:
+        self.problems: list[tuple[Key, str]] = []
+
+    def struct(self, kind: type[Any], raw: Mapping[str, Any], key: Key) -> Any:
+        if kind is Objective and isinstance(raw.get("algorithm", ""), str):
+            raw = {**PRESETS.get(raw.get("algorithm", ""), {}), **raw}
+        fields = {each.name: each for each in msgspec.structs.fields(kind)}
+        for name in raw.keys() - fields.keys():
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(fields)}"
+            self.problems.append(((*key, name), f"no such field; {hint}"))
+        values = {}
+        for name, each in fields.items():
+            if name in raw:
+                value = self._field(each.type, raw[name], (*key, name))
+                if value is not _INVALID:
+                    values[name] = value
+        return kind(**values)
+
+    def _field(self, kind: Any, value: Any, key: Key) -> Any:
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            if isinstance(value, dict):
+                return self.struct(kind, value, key)
+            return self._refuse(key, f"must be a table, not {value!r}")
+        element = next((each for each in get_args(kind) if isinstance(each, type)), None)
+        if element is not None and issubclass(element, msgspec.Struct):
+            if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+                return tuple(self.struct(element, each, (*key, number)) for number, each in enumerate(value))
+            return self._refuse(key, f"must be tables: write [[{dotted(key)}]]")
+        try:
+            converted = msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            return self._refuse(key, f"{value!r} is not allowed: {_expected(kind) or _lower(str(error))}")
+        if isinstance(converted, float) and not math.isfinite(converted):
+            return self._refuse(key, f"{value!r} is not allowed: expected a finite number")
+        return converted
+
+    def _refuse(self, key: Key, reason: str) -> Any:
+        self.problems.append((key, reason))
+        return _INVALID
+
+
+_INVALID: Any = object()
+
+
+def _expected(kind: Any) -> str:
+    """The choices of a field that has choices."""
+    choice = next((each for each in get_args(kind) if get_origin(each) is Literal), None)
+    return f"expected {', '.join(map(repr, get_args(choice)))}" if choice else ""
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

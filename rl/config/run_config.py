@@ -1,0 +1,252 @@
+"""The configuration of a run: frozen sections, with a description and a default for each field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.rl.config.objective import Objective
+from holdfast.rl.config.sampling import Sampling
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the document."""
+
+
+class ModelConfig(_Section, frozen=True, kw_only=True):
+    """The policy."""
+
+    path: Annotated[
+        str, Meta(description="A folder in the format of transformers; empty: a Llama of 84,032 random weights.")
+    ] = ""
+    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="The type of the weights.")] = "float32"
+    lora_rank: Annotated[int, Meta(ge=0, description="Train adapters of this rank; 0: train all weights.")] = 0
+    lora_alpha: Annotated[float, Meta(gt=0, description="Adapters are scaled by this, divided by their rank.")] = 16.0
+    lora_targets: Annotated[
+        tuple[str, ...], Meta(description="Names of the layers that get adapters; none: all linear layers.")
+    ] = ()
+    warmup_steps: Annotated[int, Meta(ge=0, description="Supervised steps before the first step.")] = 0
+    warmup_batch: Annotated[int, Meta(ge=1, description="Problems of a supervised step.")] = 256
+    warmup_rate: Annotated[float, Meta(gt=0, description="The learning rate of the supervised steps.")] = 2e-3
+
+
+class DataConfig(_Section, frozen=True, kw_only=True):
+    """The prompts."""
+
+    task: Annotated[Literal["arithmetic", "jsonl"], Meta(description="Sums of three digits, or files of your own.")] = (
+        "arithmetic"
+    )
+    train: Annotated[str, Meta(description='A file with a `{"prompt", "answer"}` a line, for task `jsonl`.')] = ""
+    held_out: Annotated[str, Meta(description="The same for evaluation.")] = ""
+
+
+class AlgorithmConfig(_Section, frozen=True, kw_only=True):
+    """The loop, and how far generation may run ahead of training."""
+
+    mode: Annotated[
+        Literal["synchronous", "asynchronous"], Meta(description="Generate and train in turns, or at the same time.")
+    ] = "asynchronous"
+    groups: Annotated[int, Meta(ge=1, description="Groups, which is prompts, of a batch.")] = 32
+    updates: Annotated[int, Meta(ge=1, description="Updates of the weights with each batch.")] = 1
+    staleness: Annotated[
+        int, Meta(ge=0, description="How many updates old the weights that drew a token may be, at most.")
+    ] = 1
+    capacity: Annotated[
+        int, Meta(ge=0, description="The limit of groups in flight or ready; 0: what the staleness admits.")
+    ] = 0
+    concurrency: Annotated[
+        int, Meta(ge=1, description="Groups that are generated at the same time, in the asynchronous loop.")
+    ] = 32
+
+
+class CriterionConfig(_Section, frozen=True, kw_only=True):
+    """One criterion of the reward, which is the weighted sum of all."""
+
+    kind: Annotated[
+        Literal["exact", "format", "length", "python", "ensemble"],
+        Meta(
+            description="Equal to the reference; matched by `pattern`; a penalty for long completions; a `function` of "
+            "yours; or how probably an answer is right, by the votes of weak `verifiers`."
+        ),
+    ] = "exact"
+    weight: Annotated[float, Meta(description="The weight.")] = 1.0
+    pattern: Annotated[
+        str,
+        Meta(description="A regular expression: of the whole text (`format`), or its group is the answer (`exact`)."),
+    ] = ""
+    margin: Annotated[
+        int, Meta(ge=0, description="The penalty begins so many tokens before `sampling.max_new_tokens` (`length`).")
+    ] = 0
+    function: Annotated[
+        str, Meta(description="`FILE.py:NAME` or `MODULE:NAME`: from a `JudgedAnswer` to a number (`python`).")
+    ] = ""
+    verifiers: Annotated[
+        tuple[str, ...], Meta(description="Such functions, whose 0.5 or more is a vote for the answer (`ensemble`).")
+    ] = ()
+    answers: Annotated[
+        str,
+        Meta(
+            description='A file with a `{"prompt", "answer", "text"}` a line, 50 at least: votes on these texts, which '
+            "need no labels, give the verifiers their weights (`ensemble`)."
+        ),
+    ] = ""
+
+
+class EnvironmentConfig(_Section, frozen=True, kw_only=True):
+    """An environment instead of prompts and a reward function."""
+
+    name: Annotated[
+        str,
+        Meta(
+            description="`guess`, `2048`, `coder`, `mcp`, `textarena:GAME`, `gymnasium:ID` ...; empty: episodes have "
+            "one turn and a reward."
+        ),
+    ] = ""
+    arguments: Annotated[
+        dict[str, str | bool | int | float], Meta(description="The environment's options, as a table.")
+    ] = msgspec.field(default_factory=dict)
+    servers: Annotated[
+        int, Meta(ge=0, description="Server processes that the run starts; 0: at `addresses`, or in the driver.")
+    ] = 1
+    addresses: Annotated[tuple[str, ...], Meta(description="Servers that run already, such as `ws://host:8123`.")] = ()
+    sessions: Annotated[int, Meta(ge=1, description="Episodes that a server plays at the same time.")] = 64
+    max_turns: Annotated[int, Meta(ge=1, description="The limit of an episode's turns.")] = 8
+    max_tokens: Annotated[
+        int, Meta(ge=0, description="The limit of an episode's tokens, with the prompt; 0: the model's.")
+    ] = 0
+    timeout: Annotated[float, Meta(gt=0, description="Seconds after which a step of the environment has failed.")] = (
+        30.0
+    )
+    attempts: Annotated[
+        int, Meta(ge=1, description="Environments that an episode is played in, one after another, until it fails.")
+    ] = 3
+
+
+class TrainerConfig(_Section, frozen=True, kw_only=True):
+    """The trainers and their optimizer."""
+
+    replicas: Annotated[int, Meta(ge=1, description="Trainer processes.")] = 2
+    spares: Annotated[int, Meta(ge=0, description="Processes that wait to replace a trainer.")] = 1
+    kind: Annotated[
+        Literal["transformers", "titan"], Meta(description="Whose model is trained: TorchTitan's is `titan`.")
+    ] = "transformers"
+    python: Annotated[
+        str, Meta(description="The interpreter of another environment, for `titan`; empty: that of `make extra-titan`.")
+    ] = ""
+    strategy: Annotated[Literal["fsdp2", "ddp"], Meta(description="Sharded, or whole on every trainer.")] = "fsdp2"
+    backend: Annotated[str, Meta(description="What gradients are reduced over: shm, gloo, ucx ...")] = "shm"
+    units: Annotated[
+        int, Meta(ge=1, description="Parts of a batch whose gradients are added; fixes the bits of the sum.")
+    ] = 4
+    micro_batch: Annotated[
+        int, Meta(ge=0, description="Episodes of a forward; gradients of several are added. 0: all of a part.")
+    ] = 0
+    rate: Annotated[float, Meta(gt=0, description="The learning rate.")] = 5e-4
+    rate_warmup: Annotated[int, Meta(ge=1, description="Updates until the full learning rate.")] = 10
+    rate_decay: Annotated[int, Meta(ge=1, description="The update at which the learning rate is lowest.")] = 1000
+    rate_floor: Annotated[float, Meta(ge=0, le=1, description="The lowest learning rate's share of `rate`.")] = 0.1
+    weight_decay: Annotated[float, Meta(ge=0, description="AdamW's weight decay.")] = 0.0
+    max_norm: Annotated[float, Meta(gt=0, description="Gradients are clipped to this norm.")] = 1.0
+
+
+class TitanConfig(_Section, frozen=True, kw_only=True):
+    """How TorchTitan shares the policy among trainers of kind `titan`, in the words of its own configuration."""
+
+    config: Annotated[
+        str,
+        Meta(
+            description="A function of its config registries, `module:name`, whose parallelism, precision, checkpoints "
+            "of activations and compilation are taken as they are; empty: the fields below."
+        ),
+    ] = ""
+    tensor_parallel_degree: Annotated[int, Meta(ge=1, description="Trainers that share each layer.")] = 1
+    data_parallel_replicate_degree: Annotated[int, Meta(ge=1, description="Replicas of the shards (HSDP).")] = 1
+    fsdp_reshard_after_forward: Annotated[
+        Literal["default", "always", "never"], Meta(description="Whether gathered weights are dropped after use.")
+    ] = "default"
+    mixed_precision_param: Annotated[
+        Literal["float32", "bfloat16"], Meta(description="The type of the gathered weights.")
+    ] = "float32"
+    activation_checkpoint: Annotated[
+        Literal["none", "selective", "full"], Meta(description="The activations that are computed again.")
+    ] = "none"
+
+
+class GeneratorConfig(_Section, frozen=True, kw_only=True):
+    """The generators."""
+
+    replicas: Annotated[int, Meta(ge=1, description="Generator processes.")] = 2
+    kind: Annotated[Literal["transformers", "vllm"], Meta(description="What generates.")] = "transformers"
+    python: Annotated[
+        str, Meta(description="The interpreter of another environment, for `vllm`; empty: that of `make extra-vllm`.")
+    ] = ""
+    tensor_parallel: Annotated[int, Meta(ge=1, description="Processes that share the weights of a `vllm` one.")] = 1
+    on_update: Annotated[
+        Literal["keep", "wait", "abort"],
+        Meta(description="Running completions of `vllm` go on with new weights, end before them, or are cut off."),
+    ] = "keep"
+    update: Annotated[
+        Literal["swap", "drain"], Meta(description="Switch weights within completions, or between them.")
+    ] = "swap"
+    timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request is tried elsewhere.")] = 60.0
+    attempts: Annotated[int, Meta(ge=1, description="How often a request is tried.")] = 5
+
+
+class StoreConfig(_Section, frozen=True, kw_only=True):
+    """The weight store."""
+
+    holders: Annotated[int, Meta(ge=1, description="Processes that hold versions.")] = 2
+    copies: Annotated[int, Meta(ge=1, description="Copies of each version.")] = 2
+
+
+class EngineConfig(_Section, frozen=True, kw_only=True):
+    """What starts the processes."""
+
+    kind: Annotated[Literal["monarch", "local"], Meta(description="Monarch, or processes of this host.")] = "monarch"
+    hosts: Annotated[tuple[str, ...], Meta(description="Addresses of hosts; none: this host.")] = ()
+    restarts: Annotated[int, Meta(ge=0, description="Processes that may be lost before the run fails.")] = 100
+
+
+class EvaluationConfig(_Section, frozen=True, kw_only=True):
+    """Evaluation beside training."""
+
+    every: Annotated[int, Meta(ge=0, description="Updates between evaluations; 0: never.")] = 25
+    prompts: Annotated[int, Meta(ge=0, description="Held-out prompts of an evaluation; 0: all.")] = 0
+    keep_best: Annotated[bool, Meta(description="Keep the checkpoint with the best reward.")] = True
+
+
+class CheckpointConfig(_Section, frozen=True, kw_only=True):
+    """Checkpoints, from which a run resumes."""
+
+    every: Annotated[int, Meta(ge=1, description="Batches between checkpoints.")] = 10
+
+
+class TelemetryConfig(_Section, frozen=True, kw_only=True):
+    """What a run records besides its events."""
+
+    tensorboard: Annotated[bool, Meta(description="Write figures for TensorBoard.")] = False
+    episodes: Annotated[int, Meta(ge=0, description="Episodes of each batch that can be read in the report.")] = 4
+
+
+class RunConfig(_Section, frozen=True, kw_only=True):
+    """All that a run depends on."""
+
+    seed: Annotated[int, Meta(ge=0, description="Decides the initial weights, the data order and all samples.")] = 0
+    steps: Annotated[int, Meta(ge=1, description="Updates of the weights in all.")] = 800
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    objective: Objective = Objective()
+    sampling: Sampling = Sampling()
+    reward: tuple[CriterionConfig, ...] = (CriterionConfig(),)
+    environment: EnvironmentConfig = EnvironmentConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    titan: TitanConfig = TitanConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    store: StoreConfig = StoreConfig()
+    engine: EngineConfig = EngineConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

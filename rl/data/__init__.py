@@ -1,0 +1,1 @@
+"""Prompts, episodes and the buffer between generation and training."""

@@ -1,0 +1,148 @@
+"""Prompts, completions, episodes and groups: what generators make, rewards judge and trainers learn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sized
+from typing import Literal
+
+import msgspec
+
+from holdfast.rl.data.errors import InvalidEpisode
+
+Finish = Literal["stop", "length", "aborted"]
+"""Why a completion ended: a stop token, the limit of tokens, or it was cut off."""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt. `number` is its position in the data order, unique in a run; `answer` is the reward's reference."""
+
+    number: int
+    tokens: tuple[int, ...]
+    text: str = ""
+    answer: str = ""
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise InvalidEpisode("Prompt", self.number, "its number is negative")
+        if not self.tokens:
+            raise InvalidEpisode("Prompt", self.number, "it has no tokens")
+        _check_tokens("Prompt", self.number, self.tokens)
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that a generator drew after a prompt, a stop token included.
+
+    `logprobs` are those of the tokens under the weights that drew them, `versions` the weights' version of each token.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Finish
+
+    def __post_init__(self) -> None:
+        _check_lengths("Completion", None, self.tokens, logprobs=self.logprobs, versions=self.versions)
+        _check_tokens("Completion", None, self.tokens)
+        _check_finite("Completion", None, "logprobs", self.logprobs)
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """All tokens after a prompt, of the policy and (in tasks of several turns) of the environment.
+
+    `mask` is true where the policy drew the token. `logprobs` and `versions` of other tokens mean nothing. `parts`
+    are the named parts of the reward.
+    """
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    mask: tuple[bool, ...]
+    reward: float
+    finish: Finish
+    turns: int = 1
+    parts: Mapping[str, float] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        number = self.prompt.number
+        _check_lengths("Episode", number, self.tokens, logprobs=self.logprobs, versions=self.versions, mask=self.mask)
+        _check_tokens("Episode", number, self.tokens)
+        _check_finite("Episode", number, "logprobs", self.logprobs)
+        _check_finite("Episode", number, "reward", (self.reward,))
+        _check_finite("Episode", number, "parts", self.parts.values())
+        if self.turns < 1:
+            raise InvalidEpisode("Episode", number, f"turns={self.turns}, and the least is 1")
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The episodes of one prompt, whose rewards are compared with each other."""
+
+    number: int
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise InvalidEpisode("Group", self.prompt.number, f"its number is {self.number}")
+        if any(each.prompt != self.prompt for each in self.episodes):
+            raise InvalidEpisode("Group", self.prompt.number, "an episode has another prompt")
+        if not any(any(each.mask) for each in self.episodes):
+            raise InvalidEpisode("Group", self.prompt.number, "no episode has a token that the policy drew")
+
+    @property
+    def version(self) -> int:
+        """The oldest version of a token that the policy drew."""
+        return min(
+            version for each in self.episodes for version, drawn in zip(each.versions, each.mask, strict=True) if drawn
+        )
+
+
+class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for `samples` completions of each prompt; those of a prompt stand side by side in the reply.
+
+    `seeds` has one for each sample, so a reply is a function of the request and the weights. `temperature` 0 means
+    the likeliest token. `stop` are token numbers. If `version` is given, the generator waits for exactly that one.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    samples: int
+    seeds: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+    version: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompts or not all(self.prompts):
+            raise InvalidEpisode("SamplingRequest", None, "there is no prompt, or one without tokens")
+        for name in ("samples", "max_new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidEpisode("SamplingRequest", None, f"{name}={value}, and the least is 1")
+        wanted = len(self.prompts) * self.samples
+        if len(self.seeds) != wanted:
+            raise InvalidEpisode("SamplingRequest", None, f"{len(self.seeds)} seeds, and {wanted} samples")
+        if not 0.0 <= self.temperature < math.inf:
+            raise InvalidEpisode("SamplingRequest", None, f"temperature={self.temperature} is not finite and >= 0")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidEpisode("SamplingRequest", None, f"top_p={self.top_p} is not in (0, 1]")
+        for tokens in (*self.prompts, self.stop):
+            _check_tokens("SamplingRequest", None, tokens)
+
+
+def _check_lengths(kind: str, number: int | None, tokens: Sized, **fields: Sized) -> None:
+    for name, field in fields.items():
+        if len(field) != len(tokens):
+            raise InvalidEpisode(kind, number, f"tokens has length {len(tokens)}, {name} has {len(field)}")
+
+
+def _check_tokens(kind: str, number: int | None, tokens: Iterable[int]) -> None:
+    if (least := min(tokens, default=0)) < 0:
+        raise InvalidEpisode(kind, number, f"token number {least} is negative")
+
+
+def _check_finite(kind: str, number: int | None, name: str, values: Collection[float]) -> None:
+    if not all(map(math.isfinite, values)):
+        value = next(each for each in values if not math.isfinite(each))
+        raise InvalidEpisode(kind, number, f"{name} holds {value}, which is not finite")

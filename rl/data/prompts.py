@@ -1,0 +1,123 @@
+"""Prompts in a seeded order, epoch after epoch: prompt `number` is a pure function of data, seed and number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from holdfast.rl.data.episode import Prompt
+from holdfast.rl.data.errors import BadDataset
+from holdfast.rl.data.replay_buffer import ReplayBuffer
+from holdfast.rl.data.seeds import seed_of
+
+
+class Tokenizer(Protocol):
+    """What prompts need of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Text to token numbers."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Token numbers to text."""
+        ...
+
+
+class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of a data set: the prompt's text and the answer that the reward compares with."""
+
+    prompt: str
+    answer: str = ""
+
+
+class PromptSource:
+    """All epochs of a data set: each holds every problem once, in an order of its own.
+
+    `seed` alone decides the order, so a run resumes by prompt numbers. Raises `BadDataset`.
+    """
+
+    def __init__(self, problems: Sequence[Problem], tokenizer: Tokenizer, seed: int, name: str = "data set") -> None:
+        if not problems:
+            raise BadDataset(name, None, "it has no prompts")
+        self._problems, self._seed = tuple(problems), seed
+        self._tokens: list[tuple[int, ...]] = []
+        for line, problem in enumerate(self._problems, start=1):
+            self._tokens.append(_encoded(problem, tokenizer, name, line))
+        self._order = lru_cache(maxsize=4)(self._shuffled)
+
+    def __len__(self) -> int:
+        """The number of problems of an epoch."""
+        return len(self._problems)
+
+    def prompt(self, number: int) -> Prompt:
+        """The prompt at position `number` of the data order."""
+        epoch, place = divmod(number, len(self._problems))
+        index = self._order(epoch)[place]
+        problem = self._problems[index]
+        return Prompt(number=number, tokens=self._tokens[index], text=problem.prompt, answer=problem.answer)
+
+    def _shuffled(self, epoch: int) -> tuple[int, ...]:
+        order = list(range(len(self._problems)))
+        random.Random(seed_of("epoch", self._seed, epoch)).shuffle(order)
+        return tuple(order)
+
+
+class PromptStream:
+    """The prompts of a source, each once, as a replay buffer admits them.
+
+    The buffer's state is the position: there is nothing else to save.
+    """
+
+    def __init__(self, source: PromptSource, buffer: ReplayBuffer) -> None:
+        self._source, self._buffer = source, buffer
+
+    async def sample(self) -> Prompt:
+        """Wait until the next group may begin, and begin it."""
+        return self._source.prompt((await self._buffer.admit()).number)
+
+
+class PromptNumbers:
+    """The numbers of prompts, each once, as a replay buffer admits them: an environment makes the prompts itself."""
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self._buffer = buffer
+
+    async def sample(self) -> int:
+        """Wait until the next group may begin, and begin it."""
+        return (await self._buffer.admit()).number
+
+
+def read_problems(path: Path) -> tuple[Problem, ...]:
+    """The problems of a file with one `{"prompt": ..., "answer": ...}` a line. Raises `BadDataset`."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BadDataset(str(path), None, f"cannot be read: {error.strerror or error}") from error
+    problems = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            problems.append(msgspec.json.decode(line, type=Problem))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadDataset(str(path), number, f'not a line of {{"prompt", "answer"}}: {error}') from None
+    if not problems:
+        raise BadDataset(str(path), None, "it has no prompts")
+    return tuple(problems)
+
+
+def _encoded(problem: Problem, tokenizer: Tokenizer, name: str, number: int) -> tuple[int, ...]:
+    try:
+        tokens = tuple(tokenizer.encode(problem.prompt))
+    except (ValueError, KeyError) as error:
+        raise BadDataset(
+            name, None, f"the tokenizer cannot encode prompt {number}, {problem.prompt!r}: {error}"
+        ) from error
+    if not tokens:
+        raise BadDataset(name, None, f"prompt {number}, {problem.prompt!r}, has no tokens")
+    return tokens

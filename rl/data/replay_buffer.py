@@ -1,0 +1,122 @@
+"""The replay buffer between generation and training: bounded staleness, every prompt exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.rl.data.buffer_state import BufferState, Permit, StalenessRule
+from holdfast.rl.data.episode import Group
+from holdfast.rl.data.errors import BufferStalled
+
+Result = TypeVar("Result")
+
+
+class FailedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of a prompt whose episodes failed, so that none or one is left, and why."""
+
+    number: int
+    reasons: tuple[str, ...]
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of one batch. Its first update is `step`; `after` is the buffer once it is trained.
+
+    A trainer that saves `after` together with its weights resumes without training a group twice, or skipping one.
+    """
+
+    step: int
+    groups: tuple[Group, ...]
+    after: BufferState
+
+
+class ReplayBuffer:
+    """A `BufferState` that tasks of one event loop wait on.
+
+    Waits end with `BufferStalled` if nothing happened to the buffer for `patience` seconds.
+    """
+
+    def __init__(self, rule: StalenessRule, patience: float = 600.0) -> None:
+        self._state = BufferState(rule=rule)
+        self._patience = patience
+        self._changed = asyncio.Event()
+
+    @classmethod
+    def from_state(cls, state: BufferState, patience: float = 600.0) -> ReplayBuffer:
+        """The buffer of a run that goes on: prompts that were in flight begin anew."""
+        buffer = cls(state.rule, patience)
+        buffer._state = state.resumed()
+        return buffer
+
+    def state(self) -> BufferState:
+        """The buffer now; a batch that is being trained counts as not trained (see `Batch.after`)."""
+        return self._state
+
+    @property
+    def admissible(self) -> int:
+        """How many groups may begin now."""
+        return self._state.admissible
+
+    @property
+    def required_version(self) -> int | None:
+        """The exact version that groups must be drawn with; None if any from their permit's on will do."""
+        rule = self._state.rule
+        return self._state.served if rule.bound < rule.updates else None
+
+    async def admit(self) -> Permit:
+        """Wait until a group may begin, and begin it."""
+        state, permit = await self._until(lambda: self._state.begin(), "a generation waits to begin")
+        self._set(state)
+        return permit
+
+    async def add(self, group: Group | FailedGroup) -> None:
+        """Add the group of a prompt that was begun. Raises `StaleGroup`."""
+        if isinstance(group, FailedGroup):
+            self._set(self._state.fail(group.number))
+        else:
+            self._set(self._state.finish(group))
+
+    def lose(self, number: int) -> None:
+        """The generation of a prompt is lost: the next permit is for it."""
+        self._set(self._state.lose(number))
+
+    async def take(self, step: int) -> Batch:
+        """Wait for the groups of the batch whose first update is `step`. Taking it again gives the same batch."""
+        number = step // self._state.rule.updates
+        state = await self._until(lambda: self._state.take(number), f"step {step} waits for its groups")
+        self._set(state)
+        return Batch(step=step, groups=state.batch_groups(), after=state.commit())
+
+    def commit(self) -> None:
+        """The batch that was taken is trained."""
+        self._set(self._state.commit())
+
+    def serve(self, version: int) -> None:
+        """All generators have reached `version`."""
+        self._set(self._state.serve(version))
+
+    def _set(self, state: BufferState) -> None:
+        if state is not self._state:
+            self._state = state
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def _until(self, attempt: Callable[[], Result | None], waiting: str) -> Result:
+        while (result := attempt()) is None:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(self._patience):
+                    await changed.wait()
+            except TimeoutError:
+                raise BufferStalled(waiting, self._patience, self._describe()) from None
+        return result
+
+    def _describe(self) -> str:
+        state = self._state
+        return (
+            f"batch {state.batch} is next, version {state.served} is served, {len(state.in_flight)} in flight, "
+            f"{len(state.ready)} ready, {len(state.again)} to begin again"
+        )

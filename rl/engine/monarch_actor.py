@@ -1,0 +1,80 @@
+"""The Monarch actor that every process of a `MonarchEngine` holds, around an actor that knows nothing of Monarch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from holdfast.rl.engine.actor_host import ActorHost, Answer
+from holdfast.rl.engine.death_watch import DeathWatch
+
+
+class MonarchBody(Actor):  # type: ignore[misc]
+    """Passes packed calls to an `ActorHost`. Its endpoints never raise: to Monarch that would be a fault."""
+
+    def __init__(self, recipe: bytes) -> None:
+        self._recipe = recipe
+        self._host = ActorHost()
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def make(self) -> bytes:
+        """Make the actor; a packed `CallResult` without a value."""
+        return await _answer(lambda answer: self._host.make(self._recipe, answer))
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def call(self, request: bytes) -> bytes:
+        """Do a packed `MethodCall`; a packed `CallResult`."""
+        return await _answer(lambda answer: self._host.call(request, answer))
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def ping(self) -> bytes:
+        """Answer at once."""
+        return b"pong"
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+
+class HostObserver(Actor):  # type: ignore[misc]
+    """Watches and kills the other processes of its host for a `MonarchEngine` elsewhere."""
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def watch(self, pid: int) -> str:
+        """Return how a process ends, when it does."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return f"process {pid} has ended"
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        watching = DeathWatch(pid, pidfd, ended.set_result)
+        watching.follow_threads()
+        try:
+            return await ended or f"process {pid} ended"
+        finally:
+            watching.close()
+            os.close(pidfd)
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def kill(self, pid: int) -> None:
+        """Send SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _answer(begin: Callable[[Answer], None]) -> bytes:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[bytes] = loop.create_future()
+
+    def arrive(found: bytes) -> None:
+        if not answer.done():
+            answer.set_result(found)
+
+    begin(lambda found: loop.call_soon_threadsafe(arrive, found))
+    return await answer

@@ -1,0 +1,1 @@
+"""Environments for reinforcement learning: reset, step, state; in this process or over OpenEnv's protocol."""

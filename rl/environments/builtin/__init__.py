@@ -1,0 +1,1 @@
+"""Environments that need nothing but holdfast."""

@@ -1,0 +1,37 @@
+"""`arithmetic`: a sum of numbers in one turn, `7+8+5=`, with an exact reward."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from holdfast.rl.environments.environment import Action, Environment, Observation
+from holdfast.rl.environments.errors import EpisodeOver, UnknownEnvironment
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+class ArithmeticEnvironment(Environment):
+    """Asks for the sum of `terms` numbers of `digits` digits; reward 1 if the answer's first number is it."""
+
+    def __init__(self, terms: int = 3, digits: int = 1) -> None:
+        if not 2 <= terms <= 100 or not 1 <= digits <= 100:
+            raise UnknownEnvironment(
+                "arithmetic", f"terms={terms} and digits={digits} must be in 2 to 100 and 1 to 100"
+            )
+        self._terms, self._most = terms, 10**digits - 1
+        self._sum: int | None = None
+
+    def reset(self, seed: int) -> Observation:
+        numbers = random.Random(seed)
+        addends = [numbers.randint(0, self._most) for _ in range(self._terms)]
+        self._sum = sum(addends)
+        return Observation(text="+".join(map(str, addends)) + "=", fields={"addends": addends})
+
+    def step(self, action: Action) -> Observation:
+        if self._sum is None:
+            raise EpisodeOver("arithmetic", "it has one step")
+        found = _NUMBER.search(action.text)
+        right = found is not None and int(found[0][:1000]) == self._sum
+        answer, self._sum = self._sum, None
+        return Observation(text="right" if right else f"wrong: it is {answer}", reward=float(right), done=True)

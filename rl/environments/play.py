@@ -1,0 +1,262 @@
+"""`play`: one episode of several turns, as the tokens that a trainer learns from."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from holdfast.comms.errors import describe
+from holdfast.ft.console.units import counted
+from holdfast.rl.data.episode import Completion, Episode, Finish, Prompt
+from holdfast.rl.environments.environment import Observation
+from holdfast.rl.environments.errors import (
+    EnvironmentBusy,
+    EnvironmentDied,
+    EnvironmentFailed,
+    EnvironmentHung,
+    EnvironmentLied,
+    FailureKind,
+)
+from holdfast.rl.environments.session import EnvironmentSession
+
+Act = Callable[[tuple[int, ...]], Awaitable[Completion]]
+"""The policy: from all tokens of the episode so far to the tokens of its next turn."""
+
+
+class TextCodec(Protocol):
+    """How texts become tokens and tokens texts: a tokenizer, with whatever a chat template puts around a turn."""
+
+    def encode(self, text: str, turn: int) -> Sequence[int]:
+        """The tokens of an observation. EpisodeTurn 0 is the prompt; the policy goes on right behind them."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of what the policy drew; a stop token at the end is left out before."""
+
+
+class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of the policy: what it drew, as tokens and as the text that it did, and what the environment answered."""
+
+    completion: Completion
+    action: str
+    observation: Observation
+    answer: tuple[int, ...]
+    """The tokens of the observation; none where the episode ended."""
+
+
+class Transcript(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode that was played. `finish` is "stop" if the environment ended it, "length" if a limit did."""
+
+    environment: str
+    seed: int
+    first: Observation
+    prompt: tuple[int, ...]
+    turns: tuple[EpisodeTurn, ...]
+    finish: Finish
+
+    @property
+    def reward(self) -> float:
+        """The sum of the steps' rewards."""
+        return float(sum(turn.observation.reward or 0.0 for turn in self.turns))
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens after the prompt."""
+        return tuple(token for turn in self.turns for token in (*turn.completion.tokens, *turn.answer))
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        """Of each token, whether the policy drew it."""
+        return tuple(
+            drawn
+            for turn in self.turns
+            for drawn in (*[True] * len(turn.completion.tokens), *[False] * len(turn.answer))
+        )
+
+    def episode(self, prompt: Prompt) -> Episode:
+        """The record to learn from. The environment's tokens have log-probability 0, and the version 0."""
+        return Episode(
+            prompt=prompt,
+            tokens=self.tokens,
+            logprobs=tuple(p for turn in self.turns for p in (*turn.completion.logprobs, *[0.0] * len(turn.answer))),
+            versions=tuple(v for turn in self.turns for v in (*turn.completion.versions, *[0] * len(turn.answer))),
+            mask=self.mask,
+            reward=self.reward,
+            finish=self.finish,
+            turns=max(1, len(self.turns)),
+        )
+
+
+class FailedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode that the environment broke off after some turns. It teaches nothing, and costs nothing else."""
+
+    environment: str
+    seed: int
+    kind: FailureKind
+    why: str
+    turns: int
+
+
+class EpisodePlay:
+    """An episode while it is played: `act` takes what the policy drew after `seen`, until there is a `result`.
+
+    What the environment does wrong makes the result a FailedEpisode, also a first observation that is over, empty, too
+    long or not `prompt` (the episodes of a group have the same), and a text that the codec cannot encode. Errors of
+    decoding what the policy drew are raised. If the policy aborts a completion, the episode ends before it.
+
+    An environment that died, hangs or is busy is tried again, `attempts` times in all: another one is brought to the
+    same place by the same seed and actions, so that no token is drawn again. `on_retry` is called with each failure
+    before. Only a session of a source can be tried again.
+    """
+
+    def __init__(
+        self,
+        session: EnvironmentSession,
+        codec: TextCodec,
+        *,
+        seed: int,
+        max_turns: int,
+        max_tokens: int | None = None,
+        prompt: Sequence[int] | None = None,
+        attempts: int = 1,
+        on_retry: Callable[[EnvironmentFailed], None] = lambda failure: None,
+    ) -> None:
+        self.seed = seed
+        self.seen: tuple[int, ...] = ()
+        self.result: Transcript | FailedEpisode | None = None
+        self._session, self._codec, self._on_retry = session, codec, on_retry
+        self._max_turns, self._max_tokens, self._prompt = max_turns, max_tokens, prompt
+        self._left = attempts
+        self._first = Observation()
+        self._begun: tuple[int, ...] = ()
+        self._turns = list[EpisodeTurn]()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is a result."""
+        return self.result is not None
+
+    async def begin(self) -> None:
+        """Begin the episode: the prompt is what the environment shows first."""
+        try:
+            self._first = first = await self._observed(None)
+            self.seen = self._begun = self._encode(first.text)
+            if first.done or not self.seen:
+                raise self._lied("the episode is over at once" if first.done else "no first observation")
+            if self._max_tokens is not None and len(self.seen) >= self._max_tokens:
+                raise self._lied(
+                    f"its first observation is {counted(len(self.seen), 'token')} long: no room for a turn"
+                )
+            if self._prompt is not None and self.seen != tuple(self._prompt):
+                raise self._lied("its first observation is not the prompt: more than the seed decides")
+        except EnvironmentFailed as error:
+            self._fail(error)
+
+    async def act(self, completion: Completion) -> None:
+        """Take a turn of the policy, and the environment's answer to it."""
+        if completion.finish == "aborted":
+            self._end("aborted")
+            return
+        drawn = completion.tokens
+        action = self._codec.decode(drawn[:-1] if completion.finish == "stop" else drawn)
+        try:
+            observation = await self._observed(action)
+            turn = EpisodeTurn(completion=completion, action=action, observation=observation, answer=())
+            self._turns.append(turn)
+            if observation.done:
+                self._end("stop")
+                return
+            self._turns[-1] = msgspec.structs.replace(turn, answer=self._encode(observation.text))
+            self.seen += (*drawn, *self._turns[-1].answer)
+            self._end_at_limit()
+        except EnvironmentFailed as error:
+            self._fail(error)
+
+    async def _observed(self, action: str | None) -> Observation:
+        """What the environment shows after an action, or at first. Raises EnvironmentFailed."""
+        again = False
+        while True:
+            try:
+                if again:
+                    await self._replay()
+                return await (self._session.reset(self.seed) if action is None else self._session.step(action))
+            except (EnvironmentDied, EnvironmentHung, EnvironmentBusy) as error:
+                self._left -= 1
+                if self._left <= 0:
+                    raise
+                self._on_retry(error)
+                again = action is not None
+
+    async def _replay(self) -> None:
+        """Bring another environment to where the one before was. Raises EnvironmentFailed."""
+        same = await self._session.reset(self.seed) == self._first
+        for turn in self._turns:
+            same = same and await self._session.step(turn.action) == turn.observation
+        if not same:
+            raise self._lied("its answers to the same seed and actions were others before: more than these decides")
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(self._codec.encode(text, len(self._turns)))
+        except Exception as error:
+            raise self._lied(f"no tokens for its text: {describe(error)}") from error
+
+    def _lied(self, why: str) -> EnvironmentLied:
+        return EnvironmentLied(self._session.environment, "step" if self._turns else "reset", why)
+
+    def _end_at_limit(self) -> None:
+        too_long = self._max_tokens is not None and len(self.seen) >= self._max_tokens
+        if too_long or len(self._turns) >= self._max_turns:
+            self._end("length")
+
+    def _end(self, finish: Finish) -> None:
+        played = Transcript(
+            environment=self._session.environment,
+            seed=self.seed,
+            first=self._first,
+            prompt=self._begun,
+            turns=tuple(self._turns),
+            finish=finish,
+        )
+        if math.isfinite(played.reward):
+            self.result = played
+        else:
+            self._fail(self._lied(f"the rewards add up to {played.reward}"))
+
+    def _fail(self, error: EnvironmentFailed) -> None:
+        self.result = FailedEpisode(
+            environment=self._session.environment,
+            seed=self.seed,
+            kind=error.kind,
+            why=str(error),
+            turns=len(self._turns),
+        )
+
+
+async def play(
+    session: EnvironmentSession,
+    act: Act,
+    codec: TextCodec,
+    *,
+    seed: int,
+    max_turns: int,
+    max_tokens: int | None = None,
+    prompt: Sequence[int] | None = None,
+) -> Transcript | FailedEpisode:
+    """Play one episode: at most `max_turns`, and about `max_tokens` with the prompt (the last turn may exceed them).
+
+    Errors of the policy are raised. See `EpisodePlay`.
+    """
+    playing = EpisodePlay(session, codec, seed=seed, max_turns=max_turns, max_tokens=max_tokens, prompt=prompt)
+    await playing.begin()
+    while playing.result is None:
+        await playing.act(await act(playing.seen))
+    return playing.result
+
+
+def failures(results: Iterable[Transcript | FailedEpisode]) -> Mapping[FailureKind, int]:
+    """How many episodes failed, by kind."""
+    return Counter(result.kind for result in results if isinstance(result, FailedEpisode))

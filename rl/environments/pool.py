@@ -1,0 +1,211 @@
+"""`EnvironmentPool`: sessions at several servers; one that fails is avoided until it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import TypedDict
+
+import msgspec
+
+from holdfast.ft.console.units import counted
+from holdfast.rl.environments.client import EnvironmentClient, websocket_url
+from holdfast.rl.environments.errors import EnvironmentBusy, EnvironmentDied, EnvironmentFailed, UnknownEnvironment
+from holdfast.rl.environments.messages import TEXT, TextFields
+from holdfast.rl.environments.session import EnvironmentSession
+from holdfast.rl.environments.session_source import SessionSource
+
+FIRST_PROBE, LAST_PROBE = 0.1, 5.0
+"""Seconds from a failure to the first look whether the server is back; each further pause is twice as long."""
+
+BUSY_SECONDS = 0.2
+"""How long a server counts as full after it said so; other clients free places at any time."""
+
+
+class _ClientOptions(TypedDict):
+    timeout: float
+    connect_timeout: float
+    texts: TextFields
+
+
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A server as a pool sees it. `failures` counts the sessions that it lost."""
+
+    url: str
+    up: bool
+    sessions: int
+    failures: int
+    last_failure: str
+
+
+class EnvironmentPool(SessionSource):
+    """Leases sessions at the server with the fewest, at most `limit` at each.
+
+    A session that fails marks its server as down, unless the failure is one of that episode alone. From then on a task
+    in the background looks whether it takes connections again; until then it gets no session.
+    """
+
+    attempts = 3
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        *,
+        timeout: float = 30.0,
+        wait: float = 60.0,
+        limit: int = 64,
+        connect_timeout: float = 5.0,
+        texts: TextFields = TEXT,
+    ) -> None:
+        self._servers: dict[str, _Server] = {}
+        self.client_options = _ClientOptions(timeout=timeout, connect_timeout=connect_timeout, texts=texts)
+        self._limit = limit
+        self._changed = asyncio.Event()
+        self._probes: set[asyncio.Task[None]] = set()
+        self.set_servers(urls)
+        super().__init__(",".join(self._servers), timeout=timeout, wait=wait)
+
+    def set_servers(self, urls: Iterable[str]) -> None:
+        """From now on use these servers. Sessions at others go on until they are closed."""
+        wanted = {websocket_url(url): url for url in urls}
+        if not wanted:
+            raise UnknownEnvironment("", "a pool needs at least one server")
+        known = {server.address: server for server in self._servers.values()}
+        self._servers = {url: known.get(address) or _Server(url, address) for address, url in wanted.items()}
+        self._change()
+
+    def status(self) -> tuple[ServerStatus, ...]:
+        """Each server, as this pool sees it."""
+        return tuple(
+            ServerStatus(
+                url=url, up=each.up, sessions=each.sessions, failures=each.failures, last_failure=each.last_failure
+            )
+            for url, each in self._servers.items()
+        )
+
+    async def lease(self) -> EnvironmentSession:
+        """A session at a server that took the connection. Waits, and raises EnvironmentFailed after `wait` seconds."""
+        deadline = time.monotonic() + self.wait
+        while True:
+            server = self._pick()
+            if server is None:
+                await self._wait_for_change(deadline)
+                continue
+            client = _PooledClient(self, server)
+            try:
+                await client.connect()
+            except EnvironmentFailed:
+                await client.close()
+                if time.monotonic() >= deadline:
+                    raise
+            except BaseException:
+                await client.close()
+                raise
+            else:
+                return client
+
+    async def close(self) -> None:
+        """Stop looking for servers, and wait until all released sessions are closed."""
+        for probe in self._probes:
+            probe.cancel()
+        await asyncio.gather(*self._probes, return_exceptions=True)
+        await super().close()
+
+    def _pick(self) -> _Server | None:
+        now = time.monotonic()
+        usable = [
+            each
+            for each in self._servers.values()
+            if each.up and each.sessions < self._limit and each.busy_until <= now
+        ]
+        return min(usable, key=lambda server: server.sessions, default=None)
+
+    async def _wait_for_change(self, deadline: float) -> None:
+        """Wait until a session is freed or a server is back. Raises EnvironmentFailed at the deadline."""
+        self._changed.clear()
+        busy = [each for each in self._servers.values() if each.up]
+        now = time.monotonic()
+        if now >= deadline:
+            if busy:
+                why = f"all sessions at {counted(len(busy), 'server')} were taken for {self.wait:.3g} s"
+                raise EnvironmentBusy(self.environment, "reset", why)
+            said = "; ".join(f"{each.url}: {each.last_failure}" for each in self._servers.values())
+            raise EnvironmentDied(self.environment, "reset", f"no server was there for {self.wait:.3g} s: {said}")
+        retry = min((each.busy_until for each in busy if each.busy_until > now), default=deadline)
+        try:
+            async with asyncio.timeout(min(retry, deadline) - now):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _change(self) -> None:
+        self._changed.set()
+
+    def freed(self, server: _Server) -> None:
+        """A session at this server is closed."""
+        server.sessions -= 1
+        self._change()
+
+    def failed(self, server: _Server, error: EnvironmentFailed, *, answered: bool) -> None:
+        """A session at this server failed, by its own answer or without one.
+
+        A server that does not answer is down, and one that can begin no episode. A step that fails says nothing.
+        """
+        server.last_failure = f"{error.call}: {error.why}"
+        if error.kind == "busy":
+            server.busy_until = time.monotonic() + BUSY_SECONDS
+            return
+        server.failures += 1
+        if server.up and not (answered and error.call == "step"):
+            server.up = False
+            probe = asyncio.ensure_future(self._probe(server))
+            self._probes.add(probe)
+            probe.add_done_callback(self._probes.discard)
+
+    async def _probe(self, server: _Server) -> None:
+        """Mark a server as up once it begins an episode, or says that it has no place for one more."""
+        pause = FIRST_PROBE
+        while server in self._servers.values():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_PROBE)
+            try:
+                async with EnvironmentClient(server.url, **self.client_options) as client:
+                    await client.reset(0)
+            except EnvironmentBusy:
+                pass
+            except EnvironmentFailed as error:
+                server.last_failure = f"{error.call}: {error.why}"
+                continue
+            server.up = True
+            self._change()
+            return
+
+
+class _Server:
+    """What a pool knows of a server."""
+
+    def __init__(self, url: str, address: str) -> None:
+        self.url, self.address = url, address
+        self.up, self.busy_until = True, 0.0
+        self.sessions, self.failures, self.last_failure = 0, 0, ""
+
+
+class _PooledClient(EnvironmentClient):
+    """A client that tells its pool when it fails and when it is closed."""
+
+    def __init__(self, pool: EnvironmentPool, server: _Server) -> None:
+        super().__init__(server.url, **pool.client_options)
+        self._pool, self._server = pool, server
+        server.sessions += 1
+
+    def _abandon(self, error: BaseException) -> None:
+        super()._abandon(error)
+        if isinstance(error, EnvironmentFailed):
+            self._pool.failed(self._server, error, answered=self._answered)
+
+    async def _close(self, failed: bool) -> None:
+        try:
+            await super()._close(failed)
+        finally:
+            self._pool.freed(self._server)

@@ -1,0 +1,120 @@
+"""Environments by name: `2048?goal=64`, `textarena:Wordle-v0`, `python:FILE.py:NAME`, `ws://host:port`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from holdfast.rl.config.named_code import NoSuchCode, load_code
+from holdfast.rl.environments.environment import Environment, checked
+from holdfast.rl.environments.errors import UnknownEnvironment
+from holdfast.rl.environments.local import LocalPool
+from holdfast.rl.environments.session_source import SessionSource
+
+SHIPPED: Mapping[str, str] = {
+    "arithmetic": "holdfast.rl.environments.builtin.arithmetic:ArithmeticEnvironment",
+    "coder": "holdfast.rl.environments.builtin.coder:CoderEnvironment",
+    "guess": "holdfast.rl.environments.builtin.guess_number:GuessNumberEnvironment",
+    "2048": "holdfast.rl.environments.builtin.game_2048:Game2048Environment",
+    "gymnasium": "holdfast.rl.environments.adapters.gymnasium:GymnasiumEnvironment",
+    "mcp": "holdfast.rl.environments.tools.tool_environment:stock_tools",
+    "textarena": "holdfast.rl.environments.adapters.textarena:TextArenaEnvironment",
+}
+"""Where the shipped environments are; imported at first use."""
+
+INSTALL: Mapping[str, str] = {"gymnasium": "holdfast[gymnasium]", "textarena": "holdfast[textarena]"}
+"""What to install for those that need other packages."""
+
+PYTHON = "python"
+"""The name before that of a user's own class."""
+
+_registered: dict[str, Callable[..., Environment]] = {}
+
+
+def register(name: str, factory: Callable[..., Environment]) -> None:
+    """Let `name` mean a factory. Its arguments are options, `name?option=value`; in `name:what` the first is `what`."""
+    if not name or set(name) & set(":?,/"):
+        raise UnknownEnvironment(name, "a name has no colon, question mark, comma or slash")
+    _registered[name] = factory
+
+
+def names() -> list[str]:
+    """All names that can be given, without what may follow them."""
+    return sorted({*SHIPPED, *_registered, PYTHON})
+
+
+def environment_factory(name: str) -> Callable[[], Environment]:
+    """A function that makes environments of this name. Raises UnknownEnvironment before any is made."""
+    whole, _, query = name.partition("?")
+    kind, colon, what = whole.partition(":")
+    if kind == PYTHON:
+        factory, colon = _own(what, name), ""
+    else:
+        factory = _registered.get(kind) or _shipped(kind, name)
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    signature = inspect.signature(factory, eval_str=True)
+    first = next(iter(signature.parameters.values()), None)
+    try:
+        leading = [_convert(what, first.annotation if first else str)] if colon else []
+        arguments = {key: _convert(value, signature.parameters[key].annotation) for key, value in given.items()}
+        signature.bind(*leading, **arguments)
+    except KeyError as error:
+        options = ", ".join(signature.parameters)
+        raise UnknownEnvironment(name, f"there is no option {error}; there are: {options or 'none'}") from error
+    except (TypeError, msgspec.ValidationError) as error:
+        raise UnknownEnvironment(name, f"{error}; it takes {signature}") from error
+    return partial(factory, *leading, **arguments)
+
+
+def check_environment(name: str) -> None:
+    """Make an environment of this name, begin an episode and close it. Raises UnknownEnvironment if it cannot."""
+    environment = environment_factory(name)()
+    try:
+        checked(environment.reset(0), name, "reset")
+    finally:
+        environment.close()
+
+
+def open_sessions(name: str, *, timeout: float = 30.0, wait: float = 60.0, limit: int = 64) -> SessionSource:
+    """Sessions of an environment by name: in this process, or at the servers of `ws://host:port,ws://host:port`.
+
+    Use it within an event loop. Raises UnknownEnvironment.
+    """
+    if name.startswith(("ws://", "wss://", "http://", "https://")):
+        from holdfast.rl.environments.pool import EnvironmentPool
+
+        return EnvironmentPool(name.split(","), timeout=timeout, wait=wait, limit=limit)
+    return LocalPool(environment_factory(name), name, timeout=timeout, wait=wait, limit=limit)
+
+
+def _own(what: str, name: str) -> Callable[..., Environment]:
+    """What makes the environment of `FILE.py:NAME`, or of `MODULE:NAME`."""
+    try:
+        factory: Callable[..., Environment] = load_code(what)
+    except NoSuchCode as error:
+        raise UnknownEnvironment(name, str(error)) from error
+    if not callable(factory):
+        raise UnknownEnvironment(name, "it is not called: name the class, or a function that makes one")
+    return factory
+
+
+def _shipped(kind: str, name: str) -> Callable[..., Environment]:
+    if kind not in SHIPPED:
+        raise UnknownEnvironment(name, f"there are {', '.join(names())}, and servers: ws://host:port")
+    module, _, attribute = SHIPPED[kind].partition(":")
+    try:
+        factory: Callable[..., Environment] = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if kind not in INSTALL:
+            raise
+        raise UnknownEnvironment(name, f"{error.name} is not installed: pip install '{INSTALL[kind]}'") from error
+    return factory
+
+
+def _convert(value: str, annotation: object) -> object:
+    return value if annotation in (inspect.Parameter.empty, str) else msgspec.convert(value, annotation, strict=False)

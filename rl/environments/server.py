@@ -1,0 +1,208 @@
+"""`EnvironmentServer`: environments for other processes, by OpenEnv's protocol over WebSockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import logging
+import random
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import msgspec
+from websockets.asyncio.server import Server, ServerConnection
+from websockets.asyncio.server import serve as listen
+from websockets.exceptions import ConnectionClosed, ConnectionClosedError
+from websockets.http11 import Request as HttpRequest
+from websockets.http11 import Response
+
+from holdfast.ft.console.units import counted
+from holdfast.rl.environments import messages
+from holdfast.rl.environments.environment import Environment
+from holdfast.rl.environments.errors import (
+    EnvironmentDied,
+    EnvironmentFailed,
+    EnvironmentHung,
+    EnvironmentLied,
+    EpisodeOver,
+)
+from holdfast.rl.environments.local import LocalSession
+
+CODES: dict[type[EnvironmentFailed], str] = {
+    EnvironmentDied: "EXECUTION_ERROR",
+    EnvironmentHung: "STEP_TIMED_OUT",
+    EnvironmentLied: "INVALID_OBSERVATION",
+}
+"""The words of the protocol for failures; all others are a VALIDATION_ERROR."""
+
+_SEND_SECONDS = 10.0
+_LOGGER = logging.getLogger("holdfast.rl.environments.server")
+_LOGGER.addHandler(logging.NullHandler())
+_LOGGER.propagate = False  # a connection that breaks is no news
+
+
+class Health(msgspec.Struct, frozen=True):
+    """What `/health` tells: sessions in use, of how many, and how many of them hang in a call."""
+
+    status: str
+    environment: str
+    sessions: int
+    limit: int
+    hung: int
+
+
+class EnvironmentServer:
+    """Serves an environment: each connection to `/ws` is a session with an environment of its own.
+
+    `sessions` bounds their number. A session ends with its connection, at any error, and after `lease` seconds without
+    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Environment],
+        environment: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        sessions: int = 64,
+        lease: float = 300.0,
+        timeout: float = 30.0,
+        max_bytes: int = 1 << 20,
+    ) -> None:
+        self.environment, self.limit = environment, sessions
+        self._factory, self._host, self._port = factory, host, port
+        self._lease, self._timeout, self._max_bytes = lease, timeout, max_bytes
+        self._sessions: set[LocalSession] = set()
+        self._closed: set[LocalSession] = set()
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._server: Server | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients find it. Port 0 became a real one at the start."""
+        if self._server is None:
+            raise RuntimeError("the server has not started; use it as `async with`")
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"ws://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def health(self) -> Health:
+        """What `/health` tells."""
+        hung = sum(1 for session in self._closed if session.at_work)
+        status = "unhealthy" if hung == self.limit else "degraded" if hung else "healthy"
+        return Health(status, self.environment, len(self._sessions), self.limit, hung)
+
+    async def __aenter__(self) -> Self:
+        self._server = await listen(
+            self._serve,
+            self._host,
+            self._port,
+            process_request=self._answer_http,
+            origins=[None],  # programs send none; a page in a browser must not reach into this machine
+            compression=None,
+            max_size=self._max_bytes,
+            ping_interval=None,  # the lease ends sessions of clients that are gone
+            close_timeout=1.0,
+            logger=_LOGGER,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for handler in self._handlers:
+            handler.cancel()  # its environment may hang
+        await self._server.wait_closed()
+
+    def _answer_http(self, connection: ServerConnection, request: HttpRequest) -> Response | None:
+        path = urlsplit(request.path).path
+        if path == "/ws":
+            return None
+        if path != "/health":
+            return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /ws, and /health\n")
+        response = connection.respond(http.HTTPStatus.OK, msgspec.json.encode(self.health()).decode())
+        del response.headers["Content-Type"]
+        response.headers["Content-Type"] = "application/json"
+        return response
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        handler = asyncio.ensure_future(self._lead(connection))
+        self._handlers.add(handler)
+        handler.add_done_callback(self._handlers.discard)
+        await asyncio.wait([handler])
+        if not handler.cancelled():
+            handler.result()
+
+    async def _lead(self, connection: ServerConnection) -> None:
+        if len(self._sessions) >= self.limit:
+            why = f"all of the {counted(self.limit, 'session')} of {self.environment} are taken"
+            return await self._refuse(connection, "CAPACITY_REACHED", why)
+        session = LocalSession(
+            self._factory, self.environment, timeout=self._timeout, on_end=lambda: self._ended(session)
+        )
+        self._sessions.add(session)
+        try:
+            await self._converse(connection, session)
+        except ConnectionClosed:
+            pass
+        except TimeoutError:
+            await self._refuse(connection, "LEASE_EXPIRED", f"no request for {self._lease:.3g} s")
+        except messages.MalformedMessage as error:
+            await self._refuse(connection, error.code, error.why)
+        except EpisodeOver as error:
+            await self._refuse(connection, "EPISODE_OVER", str(error))
+        except EnvironmentFailed as error:
+            await self._refuse(connection, CODES.get(type(error), "VALIDATION_ERROR"), error.why)
+        finally:
+            self._closed.add(session)
+            await session.close()
+
+    async def _converse(self, connection: ServerConnection, session: LocalSession) -> None:
+        while True:
+            async with asyncio.timeout(self._lease):
+                data = await connection.recv(decode=False)
+            match messages.decode_request(data):
+                case messages.ResetRequest(arguments):
+                    session.name_episode(arguments.episode_id)
+                    seed = arguments.seed if arguments.seed is not None else random.getrandbits(31)
+                    reply: messages.Reply = messages.observation_to_wire(await session.reset(seed))
+                case messages.StepRequest(fields):
+                    reply = messages.observation_to_wire(await session.step(messages.action_from_wire(fields)))
+                case messages.StateRequest():
+                    reply = messages.state_to_wire(await session.state())
+                case messages.CloseRequest():
+                    return
+            await self._send(connection, self._encode(session, reply))
+
+    def _encode(self, session: LocalSession, reply: messages.Reply) -> bytes:
+        try:
+            data = messages.encode(reply)
+        except messages.MalformedMessage as error:
+            raise EnvironmentLied(self.environment, "reply", error.why) from error
+        if len(data) > self._max_bytes:
+            raise EnvironmentLied(
+                self.environment, "reply", f"{len(data):,} bytes, and the most is {self._max_bytes:,}"
+            )
+        return data
+
+    async def _send(self, connection: ServerConnection, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(_SEND_SECONDS):
+                await connection.send(data, text=True)
+        except TimeoutError as error:  # it reads nothing
+            connection.transport.abort()
+            raise ConnectionClosedError(None, None) from error
+
+    async def _refuse(self, connection: ServerConnection, code: str, why: str) -> None:
+        """Tell the client why its session ends."""
+        with contextlib.suppress(ConnectionClosed):
+            await self._send(connection, messages.encode(messages.ErrorReply(messages.ErrorData(why[:1000], code))))
+
+    def _ended(self, session: LocalSession) -> None:
+        self._sessions.discard(session)
+        self._closed.discard(session)

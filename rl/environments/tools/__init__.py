@@ -1,0 +1,1 @@
+"""Tool use over the Model Context Protocol."""

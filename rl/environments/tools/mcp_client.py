@@ -1,0 +1,203 @@
+"""`McpClient`: tools of a local server of the Model Context Protocol, over its standard input and output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.rl.environments.errors import (
+    EnvironmentDied,
+    EnvironmentFailed,
+    EnvironmentHung,
+    EnvironmentLied,
+    EnvironmentRefused,
+)
+
+_T = TypeVar("_T")
+
+PROTOCOL = "2025-06-18"
+_MOST_BYTES = 8 << 20
+_MOST_PAGES = 100
+_METHOD_NOT_FOUND = -32601
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool as its server describes it; `schema` is the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    schema: Mapping[str, Any] = msgspec.field(default_factory=dict, name="inputSchema")
+
+
+class ToolResult(msgspec.Struct, frozen=True):
+    """What a call gave: a text, and whether it is an error that the tool reports."""
+
+    text: str
+    failed: bool
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: int
+    message: str = ""
+
+
+class _Message(msgspec.Struct, frozen=True):
+    """A response, a request of the server, or a notification."""
+
+    id: int | str | None = None
+    method: str | None = None
+    result: dict[str, Any] | None = None
+    error: _Error | None = None
+
+
+class _Content(msgspec.Struct, frozen=True):
+    type: str
+    text: str = ""
+
+
+class _CallResult(msgspec.Struct, frozen=True):
+    content: list[_Content] = []
+    failed: bool = msgspec.field(default=False, name="isError")
+
+
+class _Page(msgspec.Struct, frozen=True):
+    tools: list[Tool]
+    next: str | None = msgspec.field(default=None, name="nextCursor")
+
+
+_messages = msgspec.json.Decoder(_Message)
+
+
+class McpClient:
+    """A server process of its own, started here and killed by `close`. Each call may take `timeout` seconds.
+
+    Raises EnvironmentFailed if the server dies, hangs, or does not speak the protocol. Close the client then.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, timeout: float = 30.0, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._name, self._timeout, self._number, self._unread = command[0], timeout, 0, bytearray()
+        self._socket, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                env=None if environ is None else dict(environ),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._socket.close()
+            raise EnvironmentDied(self._name, "start", str(error)) from error
+        finally:
+            theirs.close()
+        try:
+            about = {"name": "holdfast", "version": "0"}
+            self._request("initialize", {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": about})
+            self._send({"method": "notifications/initialized"}, time.monotonic() + timeout)
+            self.tools = tuple(self._list_tools())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
+    def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a tool. Errors that the tool or the server report are results: the policy should read them."""
+        answer = self._request("tools/call", {"name": tool, "arguments": dict(arguments)}, errors=True)
+        if isinstance(answer, _Error):
+            return ToolResult(answer.message, failed=True)
+        result = self._convert("tools/call", answer, _CallResult)
+        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        return ToolResult("\n".join(parts), result.failed)
+
+    def close(self) -> None:
+        """Kill the server with all processes of its session, and wait for it."""
+        self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _list_tools(self) -> list[Tool]:
+        tools, cursor = list[Tool](), None
+        for _ in range(_MOST_PAGES):
+            answer = self._request("tools/list", {} if cursor is None else {"cursor": cursor})
+            page = self._convert("tools/list", answer, _Page)
+            tools, cursor = tools + page.tools, page.next
+            if cursor is None:
+                return tools
+        raise EnvironmentLied(self._name, "tools/list", f"it has more than {_MOST_PAGES} pages of tools")
+
+    def _request(self, method: str, parameters: Mapping[str, Any], *, errors: bool = False) -> Any:
+        deadline = time.monotonic() + self._timeout
+        self._number += 1
+        self._send({"id": self._number, "method": method, "params": parameters}, deadline)
+        while True:
+            message = self._receive(method, deadline)
+            if message.method is not None:
+                self._answer(message, deadline)
+            elif message.id == self._number:
+                if message.error is None:
+                    return message.result or {}
+                if errors:
+                    return message.error
+                why = f"{message.error.message} ({message.error.code})"
+                raise EnvironmentRefused(self._name, method, why)
+
+    def _answer(self, message: _Message, deadline: float) -> None:
+        """A request of the server: it may ask whether we live, and nothing else."""
+        if message.id is None:
+            return
+        refusal = {"error": {"code": _METHOD_NOT_FOUND, "message": "the client has no such method"}}
+        self._send({"id": message.id, **({"result": {}} if message.method == "ping" else refusal)}, deadline)
+
+    def _send(self, message: Mapping[str, Any], deadline: float) -> None:
+        data = msgspec.json.encode({"jsonrpc": "2.0", **message}) + b"\n"
+        try:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._failure(str(message.get("method")), error) from error
+
+    def _receive(self, call: str, deadline: float) -> _Message:
+        while (end := self._unread.find(b"\n")) < 0:
+            if len(self._unread) > _MOST_BYTES:
+                raise EnvironmentLied(self._name, call, f"a message has more than {_MOST_BYTES:,} bytes")
+            try:
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                data = self._socket.recv(1 << 16)
+            except OSError as error:
+                raise self._failure(call, error) from error
+            if not data:
+                raise EnvironmentDied(self._name, call, "it has closed its output")
+            self._unread += data
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        try:
+            return _messages.decode(line)
+        except msgspec.MsgspecError as error:
+            raise EnvironmentLied(self._name, call, f"a line of its output is no message: {error}") from error
+
+    def _failure(self, call: str, error: OSError) -> EnvironmentFailed:
+        if isinstance(error, TimeoutError):
+            return EnvironmentHung(self._name, call, f"no answer for {self._timeout:.3g} s")
+        return EnvironmentDied(self._name, call, f"it does not listen any more: {error}")
+
+    def _convert(self, call: str, answer: Any, kind: type[_T]) -> _T:
+        try:
+            return msgspec.convert(answer, kind)
+        except msgspec.ValidationError as error:
+            raise EnvironmentLied(self._name, call, str(error)) from error

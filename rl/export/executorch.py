@@ -1,0 +1,90 @@
+"""Exports a model as a program of ExecuTorch, and refuses one that does not answer as the model does."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.ft.console.units import counted
+from holdfast.rl.config.extra_environment import extra_python
+from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.data.episode import Prompt
+from holdfast.rl.export.errors import ExportRefused
+from holdfast.rl.export.executorch_job import ExecutorchJob, ExecutorchReport
+from holdfast.rl.export.weights import new_file
+from holdfast.rl.generators.models import ModelSource, longest_sequence, save_model
+from holdfast.rl.generators.settings import GeneratorSettings
+from holdfast.rl.generators.transformers_generator import TransformersGenerator
+
+LONGEST = 2048
+"""The longest sequence of a program: the runtime reserves memory for it. A model's own limit may be lower."""
+
+SECONDS = 3600.0
+"""The limit of the other interpreter's time."""
+
+_LINES = 12
+"""How much of its output an error quotes."""
+
+
+def export_program(source: ModelSource, prompts: Sequence[Prompt], sampling: Sampling, out: Path) -> ExecutorchReport:
+    """Write a new program of ExecuTorch in float32 with XNNPACK, for any length; its method `forward` gives logits.
+
+    The program answers `prompts` as the model does, greedily, and its logits are as near to those of eager torch as the
+    report says. Raises `ExtraNotInstalled`, `ExportRefused`, `CopyFailed`.
+    """
+    python = extra_python("executorch")
+    source = msgspec.structs.replace(source, dtype="float32")
+    with tempfile.TemporaryDirectory(prefix="holdfast-export-") as scratch, new_file(out) as draft:
+        model = source.build()
+        length = min(longest_sequence(model), LONGEST)
+        save_model(model, Path(scratch) / "model")
+        job = ExecutorchJob(
+            model=str(Path(scratch) / "model"),
+            draft=str(draft.absolute()),
+            length=length,
+            prompts=tuple(each.tokens for each in prompts),
+            answers=asyncio.run(_answers(source, prompts, sampling)),
+            max_new_tokens=sampling.max_new_tokens,
+            stop=sampling.stop,
+        )
+        report = _run(python, job, Path(scratch), out)
+        if report.difference > report.allowed:
+            raise ExportRefused(
+                out, f"its logits differ from the model's by {report.difference:.2g}, more than {report.allowed:.2g}"
+            )
+        if report.different:
+            first = prompts[report.different[0]]
+            raise ExportRefused(
+                out,
+                f"it answers {counted(len(report.different), 'prompt')} of {len(prompts)} otherwise than the model "
+                f"does, the first of them {first.text!r}",
+            )
+    return report
+
+
+def _run(python: Path, job: ExecutorchJob, scratch: Path, out: Path) -> ExecutorchReport:
+    file = scratch / "job.json"
+    file.write_bytes(msgspec.json.encode(job))
+    command = [str(python), "-m", "holdfast.rl.export.executorch_program", str(file)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ExportRefused(out, f"ExecuTorch took more than {SECONDS:.0f} s") from error
+    if done.returncode:
+        said = "\n".join(done.stderr.splitlines()[-_LINES:])
+        raise ExportRefused(out, f"ExecuTorch cannot export the model (exit status {done.returncode}):\n{said}")
+    return msgspec.json.decode(file.with_suffix(".report").read_bytes(), type=ExecutorchReport)
+
+
+async def _answers(source: ModelSource, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[tuple[int, ...], ...]:
+    generator = TransformersGenerator(source, None, GeneratorSettings(mode="continuous", timeout=SECONDS))
+    try:
+        found = await generator.generate(sampling.greedy(tuple(prompts), None))
+    finally:
+        generator.close()
+    return tuple(each.tokens for each in found)

@@ -1,0 +1,138 @@
+"""The versions of a run's weights that are on disk: the first, those of the trainers' checkpoints, and the best.
+
+Version v is that after v updates. Nothing of a checkpoint is unpickled, and no process of the run is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.generators.models import ModelSource, save_model
+from holdfast.rl.run.policy_source import policy_source
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.trainer_processes import trainer_settings
+from holdfast.rl.trainers.adapters import merged
+from holdfast.rl.trainers.best_version import read_best
+from holdfast.rl.trainers.policy import build_policy
+from holdfast.store.interop.dcp import DcpDirectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PREFIXES = ("model.", "policy.")
+"""What the names of a policy's tensors begin with in a checkpoint, by the layout of its trainers."""
+
+
+class NoSavedVersion(HoldfastError):
+    """A version of a run is not on disk; `there` are those that are."""
+
+    def __init__(self, place: str, version: str, there: tuple[int, ...], best: int | None) -> None:
+        self.version, self.there = version, there
+        found = ", ".join(map(str, there)) or "none"
+        of_best = "no version was evaluated yet" if best is None else f"the best is {best}"
+        super().__init__(f"{place} has no version {version}: on disk are {found}, and {of_best}; name one of these")
+
+
+class SavedVersions:
+    """The saved versions of the run in `directory`; without one, version 0 of the configuration is all there is.
+
+    Raises `CorruptData` for a damaged record of the best version.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory | None) -> None:
+        self._config, self._directory = config, directory
+        self._best = None if directory is None else read_best(directory.best)
+        self._checkpoints = {} if directory is None else _complete(directory.checkpoints)
+
+    @property
+    def best(self) -> int | None:
+        """The best version by evaluation; None before the first one."""
+        return None if self._best is None else self._best.version
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All saved versions, the oldest first."""
+        return tuple(sorted({0, *self._checkpoints, *([] if self._best is None else [self._best.version])}))
+
+    def find(self, version: str) -> int:
+        """The number of a version: "best", "latest", or a number itself. Raises `NoSavedVersion`."""
+        if version == "latest":
+            return self.numbers[-1]
+        if version == "best" and self.best is not None:
+            return self.best
+        if version.isdecimal() and int(version) in self.numbers:
+            return int(version)
+        place = "the configuration" if self._directory is None else str(self._directory.path)
+        raise NoSavedVersion(place, version, self.numbers, self.best)
+
+    def model(self, number: int) -> PreTrainedModel:
+        """The model of a saved version, adapters merged. Raises `ModelMisfit`, `CorruptData`, `CopyFailed`."""
+        folder = self._folder(number)
+        return self._of_checkpoint(self._checkpoints[number]) if folder is None else folder.build()
+
+    def source(self, number: int, scratch: Path) -> ModelSource:
+        """The model of a saved version as a source; one of a checkpoint is written to `scratch`. Raises as `model`."""
+        folder = self._folder(number)
+        if folder is not None:
+            return folder
+        save_model(self._of_checkpoint(self._checkpoints[number]), scratch)
+        return self._placed(scratch)
+
+    def _folder(self, number: int) -> ModelSource | None:
+        """The source of a version that is no checkpoint."""
+        if self._directory is not None and self._best is not None and number == self._best.version:
+            return self._placed(self._directory.best / self._best.folder)
+        return None if number in self._checkpoints else self._source()
+
+    def _placed(self, folder: Path) -> ModelSource:
+        first = policy_source(self._config)
+        return ModelSource(path=str(folder), dtype=first.dtype, vocabulary=first.vocabulary)
+
+    def _source(self) -> ModelSource:
+        """The policy before the first step: warmed up, if the run has done that."""
+        if self._directory is not None and self._directory.policy.is_dir():
+            return self._placed(self._directory.policy)
+        return policy_source(self._config)
+
+    def _of_checkpoint(self, path: Path) -> PreTrainedModel:
+        found = DcpDirectory(path)
+        tensors = {
+            name.removeprefix(prefix): found.read(name)
+            for name in found.sizes
+            for prefix in _PREFIXES
+            if name.startswith(prefix)
+        }
+        settings = trainer_settings(self._config, self._source(), path)
+        policy = build_policy(settings)
+        _load(policy, tensors, path)
+        if settings.lora is None:
+            return policy
+        model = settings.source.build()
+        _load(model, merged(policy), path)
+        return model
+
+
+def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    try:
+        model.load_state_dict(dict(tensors))
+    except RuntimeError as error:
+        raise CorruptData(
+            f"the checkpoint {path} does not fit the model of the run's configuration: {error}"
+        ) from error
+
+
+def _complete(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints in a directory, by the number of updates before them."""
+    found = {}
+    for path in directory.glob("step-*/.metadata"):
+        number = re.fullmatch(r"step-(\d+)", path.parent.name)
+        if number:
+            found[int(number[1])] = path.parent
+    return found

@@ -1,0 +1,1 @@
+"""A generator that draws completions with vLLM, whose weights come from the store."""

@@ -1,0 +1,314 @@
+"""`VllmGenerator`: an actor that draws completions with vLLM, in an interpreter that has it (`make extra-vllm`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.generators.errors import (
+    BadRequest,
+    GenerationTimeout,
+    GeneratorClosed,
+    GeneratorNotReady,
+    ModelMisfit,
+    UpdateFailed,
+    VersionGone,
+)
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.served_weights import await_visible
+from holdfast.rl.generators.transformers_generator import GeneratorHealth
+from holdfast.rl.generators.vllm.completions import completion_of, sampling_parameters
+from holdfast.rl.generators.vllm.settings import VllmSettings
+from holdfast.store import Layout, WeightStore
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the actor's process has threads, which a fork would lose
+}
+ON_CPU = {
+    "TORCH_COMPILE_DISABLE": "1",  # compilation costs 20 s at the start
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, the threads of all replicas would share the first core
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else even one worker is a process below the engine's, which starts too
+}
+
+
+class VllmGenerator:
+    """A generator: its methods are the endpoints of an actor. `generate` may be called twice.
+
+    `source` is the model, `store` the URL of the store that its weights come from: it serves nothing before the first
+    `update` or `catch_up`. Raises `ModelMisfit` if the model cannot serve, `Unsupported` where vLLM is not installed.
+    """
+
+    def __init__(self, source: ModelSource, store: str, settings: VllmSettings = VllmSettings()) -> None:  # noqa: B008
+        self._settings = settings
+        self._store = WeightStore(store, hold=False)
+        try:
+            self._engine = _engine(source, settings)
+        except BaseException:
+            self._store.close()
+            raise
+        self._closed = threading.Event()
+        watch = threading.Thread(
+            target=_end_with, args=(multiprocessing.active_children(), self._closed), name="watch-vllm", daemon=True
+        )
+        watch.start()
+        config = self._engine.model_config
+        self._length, self._vocabulary = int(config.max_model_len), int(config.get_vocab_size())
+        self._url, self._joined = store, False
+        self._served: int | None = None
+        self._failure: HoldfastError | None = None
+        self._updating = asyncio.Lock()
+        self._exact = 0
+        self._no_exact = asyncio.Event()
+        self._no_exact.set()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._requests = self._tokens = 0
+
+    @property
+    def version(self) -> int | None:
+        """The version that serves requests which name none; None before the first."""
+        return self._served
+
+    async def generate(self, request: SamplingRequest) -> list[Completion]:
+        """The completions of a request, those of one prompt side by side, with the version of each token.
+
+        If the request names a version, wait for exactly that one. Raises `GeneratorNotReady`, `VersionGone`,
+        `BadRequest`, `GenerationTimeout`, `GeneratorClosed`, and `StoreTimeout` if the version does not come.
+        """
+        self._check(request)
+        deadline = time.monotonic() + self._settings.timeout
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                if request.version is None:
+                    found = await self._draw_all(request)
+                else:
+                    async with self._exactly(request.version, deadline):
+                        found = await self._draw_all(request)
+        except TimeoutError as error:
+            raise GenerationTimeout(self._settings.timeout, len(request.seeds)) from error
+        self._requests += 1
+        self._tokens += sum(len(each.tokens) for each in found)
+        return found
+
+    async def update(self, version: int) -> int:
+        """Read a version and serve it, unless a newer one is served; returns its number.
+
+        If that fails, the generator is not ready, and what it was drawing is cut off, until an update worked. Raises
+        `UpdateFailed`, `VersionGone`, `StoreTimeout`.
+        """
+        deadline = time.monotonic() + self._settings.timeout
+        await asyncio.to_thread(await_visible, self._store, version, deadline)
+        async with self._updating:
+            if self._failure is None and self._served is not None and self._served >= version:
+                return version
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                    await self._no_exact.wait()
+                    await self._switch(version, deadline)
+            except Exception as error:
+                failure = await self._failed(version, error)
+                self._failure = failure
+                raise failure from error
+            self._served, self._failure = version, None
+        return version
+
+    async def catch_up(self) -> int:
+        """Wait for the store's newest version, and serve it; returns its number. Raises the errors of `update`."""
+        newest = await asyncio.to_thread(self._store.wait, 0, self._settings.timeout)
+        return await self.update(newest)
+
+    async def health(self) -> GeneratorHealth:
+        """The state of this generator."""
+        failure = ""
+        try:
+            self._check_ready()
+        except GeneratorNotReady as error:
+            failure = error.why
+        return GeneratorHealth(
+            version=self._served,
+            ready=not failure,
+            running=len(self._running),
+            waiting=0,
+            requests=self._requests,
+            tokens=self._tokens,
+            failure=failure,
+        )
+
+    def close(self) -> None:
+        """End vLLM's processes, and leave the store. Idempotent."""
+        self._closed.set()
+        self._engine.shutdown()
+        self._store.close()
+
+    # -- requests
+
+    def _check(self, request: SamplingRequest) -> None:
+        longest = max(map(len, request.prompts)) + request.max_new_tokens
+        if longest > self._length:
+            raise BadRequest(
+                f"its longest prompt and max_new_tokens make {longest} tokens, and a sample has at most {self._length}",
+                "shorten the prompt, or lower max_new_tokens",
+            )
+        if (highest := max(map(max, request.prompts))) >= self._vocabulary:
+            raise BadRequest(
+                f"a prompt has token {highest}, and the model {self._vocabulary} tokens",
+                "take the model's own tokenizer",
+            )
+        if request.top_p < 1.0 and request.temperature > 0.0:
+            raise BadRequest(f"top_p={request.top_p}, and vLLM has no log-probs before that cut", "draw with top_p=1.0")
+
+    def _check_ready(self) -> int:
+        if self._failure is not None:
+            raise GeneratorNotReady(f"its last update failed: {self._failure}")
+        if self._served is None:
+            raise GeneratorNotReady("no version of the weights is here yet")
+        return self._served
+
+    @contextlib.asynccontextmanager
+    async def _exactly(self, version: int, deadline: float) -> AsyncIterator[None]:
+        """Serve `version`, and keep it inside of the block."""
+        while True:
+            if self._served != version or self._failure is not None:
+                await self.update(version)
+            async with self._updating:
+                if self._failure is None and self._served == version:
+                    self._exact += 1
+                    self._no_exact.clear()
+                    break
+            if self._served is not None and self._served > version:
+                raise VersionGone(version, [self._served])
+        try:
+            yield
+        finally:
+            self._exact -= 1
+            if not self._exact:
+                self._no_exact.set()
+
+    async def _draw_all(self, request: SamplingRequest) -> list[Completion]:
+        self._check_ready()
+        prompts = [prompt for prompt in request.prompts for _ in range(request.samples)]
+        drawing = [
+            asyncio.ensure_future(self._draw(prompt, seed, request))
+            for prompt, seed in zip(prompts, request.seeds, strict=True)
+        ]
+        try:
+            return list(await asyncio.gather(*drawing))
+        finally:
+            for each in drawing:
+                each.cancel()
+            await asyncio.wait(drawing)
+
+    async def _draw(self, prompt: tuple[int, ...], seed: int, request: SamplingRequest) -> Completion:
+        self._check_ready()
+        prompted, last, task = {"prompt_token_ids": list(prompt)}, None, asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            async for each in self._engine.generate(prompted, sampling_parameters(request, seed), token_hex(8)):
+                last = each
+        except asyncio.CancelledError:
+            self._check_ready()
+            raise
+        finally:
+            self._running.discard(task)
+        if last is None:
+            raise GeneratorClosed("vLLM ended a sample without a word")
+        return completion_of(last.outputs[0])
+
+    # -- weights
+
+    async def _switch(self, version: int, deadline: float) -> None:
+        """Pause, load a version, go on; in mode "keep" running samples go on with the new weights."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        engine = self._engine
+        if not self._joined:
+            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"url": self._url}))
+            self._joined = True
+        if self._failure is not None:  # workers that did their part of the failed update still wait for its end
+            with contextlib.suppress(Exception):
+                await engine.finish_weight_update()
+        await engine.pause_generation(mode=self._settings.on_update, clear_cache=False)
+        await engine.start_weight_update()
+        left = max(0.001, deadline - time.monotonic())
+        await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version, "timeout": left}))
+        await engine.finish_weight_update(weight_version=str(version))
+        await engine.resume_generation()
+
+    async def _failed(self, version: int, error: Exception) -> HoldfastError:
+        """Cut off what is being drawn; vLLM stays paused, so it draws nothing with a mixture."""
+        failure = UpdateFailed(version, f"{type(error).__name__}: {error}")
+        self._failure = failure
+        for each in self._running:
+            each.cancel()
+        await self._engine.pause_generation(mode="abort", clear_cache=False)
+        return failure
+
+
+def _end_with(children: Sequence[Any], closed: threading.Event) -> None:
+    """End this process when one of `children` does: vLLM would wait. A new replica takes this one's place and calls."""
+    multiprocessing.connection.wait([each.sentinel for each in children])
+    if not closed.is_set():
+        print("vLLM's engine has died; what it said is above", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _engine(source: ModelSource, settings: VllmSettings) -> Any:
+    """vLLM with random weights: those of the store come by `update`."""
+    on_cpu = source.device == "cpu"
+    for name, value in (ENVIRONMENT | (ON_CPU if on_cpu else {})).items():
+        os.environ.setdefault(name, value)
+    if on_cpu:
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    try:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise Unsupported(
+            f"a vLLM generator here ({error})", "run make extra-vllm, and name its interpreter"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="holdfast-vllm-") as folder:
+        source.save_config(Path(folder))
+        arguments = AsyncEngineArgs(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=source.dtype,
+            enforce_eager=on_cpu,
+            max_model_len=settings.length or None,
+            max_num_seqs=settings.slots,
+            tensor_parallel_size=settings.tensor_parallel,
+            distributed_executor_backend="uni" if settings.tensor_parallel == 1 else "mp",
+            kv_cache_memory_bytes=int(settings.cache * 2**30),
+            enable_prefix_caching=False,  # the cache of a prompt would outlive the weights that it was made with
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend="holdfast"),
+            disable_log_stats=True,
+        )
+        try:
+            engine = AsyncLLM.from_engine_args(arguments)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ModelMisfit(source.name, f"{type(error).__name__}: {error}", "see vLLM's list of models") from error
+    try:
+        Layout.vllm(engine.model_config.hf_text_config, 0, settings.tensor_parallel)
+    except BaseException:
+        engine.shutdown()
+        raise
+    return engine

@@ -1,1 +1,0 @@
-"""The task, the model and the loss."""

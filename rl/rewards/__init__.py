@@ -1,0 +1,1 @@
+"""Rewards of single-turn tasks: functions, rubrics, and ensembles of weak verifiers."""

@@ -1,0 +1,47 @@
+"""A rubric: the weighted sum of named criteria."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.rl.rewards.errors import RewardFailed
+from holdfast.rl.rewards.reward import JudgedAnswer, Reward, Score
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """A reward and its weight, which may be negative. `name` is that of the part of the score."""
+
+    name: str
+    weight: float
+    reward: Reward
+
+
+class Rubric:
+    """The sum of the criteria's scores, each times its weight; the parts are the criteria's own scores."""
+
+    def __init__(self, criteria: Sequence[Criterion], name: str = "rubric") -> None:
+        self.name, self._criteria = name, tuple(criteria)
+        names = [each.name for each in self._criteria]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"a rubric needs criteria with names of their own, not {names}")
+
+    async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
+        """Weighted sums. Raises `RewardFailed`, which names the criterion."""
+        columns = await asyncio.gather(*(self._column(each, answers) for each in self._criteria))
+        return [
+            Score(
+                sum(each.weight * value for each, value in zip(self._criteria, row, strict=True)),
+                {each.name: value for each, value in zip(self._criteria, row, strict=True)},
+            )
+            for row in zip(*columns, strict=True)
+        ]
+
+    async def _column(self, criterion: Criterion, answers: Sequence[JudgedAnswer]) -> list[float]:
+        try:
+            return [each.value for each in await criterion.reward.score(answers)]
+        except Exception as error:
+            number = answers[0].prompt.number
+            raise RewardFailed(self.name, number, f"criterion {criterion.name!r}: {error}") from error

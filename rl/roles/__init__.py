@@ -1,1 +1,0 @@
-"""The processes and services of a run: trainers, generators, holders, the driver's service and buffer."""

@@ -1,0 +1,160 @@
+"""The environment of a run: servers as replicas of a service, servers that run already, or sessions in the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from urllib.parse import urlencode
+
+from holdfast.ft import faultpoints
+from holdfast.rl.config.run_config import EnvironmentConfig
+from holdfast.rl.engine.endpoint import endpoint
+from holdfast.rl.engine.engine import Engine
+from holdfast.rl.environments.client import EnvironmentClient
+from holdfast.rl.environments.errors import EnvironmentFailed, UnknownEnvironment
+from holdfast.rl.environments.local import LocalPool
+from holdfast.rl.environments.pool import EnvironmentPool
+from holdfast.rl.environments.registry import check_environment, environment_factory
+from holdfast.rl.environments.server import EnvironmentServer
+from holdfast.rl.environments.session_source import SessionSource
+from holdfast.rl.run.process_recorder import ProcessRecorder
+from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.services.errors import ServiceFailed
+from holdfast.rl.services.options import PreparedReplica
+from holdfast.rl.services.servable import served
+from holdfast.rl.services.service import Service
+from holdfast.rl.services.status import ReplicaEvent
+
+ROLE = "environment"
+START_SECONDS = 60.0
+"""Seconds in which a server must have tried its environment, and listen."""
+LEASE_SECONDS = 3600.0
+"""How long a server keeps an episode whose policy does not go on."""
+_MARGIN = 2.0
+"""Seconds by which a client waits longer than the server, which knows more of what hangs."""
+_LOOK_SECONDS = 1.0
+
+
+class ServedEnvironment:
+    """An actor that serves an environment to clients. Once all its sessions hang, its process ends."""
+
+    def __init__(self, name: str, sessions: int, timeout: float) -> None:
+        faultpoints.arm_from_environment()
+        self._name, self._sessions, self._timeout = name, sessions, timeout
+        self._open = contextlib.AsyncExitStack()
+        self._server: EnvironmentServer | None = None
+
+    @endpoint(idempotent=True)
+    async def listen(self) -> str:
+        """The URL of the server, which is started at the first call. Raises `UnknownEnvironment`."""
+        if self._server is None:
+            await asyncio.to_thread(check_environment, self._name)
+            self._server = await self._open.enter_async_context(
+                EnvironmentServer(
+                    environment_factory(self._name),
+                    self._name,
+                    sessions=self._sessions,
+                    lease=LEASE_SECONDS,
+                    timeout=self._timeout,
+                )
+            )
+            looking = asyncio.create_task(_end_when_all_hang(self._server))
+            self._open.callback(looking.cancel)
+        return self._server.url
+
+    async def close(self) -> None:
+        """End the server, and with it all sessions. Idempotent."""
+        await self._open.aclose()
+
+
+async def _end_when_all_hang(server: EnvironmentServer) -> None:
+    while (health := server.health()).status != "unhealthy":
+        await asyncio.sleep(_LOOK_SECONDS)
+    print(f"all {health.hung} sessions of {health.environment} hang: the process ends", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class EnvironmentServers:
+    """The source of a run's sessions. `start` before use; `close` ends the servers that it started."""
+
+    def __init__(self, config: EnvironmentConfig, engine: Engine, telemetry: RunTelemetry) -> None:
+        self.name = full_name(config)
+        self._config, self._engine = config, engine
+        self._recorder = ProcessRecorder(ROLE, telemetry)
+        self._urls: dict[str, str] = {}
+        self._pool: EnvironmentPool | None = None
+        self._service: Service | None = None
+        self._source: SessionSource | None = None
+
+    def check(self) -> None:
+        """Raise `UnknownEnvironment` if the name, or an option, is not one that there is."""
+        if not self._config.addresses:
+            environment_factory(self.name)
+
+    async def _look(self, url: str) -> str:
+        """Begin an episode at a server; why it cannot, or nothing."""
+        try:
+            async with EnvironmentClient(url, timeout=self._config.timeout) as client:
+                await client.reset(0)
+        except EnvironmentFailed as error:
+            return str(error)
+        return ""
+
+    async def start(self) -> SessionSource:
+        """Start what must run. Raises `UnknownEnvironment`."""
+        config, name = self._config, self.name
+        if config.servers:
+            spec = served(
+                ServedEnvironment,
+                name=ROLE,
+                num_replicas=config.servers,
+                prepare=self._listen,
+                observer=self._hear,
+                engine=self._engine,
+                start_failures=3,
+            )
+            try:
+                self._service = await spec.as_service(name, config.sessions, config.timeout)
+            except ServiceFailed as error:
+                raise UnknownEnvironment(name, f"no server of it can be started: {error}") from error
+            self._recorder.see_first(self._service)
+        if config.addresses and all(found := await asyncio.gather(*map(self._look, config.addresses))):
+            raise UnknownEnvironment(name, f"no server of it can be used: {'; '.join(found)}")
+        if urls := tuple(self._urls.values()) or config.addresses:
+            timeout = config.timeout + _MARGIN
+            self._pool = self._source = EnvironmentPool(urls, timeout=timeout, limit=config.sessions)
+        else:
+            await asyncio.to_thread(check_environment, name)
+            factory = environment_factory(name)
+            self._source = LocalPool(factory, name, timeout=config.timeout, limit=config.sessions)
+        return self._source
+
+    async def close(self) -> None:
+        """End all servers. Idempotent."""
+        if self._source is not None:
+            await self._source.close()
+        if self._service is not None:
+            await self._service.close()
+
+    async def _listen(self, replica: PreparedReplica, version: int | None) -> None:
+        self._urls[replica.name] = await replica.call("listen", timeout=START_SECONDS)
+        self._use()
+
+    def _hear(self, event: ReplicaEvent) -> None:
+        self._recorder.hear(event)
+        if event.kind in ("lost", "start_failed", "stopped"):
+            self._urls.pop(event.replica, None)
+            self._use()
+
+    def _use(self) -> None:
+        """Tell the pool of the servers; while there is none, it looks for the last ones."""
+        if self._pool is not None and self._urls:
+            self._pool.set_servers(self._urls.values())
+
+
+def full_name(config: EnvironmentConfig) -> str:
+    """The environment's name in the registry, with its options."""
+    options = {key: str(value).lower() if isinstance(value, bool) else value for key, value in config.arguments.items()}
+    return f"{config.name}?{urlencode(options)}" if options else config.name

@@ -1,0 +1,182 @@
+"""The generators and the holders of weights of a run: two services."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.ft import faultpoints
+from holdfast.rl.config.extra_environment import extra_python
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.engine.endpoint import endpoint
+from holdfast.rl.engine.engine import Engine
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.settings import GeneratorSettings
+from holdfast.rl.generators.transformers_generator import TransformersGenerator
+from holdfast.rl.generators.vllm.settings import VllmSettings
+from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
+from holdfast.rl.run.batched_requests import BatchedRequests
+from holdfast.rl.run.process_recorder import ProcessRecorder
+from holdfast.rl.run.run_events import WeightsServed
+from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.run.weight_holder import WeightHolder
+from holdfast.rl.services.options import PreparedReplica
+from holdfast.rl.services.servable import served
+from holdfast.rl.services.service import Service
+from holdfast.rl.services.status import ServiceStatus
+from holdfast.rl.work_log import WorkReport
+
+UPDATE_SECONDS = 120.0
+"""Seconds in which a replica must have brought itself to a version."""
+
+
+class ServedGenerator(TransformersGenerator):
+    """A generator whose calls may be tried elsewhere: completions are a function of the request and the weights."""
+
+    def __init__(self, source: ModelSource, store: str, settings: GeneratorSettings) -> None:
+        faultpoints.arm_from_environment()
+        super().__init__(source, store, settings, between=self._between)
+
+    @endpoint(idempotent=True)
+    async def generate(self, request: SamplingRequest) -> list[Completion]:
+        """See `TransformersGenerator.generate`."""
+        return await super().generate(request)
+
+    def _between(self) -> None:
+        faultpoints.reach("generate.between_tokens", -1 if self.version is None else self.version, -1, 0)
+
+
+class ServedVllmGenerator(VllmGenerator):
+    """A vLLM generator whose calls may be tried elsewhere: completions are drawn anew there."""
+
+    @endpoint(idempotent=True)
+    async def generate(self, request: SamplingRequest) -> list[Completion]:
+        """See `VllmGenerator.generate`."""
+        return await super().generate(request)
+
+
+def vllm_settings(config: RunConfig) -> VllmSettings:
+    """The settings of the generators of a run with vLLM."""
+    return VllmSettings(
+        on_update=config.generator.on_update,
+        tensor_parallel=config.generator.tensor_parallel,
+        slots=config.sampling.batch * config.sampling.group,
+        timeout=config.generator.timeout,
+    )
+
+
+def generator_settings(config: RunConfig) -> GeneratorSettings:
+    """The settings of the generators of a run."""
+    return GeneratorSettings(
+        mode="fixed" if config.algorithm.mode == "synchronous" else "continuous",
+        weight_update=config.generator.update,
+        slots=config.sampling.batch * config.sampling.group,
+        timeout=config.generator.timeout,
+    )
+
+
+class Generators:
+    """The policy as the loop sees it: `generate.route(request)`, and `update.fanout(version)`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        source: ModelSource,
+        store: str,
+        environ: Mapping[str, str],
+        telemetry: RunTelemetry,
+    ) -> None:
+        self._config, self._source, self._store, self._telemetry = config, source, store, telemetry
+        self._common: dict[str, Any] = {"engine": engine, "environ": dict(environ), "hosts": config.engine.hosts}
+        self._recorders = {role: ProcessRecorder(role, telemetry) for role in ("holder", "generator")}
+        self._services: dict[str, Service] = {}
+        # A turn of a group is a request of its own: what else is asked at that time must not change its bits.
+        self.generate = BatchedRequests(self._route, 1 if config.environment.name else config.sampling.batch)
+        self.update = _Update(self)
+
+    async def start_holders(self, keep: int) -> None:
+        """Start the processes that hold the newest `keep` versions. Raises `ServiceFailed`."""
+        store = self._config.store
+        spec = served(
+            WeightHolder,
+            name="holder",
+            num_replicas=store.holders,
+            observer=self._recorders["holder"].hear,
+            **self._common,
+        )
+        self._add("holder", await spec.as_service(self._store, store.copies, keep))
+
+    async def start(self) -> None:
+        """Start the generators; returns once all serve a version. Raises `ServiceFailed`, `ExtraNotInstalled`."""
+        generator = self._config.generator
+        vllm = generator.kind == "vllm"
+        spec = served(
+            ServedVllmGenerator if vllm else ServedGenerator,
+            name="generator",
+            num_replicas=generator.replicas,
+            python=str(extra_python("vllm", generator.python)) if vllm else None,
+            prepare=_bring,
+            observer=self._recorders["generator"].hear,
+            deadline=2 * generator.timeout,
+            tries=generator.attempts,
+            **self._common,
+        )
+        settings = vllm_settings(self._config) if vllm else generator_settings(self._config)
+        self._add("generator", await spec.as_service(self._source, self._store, settings))
+
+    async def advance(self, version: int) -> None:
+        """Return once every living replica serves a version; those that start later do before they serve."""
+        telemetry = self._telemetry
+        began = telemetry.now()
+        with telemetry.doing("driver", "driver", "update", version):
+            results = await self._services["generator"].advance(version)
+        now = telemetry.now()
+        for each in results:
+            if each.error is None:
+                telemetry.emit(WeightsServed(time=now, version=version, process=each.replica, seconds=now - began))
+
+    async def work(self, role: str) -> Mapping[str, WorkReport]:
+        """What each process of a role did since the last call, without those that do not answer."""
+        service = self._services.get(role)
+        if service is None or not hasattr(service.actor, "work"):
+            return {}
+        found = await service.work.fanout()
+        return {each.replica: each.value for each in found if each.error is None}
+
+    def status(self) -> tuple[ServiceStatus, ...]:
+        """The services now. May be called from any thread."""
+        return tuple(each.status() for each in tuple(self._services.values()))
+
+    async def close(self) -> None:
+        """End all processes. Idempotent."""
+        for service in reversed(self._services.values()):
+            await service.close()
+
+    def _add(self, role: str, service: Service) -> None:
+        self._services[role] = service
+        self._recorders[role].see_first(service)
+
+    async def _route(self, request: SamplingRequest) -> list[Completion]:
+        completions: list[Completion] = await self._services["generator"].generate.route(request)
+        return completions
+
+
+class _Update:
+    """The endpoint that switches weights."""
+
+    def __init__(self, generators: Generators) -> None:
+        self._generators = generators
+
+    async def fanout(self, version: int) -> None:
+        """See `Generators.advance`."""
+        await self._generators.advance(version)
+
+
+async def _bring(replica: PreparedReplica, version: int | None) -> None:
+    """Bring a replica to a version, or to the newest one if none is committed yet."""
+    if version is None:
+        await replica.call("catch_up", timeout=UPDATE_SECONDS)
+    else:
+        await replica.call("update", version, timeout=UPDATE_SECONDS)

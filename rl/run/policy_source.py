@@ -1,0 +1,96 @@
+"""What a configuration trains: the policy, its tokenizer and its problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.data import arithmetic
+from holdfast.rl.data.prompts import Problem, PromptSource, Tokenizer, read_problems
+from holdfast.rl.data.seeds import seed_of
+from holdfast.rl.data.text_tokenizer import TextTokenizer
+from holdfast.rl.generators.models import ModelSource
+
+SMALL_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": arithmetic.CharacterTokenizer.vocabulary,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": False,
+}
+"""A Llama of 84,032 parameters, for the arithmetic task."""
+
+SMALL_TEXT_LLAMA = {**SMALL_LLAMA, "vocab_size": TextTokenizer.vocabulary, "max_position_embeddings": 512}
+"""The same for the texts of environments: 94,528 parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The prompts to train on and to evaluate with, and the tokenizer of both."""
+
+    train: PromptSource
+    held_out: PromptSource | None
+    problems: tuple[Problem, ...]
+    tokenizer: Tokenizer
+
+
+class PretrainedTokenizer:
+    """The tokenizer in a model's folder."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        make: Any = AutoTokenizer
+        self._tokenizer: Any = make.from_pretrained(str(path), local_files_only=True)
+        self.vocabulary = len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Text to token numbers."""
+        found: list[int] = self._tokenizer.encode(text)
+        return found
+
+    def decode(self, tokens: Any) -> str:
+        """Token numbers to text."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+def policy_source(config: RunConfig) -> ModelSource:
+    """The policy before any training."""
+    model = config.model
+    if not model.path:
+        small = SMALL_TEXT_LLAMA if config.environment.name else SMALL_LLAMA
+        return ModelSource(config=small, seed=config.seed, dtype=model.dtype)
+    path = Path(model.path)
+    return ModelSource(path=str(path), dtype=model.dtype, vocabulary=PretrainedTokenizer(path).vocabulary)
+
+
+def task_of(config: RunConfig) -> Task:
+    """The task of a configuration. Raises `BadDataset`."""
+    data = config.data
+    if data.task == "arithmetic":
+        problems, held_out, names = arithmetic.training(), arithmetic.held_out(), ("arithmetic", "arithmetic")
+    else:
+        problems = read_problems(Path(data.train))
+        held_out = read_problems(Path(data.held_out)) if data.held_out else ()
+        names = (data.train, data.held_out)
+    tokenizer = tokenizer_of(config)
+    return Task(
+        PromptSource(problems, tokenizer, seed_of("data", config.seed), names[0]),
+        PromptSource(held_out, tokenizer, seed_of("held out", config.seed), names[1]) if held_out else None,
+        problems,
+        tokenizer,
+    )
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """The tokenizer of a configuration's policy."""
+    if config.model.path:
+        return PretrainedTokenizer(Path(config.model.path))
+    return TextTokenizer() if config.environment.name else arithmetic.CharacterTokenizer()

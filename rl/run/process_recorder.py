@@ -1,0 +1,43 @@
+"""Turns the events of a service's replicas into those of the run's processes."""
+
+from __future__ import annotations
+
+from holdfast.rl.run.run_events import ProcessLost, ProcessStarted
+from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.services.service import Service
+from holdfast.rl.services.status import ReplicaEvent
+
+
+class ProcessRecorder:
+    """Emits a process's start and loss for each replica of a service."""
+
+    def __init__(self, role: str, telemetry: RunTelemetry) -> None:
+        self._role, self._telemetry = role, telemetry
+        self._pids: dict[str, int] = {}
+        self._in_slot: dict[int, str] = {}
+        self.service: Service | None = None
+
+    def hear(self, event: ReplicaEvent) -> None:
+        """Handle an event."""
+        at = self._telemetry.at(event.time)
+        name, role = event.replica, self._role
+        if event.kind == "ready":
+            self._started(name, event.slot, at)
+        elif event.kind == "lost" and name in self._pids:
+            how = event.detail.splitlines()[0] if event.detail else "ended"
+            self._telemetry.emit(ProcessLost(time=at, name=name, role=role, pid=self._pids.pop(name), how=how))
+
+    def see_first(self, service: Service) -> None:
+        """Record the replicas with which a service began."""
+        self.service = service
+        for each in service.status().replicas:
+            if each.health == "ready":
+                self._started(each.name, each.slot, self._telemetry.now())
+
+    def _started(self, name: str, slot: int, at: float) -> None:
+        if self.service is None or name in self._pids:
+            return
+        pid = next((each.pids[0] for each in self.service.status().replicas if each.name == name and each.pids), 0)
+        self._pids[name] = pid
+        replaces, self._in_slot[slot] = self._in_slot.get(slot, ""), name
+        self._telemetry.emit(ProcessStarted(time=at, name=name, role=self._role, pid=pid, replaces=replaces))

@@ -1,0 +1,123 @@
+"""The directory of a run: its configuration, events, episodes and checkpoints.
+
+    with RunDirectory(path).open() as directory:      # one driver at a time
+        directory.append(event)
+
+Lines are appended whole. A line that was cut off by a death is the last one, and is dropped by the next driver.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.system.file_io import write_all
+from holdfast.rl.data.episode import Group
+from holdfast.rl.run.run_events import Event
+
+T = TypeVar("T", bound=msgspec.Struct)
+_events = msgspec.json.Decoder(Event)
+_groups = msgspec.json.Decoder(Group)
+
+
+class RunInUse(HoldfastError):
+    """Another driver works in the directory."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"another driver works in {path}; end it, or choose another directory")
+
+
+class RunDirectory:
+    """The files of a run. Open it before writing; reading needs no lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.best = path / "best"
+        self.policy = path / "policy"
+        self.status_file = path / "status.json"
+        self.events_file = path / "events.jsonl"
+        self.episodes_file = path / "episodes.jsonl"
+        self.config_file = path / "config.toml"
+        self.sessions = path / "sessions"
+
+    @contextmanager
+    def open(self) -> Iterator[RunDirectory]:
+        """Hold the directory, which is made if it is not there. Raises `RunInUse` while another driver does."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunInUse(self.path) from None
+            for file in (self.events_file, self.episodes_file):
+                _drop_cut_off_line(file)
+            yield self
+        finally:
+            os.close(lock)
+
+    def new_session_logs(self) -> Path:
+        """A new folder for the event logs of the trainers' session: each driver has its own."""
+        self.sessions.mkdir(mode=0o700, exist_ok=True)
+        folder = self.sessions / str(len(list(self.sessions.iterdir())))
+        folder.mkdir(mode=0o700)
+        return folder
+
+    # -- lines
+
+    def append(self, event: Event) -> None:
+        """Append an event."""
+        _append(self.events_file, msgspec.json.encode(event))
+
+    def append_all(self, events: Sequence[Event]) -> None:
+        """Append events, with one write."""
+        _append(self.events_file, b"\n".join(map(msgspec.json.encode, events)))
+
+    def append_group(self, group: Group) -> None:
+        """Append the episodes of a group that was trained on."""
+        _append(self.episodes_file, msgspec.json.encode(group))
+
+    def events(self) -> Iterator[Event]:
+        """All events. Raises `CorruptData` for a line that is none."""
+        yield from _lines(self.events_file, _events)
+
+    def groups(self) -> Iterator[Group]:
+        """All groups that were trained on. Raises `CorruptData` for a line that is none."""
+        yield from _lines(self.episodes_file, _groups)
+
+
+def _append(file: Path, line: bytes) -> None:
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        write_all(fd, line + b"\n")
+    finally:
+        os.close(fd)
+
+
+def _lines(file: Path, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+    if not file.exists():
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise CorruptData(f"{file}:{number}: {error}") from error
+
+
+def _drop_cut_off_line(file: Path) -> None:
+    if not file.exists():
+        return
+    data = file.read_bytes()
+    if data and not data.endswith(b"\n"):
+        os.truncate(file, data.rfind(b"\n") + 1)

@@ -1,0 +1,139 @@
+"""The events of a run: one frozen type a kind, in the order in which the driver saw them.
+
+`time` is in seconds since the run began, on the driver's clock. A resumed run goes on where the last event stood.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RunEvent(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, forbid_unknown_fields=True):
+    """An event at time `time`."""
+
+    time: float
+
+
+class ProcessStarted(RunEvent, frozen=True, tag="process_started"):
+    """A process was started. `replaces` names the dead process whose work it takes over.
+
+    `clock` is what the host's monotonic clock showed at `time`; only the driver says it.
+    """
+
+    name: str
+    role: str
+    pid: int
+    replaces: str = ""
+    clock: float = 0.0
+
+
+class ProcessLost(RunEvent, frozen=True, tag="process_lost"):
+    """A process that the run needed has ended; `how` says how, in words."""
+
+    name: str
+    role: str
+    pid: int
+    how: str
+
+
+class ProcessReady(RunEvent, frozen=True, tag="process_ready"):
+    """A process that was started can do its work."""
+
+    name: str
+    role: str
+    seconds: float
+
+
+class StepTrained(RunEvent, frozen=True, tag="step_trained"):
+    """A step is committed.
+
+    `reward` is the mean over the step's episodes, `tokens` the number that the policy drew, `staleness` the number of
+    versions by which each group was behind, `prompts` the numbers of their prompts, `epoch` and `size` those of the
+    trainers.
+    """
+
+    step: int
+    reward: float
+    loss: float
+    gradient_norm: float
+    tokens: int
+    staleness: tuple[int, ...]
+    epoch: int
+    size: int
+    prompts: tuple[int, ...] = ()
+
+
+class WeightsPublished(RunEvent, frozen=True, tag="weights_published"):
+    """The weights after `version` committed steps are in the store."""
+
+    version: int
+
+
+class WeightsServed(RunEvent, frozen=True, tag="weights_served"):
+    """A generator serves a version, `seconds` after it was published."""
+
+    version: int
+    process: str
+    seconds: float
+
+
+class Evaluated(RunEvent, frozen=True, tag="evaluated"):
+    """The mean reward of a version on the held-out prompts; `best` if no version before was better."""
+
+    version: int
+    reward: float
+    best: bool
+
+
+class EpisodeFailed(RunEvent, frozen=True, tag="episode_failed"):
+    """An episode failed, and was left out of its group: an environment died, or a reward was not finite.
+
+    With `again`, another environment goes on with it instead: nothing is left out.
+    """
+
+    prompt: int
+    reason: str
+    again: bool = False
+
+
+class Activity(RunEvent, frozen=True, tag="activity"):
+    """A process did something from `time` on, for `seconds`; `number` is the step, the version or the group.
+
+    `cpu` are the processor seconds of the thread that did it, where they are known.
+    """
+
+    process: str
+    role: str
+    what: str
+    number: int
+    seconds: float
+    cpu: float = 0.0
+
+
+class ProcessorTime(RunEvent, frozen=True, tag="processor_time"):
+    """The processor seconds that a process has used since it was started, in all its threads."""
+
+    process: str
+    role: str
+    seconds: float
+
+
+class RunResumed(RunEvent, frozen=True, tag="run_resumed"):
+    """A new driver goes on after `step` committed steps; later events of the one before are void."""
+
+    step: int
+
+
+Event = (
+    ProcessStarted
+    | ProcessLost
+    | ProcessReady
+    | StepTrained
+    | WeightsPublished
+    | WeightsServed
+    | Evaluated
+    | EpisodeFailed
+    | Activity
+    | ProcessorTime
+    | RunResumed
+)

@@ -1,0 +1,204 @@
+"""The trainers' processes: starts them, with spares, and another one for each that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError, describe
+from holdfast.ft.console.units import counted
+from holdfast.rl.config.extra_environment import extra_python
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.engine.engine import ActorProcess, Engine
+from holdfast.rl.engine.errors import ActorDied, ActorStartFailed
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
+from holdfast.rl.run.run_status import TrainerRow
+from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.trainers.settings import LoraSettings, RateSchedule, TrainerSettings
+from holdfast.rl.trainers.titan.settings import TitanSettings
+from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerStatus
+from holdfast.rl.trainers.trainer_group import TrainerGroup
+from holdfast.rl.work_log import WorkReport
+
+ROLE = "trainer"
+KEEP = 4
+"""The number of newest versions that the store keeps: those that generators may still ask for, and one more."""
+
+ASK_SECONDS = 5.0
+"""Seconds that a trainer has to say what it does."""
+
+
+def trainer_settings(config: RunConfig, source: ModelSource, checkpoints: Path) -> TrainerSettings:
+    """The settings of the trainers of a run."""
+    trainer, updates, model = config.trainer, config.algorithm.updates, config.model
+    return TrainerSettings(
+        source=source,
+        batches=config.steps // updates,
+        objective=config.objective,
+        titan=TitanSettings(**msgspec.structs.asdict(config.titan)) if trainer.kind == "titan" else None,
+        layout="fsdp2" if trainer.strategy == "fsdp2" else "replicated",
+        shards=trainer.units,
+        micro_batch=trainer.micro_batch,
+        updates=updates,
+        schedule=RateSchedule(
+            rate=trainer.rate, warmup=trainer.rate_warmup, decay=trainer.rate_decay, floor=trainer.rate_floor
+        ),
+        weight_decay=trainer.weight_decay,
+        max_norm=trainer.max_norm,
+        temperature=config.sampling.temperature,
+        lora=LoraSettings(rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
+        if model.lora_rank
+        else None,
+        checkpoint=str(checkpoints),
+        checkpoint_every=config.checkpoint.every,
+    )
+
+
+class TrainerProcesses:
+    """The trainers of a run. `group` trains; `failed` is called with an error that ends the run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        settings: TrainerSettings,
+        store: str,
+        environ: Mapping[str, str],
+        telemetry: RunTelemetry,
+        failed: Callable[[HoldfastError], None],
+    ) -> None:
+        self.group = TrainerGroup((ActorDied,))
+        self._config, self._engine, self._settings, self._store = config, engine, settings, store
+        self._environ, self._telemetry, self._failed = dict(environ), telemetry, failed
+        self._numbers = itertools.count()
+        self._alive: dict[str, ActorProcess] = {}
+        self._starting: set[asyncio.Task[None]] = set()
+        self._lost, self._closing = 0, False
+        titan = config.trainer.kind == "titan"
+        self._python = str(extra_python("titan", config.trainer.python)) if titan else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the living trainers, spares included."""
+        return tuple(self._alive)
+
+    async def start(self) -> None:
+        """Start all trainers and spares; returns once they join the session. Raises `ActorStartFailed`."""
+        wanted = self._config.trainer.replicas + self._config.trainer.spares
+        await asyncio.gather(*(self._start() for _ in range(wanted)))
+
+    async def work(self) -> Mapping[str, WorkReport]:
+        """What each trainer did since the last call, without those that do not answer."""
+        return await self._ask_all("work")
+
+    async def rows(self) -> tuple[TrainerRow, ...]:
+        """The state of each trainer that answers."""
+        pids = {name: process.pid for name, process in self._alive.items()}
+        found: Mapping[str, TrainerStatus] = await self._ask_all("status")
+        return tuple(
+            TrainerRow(
+                name=name,
+                pid=pids.get(name, 0),
+                rank=each.rank,
+                epoch=each.epoch,
+                committed=each.committed,
+                newest_batch=each.newest_batch,
+            )
+            for name, each in found.items()
+        )
+
+    async def _ask_all(self, method: str) -> dict[str, Any]:
+        asked = dict(self._alive)
+        calls = (each.call(method, timeout=ASK_SECONDS) for each in asked.values())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return {
+            name: answer for name, answer in zip(asked, answers, strict=True) if not isinstance(answer, BaseException)
+        }
+
+    async def digest(self) -> str:
+        """Wait until all steps are committed and published; returns the digest of the last weights."""
+        calls = [asyncio.ensure_future(each.call("finished")) for each in self._alive.values()]
+        try:
+            for call in asyncio.as_completed(calls):
+                try:
+                    digest: str = await call
+                except ActorDied:
+                    continue
+                if digest:
+                    return digest
+            raise RunFailed("every trainer ended before the last weights were published")
+        finally:
+            for each in calls:
+                each.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End all trainers."""
+        self._closing = True
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*(each.stop() for each in tuple(self._alive.values())), return_exceptions=True)
+
+    async def _start(self, replaces: str = "") -> None:
+        name, now = f"{ROLE}-{next(self._numbers)}", self._telemetry.now
+        began = now()
+        process = await self._engine.start(
+            name,
+            TrainerActor,
+            self._settings,
+            self._store,
+            replicas=self._config.store.copies,
+            keep=KEEP + self._config.algorithm.staleness,
+            environ=self._environ,
+            python=self._python,
+            on_exit=lambda how: self._exited(name, how),
+        )
+        self._alive[name] = process
+        self._telemetry.emit(ProcessStarted(time=began, name=name, role=ROLE, pid=process.pid, replaces=replaces))
+        try:
+            await process.call("begin")
+        except ActorDied:  # `_exited` replaces it
+            return
+        self.group.add(process)
+        self._telemetry.emit(ProcessReady(time=now(), name=name, role=ROLE, seconds=now() - began))
+
+    def _exited(self, name: str, how: str) -> None:
+        process = self._alive.pop(name, None)
+        if process is None or self._closing:
+            return
+        self.group.remove(process)
+        self._telemetry.emit(
+            ProcessLost(time=self._telemetry.now(), name=name, role=ROLE, pid=process.pid, how=how.splitlines()[0])
+        )
+        if not self._one_more_lost(f"{name}: {how}"):
+            task = asyncio.get_running_loop().create_task(self._replace(name))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _replace(self, name: str) -> None:
+        while True:
+            try:
+                await self._start(replaces=name)
+                return
+            except ActorStartFailed as error:
+                if self._one_more_lost(f"that in place of {name}: {describe(error)}"):
+                    return
+            except HoldfastError as error:
+                self._failed(RunFailed(f"no trainer can be started in place of {name}: {describe(error)}"))
+                return
+
+    def _one_more_lost(self, what: str) -> bool:
+        """Count a lost trainer. If these are too many the run has failed, and the result is true."""
+        self._lost += 1
+        too_many = self._lost > self._config.engine.restarts
+        if too_many:
+            self._failed(RunFailed(f"{counted(self._lost, 'trainer')} were lost, the last of them {what}"))
+        return too_many

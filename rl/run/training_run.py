@@ -1,0 +1,266 @@
+"""A run: its processes, and the loop of the algorithm over them. It outlives each of its parts, the driver included.
+
+    with RunDirectory(path).open() as directory:
+        result = await TrainingRun(config, directory, engine).run()
+
+Trainers recover by themselves (`ft`), generators and holders are replicas of services. A new driver in the same
+directory goes on from the newest checkpoint of the trainers, which has the replay buffer of its step too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError, again
+from holdfast.ft import faultpoints
+from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.rl.algorithms.asynchronous import asynchronous
+from holdfast.rl.algorithms.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
+from holdfast.rl.algorithms.protocols import StepReport
+from holdfast.rl.algorithms.synchronous import synchronous
+from holdfast.rl.config.contradictions import staleness_rule
+from holdfast.rl.config.load import load_config
+from holdfast.rl.config.resume import check_unchanged, placed, resolved
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.data.buffer_state import BufferState
+from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
+from holdfast.rl.engine.engine import Engine
+from holdfast.rl.run.episodes.episode_sources import EnvironmentEpisodes, EpisodeSource, PromptEpisodes
+from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.run.generation import Generators
+from holdfast.rl.run.policy_source import policy_source
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import (
+    Evaluated,
+    ProcessStarted,
+    RunResumed,
+    StepTrained,
+    WeightsPublished,
+)
+from holdfast.rl.run.run_status import RunStatus, write_status
+from holdfast.rl.run.telemetry import Observer, RunTelemetry
+from holdfast.rl.run.trainer_processes import KEEP, TrainerProcesses, trainer_settings
+from holdfast.rl.run.work_collector import Ask, WorkCollector
+from holdfast.rl.services.metrics import metrics_if_asked
+from holdfast.rl.trainers.best_version import BestVersion
+from holdfast.store import WeightStore
+
+JOB = "rl"
+
+
+def reach(point: str, step: int) -> None:
+    """Report that the driver is at a point where a fault may be planned."""
+    faultpoints.reach(point, step, -1, 0)
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to: the digest of its last weights, and the best evaluation."""
+
+    digest: str
+    steps: int
+    seconds: float
+    best: EvaluationScore | None
+
+
+class TrainingRun:
+    """One driver of the run in `directory`, which is open. Paths in the configuration are relative to `folder`.
+
+    `run` raises `RunFailed`, `ConfigChanged` if the run was begun with another configuration, and the errors of the
+    configuration's parts before anything starts.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        engine: Engine,
+        observers: Sequence[Observer] = (),
+        folder: Path = Path(),
+    ) -> None:
+        config = placed(config, folder)
+        self._config, self._directory, self._engine = config, directory, engine
+        before = tuple(directory.events())
+        self._before = before
+        if directory.config_file.exists():
+            check_unchanged(load_config(directory.config_file), config)
+        self.telemetry = RunTelemetry(directory, tuple(observers), max((each.time for each in before), default=0.0))
+        self._failure: asyncio.Future[None] | None = None
+        self._done = 0
+
+    async def run(self) -> RunResult:
+        """Do all steps that are left; returns once their last weights are published. Leaves no process behind."""
+        faultpoints.arm_from_environment()
+        clock = time.monotonic()
+        began = ProcessStarted(
+            time=self.telemetry.at(clock), name="driver", role="driver", pid=os.getpid(), clock=clock
+        )
+        self.telemetry.emit(began)
+        config, directory = self._config, self._directory
+        episodes = self._episodes()
+        source = await episodes.prepare(policy_source(config), directory.policy)
+        self._failure = asyncio.get_running_loop().create_future()
+        directory.config_file.write_text(resolved(config))
+        with tempfile.TemporaryDirectory(prefix="job-", dir=directory.path) as job:
+            contract = LocalContract.create(
+                JOB, Path(job), config.trainer.backend, config.trainer.replicas, logs=directory.new_session_logs()
+            )
+            url = contract.register_url
+            settings = trainer_settings(config, source, directory.checkpoints)
+            trainers = TrainerProcesses(
+                config, self._engine, settings, url, contract.environ(), self.telemetry, self._fail
+            )
+            generators = Generators(config, self._engine, source, url, contract.environ(), self.telemetry)
+            async with contextlib.AsyncExitStack() as undo:
+                store = undo.enter_context(await asyncio.to_thread(partial(WeightStore, url, hold=False)))
+                best = BestVersion(store, directory.best, source)
+                undo.push_async_callback(generators.close)
+                undo.push_async_callback(trainers.close)
+                undo.push_async_callback(episodes.close)
+                return await self._until_failure(self._train(episodes, trainers, generators, best))
+
+    def _episodes(self) -> EpisodeSource:
+        """Where the episodes come from."""
+        if self._config.environment.name:
+            return EnvironmentEpisodes(self._config, self._engine, self.telemetry)
+        return PromptEpisodes(self._config, self.telemetry)
+
+    async def _train(
+        self, episodes: EpisodeSource, trainers: TrainerProcesses, generators: Generators, best: BestVersion
+    ) -> RunResult:
+        config = self._config
+        await episodes.start()
+        await generators.start_holders(KEEP + config.algorithm.staleness)
+        await asyncio.gather(trainers.start(), generators.start())
+        position = await trainers.group.position()
+        buffer = ReplayBuffer.from_state(position.buffer or BufferState(rule=staleness_rule(config)))
+        if self._before:
+            self.telemetry.emit(RunResumed(time=self.telemetry.now(), step=position.step))
+        evaluation: HeldOutEvaluation | NoEvaluation = NoEvaluation()
+        held_out = episodes.held_out() if config.evaluation.every else None
+        if held_out is not None:
+            before = self._best_before(position.step)
+            evaluation = HeldOutEvaluation(
+                generators, held_out, buffer, config.evaluation.every, best, self._evaluated, before
+            )
+        self._evaluation = evaluation
+        episode = episodes.episode(generators, buffer)
+        steps = range(position.step, config.steps, config.algorithm.updates)
+        trainer = _BatchTrainer(self, trainers)
+        buffer.serve(position.step)
+        await evaluation.begin(position.step)
+        loop = (episode, generators, buffer, trainer, evaluation, steps)
+        self._done = position.step
+        roles: dict[str, Ask] = {"trainer": trainers.work}
+        roles |= {role: partial(generators.work, role) for role in ("generator", "holder")}
+        collector = WorkCollector(self.telemetry, roles, partial(self._say, trainers, generators))
+        with metrics_if_asked(generators.status):
+            async with collector.collecting():
+                if config.algorithm.mode == "synchronous":
+                    await synchronous(*loop)
+                else:
+                    await asynchronous(*loop, config.algorithm.concurrency)
+                digest = await trainers.digest()
+        await self._say(trainers, generators, ended=True)
+        return RunResult(digest=digest, steps=config.steps, seconds=self.telemetry.now(), best=evaluation.best)
+
+    # -- what happens in the loop
+
+    def trained(self, batch: Batch, report: StepReport) -> None:
+        """Record a batch that is committed."""
+        episodes = [each for group in batch.groups for each in group.episodes]
+        now = self.telemetry.now()
+        self._done = report.version
+        self.telemetry.emit(
+            StepTrained(
+                time=now,
+                step=batch.step,
+                reward=sum(each.reward for each in episodes) / len(episodes),
+                loss=report.figures["loss"],
+                gradient_norm=report.figures["gradient_norm"],
+                tokens=sum(sum(each.mask) for each in episodes),
+                staleness=tuple(max(0, batch.step - group.version) for group in batch.groups),
+                epoch=int(report.figures["epoch"]),
+                size=int(report.figures["trainers"]),
+                prompts=tuple(group.prompt.number for group in batch.groups),
+            )
+        )
+        for group in batch.groups[: -(-self._config.telemetry.episodes // self._config.sampling.group)]:
+            self._directory.append_group(group)
+        self.telemetry.emit(WeightsPublished(time=now, version=report.version))
+
+    async def _say(self, trainers: TrainerProcesses, generators: Generators, ended: bool = False) -> None:
+        """Write what is known of the processes to the file that `holdfast top` reads."""
+        status = RunStatus(
+            time=time.time(),
+            driver=os.getpid(),
+            step=self._done,
+            steps=self._config.steps,
+            trainers=await trainers.rows(),
+            services=generators.status(),
+            ended=ended,
+        )
+        write_status(self._directory.status_file, status)
+
+    def _evaluated(self, score: EvaluationScore) -> None:
+        best = self._evaluation.best == score
+        self.telemetry.emit(Evaluated(time=self.telemetry.now(), version=score.version, reward=score.reward, best=best))
+
+    # -- ends
+
+    def _fail(self, error: HoldfastError) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _until_failure(self, work: Awaitable[RunResult]) -> RunResult:
+        """Await `work`, but raise the error that `_fail` was called with as soon as it was."""
+        assert self._failure is not None
+        working = asyncio.ensure_future(work)
+        try:
+            either: tuple[asyncio.Future[Any], ...] = (working, self._failure)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done() and not working.done():
+                error = self._failure.exception()
+                raise again(error) if isinstance(error, HoldfastError) else RunFailed(str(error))
+            return await working
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.wait([working])
+            if not self._failure.done():
+                self._failure.cancel()
+
+    def _best_before(self, step: int) -> EvaluationScore | None:
+        """The best evaluation of the drivers before, up to a step."""
+        scores = [each for each in self._before if isinstance(each, Evaluated) and each.version <= step]
+        if not scores:
+            return None
+        best = max(scores, key=lambda each: each.reward)
+        version = best.version
+        return EvaluationScore(version=version, oldest=version, newest=version, reward=best.reward, failed=0)
+
+
+class _BatchTrainer:
+    """The trainer as the loop sees it: it trains a batch, and records it."""
+
+    def __init__(self, run: TrainingRun, trainers: TrainerProcesses) -> None:
+        self._run, self._trainers = run, trainers
+
+    async def step(self, batch: Batch) -> StepReport:
+        """Train a batch; returns once the new weights are committed."""
+        reach("loop.before_step", batch.step)
+        with self._run.telemetry.doing("driver", "driver", "train", batch.step):
+            report = await self._trainers.group.step(batch)
+        reach("loop.after_step", batch.step)
+        self._run.trained(batch, report)
+        reach("loop.after_update", batch.step)
+        return report

@@ -1,0 +1,65 @@
+"""What is known of a service and its replicas at one moment."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError, again
+
+Health = Literal["starting", "ready", "draining", "lost"]
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica: the place `slot` of its service, and the processes in it now.
+
+    `load` counts its calls in flight and open sessions, `restarts` how often the slot was filled again.
+    """
+
+    name: str
+    slot: int
+    host: str
+    pids: tuple[int, ...]
+    health: Health
+    load: int
+    version: int | None
+    restarts: int
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A service. `version` is the committed one; the counts are since its start."""
+
+    name: str
+    version: int | None
+    replicas: tuple[ReplicaStatus, ...]
+    queued: int
+    calls: int
+    retried: int
+    overloaded: int
+    lost: int
+
+
+class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to a replica, at `time` (monotonic seconds)."""
+
+    time: float
+    service: str
+    replica: str
+    slot: int
+    kind: Literal["ready", "lost", "start_failed", "stopped"]
+    detail: str = ""
+
+
+class ReplicaResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one replica says to a fanned-out call: `value`, unless there is an `error`."""
+
+    replica: str
+    value: Any = None
+    error: HoldfastError | None = None
+
+    def get(self) -> Any:
+        """The value. Raises the error."""
+        if self.error is not None:
+            raise again(self.error)
+        return self.value

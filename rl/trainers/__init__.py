@@ -1,0 +1,1 @@
+"""Trainers: update a policy with batches of groups, as ranks of an `ft.Session` of which any may die."""

@@ -1,0 +1,274 @@
+"""How the trainers of a run share a policy: replicated, or sharded (FSDP2).
+
+Either way every shard of a batch is a contribution of its own, and all of them are summed exactly. So the weights after
+an update have the same bits on any number of trainers, and after any death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from holdfast import ft
+from holdfast.comms import Communicator
+from holdfast.comms.reproducible import sum_contributions
+from holdfast.ft import faultpoints
+from holdfast.rl.algorithms.collate import TrainingTokens
+from holdfast.rl.algorithms.grpo import StepTotals
+from holdfast.rl.trainers.adapters import merged
+from holdfast.rl.trainers.errors import NonFiniteLoss
+from holdfast.rl.trainers.policy import PolicyLoss, build_optimizer, build_policy
+from holdfast.rl.trainers.settings import TrainerSettings
+from holdfast.rl.work_log import WorkLog
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tensor = torch.Tensor
+Forwards = Callable[[int], Sequence[tuple[TrainingTokens, StepTotals]]]
+"""Returns the forwards of a shard, with the totals of the update."""
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm that a gradient is divided by, as torch does."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """The loss of an update, and the norm of its gradient before it was clipped."""
+
+    loss: float
+    norm: float
+
+
+class PolicyLayout(Protocol):
+    """The policy of one trainer in its session."""
+
+    def attach(self, session: ft.Session) -> None:
+        """Give the state to the session, before its first step."""
+
+    def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
+        """Do one update inside of an attempt; collective. Raises `NonFiniteLoss`.
+
+        `before_change` is called before the weights change, or the attempt ends.
+        """
+
+    def committed(self, step: int) -> None:
+        """Called after the attempt at `step` was committed."""
+
+    def state(self) -> dict[str, Any]:
+        """The state dict to publish, inside of an attempt; collective with adapters."""
+
+    def publishes(self, rank: int) -> bool:
+        """Whether this rank has a part to publish."""
+
+
+class ReplicatedLayout:
+    """Every trainer has the whole policy; the update is made after the commit."""
+
+    def __init__(self, settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> None:
+        self._settings, self._loss, self._work = settings, loss, work
+        self._model = build_policy(settings)
+        self._optimizer = build_optimizer(self._model, settings)
+        self._trained = [each for each in self._model.parameters() if each.requires_grad]
+        count = sum(each.numel() for each in self._trained)
+        self._total = torch.empty(count, dtype=self._trained[0].dtype, device=self._trained[0].device)
+        self._norm = 0.0
+
+    def attach(self, session: ft.Session) -> None:
+        session.attach("policy", self._model)
+        session.attach("optimizer", self._optimizer)
+
+    def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
+        flats, losses, step = [], [], attempt.step
+        for shard in attempt.shards:
+            parts = forwards(shard)
+            with self._work.doing("forward_backward", step):
+                flat, part = self._gradient(parts)
+            flats.append(flat)
+            losses.append(part)
+        with self._work.doing("all_reduce", step):
+            sum_contributions(attempt.comm, flats, self._total)
+            loss = _reduced_loss(attempt, losses)
+        self._norm = float(self._total.double().norm())
+        check_finite(attempt.step, loss, self._norm)
+        before_change()
+        return UpdateResult(loss, self._norm)
+
+    def committed(self, step: int) -> None:
+        with self._work.doing("optimizer", step):
+            self._update(step)
+
+    def _update(self, step: int) -> None:
+        scale = clip_factor(self._norm, self._settings.max_norm)
+        at = 0
+        for parameter in self._trained:
+            parameter.grad = self._total[at : at + parameter.numel()].view_as(parameter).mul(scale)
+            at += parameter.numel()
+        set_rate(self._optimizer, self._settings.schedule.at(step))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Any]:
+        return merged(self._model) if self._settings.lora is not None else self._model.state_dict()
+
+    def publishes(self, rank: int) -> bool:
+        return rank == 0
+
+    def _gradient(self, forwards: Sequence[tuple[TrainingTokens, StepTotals]]) -> tuple[Tensor, Tensor]:
+        """The gradient (flat) and the loss of one shard."""
+        flat, total = torch.zeros_like(self._total), torch.zeros(1, dtype=torch.float64, device="cpu")
+        for forward, totals in forwards:
+            loss = self._loss.of(self._model, forward, totals)
+            found = torch.autograd.grad(loss, self._trained, allow_unused=True, materialize_grads=True)
+            flat += torch.cat([each.reshape(-1) for each in found])
+            total += loss.detach().cpu()
+        return flat, total
+
+
+class ShardedLayout:
+    """The trainers have shards of the policy (FSDP2); the update is made inside of the attempt."""
+
+    def __init__(self, settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> None:
+        self._settings = settings
+        self._update = ShardedUpdate(settings, loss, work)
+        self._things: Any = None
+
+    def attach(self, session: ft.Session) -> None:
+        self._things = session.attach_sharded(self._build, copies=self._settings.copies)
+
+    def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
+        sums = ft.ShardSums(attempt)
+        return self._update.run(attempt, self._things, sums, forwards, before_change, sharded_norm)
+
+    def committed(self, step: int) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        model = self._things["model"]
+        state: dict[str, Any] = merged(model) if self._settings.lora is not None else model.state_dict()
+        return state
+
+    def publishes(self, rank: int) -> bool:
+        return True
+
+    def _build(self, mesh: DeviceMesh) -> dict[str, Any]:
+        from torch.distributed.fsdp import fully_shard
+
+        model = build_policy(self._settings)
+        blocks = set(getattr(model, "_no_split_modules", None) or ())
+        for module in model.modules():
+            if type(module).__name__ in blocks:
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return {"model": model, "optimizer": build_optimizer(model, self._settings)}
+
+
+def policy_layout(settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> PolicyLayout:
+    """The layout that the settings ask for. It records in `work` what it does."""
+    return (ShardedLayout if settings.layout == "fsdp2" else ReplicatedLayout)(settings, loss, work)
+
+
+def clip_factor(norm: float, most: float) -> float:
+    """The factor that brings a gradient of this norm to at most `most` (0: any)."""
+    return min(1.0, most / (norm + CLIP_EPSILON)) if most else 1.0
+
+
+@torch.no_grad()
+def sharded_norm(gradients: Sequence[Any], comm: Communicator) -> float:
+    """The norm of DTensors that are sharded by rows; collective. Its bits do not depend on the number of ranks.
+
+    A row lies on one rank, so each rank adds up its own rows, and then all of them the same list of rows.
+    """
+    sums = torch.zeros(sum(each.shape[0] for each in gradients), dtype=torch.float64, device="cpu")
+    at = 0
+    for each in gradients:
+        local = each.to_local().double()
+        if local.numel():
+            begin = at + _first_row(each)
+            square = local.square().reshape(local.shape[0], -1)
+            padded = torch.cat([square, torch.zeros_like(square[:1])])  # never one row, which torch adds up differently
+            sums[begin : begin + len(square)] = padded.sum(1)[:-1].cpu()
+        at += each.shape[0]
+    comm.all_reduce(sums)  # each row is zero on all ranks but one: exact in any order
+    return float(sums.sum().sqrt())
+
+
+def _first_row(tensor: Any) -> int:
+    """The number of the first row that this rank has."""
+    size, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    return min(int(rank * -(-tensor.shape[0] // size)), int(tensor.shape[0]))
+
+
+class ShardedUpdate:
+    """An update of a policy whose parameters are DTensors, inside of an attempt."""
+
+    def __init__(self, settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> None:
+        self._settings, self._loss, self._work = settings, loss, work
+
+    def run(
+        self,
+        attempt: ft.Attempt,
+        things: Any,
+        sums: ft.ShardSums,
+        forwards: Forwards,
+        before_change: Callable[[], None],
+        norm_of: Callable[[Sequence[Tensor], Communicator], float],
+        *,
+        gives_losses: bool = True,
+    ) -> UpdateResult:
+        """Update `things`, the "model" and its "optimizer"; collective. Raises `NonFiniteLoss`.
+
+        `norm_of` gives the norm of the gradients of all ranks. Of the ranks that compute the same losses one
+        `gives_losses`.
+        """
+        model, optimizer = things["model"], things["optimizer"]
+        sums.fully_sharded(model)
+        optimizer.zero_grad()
+        losses = []
+        for turn in sums.turns():
+            total = torch.zeros(1, dtype=torch.float64, device="cpu")
+            parts = forwards(turn.shard)
+            for number, (forward, totals) in enumerate(parts):
+                model.set_requires_gradient_sync(number == len(parts) - 1)
+                with self._work.doing("forward_backward", attempt.step):  # the model's collectives are within
+                    part = self._loss.of(model, forward, totals)
+                    torch.autograd.backward(part)
+                total += part.detach().cpu()
+            if turn.counts and gives_losses:
+                losses.append(total)
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        with self._work.doing("all_reduce", attempt.step):
+            loss = _reduced_loss(attempt, losses)
+            norm = norm_of(gradients, attempt.comm)
+        check_finite(attempt.step, loss, norm)
+        before_change()
+        with self._work.doing("optimizer", attempt.step):
+            scale = clip_factor(norm, self._settings.max_norm)
+            for each in gradients:
+                each.to_local().mul_(scale)
+            set_rate(optimizer, self._settings.schedule.at(attempt.step))
+            optimizer.step()
+        return UpdateResult(loss, norm)
+
+
+def _reduced_loss(attempt: ft.Attempt, losses: Sequence[Tensor]) -> float:
+    """The sum of the losses of all trainers; the second part of the reduction, after the gradients."""
+    faultpoints.reach("train.in_reduction", attempt.step, attempt.rank, attempt.epoch)
+    total = torch.zeros(1, dtype=torch.float64, device="cpu")
+    sum_contributions(attempt.comm, losses, total)
+    return float(total)
+
+
+def check_finite(step: int, loss: float, norm: float) -> None:
+    """Raise `NonFiniteLoss` if the loss or the norm is not finite."""
+    if not (abs(loss) < float("inf") and norm < float("inf")):
+        raise NonFiniteLoss(step, loss, norm)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

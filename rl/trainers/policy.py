@@ -1,0 +1,86 @@
+"""The policy of a trainer: the model to train, its optimizer, and the loss of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from holdfast.rl.algorithms.collate import TrainingTokens
+from holdfast.rl.algorithms.grpo import StepTotals, loss
+from holdfast.rl.kernels import token_logprobs
+from holdfast.rl.trainers.adapters import add_adapters
+from holdfast.rl.trainers.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Tensor = torch.Tensor
+Logits = Callable[[torch.nn.Module, Tensor, int], Tensor]
+"""Returns the logits (n, kept, words) of a model after the last `kept` tokens."""
+
+
+def build_policy(settings: TrainerSettings) -> PreTrainedModel:
+    """The model to train, in evaluation mode: without dropout. With adapters if the settings ask for them."""
+    model = settings.source.build()
+    return model if settings.lora is None else add_adapters(model, settings.lora, settings.source.seed)
+
+
+def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW over the parameters that are trained."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return torch.optim.AdamW(
+        trained, lr=settings.schedule.rate, betas=settings.betas, weight_decay=settings.weight_decay
+    )
+
+
+def transformers_logits(model: torch.nn.Module, tokens: Tensor, kept: int) -> Tensor:
+    """The logits (n, kept, words) after the last `kept` tokens, of one of transformers' models."""
+    call: Any = model
+    logits: Tensor = call(input_ids=tokens, logits_to_keep=kept, use_cache=False).logits
+    return logits
+
+
+class PolicyLoss:
+    """The loss of forwards under the settings' objective. With a KL term, the reference is the settings' `source`."""
+
+    def __init__(self, settings: TrainerSettings, logits: Logits = transformers_logits) -> None:
+        self._logits = logits
+        self._objective, self._temperature = settings.objective, settings.temperature
+        self._reference = settings.source.build().requires_grad_(False) if settings.objective.kl else None
+
+    def of(self, model: torch.nn.Module, forward: TrainingTokens, totals: StepTotals) -> Tensor:
+        """The share of one forward of `model` in the loss of its update."""
+        inputs, objective = forward.inputs, self._objective
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = predict(self._reference, forward, self._temperature, entropies=False)
+            inputs = replace(inputs, reference=reference)
+        wanted = objective.entropy > 0
+        logprobs, entropies = predict(model, forward, self._temperature, entropies=wanted, logits_of=self._logits)
+        return loss(logprobs, replace(inputs, entropies=entropies), totals, objective)
+
+
+def predict(
+    model: torch.nn.Module,
+    forward: TrainingTokens,
+    temperature: float,
+    *,
+    entropies: bool,
+    logits_of: Logits = transformers_logits,
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probs (n, length - 1) of the tokens, in float32, and the entropies where each was drawn.
+
+    Both are 0 in the columns before the first token that counts in any row.
+    """
+    mask = forward.inputs.mask
+    counted = mask.any(0).nonzero()
+    before = int(counted[0]) if len(counted) else mask.shape[1] - 1
+    device = next(model.parameters()).device
+    tokens = forward.tokens.to(device)
+    logits = logits_of(model, tokens[:, :-1], mask.shape[1] - before)
+    chosen, entropy = token_logprobs(logits, tokens[:, before + 1 :], temperature, entropies=entropies)
+    padding = torch.zeros(len(mask), before, device=device)
+    return torch.cat([padding, chosen], 1), None if entropy is None else torch.cat([padding, entropy], 1)

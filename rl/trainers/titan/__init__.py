@@ -1,0 +1,1 @@
+"""Trainers with TorchTitan's models and parallelisms."""

@@ -1,0 +1,203 @@
+"""`TrainerActor`: a member or a spare of the trainers' session, with a thread of its own for the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from holdfast import ft
+from holdfast.comms.errors import HoldfastError, describe
+from holdfast.rl.algorithms.protocols import StepReport
+from holdfast.rl.data.buffer_state import BufferState
+from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.trainers.batch_inbox import BatchInbox
+from holdfast.rl.trainers.errors import TrainerEnded
+from holdfast.rl.trainers.publisher import Publisher
+from holdfast.rl.trainers.settings import TrainerSettings
+from holdfast.rl.trainers.training import Training
+from holdfast.rl.work_log import WorkLog, WorkReport
+from holdfast.store import WeightStore
+
+CLOSE_SECONDS = 30.0
+"""Seconds that `close` waits for the step that is being computed."""
+
+
+class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a trainer: its rank of `size` members in `epoch` (None: a spare), and the updates committed."""
+
+    rank: int | None
+    size: int | None
+    epoch: int | None
+    committed: int
+    newest_batch: int | None
+    ended: bool
+
+
+class TrainerPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """Where training begins: at `step`, with the replay `buffer` that was saved then; None in a new run."""
+
+    step: int
+    buffer: BufferState | None
+
+
+class TrainerActor:
+    """A trainer: its methods are the endpoints of an actor.
+
+    `session` are arguments of `ft.Session`; what they leave out comes from the environment. `store` is the URL of the
+    store to publish to, none if it is empty. Raises `ModelMisfit`, and the errors of a session's start.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        store: str = "",
+        session: Mapping[str, Any] | None = None,
+        *,
+        replicas: int | None = None,
+        keep: int = 2,
+        hold: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._inbox = BatchInbox()
+        self._closed = threading.Event()
+        self._changed = threading.Condition()
+        self._waiting: dict[int, list[Future[StepReport | None]]] = {}
+        self._last: StepReport | None = None
+        self._position: Future[TrainerPosition] = Future()
+        self._end: Future[str] = Future()
+        self._publisher: Publisher | None = None
+        self._work = WorkLog()
+        if store:
+            self._publisher = Publisher(WeightStore(store, replicas=replicas, keep=keep, hold=hold), self._work)
+        self._training = Training(settings, self._publisher, self._take, self._report, self._begun, self._work)
+        options = {"shards": settings.shards, **(session or {})}
+        self._session = ft.Session(**options)
+        self._thread = threading.Thread(target=self._run, name="training", daemon=True)
+
+    async def begin(self) -> None:
+        """Join the session, and start with its steps."""
+        self._thread.start()
+
+    async def position(self) -> TrainerPosition:
+        """Wait until this trainer takes part; returns where training began then. Raises `TrainerEnded`."""
+        return await asyncio.shield(asyncio.wrap_future(self._position))
+
+    async def train(self, batch: Batch) -> StepReport | None:
+        """Train on a batch with the other members, who get the same one; returns once it is committed.
+
+        Returns None if this trainer does not take part before a later batch comes: a spare. A batch that is committed
+        already is not trained on again. Raises `TrainerEnded` if the steps end, with the cause as its `__cause__`.
+        """
+        reply: Future[StepReport | None] = Future()
+        with self._changed:
+            if self._end.done():
+                raise self._ended()
+            if self._last is not None and self._last.step >= batch.step:
+                return self._last if self._last.step == batch.step else None
+            late = [step for step in self._waiting if step < batch.step]
+            superseded = [each for step in late for each in self._waiting.pop(step)]
+            self._waiting.setdefault(batch.step, []).append(reply)
+        for each in superseded:
+            _answer(each, None)
+        self._inbox.put(batch)
+        return await asyncio.wrap_future(reply)
+
+    async def status(self) -> TrainerStatus:
+        """The state of this trainer."""
+        session = self._session
+        return TrainerStatus(
+            rank=session.rank,
+            size=session.size,
+            epoch=session.epoch,
+            committed=min(session.step, self._settings.steps),
+            newest_batch=self._inbox.newest,
+            ended=self._end.done(),
+        )
+
+    async def work(self) -> WorkReport:
+        """What this trainer did since the last call."""
+        return self._work.report()
+
+    async def finished(self) -> str:
+        """Wait until all batches are committed and published; returns the digest of the last weights.
+
+        It is "" for a spare that was not needed. Raises `TrainerEnded`.
+        """
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self._end))
+        except Exception as error:
+            raise TrainerEnded(describe(error)) from error
+
+    def close(self) -> None:
+        """Leave the session at the next wait for a batch, as a death would, and the store. Idempotent.
+
+        A spare waits in its session for as long as the job runs, so its thread goes with the process.
+        """
+        self._closed.set()
+        if self._thread.ident is not None:
+            if self._session.rank is not None:
+                self._thread.join(CLOSE_SECONDS)
+        elif not self._end.done():
+            self._settle(TrainerEnded("it was closed"))
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _run(self) -> None:
+        try:
+            with self._session as session:
+                digest = self._training.run(session)
+        except BaseException as error:
+            self._settle(error)
+        else:
+            self._settle(None, digest)
+
+    def _settle(self, error: BaseException | None, digest: str = "") -> None:
+        with self._changed:
+            if error is not None:
+                self._end.set_exception(error)
+            else:
+                self._end.set_result(digest)
+            left = [each for replies in self._waiting.values() for each in replies]
+            self._waiting.clear()
+        for each in left:
+            _answer(each, None if error is None else self._ended())
+        _answer(self._position, self._ended())
+
+    def _ended(self) -> HoldfastError:
+        cause = self._end.exception()
+        ended = TrainerEnded("all batches are committed" if cause is None else describe(cause))
+        ended.__cause__ = cause
+        return ended
+
+    def _begun(self, step: int, buffer: BufferState | None) -> None:
+        _answer(self._position, TrainerPosition(step=step, buffer=buffer))
+
+    def _take(self, step: int, over: Callable[[], None]) -> Batch:
+        def check() -> None:
+            if self._closed.is_set():
+                raise TrainerEnded("it was closed")
+            over()
+
+        return self._inbox.take(step, check, self._settings.batch_seconds)
+
+    def _report(self, report: StepReport) -> None:
+        with self._changed:
+            self._last = report
+            waiting = self._waiting.pop(report.step, [])
+        for each in waiting:
+            _answer(each, report)
+
+
+def _answer(reply: Future[Any], answer: object) -> None:
+    """Set the result, or the error, of a reply that is still waited for."""
+    if reply.done() or not reply.set_running_or_notify_cancel():
+        return
+    if isinstance(answer, BaseException):
+        reply.set_exception(answer)
+    else:
+        reply.set_result(answer)

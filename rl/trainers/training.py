@@ -1,0 +1,190 @@
+"""The steps of one trainer in its session: takes batches, updates the policy, publishes committed versions.
+
+Version v of the weights is that after v updates. It is published at the beginning of the next attempt, by the members
+of its epoch, and the attempt ends once every part of it outlives its publisher. So no committed version is ever lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast import ft
+from holdfast.comms import Revoked
+from holdfast.ft.console.units import counted
+from holdfast.rl.algorithms.collate import TrainingTokens
+from holdfast.rl.algorithms.grpo import StepTotals
+from holdfast.rl.algorithms.protocols import StepReport
+from holdfast.rl.data.buffer_state import BufferState
+from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.trainers.errors import BadBatch
+from holdfast.rl.trainers.layouts import PolicyLayout, UpdateResult, policy_layout
+from holdfast.rl.trainers.policy import PolicyLoss
+from holdfast.rl.trainers.publisher import Publisher
+from holdfast.rl.trainers.settings import TrainerSettings
+from holdfast.rl.trainers.titan.layout import TitanLayout
+from holdfast.rl.trainers.update_tokens import UpdateTokens, updates_of
+from holdfast.rl.trainers.weights_digest import weights_digest
+from holdfast.rl.work_log import WorkLog
+
+Take = Callable[[int, Callable[[], None]], Batch]
+"""Returns the batch whose first update is a step; calls the function meanwhile, which raises if the epoch is over."""
+
+
+class RevokedEpochs:
+    """The epochs that a session has revoked, for waits that are no ops and must end with their epoch."""
+
+    def __init__(self) -> None:
+        self._newest, self._reason = 0, ""
+        self._lock = threading.Lock()
+
+    def listen(self, event: dict[str, Any]) -> None:
+        """A listener to the session's events."""
+        if event["kind"] == "revoked":
+            with self._lock:
+                self._newest, self._reason = max(self._newest, event["epoch"]), event["reason"]
+
+    def check(self, epoch: int) -> None:
+        """Raise `Revoked` if `epoch` is over."""
+        with self._lock:
+            if epoch <= self._newest:
+                raise Revoked(epoch, self._reason)
+
+
+class SavedBuffer:
+    """The state of the replay buffer after the last committed batch, as every trainer and every checkpoint has it."""
+
+    def __init__(self) -> None:
+        self.state: BufferState | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON."""
+        return {"json": "" if self.state is None else msgspec.json.encode(self.state).decode()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.state = msgspec.json.decode(state["json"], type=BufferState) if state["json"] else None
+
+
+class Training:
+    """All steps of one trainer. `take` gives batches.
+
+    `report` is called for each batch that is committed, `begun` with the step of the first attempt and the buffer
+    that was saved with it, in a run that goes on.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        publisher: Publisher | None,
+        take: Take,
+        report: Callable[[StepReport], None] = lambda _: None,
+        begun: Callable[[int, BufferState | None], None] = lambda *_: None,
+        work: WorkLog | None = None,
+    ) -> None:
+        self._settings, self._publisher = settings, publisher
+        self._take, self._report, self._begun = take, report, begun
+        self._layout: PolicyLayout
+        if settings.titan is not None:
+            self._layout = TitanLayout(settings, settings.titan, work or WorkLog())
+        else:
+            self._layout = policy_layout(settings, PolicyLoss(settings), work or WorkLog())
+        self._revocations = RevokedEpochs()
+        self._buffer = SavedBuffer()
+        self._batch: tuple[Batch, list[UpdateTokens]] | None = None
+        self._losses: list[float] = []
+        self._published: tuple[int, int] = (-1, 0)
+
+    def run(self, session: ft.Session) -> str:
+        """Do the session's steps until all batches are committed and their last version is published.
+
+        Returns the digest of the last weights, "" for a spare that was not needed. Raises `NonFiniteLoss`, `BadBatch`,
+        `NoBatch`, and the errors of the session and the store.
+        """
+        settings, begun, digest = self._settings, False, ""
+        torch.set_num_threads(settings.threads)
+        session.subscribe(self._revocations.listen)
+        self._layout.attach(session)
+        session.attach("replay buffer", self._buffer)
+        if settings.checkpoint:
+            session.checkpoints(settings.checkpoint, every=settings.checkpoint_every * settings.updates)
+        for attempt in session.steps(settings.steps + 1):
+            if not begun:
+                begun = True
+                self._begun(attempt.step, self._buffer.state)
+            result: UpdateResult | None = None
+            with attempt:
+                self._publish(attempt)
+                if attempt.step < settings.steps:
+                    result = self._update(attempt)
+                else:
+                    digest = weights_digest(self._layout.state())
+                    self._finish_publication()
+            if attempt.committed and attempt.step < settings.steps:
+                self._layout.committed(attempt.step)
+                if result is not None:
+                    self._committed(attempt, result)
+        return digest
+
+    def _update(self, attempt: ft.Attempt) -> UpdateResult:
+        part = attempt.step % self._settings.updates
+        update = self._updates(attempt.step - part, attempt)[part]
+
+        def forwards(shard: int) -> list[tuple[TrainingTokens, StepTotals]]:
+            found = update.shard(shard, attempt.total_shards, self._settings.micro_batch)
+            return [(each, update.totals) for each in found]
+
+        return self._layout.attempt(attempt, forwards, self._finish_publication)
+
+    def _updates(self, step: int, attempt: ft.Attempt) -> list[UpdateTokens]:
+        """The updates of the batch whose first one is `step`."""
+        if self._batch is None or self._batch[0].step != step:
+            batch = self._take(step, lambda: self._revocations.check(attempt.epoch))
+            updates = self._settings.updates
+            if len(batch.groups) < updates:
+                raise BadBatch(step, f"it has {counted(len(batch.groups), 'group')}, and makes {updates} updates")
+            self._batch = batch, updates_of(batch.groups, updates, self._settings.objective)
+        return self._batch[1]
+
+    def _committed(self, attempt: ft.Attempt, result: UpdateResult) -> None:
+        part = attempt.step % self._settings.updates
+        self._losses = [*(self._losses if part else []), result.loss]
+        if part < self._settings.updates - 1:
+            return
+        assert self._batch is not None
+        self._buffer.state = self._batch[0].after
+        figures = {
+            "loss": sum(self._losses) / len(self._losses),
+            "gradient_norm": result.norm,
+            "learning_rate": self._settings.schedule.at(attempt.step),
+            "trainers": float(attempt.comm.size),
+            "epoch": float(attempt.epoch),
+        }
+        self._report(StepReport(step=self._batch[0].step, version=attempt.step + 1, figures=figures))
+
+    def _publish(self, attempt: ft.Attempt) -> None:
+        """Begin to publish the weights before this attempt, unless they are published, or in the middle of a batch."""
+        version = attempt.step
+        between = version % self._settings.updates
+        if self._publisher is None or between or self._published == (version, attempt.epoch):
+            return
+        if self._published[1] != attempt.epoch:  # the members of an earlier epoch may have published this version
+            seen = torch.zeros(1, dtype=torch.int64, device="cpu")
+            if attempt.rank == 0:
+                seen.fill_(self._publisher.visible(version))
+            attempt.comm.broadcast(seen, src=0)
+            if bool(seen):
+                self._published = version, attempt.epoch
+                return
+        state = self._layout.state()
+        if self._layout.publishes(attempt.rank):
+            self._publisher.begin(version, state, attempt.epoch)
+        self._published = version, attempt.epoch
+
+    def _finish_publication(self) -> None:
+        if self._publisher is not None:
+            self._publisher.finish()

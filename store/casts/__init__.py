@@ -1,0 +1,1 @@
+"""Casts of floating-point tensors on their way to a reader that asks for them."""

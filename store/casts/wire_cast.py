@@ -1,0 +1,97 @@
+"""The casts that a reader can ask for, and what they do to each dtype.
+
+`bf16` halves float32 and quarters float64: rounded to nearest even, |y - x| <= |x| / 256, for denormals of bf16
+|y - x| <= 2**-134. Zeros keep their sign, infinities and NaNs stay what they are (a NaN with other bits); numbers from
+3.3961e38 on become infinite. `fp8` takes a byte for each element of any wider floating-point dtype, and two for each
+block of up to 128 elements of a row: `holdfast.comms.codecs.float8_blocks` states its bound. All other dtypes travel as
+they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+
+from holdfast.comms.codecs import float8_blocks as fp8
+
+CastName = Literal["bf16", "fp8"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """A tensor as it travels: of its shape, in fewer bytes, and for fp8 the exponents of the blocks of its rows."""
+
+    values: torch.Tensor
+    exponents: torch.Tensor | None = None
+
+
+class WireCast(Enum):
+    """A cast on the way to a reader, by name."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of elements on the wire."""
+        return torch.bfloat16 if self is WireCast.BF16 else torch.float8_e4m3fn
+
+    def exponents(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The shape of the exponents of a tensor; None if there are none."""
+        if self is WireCast.BF16:
+            return None
+        return (*shape[:-1], fp8.blocks_of(shape[-1])) if shape else (1,)
+
+    def shrinks(self, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+        """Whether a tensor takes fewer bytes so: one of wider floating-point elements. Others travel as they are."""
+        if not dtype.is_floating_point:
+            return False
+        elements = math.prod(shape)
+        extra = 2 * math.prod(self.exponents(shape) or (0,))
+        return elements * self.dtype.itemsize + extra < elements * dtype.itemsize
+
+    def encode(self, source: torch.Tensor, into: EncodedTensor) -> None:
+        """Write a contiguous tensor in its encoded form, which is contiguous too."""
+        if into.exponents is None:
+            into.values.copy_(source)
+        elif source.numel():
+            fp8.encode(*(_rows(each) for each in (source, into.values, into.exponents)))
+
+    def decode(self, found: EncodedTensor, into: torch.Tensor, first: int = 0, row: int | None = None) -> None:
+        """Fill a floating-point tensor with the elements of a box of an encoded one.
+
+        The box begins at element `first` of a block of the last dimension, and has the exponents of all blocks that it
+        touches. `row` is the size of that dimension, if the box has less of it.
+        """
+        if found.exponents is None:
+            into.copy_(found.values)
+        elif into.numel():
+            block = min(fp8.BLOCK, found.values.shape[-1] if row is None else row) if found.values.dim() else 1
+            whole = into.view(-1) if not into.dim() else into
+            try:
+                rows = whole.view(-1, whole.shape[-1])
+            except RuntimeError:  # its strides have no rows
+                rows = torch.empty(whole.shape, dtype=into.dtype, device="cpu").view(-1, whole.shape[-1])
+            fp8.decode(_rows(found.values), _rows(found.exponents), rows, first, block)
+            if rows.data_ptr() != into.data_ptr():
+                into.copy_(rows.view(into.shape))
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() else tensor.view(1, 1)
+
+
+def wire_cast(name: str | None) -> WireCast | None:
+    """The cast with a name; None for None. Raises ValueError for a name that no cast has."""
+    if name is None:
+        return None
+    try:
+        return WireCast(name)
+    except ValueError:
+        known = ", ".join(repr(cast.value) for cast in WireCast)
+        raise ValueError(f"a cast on the wire is one of {known}, not {name!r}") from None

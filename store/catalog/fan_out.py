@@ -1,0 +1,156 @@
+"""Assigns sources to readers, so that readers serve readers. Pure functions.
+
+The first readers on other hosts read a part from its replicas, and list their copies; later ones read from these. A
+reader first asks for its copy (`request_copy`), is assigned a source, reads, and lists the copy (`announce_copy`).
+`assigned` decides: no source serves more than `AT_ONCE` assigned readers at a time, and replicas serve only while there
+are fewer than `SEEDS` copies. So a publisher sends a constant number of copies, however many readers there are.
+
+Readers of one host need one copy, which they map. Many hosts form groups (`holdfast.store.catalog.reader_group`). Each
+group asks for one copy here: a part has at most `COPIES` of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import xxhash
+from msgspec.structs import replace
+
+from holdfast.comms.memory_plane import Handle
+from holdfast.store.catalog.records import Catalog, Holder, Replica, ServingCopy, Shard, Version
+
+AT_ONCE = 1
+"""The number of readers that one source serves at a time: with more, all of them finish later, and serve later."""
+SEEDS = 4
+"""The number of copies that are read from replicas; the others are read from copies."""
+COPIES = 64
+"""The limit of copies of a part that are listed or asked for. Readers beyond it read without an assigned source."""
+FEW_HOSTS = 4
+"""With followers on at most so many hosts without a replica, each reads from replicas, straight into its tensors."""
+
+
+def assigned(copies: Sequence[ServingCopy], seeds: Collection[str], first: int = SEEDS) -> tuple[ServingCopy, ...]:
+    """The copies after each reader that waits has been assigned a source, as far as sources are free.
+
+    `seeds` are sources for the `first` copies. A reader waits again if its source is gone. Readers are served in order,
+    by the source with the fewest readers, rather by a copy than by a seed.
+    """
+    sources = {*seeds, *(each.reader for each in copies if each.handle is not None)}
+    found = [each if each.handle or each.source in sources else replace(each, source="") for each in copies]
+    load = Counter(each.source for each in found if each.handle is None)
+    begun = sum(each.handle is not None or each.source != "" for each in found)
+    complete = [each.reader for each in found if each.handle is not None]
+    for index, copy in enumerate(found):
+        if copy.handle is not None or copy.source:
+            continue
+        able = [each for each in (*complete, *(seeds if begun < first else ())) if load[each] < AT_ONCE]
+        if not able:
+            break
+        source = min(able, key=lambda each: (load[each], each not in complete, _order(copy.reader, each)))
+        found[index] = replace(copy, source=source)
+        load[source] += 1
+        begun += 1
+    return tuple(found)
+
+
+def request_copy(catalog: Catalog, number: int, part: int, digest: bytes, reader: Holder) -> Catalog:
+    """Ask for a source from which a reader copies a part of the latest version for its host.
+
+    Changes nothing if its host has the part or asks for it already, or the limit is reached.
+    """
+    version, shard = catalog.version(number), catalog.shard(number, part)
+    if version is None or shard is None or shard.digest != digest or number != catalog.latest:
+        return catalog
+    if len(shard.copies) >= COPIES or on_host(catalog, shard, reader.peer.host):
+        return catalog
+    if any(_host(catalog, each.reader) == reader.peer.host for each in shard.copies):
+        return catalog
+    if catalog.holder(reader.id) is None:
+        catalog = replace(catalog, holders=(*catalog.holders, replace(reader, leaving=True)))
+    return _with_copies(catalog, version, shard, (*shard.copies, ServingCopy(reader.id)))
+
+
+def announce_copy(catalog: Catalog, number: int, part: int, digest: bytes, reader: str, handle: Handle) -> Catalog:
+    """List a reader's copy, which is complete and exposed, as a source. Changes nothing unless it was asked for."""
+    version, shard = catalog.version(number), catalog.shard(number, part)
+    if version is None or shard is None or shard.digest != digest:
+        return catalog
+    copies = tuple(ServingCopy(reader, handle=handle) if each.reader == reader else each for each in shard.copies)
+    return _with_copies(catalog, version, shard, copies)
+
+
+def withdraw_copy(catalog: Catalog, number: int, part: int, reader: str) -> Catalog:
+    """Remove a copy, or the request for it: the reader gave up, or its copy cannot be read. Its readers ask anew."""
+    version, shard = catalog.version(number), catalog.shard(number, part)
+    if version is None or shard is None:
+        return catalog
+    return _with_copies(catalog, version, shard, [each for each in shard.copies if each.reader != reader])
+
+
+def settled_copies(catalog: Catalog, version: Version, shard: Shard) -> Shard:
+    """The part after all changes that follow from others: stores that are gone, a newer version.
+
+    Copies of a version that is not the latest go once no reader waits for one.
+    """
+    known = {holder.id for holder in catalog.holders if holder.peer.host not in catalog.away}
+    copies = [each for each in shard.copies if each.reader in known]
+    if version.number != catalog.latest and all(each.handle is not None for each in copies):
+        copies = []
+    seeds = [each.holder for each in shard.replicas if not catalog.is_away(each.holder)]
+    return replace(shard, copies=assigned(copies, seeds))
+
+
+def sources_for(catalog: Catalog, version: Version, shard: Shard, reader: Holder) -> tuple[Replica, ...]:
+    """Where a reader finds a part, in the order in which it should try.
+
+    First its own memory, then that of its host, then the source that it was assigned; then the others in an order that
+    differs by reader, holders that leave last.
+    """
+    mine = next((each for each in shard.copies if each.reader == reader.id), None)
+    source = mine.source if mine is not None else ""
+    copies = [Replica(each.reader, each.handle) for each in shard.copies if each.handle is not None]
+    serving = {each.holder for each in copies}
+
+    def preference(replica: Replica) -> tuple[bool, bool, bool, bool, int]:
+        holder = catalog.holder(replica.holder)
+        peer = holder.peer if holder is not None else None
+        near = peer is not None and peer.host == reader.peer.host
+        leaving = catalog.is_away(replica.holder) or (
+            replica.holder not in serving and (holder is None or holder.leaving)
+        )
+        return peer != reader.peer, not near, replica.holder != source, leaving, _order(reader.id, replica.holder)
+
+    return tuple(sorted((*shard.replicas, *copies), key=preference))
+
+
+def worthwhile(catalog: Catalog, shard: Shard, host: str) -> bool:
+    """Whether the readers of a host should share a copy.
+
+    They should if the host has no copy, and readers follow on many such hosts.
+    """
+    replicas = {_host(catalog, each.holder) for each in shard.replicas}
+    following = {each.peer.host for each in catalog.readers}
+    return not on_host(catalog, shard, host) and len(following - replicas) > FEW_HOSTS
+
+
+def on_host(catalog: Catalog, shard: Shard, host: str) -> bool:
+    """Whether a host has a replica of a part, or a complete copy."""
+    there = [each.holder for each in shard.replicas] + [each.reader for each in shard.copies if each.handle is not None]
+    return any(_host(catalog, each) == host for each in there)
+
+
+def _with_copies(catalog: Catalog, version: Version, shard: Shard, copies: Sequence[ServingCopy]) -> Catalog:
+    changed = settled_copies(catalog, version, replace(shard, copies=tuple(copies)))
+    shards = tuple(changed if each.part == shard.part else each for each in version.shards)
+    found = tuple(replace(each, shards=shards) if each.number == version.number else each for each in catalog.versions)
+    return replace(catalog, versions=found)
+
+
+def _host(catalog: Catalog, holder_id: str) -> str | None:
+    holder = catalog.holder(holder_id)
+    return None if holder is None else holder.peer.host
+
+
+def _order(reader: str, source: str) -> int:
+    return xxhash.xxh3_64_intdigest(f"{reader} {source}".encode())

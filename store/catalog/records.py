@@ -1,0 +1,289 @@
+"""The catalogue of versions and of the processes that hold their parts: plain data.
+
+`holdfast.store.catalog.transitions` has all changes to it, `holdfast.store.catalog.client` keeps it in a register.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.base import Peer
+from holdfast.store.catalog.fleet_records import Reader, Switch
+from holdfast.store.errors import NoSuchVersion
+
+LAYOUT = 2
+"""The layout of the records. A release refuses catalogues of any other."""
+KEPT = ""
+"""The publisher of a part whose publishers closed or died after publishing: it stays as long as it has a replica."""
+
+Spread = Literal["auto", "processes", "hosts"]
+"""Where the replicas of a part must lie: in different processes, which with "hosts" are on different hosts.
+
+With "auto" they are on as many hosts as the stores that keep replicas are.
+"""
+
+
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """An open store that keeps replicas. A `leaving` holder still serves readers, but its replicas do not count.
+
+    `limit` is the most bytes that its replicas may take.
+    """
+
+    id: str
+    peer: Peer
+    leaving: bool = False
+    limit: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.peer.pid
+
+
+class Replica(msgspec.Struct, frozen=True, array_like=True):
+    """A part in the memory of the store with id `holder`."""
+
+    holder: str
+    handle: Handle
+
+
+class ServingCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A whole part in the memory of a reader, which serves other readers. It does not count for safety.
+
+    While it is being read, `handle` is None, and `source` is the store that it is read from ("" until there is one).
+    """
+
+    reader: str
+    source: str = ""
+    handle: Handle | None = None
+
+
+class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
+    """What changed in a part since that with digest `base`, in the memory of the store with id `holder`."""
+
+    base: bytes
+    holder: str
+    handle: Handle
+
+
+class CastForm(msgspec.Struct, frozen=True, array_like=True):
+    """A part in a cast that readers asked for, in the memory of the holder `maker`, which packs it on request.
+
+    `handle` is None until it is packed; `digest` and `manifest_at` are those of the form. `maker` is "" if no holder
+    can pack it. `declined` are the holders that could not, each with the reason.
+    See `holdfast.store.catalog.part_casts`.
+    """
+
+    cast: str
+    maker: str = ""
+    digest: bytes = b""
+    manifest_at: int = 0
+    handle: Handle | None = None
+    declined: tuple[tuple[str, str], ...] = ()
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a version. `digest` identifies its bytes; the manifest starts at byte `manifest_at` of the region.
+
+    `publisher` is the id of the store that published it, `also` are stores that published the same bytes later; `KEPT`
+    replaces publishers that have closed or died. `accepted` is True once the part was safe: its `publish` may have
+    returned. `copies` are those of readers, see `holdfast.store.catalog.fan_out`; `delta` lies beside one of the
+    replicas, and goes with it, as do the forms in `casts`.
+    """
+
+    part: int
+    digest: bytes
+    manifest_at: int
+    publisher: str
+    replicas: tuple[Replica, ...]
+    also: tuple[str, ...] = ()
+    accepted: bool = False
+    copies: tuple[ServingCopy, ...] = ()
+    delta: DeltaOffer | None = None
+    casts: tuple[CastForm, ...] = ()
+
+    @property
+    def publishers(self) -> tuple[str, ...]:
+        return (self.publisher, *self.also)
+
+    def cast(self, name: str) -> CastForm | None:
+        return next((each for each in self.casts if each.cast == name), None)
+
+
+class Version(msgspec.Struct, frozen=True, array_like=True):
+    """A version. It is visible once each of its `parts` is accepted, and does not change then.
+
+    A part needs `replicas` replicas, which lie as `spread` says.
+    """
+
+    number: int
+    parts: int
+    replicas: int
+    fence: int | None
+    visible: bool
+    shards: tuple[Shard, ...]
+    spread: Spread = "auto"
+
+    def shard(self, part: int) -> Shard | None:
+        return next((shard for shard in self.shards if shard.part == part), None)
+
+
+class Pin(msgspec.Struct, frozen=True, array_like=True):
+    """A lease on a version: until it is released, the store with id `holder` closes, or its process `peer` ends."""
+
+    id: str
+    version: int
+    peer: Peer
+    holder: str = ""
+
+
+class Retainer(msgspec.Struct, frozen=True, array_like=True):
+    """A process that copies versions to disk, one whenever `every` numbers have passed since the last."""
+
+    id: str
+    peer: Peer
+    every: int
+
+
+class DiskCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A version that goes to disk, or is there (`done`). The retainer with id `retainer` writes it; "" if none does."""
+
+    version: int
+    retainer: str = ""
+    done: bool = False
+
+
+class Past(msgspec.Struct, frozen=True, array_like=True):
+    """A version that was visible: its number, and the digests of its parts."""
+
+    number: int
+    digests: tuple[bytes, ...]
+
+
+class FarRead(msgspec.Struct, frozen=True, array_like=True):
+    """A version that a process of a host has read without mapping it. See `holdfast.store.delta.far_reads`."""
+
+    host: str
+    version: int
+
+
+class Catalog(msgspec.Struct, frozen=True, array_like=True):
+    """The whole catalogue. `fence` is the newest fence of any publisher, `latest` the version that "latest" names.
+
+    `keep` is the number of versions that stay, `lost` the newest versions that lost their last replica.
+    `switches` are in the order of their serials. `away` are hosts that no longer beat: their replicas do not count.
+    """
+
+    layout: int = LAYOUT
+    fence: int | None = None
+    latest: int | None = None
+    keep: int = 2
+    holders: tuple[Holder, ...] = ()
+    versions: tuple[Version, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    past: tuple[Past, ...] = ()
+    lost: tuple[int, ...] = ()
+    readers: tuple[Reader, ...] = ()
+    switches: tuple[Switch, ...] = ()
+    retainers: tuple[Retainer, ...] = ()
+    disk: tuple[DiskCopy, ...] = ()
+    away: tuple[str, ...] = ()
+    far_reads: tuple[FarRead, ...] = ()
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Catalog:
+        """The catalogue in `data`. Raises `CorruptData` if `encode` of this release cannot have written it."""
+        try:
+            catalog = _catalogs.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"not a catalogue of weights: {error}") from error
+        if catalog.layout != LAYOUT:
+            raise CorruptData(
+                f"a catalogue of layout {catalog.layout}, this release knows layout {LAYOUT}: another release of "
+                "holdfast has this store open; run one release in all processes, or open a store of another name"
+            )
+        return catalog
+
+    def version(self, number: int) -> Version | None:
+        return next((version for version in self.versions if version.number == number), None)
+
+    def shard(self, number: int, part: int) -> Shard | None:
+        version = self.version(number)
+        return None if version is None else version.shard(part)
+
+    def visible(self) -> tuple[int, ...]:
+        """The numbers of visible versions, oldest first."""
+        return tuple(version.number for version in self.versions if version.visible)
+
+    def need(self, wanted: int | str) -> Version:
+        """A visible version, by number or as "latest". Raises `NoSuchVersion` with the reason."""
+        number = self.latest if wanted == "latest" else wanted
+        version = next((each for each in self.versions if each.number == number), None)
+        if version is not None and version.visible:
+            return version
+        if version is not None:
+            accepted = sum(shard.accepted for shard in version.shards)
+            why = f"{accepted} of {version.parts} parts are published"
+            if len(version.shards) > accepted:
+                why += f", {len(version.shards) - accepted} more lack replicas"
+        elif wanted == "latest":
+            why = "nothing is published"
+        elif wanted in self.lost:
+            why = "all its holders are gone"
+        elif any(past.number == wanted for past in self.past):
+            why = "it was superseded and let go"
+        else:
+            why = "nobody published it"
+        raise NoSuchVersion(wanted, why, self.visible())
+
+    def holder(self, holder_id: str) -> Holder | None:
+        return next((holder for holder in self.holders if holder.id == holder_id), None)
+
+    def safe(self, version: Version, shard: Shard) -> bool:
+        """Whether a part has all the replicas that its version asks for, where it asks for them."""
+        return self.lacking(version, shard) == (0, 0)
+
+    def lacking(self, version: Version, shard: Shard) -> tuple[int, int]:
+        """How many replicas a part lacks, and how many of them must be on hosts that have none."""
+        keeping = self.keeping(shard)
+        hosts = 0
+        if version.spread != "processes":
+            there = version.replicas if version.spread == "hosts" else len(self.hosts())
+            hosts = max(0, min(version.replicas, there) - len({peer.host for peer in keeping}))
+        return max(version.replicas - len(keeping), hosts), hosts
+
+    def stays(self, holder: Holder) -> bool:
+        """Whether the replicas of a holder count: it is not leaving, and its host is not away."""
+        return not holder.leaving and holder.peer.host not in self.away
+
+    def is_away(self, holder_id: str) -> bool:
+        """Whether the host of a listed holder is away."""
+        holder = self.holder(holder_id)
+        return holder is not None and holder.peer.host in self.away
+
+    def hosts(self) -> frozenset[str]:
+        """The hosts of the stores that keep replicas and stay."""
+        return frozenset(holder.peer.host for holder in self.holders if self.stays(holder))
+
+    def keeping(self, shard: Shard) -> frozenset[Peer]:
+        """The processes that hold a replica of a part and stay."""
+        staying: dict[str, Peer] = {holder.id: holder.peer for holder in self.holders if self.stays(holder)}
+        return frozenset(staying[each.holder] for each in shard.replicas if each.holder in staying)
+
+    def peers(self) -> frozenset[Peer]:
+        """Every process that the catalogue mentions."""
+        found = {each.proposer for each in self.switches if each.preparing}
+        found.update(holder.peer for holder in self.holders)
+        found.update(pin.peer for pin in self.pins)
+        found.update(reader.peer for reader in self.readers)
+        found.update(retainer.peer for retainer in self.retainers)
+        return frozenset(found)
+
+
+_catalogs = msgspec.msgpack.Decoder(Catalog)

@@ -1,0 +1,183 @@
+"""What every transition shares: editing versions and parts, and the rules that hold after each change.
+
+`settle` accepts parts that are safe, makes complete versions visible, drops superseded ones, and assigns sources to
+readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from msgspec.structs import replace
+
+from holdfast.comms.memory_plane import Handle
+from holdfast.store.catalog.due_copies import kept_for_disk, with_due_copy
+from holdfast.store.catalog.fan_out import settled_copies
+from holdfast.store.catalog.fleet_targets import kept as kept_for_readers
+from holdfast.store.catalog.part_casts import settled_casts
+from holdfast.store.catalog.records import KEPT, Catalog, Past, Pin, Shard, Version
+
+REMEMBERED = 16
+"""The number of past versions whose numbers the catalogue keeps."""
+
+
+def with_version(catalog: Catalog, version: Version) -> Catalog:
+    others = [each for each in catalog.versions if each.number != version.number]
+    return replace(catalog, versions=tuple(sorted((*others, version), key=lambda each: each.number)))
+
+
+def with_shard(version: Version, shard: Shard) -> Version:
+    delta = shard.delta
+    if delta is not None and all(each.holder != delta.holder for each in shard.replicas):
+        shard = replace(shard, delta=None)
+    shards = tuple(shard if each.part == shard.part else each for each in version.shards)
+    return replace(version, shards=shards)
+
+
+def without_versions(catalog: Catalog, numbers: Collection[int]) -> Catalog:
+    if not numbers:
+        return catalog
+    versions = tuple(each for each in catalog.versions if each.number not in numbers)
+    latest = catalog.latest
+    if latest in numbers:
+        latest = max((each.number for each in versions if each.visible), default=None)
+    readers = tuple(
+        replace(each, ready=tuple(number for number in each.ready if number not in numbers)) for each in catalog.readers
+    )
+    return replace(catalog, versions=versions, latest=latest, readers=readers)
+
+
+def unpinned(catalog: Catalog, gone: Callable[[Pin], bool]) -> Catalog:
+    """The catalogue without some pins and without versions that only they kept."""
+    pins = tuple(each for each in catalog.pins if not gone(each))
+    return catalog if len(pins) == len(catalog.pins) else settle(replace(catalog, pins=pins))
+
+
+def remove_holders(catalog: Catalog, gone: Collection[str]) -> Catalog:
+    """The catalogue without some holders, their replicas, and the parts that they were still publishing."""
+    if not gone:
+        return catalog
+    for holder in gone:
+        catalog = end_publications(catalog, holder)
+    holders = tuple(holder for holder in catalog.holders if holder.id not in gone)
+    return remove_lost(drop_replicas(replace(catalog, holders=holders), gone))
+
+
+def remove_lost(catalog: Catalog) -> Catalog:
+    """Remove visible versions that have a part without a replica, and such parts of the others."""
+    lost, empty = [], []
+    for version in catalog.versions:
+        left = tuple(shard for shard in version.shards if shard.replicas)
+        if len(left) == len(version.shards):
+            continue
+        if version.visible:
+            lost.append(version.number)
+        elif left:
+            catalog = with_version(catalog, replace(version, shards=left))
+        else:
+            empty.append(version.number)
+    past = tuple(each for each in catalog.past if each.number not in lost)
+    catalog = replace(catalog, past=past, lost=(*catalog.lost, *lost)[-REMEMBERED:])
+    return settle(without_versions(catalog, [*lost, *empty]))
+
+
+def end_publications(catalog: Catalog, publisher: str) -> Catalog:
+    """Remove a store that has closed or died from the parts it has published.
+
+    Accepted parts stay; others go unless another store publishes them too.
+    """
+    for version in catalog.versions:
+        for shard in version.shards:
+            if publisher not in shard.publishers:
+                continue
+            if shard.accepted:
+                kept = replace(shard, publisher=KEPT, also=())
+                catalog = with_version(catalog, with_shard(catalog.version(version.number) or version, kept))
+            else:
+                catalog = without_publisher(catalog, version.number, shard.part, publisher)
+    return catalog
+
+
+def without_publisher(catalog: Catalog, number: int, part: int, publisher: str) -> Catalog:
+    """Remove a publisher of a part of an invisible version; the part goes with the last one."""
+    version, known = catalog.version(number), catalog.shard(number, part)
+    if version is None or version.visible or known is None or publisher not in known.publishers:
+        return catalog
+    if left := tuple(each for each in known.publishers if each != publisher):
+        return with_version(catalog, with_shard(version, replace(known, publisher=left[0], also=left[1:])))
+    shards = tuple(each for each in version.shards if each.part != part)
+    return with_version(catalog, replace(version, shards=shards)) if shards else without_versions(catalog, [number])
+
+
+def drop_replicas(catalog: Catalog, gone: Collection[str], but: Collection[Handle] = ()) -> Catalog:
+    """The catalogue without the replicas of some holders, except those with handles in `but`."""
+    for version in catalog.versions:
+        for shard in version.shards:
+            kept = tuple(each for each in shard.replicas if each.holder not in gone or each.handle in but)
+            if len(kept) < len(shard.replicas):
+                version = with_shard(version, replace(shard, replicas=kept))
+        catalog = with_version(catalog, version)
+    return catalog
+
+
+def settle(catalog: Catalog) -> Catalog:
+    """The catalogue after everything that follows from a change."""
+    for version in catalog.versions:
+        for shard in version.shards:
+            if not shard.accepted and catalog.safe(version, shard):
+                version = with_shard(version, replace(shard, accepted=True))
+                catalog = with_version(catalog, version)
+        if not version.visible and sum(shard.accepted for shard in version.shards) == version.parts:
+            catalog = with_version(catalog, replace(version, visible=True))
+            number = version.number
+            past = Past(number, tuple(shard.digest for shard in version.shards))
+            latest = number if catalog.latest is None else max(number, catalog.latest)
+            lost = tuple(each for each in catalog.lost if each != number)
+            catalog = with_due_copy(replace(catalog, latest=latest, past=(*catalog.past, past), lost=lost), number)
+    pinned = {pin.version for pin in catalog.pins}
+    visible = catalog.visible()
+    kept = {*visible[-catalog.keep :], *pinned, *kept_for_readers(catalog), *kept_for_disk(catalog), catalog.latest}
+    oldest = visible[-catalog.keep] if len(visible) >= catalog.keep else 0
+    superseded = [
+        each.number for each in catalog.versions if (each.number not in kept if each.visible else each.number < oldest)
+    ]
+    return _settle_copies(_without_idle_away(_forget(without_versions(catalog, superseded))))
+
+
+def _without_idle_away(catalog: Catalog) -> Catalog:
+    """Remove the replicas of hosts that are away from parts that are safe without them, then stores that have none."""
+    if not catalog.away:
+        return catalog
+    needed: set[str] = set()
+    for version in catalog.versions:
+        for shard in version.shards:
+            if catalog.safe(version, shard):
+                kept = tuple(each for each in shard.replicas if not catalog.is_away(each.holder))
+                shard = replace(shard, replicas=kept)
+                version = with_shard(version, shard)
+            needed.update(each.holder for each in shard.replicas)
+        catalog = with_version(catalog, version)
+    holders = tuple(each for each in catalog.holders if each.peer.host not in catalog.away or each.id in needed)
+    catalog = replace(catalog, holders=holders)
+    there = {peer.host for peer in catalog.peers()}
+    return replace(catalog, away=tuple(host for host in catalog.away if host in there))
+
+
+def _settle_copies(catalog: Catalog) -> Catalog:
+    for version in catalog.versions:
+        for shard in version.shards:
+            settled = settled_copies(catalog, version, shard) if shard.copies else shard
+            if settled.casts:
+                settled = settled_casts(catalog, settled)
+            if settled is not shard and settled != shard:
+                version = with_shard(version, settled)
+                catalog = with_version(catalog, version)
+    return catalog
+
+
+def _forget(catalog: Catalog) -> Catalog:
+    """Keep the past entries of existing versions, and the newest of those that are gone."""
+    there = {version.number for version in catalog.versions}
+    gone = [past for past in catalog.past if past.number not in there][-REMEMBERED:]
+    past = tuple(past for past in catalog.past if past.number in there or past in gone)
+    return catalog if past == catalog.past else replace(catalog, past=past)

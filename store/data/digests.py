@@ -1,0 +1,59 @@
+"""Checksums of pieces (xxh3, 64 bits), computed while the bytes are copied, by as many threads as torch has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from holdfast.comms import _native
+
+Words = npt.NDArray[np.uint64]
+LEAST_BYTES = 241
+"""The compiled code computes checksums of at least so many bytes; of fewer, xxhash does."""
+SHARE_BYTES = 4 << 20
+"""The least bytes for each thread that shares a call: a thread costs 0.1 ms."""
+CALL_BYTES = 1 << 30
+"""About so many bytes are moved between two looks at the deadline."""
+
+SOURCE, NBYTES, TARGET, FIRST, COUNT = range(5)
+"""The columns of a job: a piece, the address that all of it is copied to (or 0), and its row copies."""
+ROW_SOURCE, ROW_TARGET, ROWS, ROW_BYTES, SOURCE_STRIDE, TARGET_STRIDE = range(6)
+"""The columns of a row copy."""
+
+NO_COPIES: Words = np.zeros((0, 6), np.uint64)
+
+
+def copy_and_digest(jobs: Words, copies: Words = NO_COPIES) -> Words:
+    """Do all jobs (rows of `jobs`, with addresses of this process); return the checksum of each piece.
+
+    A job copies its piece of `NBYTES` bytes to `TARGET`, unless that is 0, and then makes `COUNT` of the row copies
+    `copies`, from number `FIRST` on.
+    """
+    jobs = np.ascontiguousarray(jobs)
+    sums = np.zeros(len(jobs), np.uint64)
+    if not len(jobs):
+        return sums
+    copies = np.ascontiguousarray(copies)
+    nbytes = int(jobs[:, NBYTES].sum() + (copies[:, ROWS] * copies[:, ROW_BYTES]).sum())
+    threads = max(1, min(torch.get_num_threads(), nbytes // SHARE_BYTES))
+    _native.digest_copies(jobs.ctypes.data, len(jobs), copies.ctypes.data, sums.ctypes.data, threads)
+    for number in np.flatnonzero(jobs[:, NBYTES] < LEAST_BYTES):
+        source, short = int(jobs[number, SOURCE]), int(jobs[number, NBYTES])
+        sums[number] = xxhash.xxh3_64_intdigest(ctypes.string_at(source, short) if short else b"")
+    return sums
+
+
+def calls(jobs: Words) -> Iterator[slice]:
+    """Ranges of jobs that move about `CALL_BYTES` each."""
+    ends = np.cumsum(jobs[:, NBYTES], dtype=np.uint64)
+    start = 0
+    while start < len(jobs):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + CALL_BYTES, "right")))
+        yield slice(start, stop)
+        start = stop

@@ -1,0 +1,223 @@
+"""Packs the tensors of a part into its region, with checksums, in one pass over memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.tensors.plain_tensors import PlainTensors
+from holdfast.ft.state.boxes import Box
+from holdfast.store.data.dense import copy_elements, lies_in_order
+from holdfast.store.data.device_copy import to_host
+from holdfast.store.data.digests import (
+    COUNT,
+    FIRST,
+    NBYTES,
+    ROW_BYTES,
+    ROW_SOURCE,
+    ROW_TARGET,
+    ROWS,
+    SOURCE,
+    TARGET,
+    Words,
+    copy_and_digest,
+)
+from holdfast.store.data.manifest import ALIGNMENT, LARGE_BYTES, Manifest, RegionLayout, TensorEntry, aligned
+from holdfast.store.recent import Recent
+
+ROWS_OF_JOB = 64
+"""The number of small tensors that one thread copies at a time."""
+CACHED_PLANS = 16
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class PartBlock:
+    """What a part has of a tensor.
+
+    `tensor` holds the `box` of the whole tensor, which has shape `shape`; all of it if `box` is None.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """A part in memory of its own: the first `nbytes` of `memory`, with the manifest from `manifest_at` on."""
+
+    memory: torch.Tensor
+    nbytes: int
+    manifest: Manifest
+    manifest_at: int
+    digest: bytes
+
+
+class _PackPlan:
+    """The layout of blocks of given names, dtypes, shapes and boxes, and the jobs that fill it.
+
+    `order` are the blocks' numbers in the order of the layout. A large block has a job for each piece, small blocks
+    share one job, which copies them into place; then the pieces of small blocks are digested.
+    """
+
+    def __init__(self, key: tuple[tuple[str, str, tuple[int, ...], Box | None, int], ...]) -> None:
+        places = sorted((each[4] >= LARGE_BYTES, each[0], each[3] or (), at) for at, each in enumerate(key))
+        self.order = [at for *_, at in places]
+        entries, offset = [], 0
+        for at in self.order:
+            name, dtype, shape, box, nbytes = key[at]
+            entries.append(TensorEntry(name, dtype, shape, offset, box))
+            offset += aligned(nbytes)
+        self.layout = RegionLayout(tuple(entries), [key[at][4] for at in self.order])
+        self.small = sum(1 for at in self.order if key[at][4] < LARGE_BYTES)
+        self.small_bytes = sum(aligned(key[at][4]) for at in self.order[: self.small])
+        self.has_gaps = any(key[at][4] % ALIGNMENT for at in self.order[: self.small])
+
+
+_plan = functools.lru_cache(maxsize=CACHED_PLANS)(_PackPlan)
+_plain_plans: Recent[_PackPlan] = Recent(CACHED_PLANS)
+
+
+def pack(blocks: Sequence[PartBlock], skeleton: bytes, allocate: Callable[[int], torch.Tensor]) -> PackedPart:
+    """Copy blocks into memory from `allocate(nbytes)` (flat uint8, at least that long); they may change afterwards."""
+    plan = _plan(
+        tuple(
+            (each.name, str(each.tensor.dtype)[6:], each.shape, each.box, each.tensor.nbytes) for each in blocks
+        )  # "torch." is left out
+    )
+    sources = _on_host([blocks[at].tensor for at in plan.order])
+    return _pack(plan, skeleton, allocate, lambda memory: _locate(plan, sources, memory))
+
+
+def pack_plain(
+    tensors: Mapping[str, torch.Tensor], plain: PlainTensors, skeleton: bytes, allocate: Callable[[int], torch.Tensor]
+) -> PackedPart:
+    """Copy whole tensors, which `plain` describes: see `pack`."""
+    key = plain.names, plain.forms
+    plan = _plain_plans.get(key)
+    if plan is None:
+        kinds = ((name, str(each.dtype)[6:], tuple(each.shape), None, each.nbytes) for name, each in tensors.items())
+        plan = _PackPlan(tuple(kinds))
+        _plain_plans.put(key, plan)
+    located = plain.addresses[plan.order], np.zeros(len(plan.order), bool)
+    return _pack(plan, skeleton, allocate, lambda memory: located)
+
+
+def _pack(
+    plan: _PackPlan,
+    skeleton: bytes,
+    allocate: Callable[[int], torch.Tensor],
+    locate: Callable[[torch.Tensor], tuple[Words, Flags]],
+) -> PackedPart:
+    """Make the part in new memory, from what `_locate` finds."""
+    layout = plan.layout
+    memory = allocate(region_bytes(layout, skeleton))
+    if plan.has_gaps:
+        memory[: plan.small_bytes].numpy().fill(0)
+    return seal(layout, memory, skeleton, _fill(plan, *locate(memory), memory.data_ptr()))
+
+
+def region_bytes(layout: RegionLayout, skeleton: bytes = b"") -> int:
+    """The size of a part's region."""
+    sums, small_sums = (np.zeros(len(each), np.uint64) for each in (layout.pieces, layout.small))
+    return layout.manifest_at + len(Manifest(layout, sums, small_sums, skeleton).encode())
+
+
+def seal(layout: RegionLayout, memory: torch.Tensor, skeleton: bytes, sums: Words) -> PackedPart:
+    """Write the manifest behind tensors that lie in place, and have these checksums of pieces."""
+    manifest = Manifest(layout, sums, digest_small(layout, memory), skeleton)
+    encoded = manifest.encode()
+    nbytes = layout.manifest_at + len(encoded)
+    memory[layout.manifest_at : nbytes].numpy()[:] = np.frombuffer(encoded, np.uint8)
+    return PackedPart(memory, nbytes, manifest, layout.manifest_at, manifest.digest)
+
+
+def digest_pieces(layout: RegionLayout, memory: torch.Tensor) -> Words:
+    """The checksums of the pieces of a region."""
+    return _digests(memory, layout.piece_ranges)
+
+
+def digest_small(layout: RegionLayout, memory: torch.Tensor) -> Words:
+    """The checksums of the small tensors of a region."""
+    return _digests(memory, layout.small_ranges)
+
+
+def _digests(memory: torch.Tensor, ranges: Words) -> Words:
+    jobs = np.zeros((len(ranges), 5), np.uint64)
+    jobs[:, [SOURCE, NBYTES]] = ranges
+    jobs[:, SOURCE] += np.uint64(memory.data_ptr())
+    return copy_and_digest(jobs)
+
+
+def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, those on a CUDA device as copies in pinned memory."""
+    found = list(tensors)
+    away = [number for number, tensor in enumerate(found) if tensor.is_cuda]
+    for number, copy in zip(away, to_host([found[number] for number in away]), strict=True):
+        found[number] = copy
+    return found
+
+
+def _locate(plan: _PackPlan, sources: Sequence[torch.Tensor], memory: torch.Tensor) -> tuple[Words, Flags]:
+    """The addresses of the sources (in the order of the layout), and which of them have been copied into place.
+
+    Those whose bytes do not lie in order are copied now.
+    """
+    addresses = np.zeros(len(sources), np.uint64)
+    copied = np.zeros(len(sources), bool)
+    for number, source in enumerate(sources):
+        if lies_in_order(source):
+            addresses[number] = source.data_ptr()
+        else:
+            _copy_elements(source, plan.layout.entries[number], memory)
+            copied[number] = True
+    return addresses, copied
+
+
+def _fill(plan: _PackPlan, addresses: Words, copied: Flags, base: int) -> Words:
+    """Copy what is not in place yet into the memory at `base`; return the checksums of all pieces."""
+    arrays = plan.layout.arrays
+    rows = _small_rows(plan, addresses, copied, base)
+    in_place = copied[arrays.first_entry]
+    large = arrays.first_entry >= plan.small
+    jobs = np.zeros((len(arrays.piece_offsets), 5), np.uint64)
+    jobs[:, SOURCE] = arrays.piece_offsets + np.uint64(base)
+    jobs[:, NBYTES] = arrays.piece_nbytes
+    direct = large & ~in_place
+    within = arrays.piece_offsets[direct] - arrays.entry_offsets[arrays.first_entry[direct]]
+    jobs[direct, TARGET] = jobs[direct, SOURCE]
+    jobs[direct, SOURCE] = addresses[arrays.first_entry[direct]] + within
+    if len(rows):
+        shares = np.zeros((-(-len(rows) // ROWS_OF_JOB), 5), np.uint64)
+        shares[:, FIRST] = np.arange(len(shares)) * ROWS_OF_JOB
+        shares[:, COUNT] = np.minimum(len(rows) - shares[:, FIRST], ROWS_OF_JOB)
+        copy_and_digest(shares, rows)
+    return copy_and_digest(jobs)
+
+
+def _small_rows(plan: _PackPlan, addresses: Words, copied: Flags, base: int) -> Words:
+    """Row copies of one row each, which bring the small sources into place."""
+    arrays = plan.layout.arrays
+    wanted = np.flatnonzero(~copied[: plan.small] & (arrays.entry_nbytes[: plan.small] > 0))
+    rows = np.zeros((len(wanted), 6), np.uint64)
+    rows[:, ROW_SOURCE] = addresses[wanted]
+    rows[:, ROW_TARGET] = arrays.entry_offsets[wanted] + np.uint64(base)
+    rows[:, ROWS] = 1
+    rows[:, ROW_BYTES] = arrays.entry_nbytes[wanted]
+    return rows
+
+
+def _copy_elements(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor) -> None:
+    target = memory[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.extent)
+    try:
+        copy_elements(target, source)
+    except NotImplementedError as error:
+        raise Unsupported(f"copying {entry}", "make it contiguous, on the CPU") from error

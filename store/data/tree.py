@@ -1,0 +1,360 @@
+"""`flatten`: takes a state dict apart into tensors by dotted name, and a skeleton with everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+
+from holdfast.comms._native import plain
+from holdfast.comms.codecs.value_codec import Plain, encode_value
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.tensors.memory import plain_tensor
+from holdfast.comms.tensors.plain_tensors import PlainTensors
+from holdfast.store.data.faults import Fault, FaultList
+from holdfast.store.data.skeleton import (
+    DEEPEST,
+    PARAMETER,
+    REQUIRES_GRAD,
+    DictNode,
+    Key,
+    ListNode,
+    StateNode,
+    SubclassNode,
+    TensorNode,
+    TiedNode,
+    TupleNode,
+    children,
+    encode,
+)
+from holdfast.store.data.subclasses import encode_context, import_name, inner_tensors
+from holdfast.store.data.ties import find_ties, locals_of
+from holdfast.store.sharding.placed_tensor import is_dtensor
+
+Tensor = torch.Tensor
+_WORD = 1 << 63
+_NO_KEY = object()
+_ORDINARY = (Tensor, nn.Parameter)
+_TENSORS = [TensorNode(flags) for flags in range((PARAMETER | REQUIRES_GRAD) + 1)]
+
+
+class ValueSlot(NamedTuple):
+    """Where a value of a state dict is: `container[key]`; `node` encodes it."""
+
+    container: Any
+    key: Any
+    node: StateNode
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A state dict taken apart.
+
+    `tensors` are its tensors by dotted name, as they lie in memory, outside of autograd: plain ones, and DTensors
+    untouched. With `ties`, only one name of each tied tensor is among the tensors of `skeleton`. `originals` are the
+    tensors of the state dict that do not share their version counter with `tensors`. `locals` is what lies here of each
+    tensor: the shards of DTensors, else the tensors; `plain` describes them, None if one of them is not plain.
+    """
+
+    tensors: Mapping[str, Tensor]
+    locals: Mapping[str, Tensor]
+    plain: PlainTensors | None
+    ties: Mapping[str, str]
+    skeleton: bytes
+    values: Mapping[str, ValueSlot]
+    subclasses: Mapping[str, SubclassNode]
+    originals: tuple[Tensor, ...]
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def published(self) -> dict[str, Tensor]:
+        """The tensors with one name for each tied one: those that the skeleton asks for."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.ties}
+
+    def bump_versions(self) -> None:
+        """Tell autograd that the tensors are written to: backward of what used them before raises an error then."""
+        shards = self.locals.values() if self.locals is not self.tensors else ()
+        written = [*self.tensors.values(), *shards, *self.originals]
+        torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
+
+
+def flatten(state: Mapping[str, Any], where: str = "the state dict") -> FlatState:
+    """Take a state dict apart. The same state gives the same bytes in every process.
+
+    It may hold tensors, dicts, lists, tuples, numbers (numpy's too), strings, bytes, None, `torch.dtype` and
+    `torch.Size`; keys are strings, and in nested dicts also int, float, bool and None. Every mapping comes back as a
+    dict, a tensor subclass without `__tensor_flatten__` as a plain tensor. Tensors are taken without their grad.
+
+    Raises one error with all faults: TypeError for anything else, ValueError for a name that occurs twice or is not
+    valid text, `Unsupported` for tensors without plain memory of their own.
+    """
+    flat = flatten_targets(state, where)
+    faults = FaultList()
+    faults.found += flat.faults
+    faults.check()
+    return flat
+
+
+def flatten_targets(into: Mapping[str, Any], where: str = "`into`") -> FlatState:
+    """Like `flatten`, with the faults in the result: `check_targets` raises them with its own."""
+    walk = _TreeWalk(where)
+    root = DictNode((), ())
+    try:
+        root = walk.root(into)
+    except _TooDeepError:
+        pass
+    except RecursionError:
+        walk.faults.add(TypeError, "", f"{where} is nested too deeply for the stack that is left")
+    locals_ = locals_of(walk.tensors)
+    plain_locals = PlainTensors.of(locals_)
+    ties = find_ties(walk.tensors, locals_, plain_locals)
+    skeleton = b""
+    if not walk.faults.found:
+        try:
+            skeleton = encode(_tied(root, "", ties) if ties else root)
+        except UnicodeEncodeError:
+            walk.add_bad_text(root, "")
+        except RecursionError:
+            walk.faults.add(TypeError, "", f"{where} is nested too deeply for the stack that is left")
+    return FlatState(
+        walk.tensors,
+        locals_,
+        plain_locals,
+        ties,
+        skeleton,
+        walk.values,
+        walk.subclasses,
+        tuple(walk.originals),
+        tuple(walk.faults.found),
+    )
+
+
+class _TooDeepError(Exception):
+    """The state dict is nested too deeply, or contains itself."""
+
+
+class _TreeWalk:
+    """One walk through a state dict."""
+
+    def __init__(self, where: str) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.values: dict[str, ValueSlot] = {}
+        self.subclasses: dict[str, SubclassNode] = {}
+        self.originals: list[Tensor] = []
+        self.faults = FaultList()
+        self._where = where
+
+    def root(self, state: object) -> DictNode:
+        if isinstance(state, Mapping):
+            return self._mapping(state, "", 1)
+        self.faults.add(TypeError, "", f"{self._where} maps names to tensors; this is a {type(state).__name__}")
+        return DictNode((), ())
+
+    def _mapping(self, state: Mapping[Any, Any], prefix: str, depth: int) -> DictNode:
+        self._check_depth(prefix, depth)
+        keys: list[Key] = []
+        items: list[StateNode] = []
+        tensors, ordinary = self.tensors, _TENSORS[0]
+        for key, value in state.items():
+            known: Any = key if type(key) is str else self._key(key, prefix, depth)
+            if known is _NO_KEY:
+                continue
+            name = f"{prefix}{known}"
+            if type(value) is Tensor and name not in tensors and plain(value):
+                tensors[name] = value
+                node: StateNode | None = ordinary
+            else:
+                node = self._visit(value, name, depth, state, key)
+            if node is not None:
+                keys.append(known)
+                items.append(node)
+        if depth == 1 and self.values and (twice := tensors.keys() & self.values.keys()):
+            self._twice(min(twice))
+        return DictNode(tuple(keys), tuple(items))
+
+    def _visit(self, value: Any, name: str, depth: int, container: Any, key: Any) -> StateNode | None:
+        if isinstance(value, Tensor):
+            return self._tensor(value, name, depth)
+        if isinstance(value, Mapping):
+            return self._mapping(value, f"{name}.", depth + 1)
+        if type(value) in (list, tuple):
+            return self._sequence(value, name, depth, container, key)
+        node = encode_value(value)
+        if node is None:
+            self.faults.add(TypeError, name, f"{name!r} is a {type(value).__name__}: {_advice(value)}")
+        elif name in self.values:
+            self._twice(name)
+        else:
+            self.values[name] = ValueSlot(container, key, node)
+        return node
+
+    def _sequence(self, value: Any, name: str, depth: int, container: Any, key: Any) -> StateNode:
+        self._check_depth(f"{name}.", depth + 1)
+        tensors, values = len(self.tensors), len(self.values)
+        found = [self._visit(item, f"{name}.{i}", depth + 1, value, i) for i, item in enumerate(value)]
+        items = tuple(node for node in found if node is not None)
+        if type(value) is list:
+            return ListNode(items)
+        node = TupleNode(items)
+        if len(self.tensors) == tensors and len(items) == len(value):
+            while len(self.values) > values:
+                self.values.popitem()
+            self.values[name] = ValueSlot(container, key, node)
+        return node
+
+    def _tensor(self, value: Tensor, name: str, depth: int) -> StateNode | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._known_tensor(value, name, depth)
+
+    def _known_tensor(self, value: Tensor, name: str, depth: int) -> StateNode | None:
+        node = _TENSORS[_flags(value)]
+        if type(value) in _ORDINARY and (alias := _plain_alias(value)) is not None:
+            self._add(name, alias)
+            return node
+        if is_dtensor(value):
+            self._add(name, value)
+            return node
+        try:
+            if value.layout is torch.strided and not value.is_nested and (inner := inner_tensors(value)):
+                return self._subclass(value, name, depth, *inner)
+            self._add(name, self._plain(value, name))
+        except (TypeError, Unsupported) as error:
+            self.faults.add(type(error), name, str(error).removeprefix("unsupported: "))
+            return None
+        return node
+
+    def _subclass(
+        self, value: Tensor, name: str, depth: int, inner: Mapping[str, Tensor], context: object
+    ) -> StateNode | None:
+        self._check_depth(f"{name}.", depth + 1)
+        kind = type(value)
+        items = [self._tensor(each, f"{name}.{attribute}", depth + 1) for attribute, each in inner.items()]
+        try:
+            encoded = encode_context(context, kind)
+        except TypeError as error:
+            hint = "its __tensor_flatten__ may give numbers, text, dtypes, enumerations and its package's dataclasses"
+            self.faults.add(
+                TypeError, name, f"{name!r} is a {kind.__name__} whose context cannot travel: {error}; {hint}"
+            )
+            return None
+        nodes = tuple(node for node in items if node is not None)
+        if len(nodes) < len(items):
+            return None
+        size, stride = tuple(value.size()), tuple(value.stride())
+        node = SubclassNode(import_name(kind), tuple(inner), nodes, encoded, size, stride, _flags(value))
+        self.subclasses[name] = node
+        self.originals.append(value)
+        return node
+
+    def _plain(self, value: Tensor, name: str) -> Tensor:
+        tensor = plain_tensor(value, repr(name))
+        if tensor.is_quantized:
+            raise Unsupported(
+                f"{name!r} is a quantized tensor", "give its int_repr(), scale and zero point, or dequantize()"
+            )
+        if tensor is not value:
+            self.originals.append(value)
+        return tensor.detach()
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        if name in self.tensors:
+            self._twice(name)
+        self.tensors[name] = tensor
+
+    def _key(self, key: Any, prefix: str, depth: int) -> object:
+        """The key as a plain Python value.
+
+        Adds a fault and returns `_NO_KEY` if a dict in the state dict cannot have it.
+        """
+        if not isinstance(key, Enum) and isinstance(key, str):
+            return str.__str__(key)
+        if not isinstance(key, Enum) and depth > 1 and isinstance(key, int | float | None):
+            found = key if key is None or isinstance(key, bool) else float(key) if isinstance(key, float) else int(key)
+            if type(found) is not int or -_WORD <= found < _WORD:
+                return found
+            self.faults.add(ValueError, prefix, f"{prefix}{key:x}: a key of {self._where} has more than 64 bits")
+            return _NO_KEY
+        kinds = "strings" if depth == 1 else "strings, int, float, bool or None"
+        text = f"{prefix}{key!r}: names in {self._where} are {kinds}, not {type(key).__name__}"
+        self.faults.add(TypeError, f"{prefix}{key!r}", text)
+        return _NO_KEY
+
+    def _check_depth(self, prefix: str, depth: int) -> None:
+        if depth > DEEPEST:
+            text = f"{prefix[:80]}...: {self._where} is nested at most {DEEPEST} levels deep"
+            self.faults.add(TypeError, "", text)  # without a name: the rest of the state dict is not known
+            raise _TooDeepError
+
+    def _twice(self, name: str) -> None:
+        self.faults.add(ValueError, name, f"{name!r} is in {self._where} twice")
+
+    def add_bad_text(self, node: StateNode, prefix: str) -> None:
+        """Find the names and values that are not valid Unicode."""
+        match node:
+            case DictNode() | ListNode() | TupleNode() | SubclassNode():
+                for name, item in children(node, prefix):
+                    if not _is_text(name.removeprefix(prefix)):
+                        text = f"{name!r}, a name in {self._where}, is not valid Unicode text"
+                        self.faults.add(ValueError, name, text)
+                    self.add_bad_text(item, f"{name}.")
+            case Plain(str(value)) if not _is_text(value):
+                name = prefix.removesuffix(".")
+                self.faults.add(ValueError, name, f"{name!r} holds text that is not valid Unicode")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _plain_alias(value: Tensor) -> Tensor | None:
+    """The tensor outside of autograd, if that is plain memory; None for others, such as those of torch.func."""
+    try:
+        alias = value.detach()
+    except RuntimeError:
+        return None
+    return alias if plain(alias) else None
+
+
+def _flags(value: Tensor) -> int:
+    kind = type(value)
+    flags = PARAMETER if kind is nn.Parameter or (kind is not Tensor and isinstance(value, nn.Parameter)) else 0
+    return flags | REQUIRES_GRAD if value.requires_grad and value.is_leaf else flags
+
+
+def _advice(value: object) -> str:
+    match value:
+        case Enum():
+            return "give its name or value"
+        case np.ndarray():
+            return "give torch.from_numpy() of it"
+        case tuple():
+            return "give a plain tuple or a dict"
+    return "a state dict holds tensors, dicts, lists, tuples, numbers, text, bytes, None, dtypes and sizes"
+
+
+def _tied(node: StateNode, name: str, ties: Mapping[str, str]) -> Any:
+    """The tree in which the tensors of `ties` refer to those that hold their bytes."""
+    prefix = f"{name}." if name else ""
+    match node:
+        case TensorNode(flags) if name in ties:
+            return TiedNode(ties[name], flags)
+        case DictNode(keys):
+            return DictNode(keys, tuple(_tied(item, each, ties) for each, item in children(node, prefix)))
+        case ListNode():
+            return ListNode(tuple(_tied(item, each, ties) for each, item in children(node, prefix)))
+        case TupleNode():
+            return TupleNode(tuple(_tied(item, each, ties) for each, item in children(node, prefix)))
+        case SubclassNode():
+            items = tuple(_tied(item, each, ties) for each, item in children(node, prefix))
+            return msgspec.structs.replace(node, items=items)
+    return node

@@ -1,0 +1,163 @@
+"""The format of a delta.
+
+A delta has a record for each piece of a part: its elements that differ from the base. A record has the number of
+changes in each block of 65536 elements (32 bits each), the places of all changes within their blocks (16 bits each,
+ascending), and the new elements; each of the three is filled up with zeros to a multiple of 8 bytes. Numbers are
+little-endian. Elements are compared by their bits, so -0.0 differs from 0.0, and a NaN from a NaN with other bits.
+There is one record for two given pieces, whichever kernels write it.
+
+A delta is a header (`_HEADER`), the size of each record (32 bits each), zeros up to a multiple of 8 bytes, and the
+records. Size 0 stands for a piece without changes, `WHOLE` for one with a record of more than half of its size: such a
+piece is not in the delta, and is read from the part itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.comms.errors import CorruptData
+
+BLOCK = 65536
+"""Elements of a block: a place in it takes 16 bits."""
+WHOLE = 0xFFFFFFFF
+"""The size that stands for a piece that has to be read whole."""
+MOST_PIECE_BYTES = 1 << 30
+_MAGIC = b"hfdelta1"
+_HEADER = struct.Struct("<8s16s16sQ")
+"""Magic, digests of the base and of the new part, number of pieces."""
+
+Sizes = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class ElementPiece:
+    """A piece of a part: `nbytes` bytes from `offset` on, of elements of `itemsize` bytes (1, 2, 4 or 8)."""
+
+    offset: int
+    nbytes: int
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if self.itemsize not in (1, 2, 4, 8) or self.nbytes % self.itemsize or not 0 <= self.nbytes <= MOST_PIECE_BYTES:
+            raise ValueError(f"{self} is not up to 1 GiB of elements of 1, 2, 4 or 8 bytes")
+
+    def of(self, region: torch.Tensor) -> torch.Tensor:
+        """The bytes of this piece in the memory of a part."""
+        if not 0 <= self.offset <= region.nbytes - self.nbytes:
+            raise ValueError(f"{self} is outside of a region of {region.nbytes} bytes")
+        return region[self.offset : self.offset + self.nbytes]
+
+
+def to_eight(nbytes: int) -> int:
+    return (nbytes + 7) & ~7
+
+
+def blocks_of(elements: int) -> int:
+    return -(-elements // BLOCK)
+
+
+def record_bytes(piece: ElementPiece, changes: int) -> int:
+    """The size of a record of so many changes."""
+    blocks = blocks_of(piece.nbytes // piece.itemsize)
+    return to_eight(4 * blocks) + to_eight(2 * changes) + to_eight(piece.itemsize * changes)
+
+
+def most_of(piece: ElementPiece) -> int:
+    """The limit of a piece's record, in bytes: a larger one is left out, and the piece is `WHOLE`."""
+    return piece.nbytes // 2
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDelta:
+    """The records of the pieces of a part, in order: `sizes` of them, and the records in adjacent `chunks`."""
+
+    pieces: tuple[ElementPiece, ...]
+    sizes: Sizes
+    chunks: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the encoded delta."""
+        return _records_at(len(self.pieces)) + sum(chunk.nbytes for chunk in self.chunks)
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of the pieces that have to be read whole."""
+        return sum(self.pieces[at].nbytes for at in np.flatnonzero(self.sizes == WHOLE))
+
+    def among(self, pieces: Sequence[ElementPiece], numbers: Sequence[int] | npt.NDArray[np.intp]) -> PackedDelta:
+        """The delta of more pieces, of which those with these `numbers` are ours and the others do not change."""
+        sizes = np.zeros(len(pieces), np.uint32)
+        sizes[np.asarray(numbers, np.intp)] = self.sizes
+        return PackedDelta(tuple(pieces), sizes, self.chunks)
+
+    def write(self, into: torch.Tensor, base_digest: bytes, new_digest: bytes) -> None:
+        """Encode the delta between the parts with these digests into a flat uint8 tensor of `nbytes` bytes."""
+        if into.nbytes != self.nbytes:
+            raise ValueError(f"{into.nbytes} bytes for a delta of {self.nbytes}")
+        at = _records_at(len(self.pieces))
+        head = _HEADER.pack(_MAGIC, base_digest, new_digest, len(self.pieces)) + self.sizes.astype("<u4").tobytes()
+        into[:at].numpy()[:] = np.frombuffer(head.ljust(at, b"\0"), np.uint8)
+        for chunk in self.chunks:
+            into[at : at + chunk.nbytes].numpy()[:] = chunk.cpu().numpy()
+            at += chunk.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A decoded delta. `records` has one entry a piece: its record, None for a `WHOLE` piece; empty without changes."""
+
+    pieces: tuple[ElementPiece, ...]
+    records: tuple[torch.Tensor | None, ...]
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The positions of the pieces that have to be read whole."""
+        return tuple(at for at, record in enumerate(self.records) if record is None)
+
+    def only(self, numbers: Sequence[int]) -> Delta:
+        """The delta of the pieces with these numbers."""
+        return Delta(tuple(self.pieces[at] for at in numbers), tuple(self.records[at] for at in numbers))
+
+    @staticmethod
+    def decode(data: torch.Tensor, base_digest: bytes, new_digest: bytes, pieces: Sequence[ElementPiece]) -> Delta:
+        """The delta in a flat uint8 tensor on the CPU, which must not change while the delta is in use.
+
+        Raises `CorruptData` unless it is one between parts with these digests and pieces, of the right size. The
+        records themselves are checked when they are applied.
+        """
+        first = _records_at(len(pieces))
+        if data.nbytes < first:
+            raise CorruptData(f"{data.nbytes} bytes cannot be a delta of {len(pieces)} pieces")
+        head = data[:first].numpy().tobytes()
+        magic, base, new, count = _HEADER.unpack_from(head)
+        if magic != _MAGIC or count != len(pieces) or any(head[_HEADER.size + 4 * count :]):
+            raise CorruptData(f"not a delta of {len(pieces)} pieces")
+        if (base, new) != (base_digest, new_digest):
+            raise CorruptData(
+                f"a delta from {base.hex()} to {new.hex()}, not {base_digest.hex()} to {new_digest.hex()}"
+            )
+        sizes = np.frombuffer(head, "<u4", count, _HEADER.size).tolist()
+        records: list[torch.Tensor | None] = []
+        at = first
+        for piece, size in zip(pieces, sizes, strict=True):
+            if size == WHOLE:
+                records.append(None)
+                continue
+            if size % 8 or size > most_of(piece) or at + size > data.nbytes:
+                raise CorruptData(f"a delta with a record of {size} bytes at {at}, of {data.nbytes}, for {piece}")
+            records.append(data[at : at + size])
+            at += size
+        if at != data.nbytes:
+            raise CorruptData(f"a delta with {data.nbytes - at} bytes after its last record")
+        return Delta(tuple(pieces), tuple(records))
+
+
+def _records_at(pieces: int) -> int:
+    return to_eight(_HEADER.size + 4 * pieces)

@@ -1,0 +1,242 @@
+"""Diff and checksums of pieces in CUDA memory by Triton kernels; records have the bits of the other kernels.
+
+Tested in Triton's interpreter, on CPU memory (`TRITON_INTERPRET=1`). Two launches find all records: one counts the
+changes of each tile of 1024 elements, one writes them where the counts say. XXH3 is computed by one program a piece,
+since its lanes are scrambled every 1024 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+import xxhash
+
+from holdfast.store.delta import torch_kernels
+from holdfast.store.delta.records import (
+    BLOCK,
+    WHOLE,
+    Delta,
+    ElementPiece,
+    PackedDelta,
+    blocks_of,
+    most_of,
+    record_bytes,
+)
+
+Tensors = Sequence[torch.Tensor]
+
+TILE = 1024
+"""Elements that one program compares; it divides `BLOCK`."""
+_TRITON_INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+@triton.jit
+def count_changes(base, changed, elements, counts, integer: tl.constexpr, tile_elements: tl.constexpr):
+    """The number of differing elements of each tile; `base` and `changed` hold the tiles' addresses."""
+    tile = tl.program_id(0)
+    lanes = tl.arange(0, tile_elements)
+    inside = lanes < tl.load(elements + tile)
+    before = tl.load(tl.load(base + tile).to(tl.pointer_type(integer)) + lanes, mask=inside, other=0)
+    after = tl.load(tl.load(changed + tile).to(tl.pointer_type(integer)) + lanes, mask=inside, other=0)
+    tl.store(counts + tile, tl.sum((before != after).to(tl.int32), axis=0))
+
+
+@triton.jit
+def pack_changes(base, changed, elements, starts, places, values, integer: tl.constexpr, tile_elements: tl.constexpr):
+    """Write each tile's differing elements: places in the block to the addresses `places`, elements to `values`."""
+    tile = tl.program_id(0)
+    lanes = tl.arange(0, tile_elements)
+    inside = lanes < tl.load(elements + tile)
+    before = tl.load(tl.load(base + tile).to(tl.pointer_type(integer)) + lanes, mask=inside, other=0)
+    after = tl.load(tl.load(changed + tile).to(tl.pointer_type(integer)) + lanes, mask=inside, other=0)
+    differ = before != after
+    at = tl.cumsum(differ.to(tl.int32), axis=0) - 1
+    place = (tl.load(starts + tile) + lanes).to(tl.uint16)
+    tl.store(tl.load(places + tile).to(tl.pointer_type(tl.uint16)) + at, place, mask=differ)
+    tl.store(tl.load(values + tile).to(tl.pointer_type(integer)) + at, after, mask=differ)
+
+
+@triton.jit
+def digest_lanes(pieces, stripes, secret, lanes_at_start, into):
+    """XXH3's eight lanes of each piece after its first `stripes` stripes of 64 bytes; `pieces` holds the addresses."""
+    piece = tl.program_id(0)
+    lane = tl.arange(0, 8)
+    row = tl.arange(0, 16)
+    data = tl.load(pieces + piece).to(tl.pointer_type(tl.uint64))
+    left = tl.load(stripes + piece)
+    keys = tl.load(secret + row[:, None] + lane[None, :])
+    scramble = tl.load(secret + 16 + lane)
+    sums = tl.load(lanes_at_start + lane)
+    while left > 0:
+        inside = (row < left)[:, None] & (lane < 8)[None, :]
+        value = tl.load(data + row[:, None] * 8 + lane[None, :], mask=inside, other=0)
+        beside = tl.load(data + row[:, None] * 8 + (lane ^ 1)[None, :], mask=inside, other=0)
+        key = value ^ keys
+        product = (key & 0xFFFFFFFF) * (key >> 32)
+        sums += tl.sum(tl.where(inside, product + beside, 0).to(tl.uint64), axis=0)
+        if left >= 16:
+            sums = (sums ^ (sums >> 47) ^ scramble) * 0x9E3779B1
+        data += 128
+        left -= 16
+    tl.store(into + piece * 8 + lane, sums)
+
+
+def diff(base: Tensors, changed: Tensors, pieces: Sequence[ElementPiece]) -> PackedDelta:
+    """The delta between the bytes of pieces: flat uint8 tensors on one device, each aligned to its elements."""
+    device = base[0].device if base else torch.device("cpu")
+    sizes = np.zeros(len(pieces), np.uint32)
+    groups = {
+        size: _Tiles(base, changed, pieces, size) for size in {piece.itemsize for piece in pieces if piece.nbytes}
+    }
+    for itemsize, tiles in groups.items():
+        counts = torch.empty(len(tiles.piece), dtype=torch.int32, device=device)
+        tables = (_table(each, device) for each in (tiles.base, tiles.changed, tiles.elements))
+        count_changes[(len(counts),)](*tables, counts, integer=_TRITON_INTEGERS[itemsize], tile_elements=TILE)
+        tiles.counts = counts.cpu().numpy().astype(np.int64)
+        for at, total in enumerate(np.bincount(tiles.piece, tiles.counts, len(pieces)).astype(np.int64).tolist()):
+            if total:
+                size = record_bytes(pieces[at], total)
+                sizes[at] = size if size <= most_of(pieces[at]) else WHOLE
+    kept = np.where(sizes == WHOLE, 0, sizes).astype(np.int64)
+    at_byte = np.cumsum(kept) - kept
+    records = torch.zeros(int(kept.sum()), dtype=torch.uint8, device=device)
+    for itemsize, tiles in groups.items():
+        tiles.keep(kept > 0)
+        if not len(tiles.piece):
+            continue
+        places, values = tiles.write_heads(records, at_byte, pieces)
+        columns = (tiles.base, tiles.changed, tiles.elements, tiles.start, places, values)
+        tables = (_table(each, device) for each in columns)
+        pack_changes[(len(tiles.piece),)](*tables, integer=_TRITON_INTEGERS[itemsize], tile_elements=TILE)
+    return PackedDelta(tuple(pieces), sizes, (records,) if records.nbytes else ())
+
+
+Numbers = npt.NDArray[np.int64]
+
+
+class _Tiles:
+    """The tiles of all pieces of one element size: columns with a number for each."""
+
+    def __init__(self, base: Tensors, changed: Tensors, pieces: Sequence[ElementPiece], itemsize: int) -> None:
+        lengths = [piece.nbytes // itemsize if piece.itemsize == itemsize else 0 for piece in pieces]
+        count = np.array([-(-length // TILE) for length in lengths], np.int64)
+        self.itemsize = itemsize
+        self.piece: Numbers = np.repeat(np.arange(len(pieces)), count)
+        first = (np.arange(len(self.piece)) - np.repeat(np.cumsum(count) - count, count)) * TILE
+        self.block: Numbers = first // BLOCK
+        self.start: Numbers = first % BLOCK
+        self.elements: Numbers = np.minimum(np.array(lengths, np.int64)[self.piece] - first, TILE)
+        self.base: Numbers = np.array([each.data_ptr() for each in base], np.int64)[self.piece] + first * itemsize
+        self.changed: Numbers = np.array([each.data_ptr() for each in changed], np.int64)[self.piece] + first * itemsize
+        self.counts: Numbers = np.zeros(len(self.piece), np.int64)
+
+    def keep(self, wanted: npt.NDArray[np.bool_]) -> None:
+        """Leave out the tiles of the pieces that are not wanted."""
+        chosen = wanted[self.piece]
+        for name in ("piece", "block", "start", "elements", "base", "changed", "counts"):
+            setattr(self, name, getattr(self, name)[chosen])
+
+    def write_heads(
+        self, records: torch.Tensor, at_byte: Numbers, pieces: Sequence[ElementPiece]
+    ) -> tuple[Numbers, Numbers]:
+        """Write the number of changes of each block; returns the addresses of each tile's places and elements."""
+        blocks = np.array([blocks_of(piece.nbytes // piece.itemsize) for piece in pieces], np.int64)
+        totals = np.bincount(self.piece, self.counts, len(pieces)).astype(np.int64)
+        word = at_byte[self.piece] // 4 + self.block
+        words, which = np.unique(word, return_inverse=True)
+        counts = np.bincount(which, self.counts, len(words)).astype(np.int32)
+        records.view(torch.int32)[_table(words, records.device)] = torch.from_numpy(counts).to(records.device)
+        before = np.cumsum(self.counts) - self.counts
+        before -= (np.cumsum(totals) - totals)[self.piece]
+        places = records.data_ptr() + at_byte[self.piece] + _to_eight(4 * blocks)[self.piece]
+        values = places + _to_eight(2 * totals)[self.piece] + before * self.itemsize
+        return places + 2 * before, values
+
+
+def _to_eight(nbytes: Numbers) -> Numbers:
+    return (nbytes + 7) & ~7
+
+
+def _table(column: Numbers, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column)).to(device)
+
+
+def patch(base: Tensors, into: Tensors, delta: Delta) -> list[int]:
+    """Make each piece of `into` (which may be `base`) that is not `WHOLE`; returns the checksums of those.
+
+    Raises `CorruptData` for a record that cannot be that of its piece; pieces before it are then done.
+    """
+    torch_kernels.make(base, into, delta)
+    return checksums([piece for piece, record in zip(into, delta.records, strict=True) if record is not None])
+
+
+# -- checksums
+
+_MASK = (1 << 64) - 1
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_START = (
+    0xC2B2AE3D,
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x85EBCA77,
+    0x27D4EB2F165667C5,
+    0x9E3779B1,
+)
+LEAST_DIGEST = 241
+"""Bytes from which XXH3 works by stripes."""
+
+
+def checksums(data: Tensors) -> list[int]:
+    """xxh3 (64 bits) of each piece."""
+    found: list[int] = [0] * len(data)
+    large = [at for at, piece in enumerate(data) if piece.nbytes >= LEAST_DIGEST and piece.data_ptr() % 8 == 0]
+    for at in set(range(len(data))) - set(large):
+        found[at] = xxhash.xxh3_64_intdigest(data[at].cpu().numpy().data)
+    if not large:
+        return found
+    device = data[large[0]].device
+    lanes = torch.empty(8 * len(large), dtype=torch.uint64, device=device)
+    addresses = _table(np.array([data[at].data_ptr() for at in large], np.int64), device)
+    stripes = _table(np.array([(data[at].nbytes - 1) // 64 for at in large], np.int64), device)
+    secret, start = _unsigned(_SECRET, device), _unsigned(np.array(_START, np.uint64).tobytes(), device)
+    digest_lanes[(len(large),)](addresses, stripes, secret, start, lanes)
+    ends = torch.stack([data[at][-64:] for at in large]).cpu().numpy()
+    for at, sums, end in zip(large, lanes.cpu().numpy().reshape(-1, 8).tolist(), ends, strict=True):
+        found[at] = _finish(sums, end.tobytes(), data[at].nbytes)
+    return found
+
+
+def _unsigned(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint64).to(device)
+
+
+def _finish(lanes: list[int], end: bytes, nbytes: int) -> int:
+    """The checksum, from the lanes before the last 64 bytes and those bytes."""
+    for lane in range(8):
+        value = _read(end, 8 * lane)
+        key = value ^ _read(_SECRET, 121 + 8 * lane)
+        lanes[lane ^ 1] += value
+        lanes[lane] += (key & 0xFFFFFFFF) * (key >> 32)
+    total = nbytes * 0x9E3779B185EBCA87
+    for pair in range(4):
+        left, right = (lanes[2 * pair + side] & _MASK ^ _read(_SECRET, 11 + 16 * pair + 8 * side) for side in (0, 1))
+        total += left * right & _MASK ^ left * right >> 64
+    total &= _MASK
+    total = (total ^ total >> 37) * 0x165667919E3779F9 & _MASK
+    return total ^ total >> 32
+
+
+def _read(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 8], "little")

@@ -1,0 +1,1 @@
+"""The replicas that a process keeps, and their upkeep."""

@@ -1,0 +1,1 @@
+"""Looks into a store from outside: what it has, and whether all replicas are right."""

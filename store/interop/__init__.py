@@ -1,0 +1,1 @@
+"""Versions on disk: directories of safetensors, and of torch.distributed.checkpoint."""

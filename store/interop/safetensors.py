@@ -1,0 +1,199 @@
+"""A version as a directory of sharded safetensors, as `transformers` loads it, and back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.store.data.skeleton import encode
+from holdfast.store.errors import CopyFailed
+from holdfast.store.inspection.reports import TensorReport
+from holdfast.store.interop.disk_record import DiskRecord, read_record
+from holdfast.store.interop.new_directory import disk_errors, need_room, new_directory
+from holdfast.store.interop.publish_copy import checksum, publish_copy
+from holdfast.store.interop.safetensors_format import DTYPES, file_order, write_file
+from holdfast.store.interop.version_source import Progress, VersionSource
+from holdfast.store.weight_store import WeightStore
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+SHARD_BYTES = 1 << 30
+_ITEMSIZES: dict[str, int] = {name: getattr(torch, dtype).itemsize for dtype, name in DTYPES.items()}
+
+
+def export_version(
+    store: WeightStore,
+    version: int | Literal["latest"],
+    directory: str | Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    timeout: float = 30.0,
+    progress: Progress | None = None,
+    alone: bool = False,
+) -> int:
+    """Write a version to a new directory of safetensors files of at most `shard_bytes`; returns its number.
+
+    A tensor larger than that has a file of its own. The directory appears whole, once it is on the disk, or not at
+    all. At most 64 MiB, or the largest tensor, are in memory. `alone` says that no other process writes there now.
+
+    Raises `NoSuchVersion`, `Unsupported` for a dtype that the format lacks, `DiskFull`, `CopyFailed`.
+    """
+    target = Path(directory).absolute()
+    with VersionSource(store, version, timeout, progress) as source:
+        if lacking := [f"{each.name} ({each.dtype})" for each in source.tensors if each.dtype not in DTYPES]:
+            raise Unsupported(f"safetensors of {', '.join(lacking)}", "the format has no such dtype; export as dcp")
+        with new_directory(target, alone=alone) as draft:
+            need_room(target, source.nbytes)
+            _write(source, draft, shard_bytes)
+        return source.number
+
+
+def _write(source: VersionSource, draft: Path, shard_bytes: int) -> None:
+    shards = _shards(source.tensors, shard_bytes)
+    checksums: dict[str, int] = {}
+    places: dict[str, str] = {}
+
+    def checked(tensors: Sequence[TensorReport]) -> Iterator[tuple[TensorReport, torch.Tensor]]:
+        for each, tensor in source.read(tensors):
+            checksums[each.name] = checksum(tensor)
+            yield each, tensor
+
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(draft / name, shard, checked(shard))
+        places |= {each.name: name for each in shard}
+    index = {"metadata": {"total_size": source.nbytes}, "weight_map": dict(sorted(places.items()))}
+    (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    skeleton = encode(source.skeleton.root)
+    record = DiskRecord(
+        version=source.number, format="safetensors", nbytes=source.nbytes, checksums=checksums, skeleton=skeleton
+    )
+    record.write(draft)
+
+
+def _shards(tensors: Sequence[TensorReport], shard_bytes: int) -> list[list[TensorReport]]:
+    """The tensors of each file: neighbours by name, `0.weight` before `10.weight`. At least one file, maybe empty."""
+    shards: list[list[TensorReport]] = [[]]
+    taken = 0
+    for each in sorted(tensors, key=lambda each: _natural(each.name)):
+        if shards[-1] and taken + each.nbytes > shard_bytes:
+            shards.append([])
+            taken = 0
+        shards[-1].append(each)
+        taken += each.nbytes
+    return [file_order(shard) for shard in shards]
+
+
+def _natural(name: str) -> str:
+    return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name)
+
+
+def import_version(
+    store: WeightStore,
+    directory: str | Path,
+    version: int | None = None,
+    *,
+    part: int = 0,
+    parts: int = 1,
+    fence: int | None = None,
+    timeout: float | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Publish the tensors of a directory of safetensors as a version; returns its number.
+
+    The number is that of the exported version; directories from elsewhere need `version`. With `parts` processes each
+    publishes its share of the tensors, of about equal bytes, as its `part`. Files are mapped: the weights are in memory
+    once, as the store's replica. Tensors of an exported version are compared with their checksums.
+
+    Raises `CorruptData` with all that is wrong with the directory before anything is published, `CopyFailed` if it
+    cannot be read, and the errors of `publish`.
+    """
+    with SafetensorsDirectory(Path(directory)) as found:
+        return publish_copy(store, found, version, part, parts, fence, timeout, progress)
+
+
+class SafetensorsDirectory:
+    """A directory of safetensors: those that `model.safetensors.index.json` names, or `model.safetensors` alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = ExitStack()
+        with disk_errors(path):
+            self.record = read_record(path)
+            places = self._places()
+            names = sorted(set(places.values()))
+            if odd := [name for name in names if Path(name).name != name]:
+                raise CorruptData(f"{path / INDEX} names files outside of its directory: {', '.join(odd)}")
+            with ExitStack() as opened:
+                files = self._open(names, opened)
+                self._tensors = {name: files[place] for name, place in places.items()}
+                self.sizes: Mapping[str, int] = self._look(places, files)
+                self._files = opened.pop_all()
+
+    def __enter__(self) -> SafetensorsDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, as a mapping of its file."""
+        found: torch.Tensor = self._tensors[name].get_tensor(name)
+        return found
+
+    def state(self, tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> Mapping[str, Any]:
+        """The state dict, or a part of it: the tensors by name."""
+        return tensors
+
+    def _places(self) -> dict[str, str]:
+        """The file of each tensor."""
+        if not (self.path / INDEX).exists():
+            if not (self.path / WHOLE).exists():
+                raise CopyFailed(self.path, f"it has neither {INDEX} nor {WHOLE}")
+            with ExitStack() as opened:
+                return dict.fromkeys(self._open([WHOLE], opened)[WHOLE].keys(), WHOLE)
+        try:
+            return msgspec.json.decode((self.path / INDEX).read_bytes(), type=_FileIndex).weight_map
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"{self.path / INDEX} is not an index of safetensors: {error}") from error
+
+    def _open(self, names: Sequence[str], opened: ExitStack) -> dict[str, Any]:
+        files, faults = {}, []
+        for name in names:
+            try:
+                files[name] = opened.enter_context(safe_open(self.path / name, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                faults.append(f"{name}: {error}")
+        if faults:
+            raise CorruptData(f"{self.path} is damaged: {'; '.join(faults)}")
+        return files
+
+    def _look(self, places: Mapping[str, str], files: Mapping[str, Any]) -> dict[str, int]:
+        there = {place: set(file.keys()) for place, file in files.items()}
+        faults = [f"{place} has no {name}" for name, place in places.items() if name not in there[place]]
+        if self.record is not None:
+            faults += [f"no {name}" for name in sorted(self.record.checksums.keys() - places.keys())]
+            faults += [f"{name} besides" for name in sorted(places.keys() - self.record.checksums.keys())]
+        if faults:
+            raise CorruptData(f"{self.path} is damaged: {'; '.join(faults)}")
+        return {name: _nbytes(files[place].get_slice(name)) for name, place in places.items()}
+
+
+class _FileIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _nbytes(tensor: Any) -> int:
+    """The size of a tensor in a file, as its header says."""
+    shape: list[int] = tensor.get_shape()
+    return math.prod(shape) * _ITEMSIZES[tensor.get_dtype()]

@@ -1,0 +1,1 @@
+"""Publishing one part of a version."""

@@ -1,0 +1,1 @@
+"""Reading versions into tensors."""

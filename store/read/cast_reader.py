@@ -1,0 +1,177 @@
+"""Reads a version in a cast: fewer bytes of its wider floating-point tensors, all others as they are."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import torch
+
+from holdfast.comms.codecs.float8_blocks import BLOCK
+from holdfast.comms.errors import CorruptData, RegionGone
+from holdfast.comms.memory_plane import MemoryPlane
+from holdfast.ft.state.boxes import Box, count_of, shape_of, whole
+from holdfast.store.casts.part_form import exponents_name, form_layout, is_cast, values_name
+from holdfast.store.casts.wire_cast import EncodedTensor
+from holdfast.store.catalog.records import CastForm, Catalog, Version
+from holdfast.store.data.manifest import Manifest
+from holdfast.store.data.targets import VersionTensor
+from holdfast.store.errors import CastUnavailable, StoreTimeout
+from holdfast.store.read.cast_sources import CastSources
+from holdfast.store.read.filling import fill
+from holdfast.store.read.part_source import PartSource, ReportCorrupt
+from holdfast.store.read.patching import FilledTargets
+from holdfast.store.read.read_plan import PlanCache, sources_of
+from holdfast.store.read.version_reader import VersionReader
+from holdfast.store.recent import Recent
+from holdfast.store.sharding.plan import BoxCopy, BoxTarget, plan
+
+BATCH_ELEMENTS = 32 << 20
+"""About so many elements are decoded at a time: so temporary memory is small."""
+
+_form_plans = PlanCache()
+_copies: Recent[tuple[BoxCopy, ...]] = Recent(16)
+"""The copies of the last reads, by layouts, targets and reader."""
+
+
+class CastVersionReader(VersionReader):
+    """A version that is being read in a cast. For one thread; it raises `CastUnavailable` besides."""
+
+    def __init__(
+        self,
+        plane: MemoryPlane,
+        catalog: Catalog,
+        version: Version,
+        deadline: float,
+        report: ReportCorrupt,
+        plans: PlanCache,
+        filled: FilledTargets,
+        reader: int,
+        forms: CastSources,
+    ) -> None:
+        super().__init__(plane, catalog, version, deadline, report, plans, filled, reader)
+        self._cast, self._deadline, self._cast_sources = forms.cast, deadline, forms
+        self._forms: dict[int, tuple[CastForm, PartSource]] = {}
+
+    def fits(self, stored: VersionTensor, dtype: torch.dtype) -> bool:
+        """Besides tensors of its own dtype, float32 and float64 fill floating-point targets: they are always cast."""
+        if super().fits(stored, dtype):
+            return True
+        return stored.dtype in ("float32", "float64") and dtype.is_floating_point and dtype.itemsize > 1
+
+    def prepare(self, targets: Mapping[str, Sequence[BoxTarget]]) -> None:
+        """Wait until holders have packed what the targets take. Raises `CastUnavailable`."""
+        wanted = [target for each in targets.values() for target in each]
+        self._obtain({copy.part for copy in self._copies_of(wanted) if self._is_cast(copy)})
+
+    def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor], key: Hashable | None = None) -> None:
+        """See `VersionReader.fill`."""
+        plain, cast = list[BoxTarget](), defaultdict[int, list[BoxCopy]](list)
+        for copy in self._copies_of(wanted):
+            if self._is_cast(copy):
+                cast[copy.part].append(copy)
+            else:
+                box = tuple((low + at, high + at) for (low, high), (at, _) in zip(copy.take, copy.source, strict=True))
+                plain.append(BoxTarget(copy.into, copy.name, box, copy.put))
+        self._obtain(set(cast))
+        if plain:
+            super().fill(plain, into)
+        for part, copies in cast.items():
+            for batch in _batches(copies):
+                self._fill_cast(part, batch, into)
+
+    def fill_whole(self, names: tuple[str, ...], into: Mapping[str, torch.Tensor], key: Hashable) -> bool:
+        """False: what is cast is not copied as it is."""
+        return False
+
+    def _copies_of(self, wanted: Sequence[BoxTarget]) -> tuple[BoxCopy, ...]:
+        key = (self.layouts, tuple(wanted), self._reader)
+        found = _copies.get(key)
+        if found is None:
+            found = plan(wanted, sources_of([manifest.layout for manifest in self.manifests]), self._reader)
+            _copies.put(key, found)
+        return found
+
+    def _is_cast(self, copy: BoxCopy) -> bool:
+        layout = self.manifests[copy.part].layout
+        return is_cast(layout, layout.numbers[copy.name, copy.source], self._cast)
+
+    def _obtain(self, parts: set[int]) -> None:
+        missing = sorted(parts - self._forms.keys())
+        if missing:
+            found = self._cast_sources.obtain([self._sources[part].shard for part in missing])
+            self._forms.update(zip(missing, found, strict=True))
+
+    def _fill_cast(self, part: int, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> None:
+        """Read and decode boxes of one part; if its form cannot be read, from that of the next holder."""
+        while True:
+            self._obtain({part})
+            form, source = self._forms[part]
+            try:
+                manifest = source.manifest()
+                if manifest.layout.digest != form_layout(self.manifests[part].layout, self._cast).digest:
+                    raise CorruptData(f"{source.what}: a cast to {self._cast.value} of another part")
+                self._read(source, manifest, part, copies, into)
+            except CastUnavailable:
+                raise
+            except (RegionGone, CorruptData, StoreTimeout) as error:
+                if time.monotonic() >= self._deadline:
+                    raise
+                self._cast_sources.pass_over(source.shard.part, form, str(error))
+                del self._forms[part]
+            else:
+                return
+
+    def _read(
+        self,
+        source: PartSource,
+        manifest: Manifest,
+        part: int,
+        copies: Sequence[BoxCopy],
+        into: Mapping[str, torch.Tensor],
+    ) -> None:
+        layout = self.manifests[part].layout
+        wanted: list[BoxTarget] = []
+        staged: dict[str, torch.Tensor] = {}
+        for number, copy in enumerate(copies):
+            entry = layout.numbers[copy.name, copy.source]
+            boxes = [(values_name(entry), copy.take, self._cast.dtype)]
+            if self._cast.exponents(shape_of(copy.source)) is not None:
+                boxes.append((exponents_name(entry), _blocks(copy.take), torch.int16))
+            for name, box, dtype in boxes:
+                target = f"{number} {name}"
+                staged[target] = torch.empty(shape_of(box), dtype=dtype, device="cpu")
+                wanted.append(BoxTarget(target, name, box, whole(shape_of(box))))
+        planned = _form_plans.get([manifest.layout], wanted, staged, self._reader, None)
+        fill(source, manifest, planned.parts[0], list(staged.values()))
+        for number, copy in enumerate(copies):
+            entry = layout.numbers[copy.name, copy.source]
+            exponents = staged.get(f"{number} {exponents_name(entry)}")
+            encoded = EncodedTensor(staged[f"{number} {values_name(entry)}"], exponents)
+            local = into[copy.into]
+            with torch.inference_mode(local.is_inference()):
+                part_of_local = local[tuple(slice(low, high) for low, high in copy.put)]
+                last = shape_of(copy.source)[-1] if copy.source else 1
+                first = copy.take[-1][0] % BLOCK if copy.take else 0
+                self._cast.decode(encoded, part_of_local, first, last)
+
+
+def _blocks(take: Box) -> Box:
+    """The blocks of exponents that a box of a tensor touches."""
+    if not take:
+        return ((0, 1),)
+    low, high = take[-1]
+    return (*take[:-1], (low // BLOCK, -(-high // BLOCK)))
+
+
+def _batches(copies: Sequence[BoxCopy]) -> Iterator[list[BoxCopy]]:
+    batch, elements = list[BoxCopy](), 0
+    for copy in copies:
+        if batch and elements + count_of(copy.put) > BATCH_ELEMENTS:
+            yield batch
+            batch, elements = [], 0
+        batch.append(copy)
+        elements += count_of(copy.put)
+    if batch:
+        yield batch

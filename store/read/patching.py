@@ -1,0 +1,123 @@
+"""Reads only what changed, by a delta from bytes that this process has. Used where reads are slow."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from holdfast.comms.errors import CorruptData
+from holdfast.store.data.digests import NBYTES, TARGET
+from holdfast.store.data.manifest import Manifest
+from holdfast.store.delta.apply import apply
+from holdfast.store.delta.layouts import element_pieces
+from holdfast.store.delta.records import Delta
+from holdfast.store.read.part_plan import Indexes, PartPlan
+from holdfast.store.read.part_source import PartSource
+
+MOST_KNOWN = 8
+"""The number of fills that are remembered: a reader that prefetches needs two for each part."""
+_log = logging.getLogger("holdfast.store")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMemory:
+    """The storage that a tensor lies in, as bytes, and the byte where the tensor starts."""
+
+    bytes: torch.Tensor
+    start: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorMemory:
+        storage = tensor.untyped_storage()
+        return TensorMemory(_bytes_of(storage), tensor.data_ptr() - storage.data_ptr())
+
+    def span(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes of the tensor."""
+        return self.bytes[self.start + offset : self.start + offset + nbytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    plan: PartPlan
+    digest: bytes
+    addresses: tuple[int, ...]
+    storages: tuple[StorageWeakRef, ...]
+    starts: tuple[int, ...]
+
+
+class FilledTargets:
+    """Remembers which part's bytes the tensors of the last reads got, without keeping them alive. Thread-safe.
+
+    That is a hint: they may have changed since, so what is made from them is verified.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[_Known] = []
+
+    def remember(self, plan: PartPlan, targets: Sequence[torch.Tensor], digest: bytes) -> None:
+        """Targets have been filled by `plan` with the part that has this digest."""
+        addresses = tuple(target.data_ptr() for target in targets)
+        storages = tuple(map(StorageWeakRef, [target.untyped_storage() for target in targets]))
+        starts = tuple(target.data_ptr() - target.untyped_storage().data_ptr() for target in targets)
+        known = _Known(plan, digest, addresses, storages, starts)
+        with self._lock:
+            others = [each for each in self._known if each.addresses != addresses or each.plan is not plan]
+            self._known = [known, *others][:MOST_KNOWN]
+
+    def holding(self, plan: PartPlan, digest: bytes) -> list[TensorMemory] | None:
+        """The memory of targets that `plan` filled with the part of this digest, if all of it still exists."""
+        with self._lock:
+            known = [each for each in self._known if each.plan is plan and each.digest == digest]
+        for each in known:
+            storages = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in each.storages]
+            if all(storage is not None for storage in storages):
+                pairs = zip(storages, each.starts, strict=True)
+                return [TensorMemory(_bytes_of(storage), start) for storage, start in pairs]
+        return None
+
+
+def patch(
+    source: PartSource,
+    manifest: Manifest,
+    plan: PartPlan,
+    targets: Sequence[torch.Tensor],
+    bases: Sequence[TensorMemory],
+) -> Indexes:
+    """Make whole pieces in the targets from `bases`, laid out like them, and the part's delta; verify them.
+
+    Returns the jobs of the plan that are still to do: pieces that changed too much, that are not copied whole, or came
+    out wrong. If the delta cannot be read, that is all of them.
+    """
+    offer = source.shard.delta
+    todo = np.arange(len(plan.jobs))
+    if offer is None:
+        return todo
+    data = torch.empty(offer.handle.nbytes, dtype=torch.uint8, device="cpu")
+    if not source.read_beside(offer.handle, data):
+        return todo
+    direct = np.flatnonzero(plan.job_targets >= 0)
+    memories = [TensorMemory.of(target) for target in targets]
+    rows = [(int(plan.job_targets[at]), int(plan.jobs[at, TARGET]), int(plan.jobs[at, NBYTES])) for at in direct]
+    before = [bases[target].span(offset, nbytes) for target, offset, nbytes in rows]
+    after = [memories[target].span(offset, nbytes) for target, offset, nbytes in rows]
+    numbers = plan.pieces[direct]
+    try:
+        delta = Delta.decode(data, offer.base, source.shard.digest, element_pieces(manifest.layout))
+        left = apply(delta.only(numbers.tolist()), before, after, manifest.sums[numbers].tolist())
+    except CorruptData as error:
+        _log.warning("%s is read whole: %s", source.what, error)
+        return todo
+    done = np.delete(direct, left)
+    _log.debug("%s: %d of %d pieces came by a delta of %d bytes", source.what, len(done), len(todo), data.nbytes)
+    return np.delete(todo, done)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))

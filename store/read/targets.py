@@ -1,0 +1,162 @@
+"""`Targets`: the tensors and values of a reader's state dict, checked against a version and filled from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from holdfast.comms.errors import Mismatch
+from holdfast.comms.tensors.shared import check_agreement
+from holdfast.store.data.dense import copy_elements
+from holdfast.store.data.device_copy import to_device
+from holdfast.store.data.manifest import quoted
+from holdfast.store.data.skeleton import Skeleton
+from holdfast.store.data.targets import Assignment, check_targets, check_writable
+from holdfast.store.data.tree import FlatState
+from holdfast.store.read.arrangement import (
+    Arrangement,
+    arrange,
+    arrange_whole,
+    memory_key,
+    placed_tensors,
+    plain_targets,
+)
+from holdfast.store.read.version_reader import VersionReader
+from holdfast.store.recent import Recent
+from holdfast.store.sharding.name_map import Layout
+from holdfast.store.sharding.placed_tensor import PlacedTensor
+from holdfast.store.sharding.plan import BoxTarget
+
+CACHED_ARRANGEMENTS = 8
+NO_VALUES = Assignment(())
+
+
+class Targets:
+    """Fills a reader's tensors from a version.
+
+    It fills them in place, or fills copies and puts those in their places at the end. `mixed` are the names of tensors
+    that hold a mixture if `fill` fails.
+    """
+
+    def __init__(self, flat: FlatState, atomic: bool, cache: Recent[Arrangement]) -> None:
+        self._flat, self._atomic, self._cache = flat, atomic, cache
+        self.mixed: tuple[str, ...] = ()
+
+    def fill(self, reader: VersionReader, strict: bool, layout: Layout | None) -> None:
+        """Fill all tensors, then replace the values.
+
+        Raises, before anything is changed, the faults of the state dict, `Mismatch` for what does not fit, or if two
+        tensors that share memory get different bytes there.
+        """
+        skeleton = reader.skeleton
+        key = self._key(reader, skeleton, strict, layout)
+        known = None if key is None else self._cache.get(key)
+        if layout is None:
+            values = check_targets(
+                skeleton,
+                reader.tensors,
+                self._flat,
+                strict=strict,
+                equal=reader.may_be_equal,
+                fits=reader.fits,
+                known=known is not None,
+            )
+        else:
+            check_writable(self._flat)
+            values = NO_VALUES
+        arrangement = known or self._arrange(reader, skeleton, strict, layout)
+        if key is not None and known is None:
+            self._cache.put(key, arrangement)
+        locals_ = self._flat.locals
+        copied = arrangement.staged if not self._atomic else arrangement.names
+        into = {name: locals_[name] for name in arrangement.names} | {name: _copy_of(locals_[name]) for name in copied}
+        reader.prepare(arrangement.targets)
+        self._check_doubtful(reader, arrangement, locals_, into)
+        self.mixed = tuple(dict.fromkeys((*self.mixed, *(() if self._atomic else arrangement.direct))))
+        done = {name for group in arrangement.doubtful for name in group}
+        if not self._atomic:
+            self._flat.bump_versions()  # also if the read fails half-way
+        self._read(reader, arrangement, into, [name for name in into if name not in done])
+        if copied:
+            self.mixed = tuple(dict.fromkeys((*self.mixed, *copied)))
+            _put([(into[name], locals_[name]) for name in copied])
+        if self._atomic:
+            self._flat.bump_versions()
+        values.apply()
+        self.mixed = ()
+
+    def _check_doubtful(
+        self,
+        reader: VersionReader,
+        arrangement: Arrangement,
+        locals_: Mapping[str, torch.Tensor],
+        into: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Read the tensors that share memory into copies, and check that they agree."""
+        if not arrangement.doubtful:
+            return
+        self._read(reader, arrangement, into, [name for group in arrangement.doubtful for name in group])
+        for group in arrangement.doubtful:
+            check_agreement({name: locals_[name] for name in group}, {name: into[name] for name in group}, "`into`")
+
+    def _read(
+        self, reader: VersionReader, arrangement: Arrangement, into: Mapping[str, torch.Tensor], names: Sequence[str]
+    ) -> None:
+        whole = len(names) == len(arrangement.names) and not self._atomic and not arrangement.staged
+        if whole and arrangement.sources is not None and reader.fill_whole(arrangement.sources, into, arrangement):
+            return
+        reader.fill(
+            [target for name in names for target in arrangement.targets[name]],
+            {name: into[name] for name in names},
+            arrangement if whole else None,
+        )
+
+    def _key(
+        self, reader: VersionReader, skeleton: Skeleton, strict: bool, layout: Layout | None
+    ) -> tuple[object, ...] | None:
+        """A key of the arrangement: targets that have one, by this key, fit the version."""
+        memory = memory_key(self._flat)
+        if memory is None:
+            return None
+        same = self._same(reader, layout)
+        return memory, tuple(skeleton.ties.items()), same, strict, layout, reader.layouts, type(reader)
+
+    def _same(self, reader: VersionReader, layout: Layout | None) -> frozenset[str]:
+        """The names of tied tensors that get the same bytes as their ties."""
+        ties = self._flat.ties if layout is None else {}
+        return frozenset(name for name, other in ties.items() if reader.are_equal(name, other))
+
+    def _arrange(self, reader: VersionReader, skeleton: Skeleton, strict: bool, layout: Layout | None) -> Arrangement:
+        if layout is None and (usual := arrange_whole(self._flat, skeleton)) is not None:
+            return usual
+        placed = placed_tensors(self._flat)
+        wanted = plain_targets(placed, skeleton) if layout is None else _mapped(placed, reader, strict, layout)
+        return arrange(self._flat, placed, wanted, self._same(reader, layout))
+
+
+def _mapped(placed: Mapping[str, PlacedTensor], reader: VersionReader, strict: bool, layout: Layout) -> list[BoxTarget]:
+    """The boxes that a layout maps to the targets. Raises `Mismatch`, listing all faults."""
+    shapes = {name: entry.shape for name, entry in reader.tensors.items()}
+    wanted = layout.targets(placed, shapes)
+    if strict:
+        layout.check({name: each.shape for name, each in placed.items()}, shapes)
+    other = [each.into for each in wanted if not reader.fits(reader.tensors[each.name], placed[each.into].dtype)]
+    if other:
+        raise Mismatch(f"the version has other dtypes than `into` for {quoted(sorted(set(other)))}")
+    return wanted
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor on the CPU of the shape and dtype of another, with any elements."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each first tensor, on the CPU, into the second."""
+    away = [pair for pair in pairs if pair[1].is_cuda]
+    to_device([source for source, _ in away], [target for _, target in away])
+    for source, target in pairs:
+        if not target.is_cuda:
+            with torch.inference_mode(target.is_inference()):
+                copy_elements(target, source)

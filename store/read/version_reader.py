@@ -1,0 +1,156 @@
+"""Reads one version: its manifests, then the wanted boxes of its tensors, from the parts that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import torch
+
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.memory_plane import MemoryPlane
+from holdfast.ft.state.boxes import whole
+from holdfast.store.catalog.records import Catalog, Replica, Shard, Version
+from holdfast.store.data.manifest import LARGE_BYTES, Manifest, some
+from holdfast.store.data.merging import merge
+from holdfast.store.data.shared_tensors import check_shared, tensors_of
+from holdfast.store.data.skeleton import decode
+from holdfast.store.data.targets import VersionTensor
+from holdfast.store.read.filling import fill
+from holdfast.store.read.part_source import PartSource, ReportCorrupt
+from holdfast.store.read.patching import FilledTargets
+from holdfast.store.read.read_plan import PlanCache, ReadPlan
+from holdfast.store.recent import Recent
+from holdfast.store.sharding.plan import BoxTarget
+
+Nearest = Callable[[Catalog, Version, Shard, float], Replica | None]
+"""A callback that finds, or makes, a copy of a part on the reader's host before a deadline, if readers share one."""
+
+_agreeing: Recent[bool] = Recent(16)
+"""Versions whose parts were found to agree, by the digests of the parts."""
+
+
+class VersionReader:
+    """A version that is being read. For one thread.
+
+    A tensor that several parts have is read from any of them: `Mismatch` if their bytes differ. Methods raise
+    `RegionGone` if a part has no replica that can be read, `CorruptData` if none is right, `StoreTimeout` after the
+    deadline.
+    """
+
+    def __init__(
+        self,
+        plane: MemoryPlane,
+        catalog: Catalog,
+        version: Version,
+        deadline: float,
+        report: ReportCorrupt,
+        plans: PlanCache,
+        filled: FilledTargets,
+        reader: int,
+        nearest: Nearest = lambda *_: None,
+    ) -> None:
+        self.number = version.number
+        self._plans, self._filled, self._reader = plans, filled, reader
+        self._sources = []
+        for shard in version.shards:
+            self._sources.append(PartSource(plane, catalog, version, shard, deadline, report))
+            if (near := nearest(catalog, version, shard, deadline)) is not None:
+                self._sources[-1].prefer(near)
+        self.manifests: list[Manifest] = [source.manifest() for source in self._sources]
+        self.tensors = tensors_of(tuple(manifest.layout for manifest in self.manifests))
+        if len(self.manifests) > 1:
+            _check_shared(version, self.manifests)
+        self.skeleton = merge([decode(each) for each in dict.fromkeys(one.skeleton for one in self.manifests)])
+
+    @property
+    def layouts(self) -> tuple[bytes, ...]:
+        """The digests of the parts' layouts."""
+        return tuple(manifest.layout.digest for manifest in self.manifests)
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of the state dict are known to have equal bytes."""
+        one, two = self.skeleton.source(name), self.skeleton.source(other)
+        return one == two or (self._sums(one) is not None and self._sums(one) == self._sums(two))
+
+    def may_be_equal(self, one: str, other: str) -> bool:
+        """Whether two published tensors may have equal bytes. Only large ones are known to differ before a read."""
+        sums = self._sums(one), self._sums(other)
+        return None in sums or sums[0] == sums[1]
+
+    def _sums(self, name: str) -> tuple[int, ...] | None:
+        """The checksums of a large tensor that lies in one part; None for others, and for what is no tensor."""
+        entry = self.tensors.get(name)
+        if entry is None or entry.box is not None or entry.nbytes < LARGE_BYTES:
+            return None
+        for manifest in self.manifests:
+            number = manifest.layout.numbers.get((name, whole(entry.shape)))
+            if number is not None:
+                return tuple(int(manifest.sums[piece]) for piece in manifest.layout.pieces_of[number])
+        return None
+
+    def fits(self, stored: VersionTensor, dtype: torch.dtype) -> bool:
+        """Whether a tensor of the version can be read into one of a dtype."""
+        return stored.dtype == str(dtype).removeprefix("torch.")
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all parts were mapped, or were not read."""
+        return all(source.is_mapped for source in self._sources)
+
+    def prepare(self, targets: Mapping[str, Sequence[BoxTarget]]) -> None:
+        """Wait for what `fill` needs besides the parts. Nothing, unless the reader asked for a cast."""
+
+    def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor], key: Hashable | None = None) -> None:
+        """Fill the boxes of local tensors, by name, that `wanted` says. See `has_rows` for what tensors can be filled.
+
+        `key`, if given, stands for `wanted` and the layout of `into`. Raises `Mismatch`, before a byte moves, if no
+        part has some of what is wanted.
+        """
+        layouts = [manifest.layout for manifest in self.manifests]
+        self._carry_out(self._plans.get(layouts, wanted, into, self._reader, key), into)
+
+    def fill_whole(self, names: tuple[str, ...], into: Mapping[str, torch.Tensor], key: Hashable) -> bool:
+        """Fill dense tensors of the same shapes with the whole tensors `names`; False if they are not all in one part.
+
+        `key` stands for `names`.
+        """
+        plan = self._plans.whole([manifest.layout for manifest in self.manifests], names, key)
+        if plan is not None:
+            self._carry_out(plan, into)
+        return plan is not None
+
+    def _carry_out(self, plan: ReadPlan, into: Mapping[str, torch.Tensor]) -> None:
+        targets = list(into.values())
+        for source, manifest, part in zip(self._sources, self.manifests, plan.parts, strict=True):
+            offer = source.shard.delta
+            bases = None if offer is None else self._filled.holding(part, offer.base)
+            fill(source, manifest, part, targets, bases)
+            if not source.is_mapped:
+                self._filled.remember(part, targets, source.shard.digest)
+
+    def map(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Tensors that lie in the holders' memory, without a copy. They last, whatever happens to the holders.
+
+        Raises `Unsupported` if a holder's memory cannot be mapped, or a tensor lies in several parts.
+        """
+        divided = [name for name in names if self.tensors[name].box is not None]
+        if divided:
+            raise Unsupported(
+                f"mapping {some(divided)}, which ranks published in several parts", "load them without map=True"
+            )
+        found: dict[str, torch.Tensor] = {}
+        for source, manifest in zip(self._sources, self.manifests, strict=True):
+            entries = [manifest.layout.by_name[name][0] for name in names if name in manifest.layout.by_name]
+            if not entries:
+                continue
+            region = source.map_for_good()
+            for entry in entries:
+                found.setdefault(entry.name, entry.of(region))
+        return found
+
+
+def _check_shared(version: Version, manifests: Sequence[Manifest]) -> None:
+    key = tuple((shard.part, shard.digest) for shard in version.shards)
+    if _agreeing.get(key) is None:
+        check_shared([shard.part for shard in version.shards], manifests)
+        _agreeing.put(key, True)

@@ -1,0 +1,204 @@
+"""`DiskRetention`: copies every K-th version of a store to disk, in the background."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.quantities import integer_in, seconds, seconds_or
+from holdfast.comms.system import forks
+from holdfast.comms.transport.liveness import this_process
+from holdfast.store.catalog import disk_copies
+from holdfast.store.catalog.records import Catalog, Retainer
+from holdfast.store.holding.replica_holder import Observe
+from holdfast.store.interop.disk_record import Format
+from holdfast.store.retention.copies import copies, copy_path, remove_copy
+from holdfast.store.retention.exporter import Aborted, Exporter
+from holdfast.store.weight_store import WeightStore
+
+TURN_SECONDS = 0.2
+"""The head start of a process that has nothing to write, for each version that another one has."""
+IDLE_SECONDS = 1.0
+_log = logging.getLogger("holdfast.store")
+
+
+class DiskRetention:
+    """Copies a version to `directory` whenever `every` numbers have passed since the last copy. A context manager.
+
+    The first copy is that of the newest version. Open it in several holders of a store: one of them writes each copy,
+    and if it dies another one does. A version that is to be copied stays in the store until that is done. A copy is
+    there whole or not at all, as `version-0000000007`; `format` is "safetensors" or "dcp". The newest `keep` copies
+    stay, or all. Writing goes on in a thread, and needs memory for one batch of tensors.
+
+    If the disk is slower than the versions come, as many are copied as it takes: two wait for each process at most. A
+    copy that fails harms nothing: the next version is tried.
+
+    `observe` is called, in that thread, with "disk_copied" (version, path, bytes, seconds), "disk_failed" (version,
+    path, error, why) and "disk_removed" (version, path); `error` is the name of the error's type, such as "DiskFull".
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        directory: str | Path,
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        format: Format = "safetensors",  # noqa: A002
+        timeout: float = 30.0,
+        observe: Observe | None = None,
+    ) -> None:
+        if format not in get_args(Format):
+            raise ValueError(f"format={format!r} is unknown: give one of {', '.join(map(repr, get_args(Format)))}")
+        self.directory = Path(directory).absolute()
+        self._keep = None if keep is None else integer_in(keep, "keep", 1)
+        self._timeout = seconds(timeout)
+        self._observe: Observe = observe or _ignore
+        self._retainer = Retainer(secrets.token_hex(6), this_process(), integer_in(every, "every", 1))
+        self._first_seen: dict[int, float] = {}
+        self._failed: set[int] = set()
+        self._claimed, self._no_more, self._abort = threading.Event(), threading.Event(), threading.Event()
+        self._exporter = Exporter(store, self.directory, format, self._timeout, self._abort)
+        self._client = store.open_catalog()
+        try:
+            self._client.change(lambda now: disk_copies.join(now, self._retainer))
+        except BaseException:
+            self._client.close()
+            raise
+        threads = {"claims": self._claim_versions, "disk": self._write_versions}
+        self._threads = [
+            threading.Thread(target=run, name=f"holdfast-store-{name}", daemon=True) for name, run in threads.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+        forks.refuse_in_children(self, f"the copies in {self.directory}", ("directory",))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish what is claimed, and what no other process is there to copy; after `timeout` seconds, leave it.
+
+        Idempotent. The default is the `timeout` of the constructor.
+        """
+        deadline = time.monotonic() + seconds_or(timeout, self._timeout)
+        self._no_more.set()
+        self._claim_what_is_left()
+        self._claimed.set()
+        claims, writes = self._threads
+        writes.join(max(0.0, deadline - time.monotonic()))
+        self._abort.set()
+        writes.join()
+        try:
+            self._client.change(lambda now: disk_copies.leave(now, self._retainer))
+        except HoldfastError as error:
+            _log.warning("left unfinished copies without telling the others: %s", error)
+        self._client.close()
+        claims.join()
+
+    def __enter__(self) -> DiskRetention:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(None if kind is None else 0.0)
+
+    # -- claiming, in a thread that waits for the catalogue
+
+    def _claim_versions(self) -> None:
+        seen, patience = 0, 0.0
+        while not self._no_more.is_set():
+            try:
+                seen, catalog = self._client.wait(seen, patience) or self._client.read()
+                patience = self._claim(catalog)
+            except HoldfastError as error:
+                if not self._no_more.wait(IDLE_SECONDS):
+                    _log.warning("copies to %s go on trying: %s", self.directory, error)
+
+    def _claim(self, catalog: Catalog) -> float:
+        """Claim the next version that is due here; returns the seconds until another may be due."""
+        now = time.monotonic()
+        waiting = len(disk_copies.claimed(catalog, self._retainer))
+        wanted = [number for number in disk_copies.due(catalog) if number not in self._failed]
+        self._first_seen = {number: self._first_seen.get(number, now) for number in wanted}
+        if not wanted:
+            return IDLE_SECONDS
+        turn = self._first_seen[wanted[0]] + waiting * TURN_SECONDS
+        if turn > now:
+            return turn - now
+        self._client.change(lambda at: disk_copies.claim(at, wanted[0], self._retainer))
+        self._claimed.set()
+        return IDLE_SECONDS
+
+    def _claim_what_is_left(self) -> None:
+        """Claim every version that is due, unless there is another retainer."""
+        try:
+            _, catalog = self._client.read()
+            for number in disk_copies.due(catalog) if catalog.retainers == (self._retainer,) else ():
+                self._client.change(lambda now, number=number: disk_copies.claim(now, number, self._retainer))  # type: ignore[misc]
+        except HoldfastError as error:
+            _log.warning("copies to %s end without a look for more: %s", self.directory, error)
+
+    # -- writing, in another thread
+
+    def _write_versions(self) -> None:
+        while not self._abort.is_set():
+            self._claimed.clear()
+            try:
+                mine = disk_copies.claimed(self._client.read()[1], self._retainer)
+            except HoldfastError as error:
+                _log.warning("copies to %s go on trying: %s", self.directory, error)
+                mine = ()
+            if mine:
+                self._write(mine[0])
+            elif self._no_more.is_set():
+                return
+            else:
+                self._claimed.wait(IDLE_SECONDS)
+
+    def _write(self, number: int) -> None:
+        began = time.monotonic()
+        path = copy_path(self.directory, number)
+        try:
+            nbytes = self._exporter.export(number)
+        except Aborted:
+            return
+        except Exception as error:
+            if not isinstance(error, HoldfastError):
+                _log.exception("version %d was not copied to %s", number, path)
+            self._failed.add(number)
+            self._change(lambda now: disk_copies.give_up(now, number, self._retainer))
+            why = {"version": number, "path": str(path), "error": type(error).__name__, "why": str(error)}
+            self._observe("disk_failed", why)
+            return
+        self._change(lambda now: disk_copies.finish(now, number, self._retainer))
+        taken = time.monotonic() - began
+        self._observe("disk_copied", {"version": number, "path": str(path), "bytes": nbytes, "seconds": taken})
+        self._remove_old()
+
+    def _change(self, transition: Callable[[Catalog], Catalog]) -> None:
+        """Change the catalogue; while its register is away, try again."""
+        while not self._abort.is_set():
+            try:
+                self._client.change(transition)
+            except HoldfastError as error:
+                _log.warning("copies to %s go on trying: %s", self.directory, error)
+                self._abort.wait(IDLE_SECONDS)
+            else:
+                return
+
+    def _remove_old(self) -> None:
+        there = copies(self.directory)
+        for number in list(there)[: -self._keep] if self._keep is not None else ():
+            try:
+                remove_copy(there[number])
+            except OSError as error:
+                _log.warning("the old copy %s was not removed: %s", there[number], error)
+            else:
+                self._observe("disk_removed", {"version": number, "path": str(there[number])})
+
+
+def _ignore(kind: str, fields: dict[str, object]) -> None:
+    """The default `observe`: does nothing."""

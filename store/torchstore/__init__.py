@@ -1,0 +1,60 @@
+"""torchstore's interface over holdfast's memory plane: `import holdfast.store.torchstore as ts`.
+
+Code written for torchstore runs unchanged inside Monarch actors and under torchrun; Monarch itself is not needed. What
+differs is listed in docs/reference/torchstore.md.
+"""
+
+from holdfast.store.torchstore import spmd
+from holdfast.store.torchstore.api import (
+    client,
+    delete,
+    delete_batch,
+    exists,
+    get,
+    get_batch,
+    get_state_dict,
+    initialize,
+    keys,
+    put,
+    put_batch,
+    put_state_dict,
+    reset_client,
+    shutdown,
+)
+from holdfast.store.torchstore.logging import init_logging
+from holdfast.store.torchstore.strategies import (
+    ControllerStorageVolumes,
+    HostStrategy,
+    LocalRankStrategy,
+    TorchStoreStrategy,
+    TransportType,
+)
+from holdfast.store.torchstore.tensor_slice import TensorSlice
+
+initialize_spmd = spmd.initialize
+
+__all__ = [
+    "ControllerStorageVolumes",
+    "HostStrategy",
+    "LocalRankStrategy",
+    "TensorSlice",
+    "TorchStoreStrategy",
+    "TransportType",
+    "client",
+    "delete",
+    "delete_batch",
+    "exists",
+    "get",
+    "get_batch",
+    "get_state_dict",
+    "init_logging",
+    "initialize",
+    "initialize_spmd",
+    "keys",
+    "put",
+    "put_batch",
+    "put_state_dict",
+    "reset_client",
+    "shutdown",
+    "spmd",
+]

@@ -1,0 +1,1 @@
+"""The client side of a torchstore store: turns calls into contents and copies."""

@@ -1,0 +1,1 @@
+"""How processes find a torchstore store without being told of it."""

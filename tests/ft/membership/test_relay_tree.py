@@ -1,0 +1,182 @@
+"""The tree along which members pass on what each says to all, and the relay that does it in few messages."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.membership import relay_tree
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.rendezvous.relay import LONGEST_PAUSE, TreeRelay
+from holdfast.ft.runtime import messages
+from holdfast.ft.runtime.table_sharing import CHUNK_BYTES, TableSharing, chunks
+
+SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
+
+
+def view_of(hosts: list[int], epoch: int = 1) -> View:
+    """A view with `hosts[i]` members on host i."""
+    names = [f"h{host}" for host, count in enumerate(hosts) for _ in range(count)]
+    members = tuple(Member(f"p{rank}", f"{host}:{rank}", Peer(host, rank, 1)) for rank, host in enumerate(names))
+    return View(epoch, "running", members, Job("job", len(members), 1, len(members), ("gloo",), "gloo"), "test")
+
+
+def depths(view: View) -> dict[int, int]:
+    """The ranks that rank 0 reaches along the tree, with their distances."""
+    found, todo = {0: 0}, deque([0])
+    while todo:
+        rank = todo.popleft()
+        for other in relay_tree.neighbours(view, rank):
+            if other not in found:
+                found[other] = found[rank] + 1
+                todo.append(other)
+    return found
+
+
+@given(SIZES)
+def test_all_members_are_in_one_tree(hosts: list[int]) -> None:
+    view = view_of(hosts)
+    size = len(view.members)
+    edges = [(rank, other) for rank in range(size) for other in relay_tree.neighbours(view, rank)]
+    assert set(edges) == {(other, rank) for rank, other in edges}, "neighbours know each other"
+    assert len(edges) == 2 * (size - 1)
+    assert depths(view).keys() == set(range(size))
+
+
+@given(SIZES)
+def test_the_first_neighbour_leads_to_rank_0(hosts: list[int]) -> None:
+    view = view_of(hosts)
+    depth = depths(view)
+    for rank in range(1, len(view.members)):
+        assert depth[relay_tree.neighbours(view, rank)[0]] == depth[rank] - 1
+
+
+def test_no_member_has_many_neighbours_and_none_is_far() -> None:
+    view = view_of([8] * 1000)
+    assert max(len(relay_tree.neighbours(view, rank)) for rank in range(8000)) <= 2 * relay_tree.ARITY + 1
+    assert max(depths(view).values()) <= 5
+
+
+def test_a_small_job_on_one_host_meets_at_its_first_member() -> None:
+    view = view_of([9])
+    assert relay_tree.neighbours(view, 0) == tuple(range(1, 9))
+    assert all(relay_tree.neighbours(view, rank) == (0,) for rank in range(1, 9))
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 0.01), st.sampled_from([None, "a", "b"])), max_size=200))
+def test_a_relay_passes_each_batch_once_to_each_other_neighbour_in_few_messages(
+    given_batches: list[tuple[float, str | None]],
+) -> None:
+    relay: TreeRelay[int] = TreeRelay(["a", "b"], pauses=True)
+    got: dict[str, list[int]] = {"a": [], "b": []}
+    sent = {"a": 0, "b": 0}
+    now = 1.0
+
+    def send(until: float) -> None:
+        nonlocal now
+        while (at := relay.wake_at(now)) is not None and at <= until:
+            now = at
+            for neighbour, batches in relay.take(now):
+                got[neighbour] += batches
+                sent[neighbour] += 1
+        now = max(now, until)
+
+    for number, (gap, source) in enumerate(given_batches):
+        send(now + gap)
+        relay.add(number, source)
+    lasted = now - 1.0
+    send(now + 1.0)
+    for neighbour in got:
+        assert got[neighbour] == [n for n, (_, source) in enumerate(given_batches) if source != neighbour]
+        assert sent[neighbour] <= 9 + lasted / LONGEST_PAUSE
+
+
+def test_large_tables_travel_in_several_messages() -> None:
+    items = {f"key {number}": bytes(1000) for number in range(2000)}
+    parts = list(chunks(items))
+    assert {key: value for part in parts for key, value in part.items()} == items
+    assert len(parts) > 1
+    assert all(sum(len(key) + len(value) for key, value in part.items()) <= CHUNK_BYTES for part in parts)
+    assert list(chunks({"large": bytes(2 * CHUNK_BYTES)})) == [{"large": bytes(2 * CHUNK_BYTES)}]
+
+
+class FakeLinks:
+    """Connections between the members of a test, some of which are broken for a time."""
+
+    def __init__(self, me: str, all_links: dict[str, FakeLinks], handlers: Callable[[str, str, bytes], None]) -> None:
+        self.me, self._all, self.receive = me, all_links, handlers
+        self.broken: set[str] = set()
+
+    def notify(self, member_id: str, method: str, body: bytes) -> bool:
+        if member_id in self.broken:
+            return False
+        asyncio.get_running_loop().call_soon(self._all[member_id].receive, self.me, method, body)
+        return True
+
+    async def call(self, member: Member, method: str, body: bytes, timeout: float) -> bytes:
+        raise NotImplementedError
+
+
+@settings(max_examples=30)
+@given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[int], seed: int) -> None:
+    """Members install the view at different times; a connection that comes back brings what was lost."""
+    dice = random.Random(seed)
+    view = view_of(hosts)
+
+    async def whole() -> None:
+        loop = asyncio.get_running_loop()
+        links: dict[str, FakeLinks] = {}
+        sharings: dict[str, TableSharing] = {}
+        for member in view.members:
+            sharing = sharings[member.id] = TableSharing(member.id, loop, 5.0)
+
+            def share(peer: str, epoch: int, items: dict[str, bytes], sharing: TableSharing = sharing) -> None:
+                sharing.received(peer, epoch, items)
+
+            ignored = lambda *anything: None  # noqa: E731
+            handlers = messages.handlers(
+                messages.MessageCallbacks(
+                    core=ignored, beat=ignored, deaths=ignored, share=share, testimony=ignored, detectors=ignored
+                )
+            )
+            links[member.id] = FakeLinks(
+                member.id, links, lambda peer, method, body, handlers=handlers: handlers[method](peer, body)
+            )
+            sharing.use(links[member.id])
+        edges = [
+            (view.members[rank].id, view.members[other].id)
+            for rank in range(len(view.members))
+            for other in relay_tree.neighbours(view, rank)
+            if rank < other
+        ]
+        for one, other in dice.sample(edges, len(edges) // 3):
+            links[one].broken.add(other)
+            links[other].broken.add(one)
+        order = [*view.members]
+        dice.shuffle(order)
+        for member in order:
+            sharings[member.id].table.put(1, {f"of {member.id}": member.id.encode()})
+            if dice.random() < 0.5:
+                await asyncio.sleep(0)
+            sharings[member.id].begin(view)
+        await asyncio.sleep(0.01)
+        for one, other in edges:
+            if other in links[one].broken:
+                links[one].broken.discard(other)
+                links[other].broken.discard(one)
+                sharings[one].linked(other)
+                sharings[other].linked(one)
+        deadline = loop.time() + 20.0
+        expected = {f"of {member.id}": member.id.encode() for member in view.members}
+        while any(sharing.table.items(1) != expected for sharing in sharings.values()):
+            assert loop.time() < deadline, "a copy lacks keys"
+            await asyncio.sleep(0.005)
+
+    asyncio.run(whole())

@@ -1,0 +1,356 @@
+"""`holdfast run` on several hosts: what does not fit is refused at once, what dies comes back, what must go leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.comms.system.keys import create_key, load_key
+from holdfast.ft.control.errors import WrongKey
+from holdfast.ft.environment.placement import Placement
+from holdfast.ft.launch.hosts import host_registry
+from holdfast.ft.launch.hosts.host_agent import host_name
+from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRegistry, check_view
+from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
+from holdfast.ft.launch.restarts import MOST_SECONDS, RestartBudget
+from holdfast.ft.membership.view import Job, View
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
+from holdfast.ft.settings import listen_address
+from holdfast.ft.telemetry.event_reader import read_events
+from holdfast.harness.cli.app import app
+from holdfast.harness.testbed import netns
+from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
+from holdfast.harness.testbed.netns import Network
+from support.source_tree import ROOT
+from support.waiting import becomes_true
+
+COMMAND = str(Path(sys.executable).with_name("holdfast"))
+SECONDS = 180.0
+
+STEPS = """
+    import pathlib, sys, time
+    import torch
+    from holdfast import ft
+    gate = pathlib.Path(sys.argv[1])
+    with ft.Session(timeouts=ft.Timeouts(join=60.0)) as session:
+        for attempt in session.steps(10**6):
+            with attempt:
+                is_open = torch.tensor([float(gate.exists())])
+                attempt.comm.all_reduce(is_open)
+                time.sleep(0.02)
+            if attempt.committed and is_open.item() == attempt.comm.size:
+                break
+"""
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    create_key(tmp_path / "job.key")
+    return tmp_path / "job.key"
+
+
+def script(tmp_path: Path, text: str = STEPS) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def events(logs: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(logs) if event["kind"] == kind] if logs.is_dir() else []
+
+
+def until(done: Callable[[], bool], what: str) -> None:
+    assert becomes_true(done, SECONDS, interval=0.02), f"{what}: not within {SECONDS:g} s"
+
+
+# -- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nnodes", "2"], "a job on 2 hosts needs a register that all of them reach, and one key"),
+        (["--nnodes", "2", "--register", "sqlite:///tmp/x", "--key-file", "KEY"], "is on one host, and the job on 2"),
+        (["--nnodes", "2", "--register", "ETCD", "--key-file", "KEY"], "the job is on 2 hosts, so an address"),
+        (
+            ["--nnodes", "2", "--register", "ETCD", "--key-file", "KEY", "--interface", "nope0"],
+            "interface 'nope0' is not there, or is not up; this host has",
+        ),
+        (["--nnodes", "2", "--register", "ETCD", "--key-file", "KEY", "--interface", "lo"], "is away"),
+        (["--register", "ETCD", "--key-file", "/none"], "key file /none: cannot be read"),
+        (["--detach"], "detached processes outlive this command: give --logs"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_process_starts(
+    tmp_path: Path, key: Path, options: list[str], words: str
+) -> None:
+    meant = {"KEY": str(key), "ETCD": f"etcd://127.0.0.1:{free_ports(1)[0]}/job"}
+    path = script(tmp_path, "raise SystemExit('it was started')")
+    done = CliRunner().invoke(app, ["run", *(meant.get(each, each) for each in options), path])
+    assert done.exit_code == 2, done.output
+    assert words in done.output
+
+
+def registry(job: str, key: Path | bytes = b"k" * 32, node: str = "a") -> HostRegistry:
+    assert isinstance(key, bytes)
+    return HostRegistry("memory://hosts", job, key, node, "127.0.0.1")
+
+
+def test_a_name_belongs_to_the_host_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key, a job and a version that differ are found before that."""
+    with closing(registry("hosts")):
+        with pytest.raises(HostNameTaken, match=r"host name 'a' is taken: the agent at 127.0.0.1:\d+ has it"):
+            registry("hosts")
+        with pytest.raises(WrongKey):
+            registry("hosts", b"l" * 32, "b")
+        with pytest.raises(Mismatch, match="belongs to job 'hosts', not to 'other'"):
+            registry("other", node="b")
+        monkeypatch.setattr(host_registry, "installed_version", lambda: "99.0")
+        with pytest.raises(Mismatch, match=r"runs on holdfast .*, this host has 99.0"):
+            registry("hosts", node="b")
+        monkeypatch.undo()
+        with closing(registry("hosts", node="b")):
+            pass
+    lost = registry("hosts")
+    lost._undo.pop_all()
+    lost._thread.run(lost._server.close(), 5.0)  # its agent is gone, its entry is not
+    with closing(registry("hosts")):
+        pass
+    lost._thread.close()
+    lost._cell.close()
+
+
+def test_a_job_that_has_ended_takes_no_host() -> None:
+    job = Job("job", 2, 1, 2, ("gloo",), key_check=host_registry.key_check(b"k" * 32, "job"))
+    check_view("u", View(3, "running", (), job, ""), "job", b"k" * 32)
+    with pytest.raises(HoldfastError, match=r"job 'job' has ended \(done\)"):
+        check_view("u", View(4, "finished", (), job, "done"), "job", b"k" * 32)
+
+
+def test_a_host_is_named_by_its_scheduler_or_its_user() -> None:
+    assert host_name({"HOLDFAST_NODE": "mine", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "n1"}) == "mine"
+    assert host_name({"SLURM_STEP_ID": "0", "SLURMD_NODENAME": "n1"}) == "n1"
+    assert host_name({}) == os.uname().nodename
+
+
+def test_the_address_that_an_agent_chose_overrides_the_variables_it_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOST", "127.0.0.3")
+    monkeypatch.setenv("HOLDFAST_INTERFACE", "127.0.0.0/8")
+    contract = LocalContract.create("job", tmp_path, "gloo", 2, host="127.0.0.1")
+    for name, value in contract.environ().items():
+        monkeypatch.setenv(name, value)
+    assert listen_address(None, None, Placement()) == "127.0.0.1"
+
+
+# -- what dies
+
+
+@given(st.integers(0, 20), st.lists(st.floats(0, 59), max_size=30))
+def test_restarts_are_bounded_and_each_waits_longer(limit: int, lives: list[float]) -> None:
+    budget = RestartBudget(limit)
+    delays = [budget.take(lived) for lived in lives]
+    taken = [delay for delay in delays if delay is not None]
+    assert len(taken) == min(limit, len(lives))
+    assert all(0 < delay <= MOST_SECONDS for delay in taken)
+    assert taken == sorted(taken)
+    assert RestartBudget(1).take(3600.0) == RestartBudget(1).take(0.0), "one that was stable is started at once"
+
+
+@pytest.mark.timeout(600)
+def test_a_process_that_died_comes_back_as_a_spare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+        import os, signal
+        from holdfast import ft
+        with ft.Session() as session:
+            for attempt in session.steps(10**6):
+                with attempt:
+                    attempt.comm.barrier()
+                    if attempt.step == 3 and attempt.epoch == session.view.epoch and attempt.comm.size == 2:
+                        if attempt.rank == 1 and not os.path.exists("died"):
+                            open("died", "w").close()
+                            os.kill(os.getpid(), signal.SIGKILL)
+                if attempt.committed and attempt.step > 3 and attempt.comm.size == 2:
+                    break
+    """
+    path = script(tmp_path, text.replace('"died"', repr(str(tmp_path / "died"))))
+    assert launch(LaunchPlan(python_command(path, ()), 2, min_size=1, restarts=1), tmp_path / "logs") == 0
+    output = capsys.readouterr().out
+    assert "[1] was ended by SIGKILL" in output or "[0] was ended by SIGKILL" in output
+    assert "another process takes its place in 0.5 s, as a spare; 0 restarts left" in output
+    assert len(list((tmp_path / "logs").glob("output-*-[012].log"))) == 3
+
+
+@pytest.mark.timeout(600)
+def test_detached_processes_outlive_a_killed_agent(tmp_path: Path, key: Path) -> None:
+    logs, gate = tmp_path / "logs", tmp_path / "gate"
+    register = f"sqlite://{tmp_path}/job.sqlite"
+    options = ["--register", register, "--key-file", str(key), "--logs", str(logs), "--detach", "-n", "2", "--job", "d"]
+    agent = subprocess.Popen([COMMAND, "run", *options, "--backend", "shm", script(tmp_path), str(gate)])
+    try:
+        until(lambda: len(events(logs, "committed")) > 4, "steps are done")
+        agent.kill()
+        agent.wait()
+        since = len(events(logs, "committed"))
+        until(lambda: len(events(logs, "committed")) > since + 4, "steps go on")
+    finally:
+        gate.touch()
+    pids = {event["pid"] for event in events(logs, "joined")}
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "both end when their work is done")
+
+
+# -- three hosts
+
+needs_hosts = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
+
+
+RANKS = (1, 1, 2)
+"""How many ranks each host has."""
+
+
+class HostProcesses:
+    """`holdfast run` on the hosts of a network, over an etcd of three nodes on a host of its own."""
+
+    def __init__(self, network: Network, etcd: EtcdCluster, folder: Path, key: Path) -> None:
+        self.network, self.folder, self.gate = network, folder, folder / "gate"
+        self.agents: dict[int, ForkedProcess] = {}
+        self._started: list[ForkedProcess] = []
+        self._options = ["run", "--nnodes", "3", "-n", str(sum(RANKS)), "--register", f"{etcd.url}/job"]
+        self._options += ["--key-file", str(key), "--job", "hosts", "--backend", "gloo", "--min-size", "1"]
+        self._options += ["--interface", "10.77.0.0/24"]
+        self._script = script(folder)
+
+    def logs(self, host: int) -> Path:
+        return self.folder / f"logs-{host}"
+
+    def start(self, host: int, *more: str) -> ForkedProcess:
+        """The command, in a process that is forked: it has all that it imports."""
+        entry, ranks = self.network.entry(host), RANKS[host % len(RANKS)]
+        options = ["--nproc", str(ranks), "--node", f"n{host}", "--logs", str(self.logs(host)), *more]
+        arguments = [*self._options, *options, self._script, str(self.gate)]
+
+        def target(channel: ProcessChannel) -> None:
+            from holdfast.harness.cli.app import app  # here, or it would be sent by value
+
+            entry()
+            try:
+                app(arguments)
+            except SystemExit as end:
+                os._exit(end.code if isinstance(end.code, int) else 1)
+
+        name = f"agent-{len(self._started)}"
+        agent = zygote().spawn(target, name=name, output=self.folder / f"{name}.log", environ={"COLUMNS": "200"})
+        self._started.append(agent)
+        self.agents[host] = agent
+        return agent
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """Wait for a condition; a failure shows what the agents wrote."""
+        if not becomes_true(done, SECONDS, interval=0.02):
+            wrote = "\n".join(
+                f"{each.name}: {each.output.read_text()[-2000:]}" for each in self._started if each.output
+            )
+            pytest.fail(f"{what}: not within {SECONDS:g} s\n{wrote}")
+
+    def ends(self, host: int, status: int) -> str:
+        """Wait for the end of an agent, and check its exit status; returns its output."""
+        ended = self.agents[host].wait(SECONDS)
+        output = self.agents[host].output.read_text()
+        assert ended.status is not None and os.waitstatus_to_exitcode(ended.status) == status, output
+        return output
+
+    def committed(self, since: float) -> list[float]:
+        """The times of the steps that the first host committed since then, in order."""
+        return sorted(event["time"] for event in events(self.logs(0), "committed") if event["time"] > since)
+
+    def sizes(self, since: float = 0.0) -> list[int]:
+        """The sizes of the epochs that the first host's ranks built since then, in order, each once."""
+        built = {event["epoch"]: event["size"] for event in events(self.logs(0), "rebuilt") if event["time"] > since}
+        return [size for _, size in sorted(built.items())]
+
+    def close(self) -> None:
+        for agent in self._started:
+            agent.kill()
+            agent.close()
+
+
+@contextmanager
+def three_hosts(folder: Path, key: Path) -> Iterator[HostProcesses]:
+    with Network(4) as network:
+        etcd = EtcdCluster(3, folder / "etcd", host=network.addresses[3], enter=network.entry(3))
+        with etcd, closing(HostProcesses(network, etcd, folder, key)) as hosts:
+            for host in range(3):
+                hosts.start(host)
+            hosts.until(lambda: hosts.sizes()[-1:] == [sum(RANKS)], "all work together")
+            yield hosts
+
+
+@needs_hosts
+@pytest.mark.timeout(900)
+def test_a_host_is_lost_comes_back_and_another_leaves_in_good_order(tmp_path: Path, key: Path) -> None:
+    with three_hosts(tmp_path, key) as hosts:
+        hosts.start(3, "--node", "n1", "--interface", "eth0")
+        assert "host name 'n1' is taken" in hosts.ends(3, 2)
+
+        hosts.network.cut(2)
+        lost = time.monotonic()
+        hosts.until(lambda: len(hosts.committed(lost + 0.1)) > 2 and hosts.sizes(lost)[-1:] == [2], "the others go on")
+        assert hosts.sizes(lost) == [2], "both of its members are gone in one epoch"
+        hosts.agents[2].kill()
+        hosts.network.heal(2)
+        hosts.start(2)
+        hosts.until(lambda: hosts.sizes()[-1:] == [sum(RANKS)], "the host is back")
+
+        asked = time.monotonic()
+        hosts.agents[1].signal(signal.SIGTERM)
+        hosts.ends(1, 128 + signal.SIGTERM)
+        left = [event["error"] for event in events(hosts.logs(1), "error")]
+        assert left == ["Terminated: SIGTERM asked this process to leave"]
+        hosts.until(lambda: hosts.sizes(asked)[-1:] == [3] and len(hosts.committed(asked)) > 4, "the others go on")
+        hosts.gate.touch()
+        for host in (0, 2):
+            hosts.ends(host, 0)
+
+
+# -- the examples
+
+CLUSTER = ROOT / "examples" / "cluster"
+
+
+@pytest.mark.parametrize("path", sorted(path.name for path in CLUSTER.iterdir() if path.is_file()))
+def test_the_scripts_for_clusters_are_shell_and_hold_no_key(path: str) -> None:
+    assert subprocess.run(["bash", "-n", CLUSTER / path], check=False).returncode == 0
+    assert not re.search(r"\b[0-9a-f]{64}\b", (CLUSTER / path).read_text())
+
+
+def test_a_key_that_is_made_is_one(tmp_path: Path) -> None:
+    made = [subprocess.run([CLUSTER / "make-key.sh", "k"], cwd=tmp_path, check=False).returncode for _ in range(2)]
+    assert made[0] == 0 != made[1], "an existing key stays"
+    assert len(load_key(tmp_path / "k")) == 32
+
+
+@pytest.mark.parametrize("path", sorted(path.name for path in (CLUSTER / "kubernetes").iterdir()))
+def test_the_manifests_set_variables_of_the_contract(path: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (CLUSTER / "kubernetes" / path).read_text()
+    assert all({"apiVersion", "kind", "metadata", "spec"} <= each.keys() for each in yaml.safe_load_all(text))
+    contract = set(re.findall(r"`(HOLDFAST_\w+)`", (ROOT / "docs/reference/environment.md").read_text()))
+    assert set(re.findall(r"HOLDFAST_\w+", text)) <= contract

@@ -1,0 +1,88 @@
+"""The `holdfast rl` commands, run as a user runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.source_tree import ROOT
+
+EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
+
+
+def holdfast(*arguments: str | Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "holdfast.harness.cli.app", "rl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def test_a_dry_run_prints_the_whole_configuration_and_starts_nothing(tmp_path: Path) -> None:
+    done = holdfast("train", EXAMPLE, "-d", tmp_path / "run", "--dry-run", "--set", "trainer.replicas=3")
+    assert done.returncode == 0, done.stderr
+    assert "replicas = 3" in done.stdout and "weight_decay" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_that_is_wrong_with_a_configuration_is_said_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text("steps = 0\n[sampling]\ngroup = 1\n[trainer]\nreplica = 3\n")
+    done = holdfast("train", file)
+    assert done.returncode == 2 and not done.stdout
+    for place in ("bad.toml:1", "bad.toml:3", "bad.toml:5"):
+        assert place in done.stderr, done.stderr
+    assert "did you mean 'replicas'?" in done.stderr
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    for command in ("resume", "report"):
+        done = holdfast(command, tmp_path / "nothing")
+        assert done.returncode == 2 and "holds no run" in done.stderr, done.stderr
+
+
+def test_an_environment_is_served_until_the_command_is_ended() -> None:
+    pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
+    from holdfast.rl.environments.client import EnvironmentClient
+
+    async def first_words(url: str) -> str:
+        async with EnvironmentClient(url) as client:
+            return (await client.reset(3)).text
+
+    command = [sys.executable, "-P", "-m", "holdfast.harness.cli.app", "rl", "environment", "serve", "guess?high=7"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        found = re.search(r"guess\?high=7: (ws://127\.0\.0\.1:\d+), 64 sessions", serving.stdout.readline())
+        try:
+            assert found and asyncio.run(first_words(found[1])) == "guess a number from 1 to 7"
+        finally:
+            serving.send_signal(signal.SIGINT)
+        assert serving.wait(30.0) == 0
+
+
+def test_an_environment_that_is_not_there_is_not_served() -> None:
+    done = holdfast("environment", "serve", "chess")
+    assert done.returncode == 2 and "there are 2048, arithmetic, coder" in done.stderr, done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_run_is_trained_and_gone_on_with_and_its_pages_are_written(tmp_path: Path) -> None:
+    """The second command trains the steps that the first was not asked for."""
+    run = tmp_path / "run"
+    few = ("--set", "checkpoint.every=2", "--set", "evaluation.every=2", "--set", "telemetry.tensorboard=true")
+    first = holdfast("train", EXAMPLE, "-d", run, "--set", "steps=4", "--set", "model.warmup_steps=2", *few, "--json")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["steps"] == 4 and len(json.loads(first.stdout)["digest"]) == 32
+    assert list((run / "tensorboard").iterdir())
+    second = holdfast("resume", run, "--set", "steps=6", "--json")
+    assert second.returncode == 0, second.stderr
+    assert json.loads(second.stdout)["steps"] == 6
+    pages = holdfast("report", run, "--output", tmp_path / "pages")
+    assert pages.returncode == 0, pages.stderr
+    report, episodes = ((tmp_path / "pages" / name).read_text() for name in ("report.html", "episodes.html"))
+    assert "6 steps were committed" in report and "trainer-0" in report and "generator-0" in report
+    assert "reference" in episodes

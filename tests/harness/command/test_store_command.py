@@ -1,0 +1,322 @@
+"""`holdfast store`: a store as the command shows it, while this process and others hold it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from holdfast.harness import LocalCluster
+from holdfast.harness.cli import byte_progress as byte_progress_module
+from holdfast.harness.cli.app import app
+from holdfast.harness.cli.byte_progress import byte_progress
+from holdfast.store import WeightStore
+from holdfast.store.retention import DiskRetention
+from support.children import Child
+from support.samples.store_processes import a_holder
+from support.torch_groups import ENVIRON, in_group
+from support.waiting import eventually
+
+
+def said(*arguments: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["store", *map(str, arguments)])
+
+
+def as_json(*arguments: str | Path) -> Any:
+    done = said(*arguments, "--json")
+    assert done.exit_code in (0, 1), done.output
+    return json.loads(done.stdout)
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"big": torch.full((300, 500), value), "step": torch.tensor(3), "half": torch.ones(7, dtype=torch.bfloat16)}
+
+
+def spoil(store: WeightStore, version: int) -> None:
+    """Change some bytes of this process's replica of a version."""
+    for (number, *_), kept in store._replica_holder._kept.items():
+        if number == version:
+            kept.memory[1000:1004] = 99
+
+
+def publish_in_boxes(url: str, folder: Path) -> None:
+    """Publish version 1, a tensor of 4 x 5, from two ranks with two rows each; other processes hold it."""
+
+    def body(rank: int, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        tensor = distribute_tensor(torch.arange(20.0).view(4, 5), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with WeightStore(url, replicas=1, hold=False) as store:
+            store.publish(1, {"a": tensor})
+
+    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
+        in_group(cluster, folder, body)
+
+
+def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str, start: Callable[..., Child]) -> None:
+    start(a_holder, url).hear()
+    with WeightStore(url) as store:
+        store.publish(3, weights(3.0))
+        store.publish(4, weights(4.0))
+        with store.pin(3):
+            found = as_json("ls", "--register", url)
+    old, new = found["versions"]
+    assert [(each["number"], each["latest"], each["visible"]) for each in (old, new)] == [
+        (3, False, True),
+        (4, True, True),
+    ]
+    assert new["tensors"] == 3 and new["nbytes"] > 300 * 500 * 4
+    assert (new["replicas"], new["lacking"], len(new["holders"])) == (2, 0, 2)
+    assert [pin["pid"] for pin in old["pins"]] == [os.getpid()] and not new["pins"]
+    assert len(found["holders"]) == 2
+    assert all(holder["nbytes"] == old["nbytes"] + new["nbytes"] for holder in found["holders"])
+
+
+def test_ls_prints_tables(url: str) -> None:
+    with WeightStore(url, replicas=1, limit=5 << 20) as store:
+        store.publish(7, weights(1.0))
+        done = said("ls", "--register", url)
+        assert as_json("ls", "--register", url)["holders"][0]["limit"] == 5 << 20
+    assert done.exit_code == 0
+    assert "of 5 MiB" in done.stdout
+    assert "latest" in done.stdout and "holders" in done.stdout and str(os.getpid()) in done.stdout
+
+
+def test_ls_shows_what_is_on_disk(url: str, tmp_path: Path) -> None:
+    with WeightStore(url, replicas=1) as store:
+        with DiskRetention(store, tmp_path / "copies", every=5):
+            store.publish(1, weights(1.0))
+            eventually(lambda: as_json("ls", "--register", url)["versions"][0]["disk"] == "written")
+        store.publish(2, weights(2.0))
+        assert [each["disk"] for each in as_json("ls", "--register", url)["versions"]] == ["written", ""]
+
+
+def test_ls_shows_a_killed_holder_as_dead_and_its_replicas_as_lacking(url: str, start: Callable[..., Child]) -> None:
+    holder = start(a_holder, url)
+    holder.hear()
+    with WeightStore(url) as store:
+        store.publish(1, weights(1.0))
+        store._replica_holder._deaths.close()  # no process is left that would notice the death
+        holder.kill()
+        found = as_json("ls", "--register", url)
+    assert {each["pid"]: each["alive"] for each in found["holders"]} == {os.getpid(): True, holder.pid: False}
+    assert found["versions"][0]["lacking"] == 1
+
+
+def test_the_command_does_not_become_a_holder_and_changes_nothing(url: str) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(1.0))
+        before = store._catalog_client.read()
+        for arguments in (("ls",), ("inspect", "1"), ("verify",)):
+            assert said(*arguments, "--register", url).exit_code == 0
+        assert store._catalog_client.read() == before
+
+
+def test_inspect_lists_tensors_and_digests(url: str) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, {"a": torch.zeros(4, 5)}, part=0, parts=2)
+        store.publish(1, {"b": {"c": torch.zeros(6, dtype=torch.int16)}}, part=1, parts=2)
+        found = as_json("inspect", "latest", "--register", url)
+        shown = said("inspect", "1", "--register", url).stdout
+    tensors = [(each["name"], each["dtype"], each["shape"], each["part"]) for each in found["tensors"]]
+    assert tensors == [("a", "float32", [4, 5], 0), ("b.c", "int16", [6], 1)]
+    digests = [part["digest"] for part in found["parts"]]
+    assert len(set(digests)) == 2 and all(digest in shown for digest in digests)
+    assert "4 x 5" in shown
+
+
+def test_verify_reads_every_replica(url: str, start: Callable[..., Child]) -> None:
+    start(a_holder, url).hear()
+    with WeightStore(url) as store:
+        store.publish(1, weights(1.0))
+        store.publish(2, weights(2.0))
+        checks = as_json("verify", "--register", url)
+        assert {(each["version"], each["pid"]) for each in checks} == {
+            (version, holder.pid) for version in (1, 2) for holder in store.holders(version)
+        }
+        assert {each["result"] for each in checks} == {"right"}
+
+
+def test_verify_finds_the_one_wrong_replica(url: str, start: Callable[..., Child]) -> None:
+    start(a_holder, url).hear()
+    with WeightStore(url) as store:
+        store.publish(1, weights(1.0))
+        spoil(store, 1)
+        done = said("verify", "1", "--register", url, "--json")
+        assert done.exit_code == 1
+        results = {each["pid"]: each["result"] for each in json.loads(done.stdout)}
+        assert results.pop(os.getpid()) == "wrong" and list(results.values()) == ["right"]
+        assert "1 of 2 replicas wrong" in said("verify", "--register", url).stdout
+
+
+def test_verify_reports_a_dead_holder_as_unreachable(url: str, start: Callable[..., Child]) -> None:
+    holder = start(a_holder, url)
+    holder.hear()
+    with WeightStore(url) as store:
+        store.publish(1, weights(1.0))
+        store._replica_holder._deaths.close()
+        holder.kill()
+        done = said("verify", "latest", "--register", url, "--json")
+    assert done.exit_code == 1
+    assert {each["pid"]: each["result"] for each in json.loads(done.stdout)}[holder.pid] == "unreachable"
+
+
+def test_rollback_makes_an_older_version_the_latest(url: str) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(1.0))
+        store.publish(2, weights(2.0))
+        done = said("rollback", "1", "--register", url)
+        assert (done.exit_code, done.stdout) == (0, "latest is 1; it was 2\n")
+        assert store.latest() == 1
+        done = said("rollback", "9", "--register", url)
+        assert done.exit_code == 2 and "version 9 is not in the store" in done.stderr
+        assert store.latest() == 1
+
+
+COMMANDS = [("ls",), ("inspect", "1"), ("verify",), ("rollback", "1"), ("export", "1", "copy"), ("import", "copy")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_register_that_does_not_exist_is_an_error_and_is_not_made(command: tuple[str, ...], tmp_path: Path) -> None:
+    done = said(*command, "--register", f"sqlite://{tmp_path}/none.sqlite")
+    assert done.exit_code == 2 and "there is no register" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ls",), "name the store's register"),
+        (("ls", "--register", "memory://x"), "inside one process"),
+        (("ls", "--register", "nosuch://x"), "known are"),
+        (("ls", "--job", "no such job"), "no job of that name"),
+        (("export", "1", "x", "--format", "zip", "--register", "sqlite:///x"), "'zip' is not one of"),
+        (("inspect", "seven", "--register", "sqlite:///x"), "neither a version's number"),
+        (("inspect", "-1", "--register", "sqlite:///x"), "No such option"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = said(*arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+def test_the_register_of_the_environment_is_taken(url: str) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(1.0))
+        done = CliRunner(env={"HOLDFAST_REGISTER": url}).invoke(app, ["store", "ls", "--json"])
+    assert json.loads(done.stdout)["latest"] == 1
+
+
+def test_a_store_of_another_name_is_looked_into(url: str) -> None:
+    with WeightStore(url, name="actor", replicas=1) as store:
+        store.publish(1, weights(1.0))
+        assert as_json("ls", "--register", url, "--name", "actor")["latest"] == 1
+        assert as_json("ls", "--register", url)["latest"] is None
+
+
+def test_inspect_shows_values_and_ties(url: str) -> None:
+    shared = torch.ones(4)
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, {"head": shared, "body": shared, "step": 7, "note": "x" * 1000})
+        found = as_json("inspect", "1", "--register", url)
+        shown = said("inspect", "1", "--register", url).stdout
+    assert found["values"]["step"] == "7" and len(found["values"]["note"]) < 300
+    ((name, source),) = found["tied"].items()
+    assert {name, source} == {"head", "body"} and f"{source} = {name}" in shown
+    assert [each["name"] for each in found["tensors"]] == [source]
+
+
+def test_what_ranks_published_in_boxes_is_inspected_and_exported_as_one_tensor(url: str, tmp_path: Path) -> None:
+    with WeightStore(url, replicas=1):
+        publish_in_boxes(url, tmp_path)
+        found = as_json("inspect", "1", "--register", url)
+        shown = said("inspect", "1", "--register", url).stdout
+        done = said("export", "1", tmp_path / "copy", "--register", url)
+        assert done.exit_code == 0, done.stderr
+    assert found["version"]["tensors"] == 1
+    assert [each["box"] for each in found["tensors"]] == [[[0, 2], [0, 5]], [[2, 4], [0, 5]]]
+    assert "4 x 5, [2:4, 0:5]" in shown
+    (path,) = (tmp_path / "copy").glob("*.safetensors")
+    assert torch.equal(load_file(path)["a"], torch.arange(20.0).view(4, 5))
+
+
+# -- export and import
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_export_and_import_carry_a_version_to_another_store(
+    url: str, tmp_path: Path, kind: str, start: Callable[..., Child]
+) -> None:
+    state = weights(3.0)
+    with WeightStore(url, replicas=1) as store:
+        store.publish(5, state)
+        done = said("export", "latest", tmp_path / "copy", "--format", kind, "--register", url)
+        assert done.exit_code == 0 and "version 5 is in" in done.stdout
+    other = f"sqlite://{tmp_path}/other.sqlite"
+    with WeightStore(other, replicas=1) as store:
+        done = said("import", tmp_path / "copy", "--replicas", "1", "--register", other)
+        assert done.exit_code == 0, done.stderr
+        assert f"held by pid {os.getpid()}" in done.stdout
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        assert store.get(5, into) == 5
+    assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
+
+
+def test_an_import_without_holders_is_an_error(url: str, tmp_path: Path) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(5, weights(3.0))
+        assert said("export", "5", tmp_path / "copy", "--register", url).exit_code == 0
+        done = said("import", tmp_path / "copy", "--version", "6", "--timeout", "0.2", "--register", url)
+    assert done.exit_code == 2
+    assert "1 of 2 processes keep part 0" in done.stderr
+
+
+def test_serve_holds_an_imported_version_until_it_is_ended(url: str, tmp_path: Path) -> None:
+    save_file(weights(2.0), tmp_path / "model.safetensors")
+    arguments = ["store", "import", tmp_path, "--version", "4", "--serve", "--register", url]
+    command = Path(sys.executable).parent / "holdfast"
+    with subprocess.Popen([command, *arguments], stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        assert served.stdout.readline() == f"version 4 is in the store, held by pid {served.pid}\n"
+        with WeightStore(url, hold=False) as reader:
+            into = weights(0.0)
+            assert reader.get("latest", into) == 4
+        served.terminate()
+        assert served.wait(60.0) == 128 + signal.SIGTERM
+    assert torch.equal(into["big"], weights(2.0)["big"])
+
+
+def test_export_refuses_a_directory_that_exists_and_import_one_that_has_nothing(url: str, tmp_path: Path) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(5, weights(3.0))
+        done = said("export", "5", tmp_path, "--register", url)
+        assert done.exit_code == 2 and "exists already" in done.stderr
+        (tmp_path / "nothing").mkdir()
+        done = said("import", tmp_path / "nothing", "--register", url)
+        assert done.exit_code == 2 and "neither safetensors" in done.stderr
+
+
+def test_progress_is_said_when_a_command_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with byte_progress("read") as progress:
+        progress(1, 10)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(byte_progress_module, "PATIENCE", 0.0)
+    with byte_progress("read") as progress:
+        progress(1 << 20, 2 << 20)
+    assert capsys.readouterr().err == "read: 1 MiB of 2 MiB\n"

@@ -1,0 +1,221 @@
+"""`holdfast bench store` measures every workload and contestant, and finds what came out wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from holdfast.harness.bench.output.results import Timing
+from holdfast.harness.bench.store import data, show
+from holdfast.harness.bench.store.drivers import DCP, HOLDFAST, MEMCPY, SAFETENSORS, TORCHSTORE, StoreDriver, WorkerPlan
+from holdfast.harness.bench.store.goals import Goal, judge
+from holdfast.harness.bench.store.results import StoreBench, StoreRow, ratios
+from holdfast.harness.bench.store.run import StorePlan, run
+from holdfast.harness.bench.store.teams import missing
+from holdfast.harness.bench.store.wire import Blank, Change, Check, Checked, Digests, Get, Prepare
+from holdfast.harness.bench.store.worker import OrderExecutor
+from holdfast.harness.bench.store.workloads import WORKLOADS
+from holdfast.harness.cli.app import app
+
+SHAPES = data.equal_shapes(3, 4096)
+
+
+def a_plan(workloads: tuple[str, ...], peers: tuple[str, ...] = (), size: int = 1 << 20) -> StorePlan:
+    return StorePlan(workloads, peers, size, 1, 1, 1, None, "holdfast bench store")
+
+
+def test_all_contestants_hand_over_the_same_small_tensors() -> None:
+    peers = (MEMCPY, SAFETENSORS, DCP)
+    bench = run(a_plan(("small",), peers))
+    assert (bench.failures, bench.skipped, bench.wrong) == ((), {}, 0)
+    found = {(row.workload, row.figure, row.contestant) for row in bench.rows}
+    figures = [("small", figure) for figure in ("publish", "get")]
+    assert found == {(*figure, name) for figure in figures for name in (HOLDFAST, *peers)}
+    assert {(each.workload, each.figure, each.peer) for each in bench.ratios} == {
+        (*figure, name) for figure in figures for name in peers
+    }
+    assert all(row.timing.p50 > 0 and row.first > 0 and len(row.turns) == 1 for row in bench.rows)
+    assert {row.tensors for row in bench.rows} == {300}
+    assert msgspec.json.decode(bench.json(), type=StoreBench) == bench
+    assert "| get | holdfast |" in show.markdown(bench)
+
+
+def test_a_get_survives_the_kill_of_a_holder_and_the_next_round_has_two_again() -> None:
+    bench = run(a_plan(("killed",), size=8 << 20))
+    assert (bench.failures, bench.wrong) == ((), 0)
+    assert "undisturbed" in {row.figure for row in bench.rows}
+
+
+def test_a_model_is_handed_over_and_a_reader_that_waits_for_it_is_served() -> None:
+    bench = run(a_plan(("verification", "served")))
+    assert (bench.failures, bench.wrong) == ((), 0)
+    assert {row.figure for row in bench.rows} == {"get", "copies alone", "served"}
+    assert {goal.figure for goal in bench.goals} == {"get", "served"}
+
+
+def test_a_model_is_loaded_mapped_and_resharded() -> None:
+    bench = run(a_plan(("load", "reshard"), (MEMCPY,)))
+    assert (bench.failures, bench.wrong) == ((), 0)
+    ours = {row.figure: row for row in bench.rows if row.contestant == HOLDFAST}
+    assert set(ours) == {"new tensors", "mapped", "publish", "resharded", "whole, one reader"}
+    assert {row.figure for row in bench.rows if row.contestant == MEMCPY} == {"new tensors"}
+    assert ours["mapped"].memory is not None
+
+
+def test_a_reader_on_another_host_gets_what_changed() -> None:
+    bench = run(a_plan(("delta",), size=16 << 20))
+    assert (bench.failures, bench.wrong) == ((), 0)
+    assert {row.figure for row in bench.rows} == {"all changed", "1% changed"}
+
+
+@pytest.mark.skipif("HOLDFAST_TORCHSTORE" not in os.environ, reason="no checkout of torchstore")
+def test_torchstore_takes_part_from_a_checkout() -> None:
+    plan = a_plan(("small",), (TORCHSTORE,))
+    bench = run(replace(plan, torchstore_source=Path(os.environ["HOLDFAST_TORCHSTORE"])))
+    assert (bench.failures, bench.wrong) == ((), 0)
+    assert {row.contestant for row in bench.rows} == {HOLDFAST, TORCHSTORE}
+
+
+def test_torchstore_without_a_checkout_is_left_out_with_what_to_do(tmp_path: Path) -> None:
+    assert "--torchstore-source" in str(missing(TORCHSTORE, None))
+    assert str(tmp_path) in str(missing(TORCHSTORE, tmp_path))
+    assert "--torchstore-source" in run(a_plan(("small",), (TORCHSTORE,))).skipped[TORCHSTORE]
+
+
+# What counts as wrong -------------------------------------------------------------------------------------------------
+
+
+class PartialDriver(StoreDriver):
+    """Gets all tensors but the last."""
+
+    detail = "partial"
+
+    def __init__(self) -> None:
+        self.kept: data.State = {}
+
+    async def publish(self, version: int, state: data.State) -> None:
+        self.kept = {name: each.clone() for name, each in state.items()}
+
+    async def get(self, version: int, into: data.State) -> None:
+        for name in list(into)[:-1]:
+            into[name].copy_(self.kept[name])
+
+
+def test_a_tensor_that_was_not_got_is_wrong(tmp_path: Path) -> None:
+    async def wrong() -> object:
+        driver = PartialDriver()
+        worker = OrderExecutor(WorkerPlan("both", 0, tmp_path, tmp_path, 1, 0, "auto"), driver)
+        await worker.carry_out(Prepare(SHAPES, 1))
+        digests = await worker.carry_out(Change(1))
+        assert isinstance(digests, Digests)
+        await driver.publish(1, data.source(SHAPES, 1))
+        await worker.carry_out(Blank())
+        await worker.carry_out(Get(1))
+        return await worker.carry_out(Check(digests.whole))
+
+    assert asyncio.run(wrong()) == Checked(len(SHAPES))  # the first ones lack the change of the version
+
+
+def test_every_version_differs_from_the_one_before_in_every_tensor() -> None:
+    state = data.source(SHAPES, 1)
+    before = data.digests(state)
+    for version in range(1, 5):
+        data.change(state, version)
+        after = data.digests(state)
+        assert all(old != new for old, new in zip(before, after, strict=True))
+        before = after
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_about_the_share_of_the_elements_changes(share: float) -> None:
+    before = data.source(data.equal_shapes(1, 1 << 20, "bfloat16"), 1)
+    after = {name: each.clone() for name, each in before.items()}
+    data.change(after, 1, share)
+    (one,), (other,) = before.values(), after.values()
+    assert 0.9 * share < float((one != other).double().mean()) <= share + 1e-4
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 40_000_000, 512 << 20])
+def test_a_model_takes_nearly_all_bytes_that_it_may(nbytes: int) -> None:
+    shapes = data.model_shapes(nbytes, "bfloat16")
+    assert 0.99 * nbytes < data.bytes_of(shapes) <= nbytes
+    assert "model.layers.1.self_attn.q_proj.weight" in {each.name for each in shapes}
+
+
+def test_a_size_that_no_model_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="256K"):
+        data.model_shapes(1024, "bfloat16")
+
+
+# Goals ----------------------------------------------------------------------------------------------------------------
+
+
+def a_row(figure: str, contestant: str, milliseconds: float, first: float) -> StoreRow:
+    timing = Timing.of([milliseconds / 1e3], 1)
+    return StoreRow("w", figure, contestant, 1, 1, timing, (1e3 * milliseconds,), 1e3 * first, 1.0, 1 << 20, 0)
+
+
+@pytest.mark.parametrize(
+    ("goal", "reached", "met"),
+    [
+        (Goal("get", "speed", 0.9, MEMCPY), "0.8x", False),
+        (Goal("get", "speed", 0.8, MEMCPY), "0.8x", True),
+        (Goal("get", "seconds", 0.01), "10 ms", True),
+        (Goal("get", "first", 1.3), "2x", False),
+        (Goal("get", "memory", 1 << 20), "1 MiB", True),
+        (Goal("half", "share", 0.5, "get"), "50.0%", True),
+        (Goal("get", "times", 1.5, "half"), "2x", False),
+        (Goal("get", "more", 0.005, "half"), "5 ms", True),
+    ],
+)
+def test_a_goal_is_judged_by_its_measure(goal: Goal, reached: str, met: bool) -> None:
+    mine = [a_row("get", HOLDFAST, 10, 20), a_row("half", HOLDFAST, 5, 5)]
+    rows = {(row.workload, row.figure): row for row in mine}
+    found = ratios([*mine, a_row("get", MEMCPY, 8, 8)], HOLDFAST)
+    result = judge("w", goal, rows, {(each.workload, each.figure, each.peer): each for each in found})
+    assert result is not None
+    assert (result.reached, result.met) == (reached, met)
+
+
+def test_goals_name_figures_of_their_workload_and_contestants_that_run_it() -> None:
+    for workload in WORKLOADS:
+        for goal in workload.goals:
+            assert goal.figure in workload.figures
+            assert goal.beside in ("", *workload.figures, *workload.contestants)
+            assert workload.contestants[0] == HOLDFAST
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def said(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, arguments)
+
+
+def test_the_command_prints_json_and_writes_plot_and_tables(tmp_path: Path) -> None:
+    plot, tables = tmp_path / "plot.png", tmp_path / "tables.md"
+    done = said(
+        *("bench", "store", "--workloads", "small", "--peers", "memcpy", "--starts", "1", "--rounds", "1", "--json"),
+        *("--plot", str(plot), "--markdown", str(tables)),
+    )
+    assert done.exit_code == 0, done.stderr
+    assert {row["contestant"] for row in json.loads(done.stdout)["rows"]} == {HOLDFAST, MEMCPY}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "| publish | memcpy |" in tables.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--peers", "redis"), "torchstore, memcpy"), (("--workloads", "x"), "small"), (("--size", "x"), "64K")],
+)
+def test_the_command_refuses_what_it_does_not_know(arguments: tuple[str, ...], words: str) -> None:
+    done = said("bench", "store", *arguments)
+    assert done.exit_code == 2
+    assert words in done.stderr

@@ -1,0 +1,123 @@
+"""The report and the episodes' page of a run, from the events in its directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.harness.report.render import render
+from holdfast.harness.training import episodes_page
+from holdfast.harness.training.report import report_of
+from holdfast.harness.training.run_facts import RunFacts, covered
+from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import (
+    Activity,
+    EpisodeFailed,
+    Evaluated,
+    Event,
+    ProcessLost,
+    ProcessStarted,
+    RunResumed,
+    StepTrained,
+    WeightsPublished,
+    WeightsServed,
+)
+
+
+def trained(step: int, time: float, staleness: tuple[int, ...] = (0, 1)) -> StepTrained:
+    return StepTrained(
+        time=time,
+        step=step,
+        reward=step / 100,
+        loss=0.1,
+        gradient_norm=1.0,
+        tokens=100,
+        staleness=staleness,
+        epoch=1,
+        size=2,
+    )
+
+
+def a_run() -> list[Event]:
+    events: list[Event] = [
+        ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=11),
+        ProcessStarted(time=0.0, name="generator-0", role="generator", pid=12),
+        WeightsPublished(time=0.5, version=0),
+        Evaluated(time=0.6, version=0, reward=0.1, best=True),
+    ]
+    for step in range(40):
+        events.append(trained(step, 1.0 + step * 0.5))
+        events.append(WeightsServed(time=1.0 + step * 0.5, version=step, process="generator-0", seconds=0.004 * step))
+        events.append(
+            Activity(time=1.0 + step * 0.5, process="trainer-0", role="trainer", what="train", number=step, seconds=0.3)
+        )
+    events += [
+        ProcessLost(time=9.0, name="generator-0", role="generator", pid=12, how="was ended by SIGKILL"),
+        ProcessStarted(time=9.1, name="generator-1", role="generator", pid=13, replaces="generator-0"),
+        EpisodeFailed(time=9.2, prompt=7, reason="the environment died"),
+        Evaluated(time=21.0, version=40, reward=0.9, best=True),
+    ]
+    return sorted(events, key=lambda event: event.time)
+
+
+def test_the_report_of_a_run_shows_all_that_its_events_say(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path).open() as directory:
+        for event in a_run():
+            directory.append(event)
+    report = report_of(tmp_path, title="A run", configuration=(("seed", "0"),))
+    assert "10.0% to 90.0%" in report.summary and "1 process died" in report.summary
+    assert all(rate.value == pytest.approx(200.0) for rate in report.learning.tokens)
+    assert [bar.count for bar in report.learning.staleness] == [40, 40]
+    assert sum(bar.count for bar in report.learning.latencies) == 40
+    assert {use.role: use.processes for use in report.learning.uses} == {"trainer": 1}, "the role that reports its work"
+    assert [lane.fate for lane in report.lanes] == ["finished", "killed", "finished"]
+    page = render(report)
+    for words in ("Staleness", "Weights on their way", "Policy tokens a second", "generator-1", "Held-out reward"):
+        assert words in page
+
+
+def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -> None:
+    events = [*(trained(step, step + 1.0) for step in range(10)), RunResumed(time=10.5, step=6)]
+    events += [trained(step, step + 11.0) for step in range(6, 12)]
+    facts = RunFacts.of(events)
+    assert sorted(facts.steps) == list(range(12)) and facts.repeated == 4
+    assert facts.steps[6].time == 17.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
+def test_the_time_that_intervals_cover_counts_each_moment_once(intervals: list[tuple[int, int]]) -> None:
+    moments = {moment for begin, length in intervals for moment in range(begin, begin + length)}
+    assert covered([(begin, begin + length) for begin, length in intervals]) == len(moments)
+
+
+@pytest.mark.parametrize("events", [[], [trained(0, 1.0)]])
+def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path, events: list[Event]) -> None:
+    with RunDirectory(tmp_path).open() as directory:
+        directory.append(ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=11))
+        for event in events:
+            directory.append(event)
+    assert "<html" in render(report_of(tmp_path, title="A run"))
+
+
+def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
+    prompt = Prompt(number=3, tokens=(1, 2), text="2 < 3 & <b>", answer="yes")
+    episode = Episode(
+        prompt=prompt,
+        tokens=(5, 6),
+        logprobs=(-0.5, -0.5),
+        versions=(4, 5),
+        mask=(True, True),
+        reward=0.25,
+        finish="stop",
+        parts={"format": 0.5},
+    )
+    group = Group(number=9, prompt=prompt, episodes=(episode, episode))
+    page = episodes_page.render(
+        "Episodes", episodes_page.rows_of([group], lambda tokens: f"<i>{tokens}</i>"), omitted=2
+    )
+    assert "2 &lt; 3 &amp; &lt;b&gt;" in page and "<i>(5" not in page
+    assert "4 to 5" in page and "format 0.50" in page and "2 older ones are left out" in page

@@ -1,0 +1,306 @@
+"""Both loops over services in memory: a toy policy learns, and the asynchronous loop generates while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from holdfast.rl.algorithms.asynchronous import asynchronous
+from holdfast.rl.algorithms.collate import collate, step_totals
+from holdfast.rl.algorithms.episode import generate_episode
+from holdfast.rl.algorithms.evaluation import EvaluationScore, HeldOutEvaluation, HeldOutPrompts, NoEvaluation
+from holdfast.rl.algorithms.grpo import loss
+from holdfast.rl.algorithms.protocols import Evaluation, StepReport
+from holdfast.rl.algorithms.synchronous import synchronous
+from holdfast.rl.config.objective import objective
+from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.data.arithmetic import CharacterTokenizer
+from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
+from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream
+from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
+from holdfast.rl.rewards.matching import ExactMatch
+from holdfast.rl.rewards.reward import FunctionReward, Judge, JudgedAnswer, Reward
+from support.source_tree import ROOT
+
+TOKENIZER = CharacterTokenizer()
+PROBLEMS = [Problem(f"{digit}=", f"{digit}") for digit in range(4)]
+SAMPLING = Sampling(group=8, max_new_tokens=1)
+OBJECTIVE = objective("grpo")
+
+
+class ToyGenerator:
+    """Draws one character: a table of logits for each first token of a prompt."""
+
+    def __init__(self, cluster: ToyCluster) -> None:
+        self._cluster = cluster
+
+    async def route(self, request: SamplingRequest, /) -> Sequence[Completion]:
+        cluster = self._cluster
+        cluster.generated_during_steps += cluster.training
+        version = cluster.served
+        assert request.version in (None, version)
+        await asyncio.sleep(0)
+        cluster.generation.set()
+        drawn = []
+        for sample, seed in enumerate(request.seeds):
+            logprobs = cluster.versions[version][request.prompts[sample // request.samples][0]].log_softmax(-1)
+            if request.temperature == 0:
+                token = int(logprobs.argmax())
+            else:
+                token = int(torch.multinomial(logprobs.exp(), 1, generator=torch.Generator().manual_seed(seed)))
+            drawn.append(
+                Completion(tokens=(token,), logprobs=(float(logprobs[token]),), versions=(version,), finish="length")
+            )
+        return drawn
+
+    async def fanout(self, version: int, /) -> object:
+        await asyncio.sleep(0)
+        self._cluster.served = version
+        return None
+
+
+@dataclass
+class ToyCluster:
+    """The policy's replicas and its trainer. With `overlap`, a step lasts until something was generated meanwhile."""
+
+    overlap: bool = False
+    served: int = 0
+    training: bool = False
+    generated_during_steps: int = 0
+    versions: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(14, 14)])
+    batches: list[Batch] = field(default_factory=list)
+    generation: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def generate(self) -> ToyGenerator:
+        return ToyGenerator(self)
+
+    @property
+    def update(self) -> ToyGenerator:
+        return ToyGenerator(self)
+
+    async def step(self, batch: Batch, /) -> StepReport:
+        self.training = True
+        self.generation.clear()
+        if self.overlap:
+            async with asyncio.timeout(30.0):
+                await self.generation.wait()
+        else:
+            for _ in range(20):
+                await asyncio.sleep(0)
+        table = self.versions[-1].clone().requires_grad_()
+        made = collate(batch.groups, OBJECTIVE)
+        predicted = table[made.tokens[:, 0]].log_softmax(-1).unsqueeze(1).expand(-1, 2, -1)
+        logprobs = predicted.gather(2, made.tokens[:, 1:].unsqueeze(2)).squeeze(2)
+        (gradient,) = torch.autograd.grad(
+            loss(logprobs, made.inputs, step_totals(batch.groups, OBJECTIVE), OBJECTIVE), table
+        )
+        self.versions.append(table.detach() - 8.0 * gradient)
+        self.batches.append(batch)
+        self.training = False
+        return StepReport(step=batch.step, version=batch.step + 1)
+
+    def rewards(self) -> list[float]:
+        """The mean reward of each batch."""
+        means = []
+        for batch in self.batches:
+            rewards = [episode.reward for group in batch.groups for episode in group.episodes]
+            means.append(sum(rewards) / len(rewards))
+        return means
+
+
+async def train(
+    cluster: ToyCluster,
+    steps: range,
+    bound: int = 0,
+    state: BufferState | None = None,
+    reward: Reward | None = None,
+    evaluation: Callable[[ReplayBuffer], Evaluation] | None = None,
+    redraws: int = 0,
+) -> ReplayBuffer:
+    """One run of either loop; `bound` 0 is the synchronous one."""
+    rule = StalenessRule(groups=4, bound=bound)
+    buffer = ReplayBuffer(rule, patience=30.0) if state is None else ReplayBuffer.from_state(state, patience=30.0)
+    data = PromptStream(PromptSource(PROBLEMS, TOKENIZER, seed=1), buffer)
+    judge = Judge(reward or ExactMatch(), TOKENIZER)
+    episode = functools.partial(generate_episode, data, cluster, judge, buffer, SAMPLING, 5, redraws)
+    chosen = evaluation(buffer) if evaluation else NoEvaluation()
+    await chosen.begin(steps.start)
+    if bound:
+        await asynchronous(episode, cluster, buffer, cluster, chosen, steps, concurrency=6)
+    else:
+        await synchronous(episode, cluster, buffer, cluster, chosen, steps)
+    return buffer
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_the_policy_learns(bound: int) -> None:
+    async def body() -> ToyCluster:
+        cluster = ToyCluster()
+        await train(cluster, range(40), bound)
+        return cluster
+
+    rewards = asyncio.run(body()).rewards()
+    assert sum(rewards[:4]) / 4 < 0.4
+    assert sum(rewards[-4:]) / 4 > 0.9
+
+
+def test_the_asynchronous_loop_generates_while_it_trains_and_the_synchronous_does_not() -> None:
+    async def body(bound: int) -> ToyCluster:
+        cluster = ToyCluster(overlap=bound > 0)
+        await train(cluster, range(6), bound)
+        return cluster
+
+    assert asyncio.run(body(0)).generated_during_steps == 0
+    overlapped = asyncio.run(body(2))
+    assert overlapped.generated_during_steps >= 6
+    assert all(batch.step - group.version <= 2 for batch in overlapped.batches for group in batch.groups)
+
+
+def test_a_synchronous_run_that_is_resumed_ends_with_the_same_bits() -> None:
+    async def whole() -> torch.Tensor:
+        cluster = ToyCluster()
+        await train(cluster, range(8))
+        return cluster.versions[-1]
+
+    async def halves() -> torch.Tensor:
+        first = ToyCluster()
+        await train(first, range(3))
+        second = ToyCluster(served=3, versions=[*first.versions[:3], first.versions[3]])
+        state = first.batches[-1].after.serve(3)
+        await train(second, range(3, 8), state=state)
+        numbers = [group.number for batch in (*first.batches, *second.batches) for group in batch.groups]
+        assert numbers == list(range(32)), "no prompt is skipped, and none comes twice"
+        return second.versions[-1]
+
+    assert torch.equal(asyncio.run(whole()), asyncio.run(halves()))
+
+
+def test_a_reward_that_fails_costs_its_episodes_and_not_the_run() -> None:
+    def picky(answer: JudgedAnswer) -> float:
+        if answer.prompt.number == 2 or (answer.prompt.number == 3 and answer.text == "+"):
+            raise ZeroDivisionError("no")
+        return float(answer.text == answer.prompt.answer)
+
+    async def body(bound: int) -> ReplayBuffer:
+        cluster = ToyCluster()
+        buffer = await train(cluster, range(4), bound, reward=FunctionReward("picky", picky))
+        trained = [group.number for batch in cluster.batches for group in batch.groups]
+        assert 2 not in trained
+        assert len(trained) == len(set(trained)) == 16
+        return buffer
+
+    for bound in (0, 2):
+        assert asyncio.run(body(bound)).state().failed == 1
+
+
+def test_groups_with_equal_rewards_are_drawn_again_with_other_seeds() -> None:
+    async def body() -> tuple[list[SamplingRequest], int]:
+        requests: list[SamplingRequest] = []
+
+        class Recorded(ToyCluster):
+            @property
+            def generate(self) -> ToyGenerator:
+                cluster = self
+
+                class Recording(ToyGenerator):
+                    async def route(self, request: SamplingRequest, /) -> Sequence[Completion]:
+                        requests.append(request)
+                        return await ToyGenerator(cluster).route(request)
+
+                return Recording(cluster)
+
+        await train(Recorded(), range(1), reward=FunctionReward("flat", lambda answer: 0.5), redraws=2)
+        return requests, len({request.seeds for request in requests})
+
+    requests, different = asyncio.run(body())
+    assert len(requests) == different == 4 * 3
+
+
+class KeptVersions:
+    """Records what an evaluation asks of the checkpoints."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.best: list[int] = []
+
+    async def hold(self, version: int, /) -> None:
+        self.held.add(version)
+
+    async def keep_best(self, version: int, reward: float, /) -> None:
+        assert version in self.held
+        self.best.append(version)
+
+    async def release(self, version: int, /) -> None:
+        self.held.remove(version)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_evaluation_runs_beside_training_and_the_best_version_is_kept(bound: int) -> None:
+    scores: list[EvaluationScore] = []
+    kept = KeptVersions()
+
+    async def body() -> None:
+        cluster = ToyCluster()
+        prompts = [PromptSource(PROBLEMS, TOKENIZER, 0).prompt(number) for number in range(4)]
+        judge = Judge(ExactMatch(), TOKENIZER)
+
+        def evaluation(buffer: ReplayBuffer) -> HeldOutEvaluation:
+            return HeldOutEvaluation(cluster, HeldOutPrompts(judge, prompts, SAMPLING), buffer, 5, kept, scores.append)
+
+        await train(cluster, range(40), bound, evaluation=evaluation)
+
+    asyncio.run(body())
+    assert [each.version for each in scores] == list(range(0, 41, 5))
+    assert scores[-1].reward == 1.0 > scores[0].reward
+    if bound == 0:
+        assert all(each.oldest == each.newest == each.version for each in scores)
+    rewards = [each.reward for each in scores]
+    assert kept.best[-1] == scores[rewards.index(max(rewards))].version
+    assert kept.held == set(kept.best)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_an_error_of_a_service_ends_the_loop_as_itself(bound: int) -> None:
+    class Broken(Exception):
+        pass
+
+    class BrokenCluster(ToyCluster):
+        async def step(self, batch: Batch, /) -> StepReport:
+            raise Broken
+
+    class BrokenGenerator(ToyCluster):
+        @property
+        def generate(self) -> ToyGenerator:
+            raise Broken
+
+    for kind in (BrokenCluster, BrokenGenerator):
+
+        async def body(kind: type[ToyCluster] = kind) -> None:
+            await train(kind(), range(4), bound)
+
+        with pytest.raises(Broken):
+            asyncio.run(body())
+
+
+def test_the_algorithm_fits_on_a_few_pages_and_knows_nothing_of_processes() -> None:
+    files = [ROOT / "rl" / "algorithms" / f"{name}.py" for name in ("grpo", "episode", "synchronous", "asynchronous")]
+    text = "\n".join(each.read_text() for each in files)
+    assert len(text.splitlines()) < 200
+    words = ("process", "fail_", "crash", "retry", "kill", "host", "socket", "restart", "checkpoint", "replica")
+    assert not [word for word in words if word in text.lower()]
+
+
+def test_requests_depend_on_seed_prompt_and_draw_alone() -> None:
+    prompt = Prompt(number=3, tokens=(1, 2))
+    request = SAMPLING.request(5, prompt, 0, 7)
+    assert request == SAMPLING.request(5, prompt, 0, 7)
+    others = [SAMPLING.request(6, prompt, 0, 7), SAMPLING.request(5, prompt, 1, 7)]
+    others.append(SAMPLING.request(5, Prompt(number=4, tokens=(1, 2)), 0, 7))
+    assert not {seed for each in others for seed in each.seeds} & set(request.seeds)

@@ -1,0 +1,238 @@
+"""Each loss equals the formula of its paper, written with loops; padding, order and splits change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.rl.algorithms.collate import collate, step_totals
+from holdfast.rl.algorithms.grpo import StepTotals, advantages, loss
+from holdfast.rl.config.objective import Algorithm, Objective, objective
+from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.kernels import LossInputs
+
+ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
+
+OBJECTIVES = [
+    *(objective(each) for each in ALGORITHMS),
+    objective("grpo", kl=0.04, entropy=0.01),
+    objective("dapo", truncation=1.5),
+    objective("gspo", truncation=1.1),
+]
+
+
+def named(value: Objective) -> str:
+    return f"{value.algorithm}{'+kl' * bool(value.kl)}{'+tis' * bool(value.truncation)}"
+
+
+def sequences(seed: int, count: int = 6, longest: int = 5) -> tuple[torch.Tensor, LossInputs]:
+    """Log-probabilities and inputs of `count` random sequences, with holes in their masks, in double precision."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(spread: float) -> torch.Tensor:
+        return spread * torch.randn(count, longest, generator=random, dtype=torch.float64)
+
+    lengths = torch.randint(1, longest + 1, (count, 1), generator=random)
+    mask = torch.arange(longest).expand(count, -1) < lengths
+    mask = mask & ((draw(1.0) > -1.0) | (torch.arange(longest) == 0))
+    logprobs = -draw(1.0).abs()
+    signal = torch.randn(count, generator=random, dtype=torch.float64)
+    generated = logprobs + draw(0.3)
+    return logprobs, LossInputs(mask, signal, generated, generated + draw(0.2), logprobs + draw(0.5), draw(1.0).abs())
+
+
+def totals_of(inputs: LossInputs) -> StepTotals:
+    return StepTotals(len(inputs.mask), int(inputs.mask.sum()))
+
+
+def by_the_papers(logprobs: torch.Tensor, inputs: LossInputs, chosen: Objective) -> float:
+    """GRPO eq. 3 and 4, Dr. GRPO eq. 2 (no std, no 1/|o|), DAPO eq. 8, GSPO eq. 5 and 7: the negated objective."""
+    assert inputs.old is not None and inputs.reference is not None and inputs.entropies is not None
+    objectives, tokens = [], 0
+    for i, row in enumerate(inputs.mask):
+        places = [t for t in range(len(row)) if row[t]]
+        tokens += len(places)
+        new, old, generated, reference = (
+            [float(values[i, t]) for t in places]
+            for values in (logprobs, inputs.old, inputs.generated, inputs.reference)
+        )
+        advantage = float(inputs.advantages[i])
+        mean_change = sum(a - b for a, b in zip(new, old, strict=True)) / len(places)
+        mean_drift = sum(a - b for a, b in zip(old, generated, strict=True)) / len(places)
+        terms = []
+        for k, t in enumerate(places):
+            ratio = math.exp(mean_change if chosen.algorithm == "gspo" else new[k] - old[k])
+            clipped = min(max(ratio, 1 - chosen.clip_low), 1 + chosen.clip_high)
+            term = min(ratio * advantage, clipped * advantage)
+            if chosen.truncation:
+                drift = math.exp(mean_drift if chosen.algorithm == "gspo" else old[k] - generated[k])
+                term *= min(drift, chosen.truncation)
+            k3 = math.exp(reference[k] - new[k]) - (reference[k] - new[k]) - 1
+            terms.append(term - chosen.kl * k3 + chosen.entropy * float(inputs.entropies[i, t]))
+        objectives.append((sum(terms), len(places)))
+    if chosen.algorithm in ("grpo", "gspo"):
+        return -sum(total / length for total, length in objectives) / len(objectives)
+    if chosen.algorithm == "dr_grpo":
+        return -sum(total for total, _ in objectives) / len(objectives)
+    return -sum(total for total, _ in objectives) / tokens
+
+
+@pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_a_loss_equals_its_paper(chosen: Objective, seed: int) -> None:
+    logprobs, inputs = sequences(seed)
+    assert float(loss(logprobs, inputs, totals_of(inputs), chosen)) == pytest.approx(
+        by_the_papers(logprobs, inputs, chosen), rel=1e-9, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
+def test_gradients_equal_finite_differences(chosen: Objective) -> None:
+    logprobs, inputs = sequences(3)
+    totals = totals_of(inputs)
+    free = logprobs.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(free, inputs, totals, chosen), free)
+    step = 1e-6
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in logprobs.shape)).tolist():
+        moved = torch.zeros_like(logprobs)
+        moved[tuple(place)] = step
+        ahead, behind = (float(loss(logprobs + sign * moved, inputs, totals, chosen)) for sign in (1, -1))
+        assert float(gradient[tuple(place)]) == pytest.approx((ahead - behind) / (2 * step), rel=1e-4, abs=1e-7)
+
+
+def rows(inputs: LossInputs, index: Any) -> LossInputs:
+    return LossInputs(*(getattr(inputs, name)[index] for name in LossInputs.__slots__))
+
+
+def single(logprobs: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, LossInputs]:
+    """The same in single precision."""
+    values = {name: getattr(inputs, name) for name in LossInputs.__slots__}
+    return logprobs.float(), LossInputs(**{name: v if name == "mask" else v.float() for name, v in values.items()})
+
+
+def gradient_of(logprobs: torch.Tensor, inputs: LossInputs, totals: StepTotals, chosen: Objective) -> torch.Tensor:
+    free = logprobs.clone().requires_grad_()
+    return torch.autograd.grad(loss(free, inputs, totals, chosen), free)[0]
+
+
+@pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
+@given(seed=st.integers(0, 10_000), cut=st.integers(1, 5), padding=st.integers(1, 40))
+@settings(max_examples=25, deadline=None)
+def test_splits_order_and_padding_change_no_bit_of_a_gradient(
+    chosen: Objective, seed: int, cut: int, padding: int
+) -> None:
+    """So sums over units, which are exact, give the same step whatever the units are."""
+    logprobs, inputs = single(*sequences(seed))
+    totals = totals_of(inputs)
+    whole = gradient_of(logprobs, inputs, totals, chosen)
+    parts = [
+        gradient_of(logprobs[part], rows(inputs, part), totals, chosen) for part in (slice(0, cut), slice(cut, None))
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+    order = torch.randperm(len(logprobs), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(gradient_of(logprobs[order], rows(inputs, order), totals, chosen), whole[order])
+
+    def padded(values: torch.Tensor) -> torch.Tensor:
+        filling = torch.zeros(len(values), padding).to(values.dtype)
+        return torch.cat([values, filling if values.dtype == torch.bool else filling + math.nan], 1)
+
+    wide = LossInputs(
+        **{
+            name: getattr(inputs, name) if name == "advantages" else padded(getattr(inputs, name))
+            for name in LossInputs.__slots__
+        }
+    )
+    assert torch.equal(gradient_of(padded(logprobs), wide, totals, chosen)[:, : logprobs.shape[1]], whole)
+
+
+@pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
+def test_the_losses_of_the_units_add_up_to_that_of_the_step(chosen: Objective) -> None:
+    logprobs, inputs = sequences(1)
+    totals = totals_of(inputs)
+    units = [loss(logprobs[part], rows(inputs, part), totals, chosen) for part in (slice(0, 2), slice(2, None))]
+    assert float(sum(units)) == pytest.approx(float(loss(logprobs, inputs, totals, chosen)), rel=1e-12)
+
+
+@given(rewards=st.lists(st.floats(-100, 100), min_size=2, max_size=16), seed=st.integers(0, 99))
+def test_advantages_depend_on_no_order_and_are_centred(rewards: list[float], seed: int) -> None:
+    for chosen in (objective("grpo"), objective("dr_grpo")):
+        found = advantages(rewards, chosen)
+        order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed)).tolist()
+        assert advantages([rewards[place] for place in order], chosen) == tuple(found[place] for place in order)
+        assert math.fsum(found) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_grpo_divides_by_the_deviation_and_dr_grpo_does_not() -> None:
+    assert advantages([1.0, 0.0], objective("grpo")) == pytest.approx([1.0, -1.0], rel=1e-3)
+    assert advantages([1.0, 0.0], objective("dr_grpo")) == (0.5, -0.5)
+    assert advantages([0.1, 0.1, 0.1], objective("grpo")) == (0.0, 0.0, 0.0)
+
+
+def episode(prompt: Prompt, tokens: tuple[int, ...], reward: float, **fields: Any) -> Episode:
+    many = len(tokens)
+    return Episode(
+        prompt=prompt,
+        tokens=tokens,
+        logprobs=fields.pop("logprobs", (-0.5,) * many),
+        versions=(1,) * many,
+        mask=fields.pop("mask", (True,) * many),
+        reward=reward,
+        finish=fields.pop("finish", "stop"),
+    )
+
+
+def test_episodes_become_rows_whose_columns_predict_the_next_token() -> None:
+    prompt = Prompt(number=0, tokens=(7, 8))
+    group = Group(
+        number=0,
+        prompt=prompt,
+        episodes=(
+            episode(prompt, (1, 2, 3), 1.0, mask=(True, False, True), logprobs=(-1.0, 0.0, -3.0)),
+            episode(prompt, (4,), 0.0),
+        ),
+    )
+    made = collate([group], objective("dr_grpo"))
+    assert made.tokens.tolist() == [[7, 8, 1, 2, 3], [7, 8, 4, 0, 0]]
+    assert made.attention.sum(1).tolist() == [5, 3]
+    assert made.inputs.mask.tolist() == [[False, True, False, True], [False, True, False, False]]
+    assert made.inputs.generated[0].tolist() == [0.0, -1.0, 0.0, -3.0]
+    assert made.inputs.advantages.tolist() == [0.5, -0.5]
+    assert step_totals([group], objective("grpo")) == StepTotals(sequences=2, tokens=3)
+
+
+def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_comparison() -> None:
+    prompt = Prompt(number=0, tokens=(7,))
+    group = Group(
+        number=0, prompt=prompt, episodes=(episode(prompt, (1, 2), 1.0), episode(prompt, (3, 4), 0.0, finish="length"))
+    )
+    made = collate([group], objective("dapo"))
+    assert made.inputs.mask.sum(1).tolist() == [2, 0]
+    assert made.inputs.advantages.tolist() == pytest.approx([1.0, -1.0], rel=1e-3)
+    assert step_totals([group], objective("dapo")).tokens == 2
+
+
+@pytest.mark.parametrize("chosen", [objective("grpo", truncation=1.5), objective("gspo", truncation=1.1)], ids=named)
+def test_at_the_first_update_the_old_policy_is_the_new_one(chosen: Objective) -> None:
+    logprobs, inputs = sequences(2)
+    totals = totals_of(inputs)
+    gradients = [
+        gradient_of(logprobs, dataclasses.replace(inputs, old=old), totals, chosen) for old in (None, logprobs.clone())
+    ]
+    assert torch.equal(*gradients)
+    assert gradients[0].abs().max() > 0
+
+
+def test_the_cap_bounds_the_weight_of_tokens_that_the_trainer_finds_likelier() -> None:
+    capped = objective("grpo", truncation=2.0)
+    mask, signal = torch.ones(1, 1, dtype=torch.bool), torch.ones(1)
+    for drift, weight in ((5.0, 2.0), (0.0, 1.0), (-1.0, math.exp(-1.0))):
+        inputs = LossInputs(mask, signal, torch.zeros(1, 1), torch.full((1, 1), drift))
+        value = loss(torch.full((1, 1), drift), inputs, StepTotals(1, 1), capped)
+        assert float(value) == pytest.approx(-weight)

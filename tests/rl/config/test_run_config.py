@@ -1,0 +1,305 @@
+"""A configuration is read from TOML with overrides; everything that is wrong with it is said at once, with its line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.rl.config.errors import BadConfig, ConfigChanged
+from holdfast.rl.config.extra_environment import extra_python
+from holdfast.rl.config.load import load_config, parse_config
+from holdfast.rl.config.objective import PRESETS, Objective, objective
+from holdfast.rl.config.reference import sections
+from holdfast.rl.config.resume import check_unchanged, differences, fingerprint, placed, resolved
+from holdfast.rl.config.run_config import CriterionConfig, RunConfig
+from holdfast.rl.config.toml_text import dump
+from support.source_tree import ROOT
+
+EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
+PYTHON = '[[reward]]\nkind = "python"\nfunction = '
+ENSEMBLE = '[[reward]]\nkind = "ensemble"\nanswers = "absent.jsonl"\nverifiers = '
+GUESS = '[evaluation]\nprompts = 8\n[environment]\nname = "guess"\n'
+
+
+def refused(text: str, *overrides: str, folder: Path = Path()) -> list[str]:
+    """The problems of a document, as they are printed."""
+    with pytest.raises(BadConfig) as caught:
+        parse_config(text, "run.toml", overrides, folder)
+    return str(caught.value).splitlines()
+
+
+def test_the_example_is_read() -> None:
+    config = load_config(EXAMPLE)
+    assert (config.algorithm.groups, config.sampling.group, config.objective.entropy) == (32, 8, 0.02)
+    assert config.reward == (CriterionConfig(kind="exact"),)
+
+
+@pytest.mark.parametrize("name", ["guessing", "coder"])
+def test_the_examples_of_environments_are_read(name: str) -> None:
+    config = load_config(EXAMPLE.with_name(f"{name}.toml"))
+    assert config.environment.servers and parse_config(resolved(config), "again.toml") == config
+
+
+def test_no_field_must_be_given() -> None:
+    assert parse_config("", "run.toml") == RunConfig()
+
+
+def test_overrides_are_toml_or_plain_words() -> None:
+    overrides = ("trainer.rate=1e-4", "algorithm.mode=synchronous", "algorithm.staleness = 0", "sampling.stop=[3, 4]")
+    config = load_config(EXAMPLE, overrides)
+    assert config.trainer.rate == 1e-4
+    assert (config.algorithm.mode, config.algorithm.staleness, config.sampling.stop) == ("synchronous", 0, (3, 4))
+
+
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_an_algorithm_sets_the_defaults_of_the_objective(algorithm: Any) -> None:
+    config = parse_config(f'[objective]\nalgorithm = "{algorithm}"\nkl = 0.1\n[sampling]\nstop = [1]', "run.toml")
+    assert config.objective == objective(algorithm, kl=0.1)
+    assert parse_config(resolved(config), "again.toml") == config
+
+
+def test_everything_that_is_wrong_is_said_at_once_and_in_order() -> None:
+    text = """steps = "many"
+sed = 3
+
+[algorithm]
+groups = 0
+staleness = 1.5
+
+[sampling]
+group = 1
+[trainer]
+rat = 0.1
+rate = inf
+[[reward]]
+kind = "exact"
+[[reward]]
+kind = "fancy"
+"""
+    assert refused(text, "engine.kind=ray", "nothing") == [
+        "--set nothing: write it as section.field=value",
+        "--set engine.kind=ray: engine.kind: 'ray' is not allowed: expected 'monarch', 'local'",
+        "run.toml:1: steps: 'many' is not allowed: expected `int`, got `str`",
+        "run.toml:2: sed: no such field; did you mean 'seed'?",
+        "run.toml:5: algorithm.groups: 0 is not allowed: expected `int` >= 1",
+        "run.toml:6: algorithm.staleness: 1.5 is not allowed: expected `int`, got `float`",
+        "run.toml:9: sampling.group: 1 is not allowed: expected `int` >= 2",
+        "run.toml:11: trainer.rat: no such field; did you mean 'rate'?",
+        "run.toml:12: trainer.rate: inf is not allowed: expected a finite number",
+        "run.toml:16: reward[1].kind: 'fancy' is not allowed: "
+        "expected 'exact', 'format', 'length', 'python', 'ensemble'",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[algorithm]\nupdates = 4\nstaleness = 2", "run.toml:3: algorithm.staleness: a batch can never fill"),
+        ("[algorithm]\n\ncapacity = 8", "run.toml:3: algorithm.capacity: a batch can never fill"),
+        ('[algorithm]\nmode = "synchronous"', "run.toml:2: algorithm.staleness: the synchronous loop"),
+        ("steps = 9\n[algorithm]\nupdates = 2", "run.toml:1: steps: must be a multiple of algorithm.updates = 2"),
+        ('[objective]\nalgorithm = "dapo"', "run.toml: sampling.stop: without a stop token"),
+        ('[data]\ntrain = "x.jsonl"', "run.toml:2: data.train: the arithmetic task"),
+        ('[data]\ntask = "jsonl"', 'run.toml:2: data.train: task = "jsonl" needs a file'),
+        ('[model]\npath = "absent"', "run.toml:2: model.path: there is no folder"),
+        ("reward = []", "run.toml:1: reward: an episode needs a reward or an environment"),
+        ('[[reward]]\nkind = "format"', "run.toml:2: reward[0].pattern: a criterion of kind 'format' needs one"),
+        ('[[reward]]\nkind = "format"\npattern = "("', "run.toml:3: reward[0].pattern: not a regular expression"),
+        ('[[reward]]\npattern = "x"', "run.toml:2: reward[0].pattern: it has 0 groups"),
+        ('[[reward]]\nkind = "length"', "run.toml:2: reward[0].margin: must be from 1"),
+        (
+            "[algorithm]\nupdates = 40\nstaleness = 40",
+            "run.toml:2: algorithm.updates: a batch of algorithm.groups = 32",
+        ),
+        ("[trainer]\nreplicas = 9", "run.toml:2: trainer.replicas: more trainers than trainer.units = 4"),
+        ("[trainer]\nunits = 99", "run.toml:2: trainer.units: a batch of algorithm.groups = 32"),
+        ("[store]\ncopies = 3", "run.toml:2: store.copies: more copies than store.holders = 2"),
+        ('[generator]\npython = "/x"', "run.toml:2: generator.python: only vllm"),
+        ('[generator]\non_update = "wait"', "run.toml:2: generator.on_update: only vllm pauses so"),
+        ("[generator]\ntensor_parallel = 2", "run.toml:2: generator.tensor_parallel: only vllm"),
+        (
+            '[generator]\nkind = "vllm"\npython = "absent"',
+            "run.toml:2: generator.kind: vllm is not installed: there is no",
+        ),
+        ('[generator]\nkind = "vllm"\nupdate = "drain"', "run.toml:3: generator.update: vllm pauses as"),
+        ('[generator]\nkind = "vllm"\n[sampling]\ntop_p = 0.5', "run.toml:4: sampling.top_p: vllm has no log-probs"),
+        ('[trainer]\npython = "/x"', "run.toml:2: trainer.python: only titan"),
+        (
+            '[trainer]\nkind = "titan"\npython = "absent"',
+            "run.toml:2: trainer.kind: titan is not installed: there is no",
+        ),
+        ('[trainer]\nkind = "titan"\nstrategy = "ddp"', "run.toml:3: trainer.strategy: TorchTitan shares"),
+        ('[trainer]\nkind = "titan"\n[model]\nlora_rank = 2', "run.toml:4: model.lora_rank: TorchTitan's models"),
+        (
+            '[trainer]\nkind = "titan"\nreplicas = 3\n[titan]\ntensor_parallel_degree = 2',
+            "run.toml:3: trainer.replicas: must be a multiple of 2",
+        ),
+        ("[titan]\ntensor_parallel_degree = 2", "run.toml:2: titan.tensor_parallel_degree: it is for trainers"),
+        ("[titan]\ntensor_parallel = 2", "run.toml:2: titan.tensor_parallel: no such field; did you mean"),
+        (
+            '[trainer]\nkind = "titan"\n[titan]\nconfig = "a:b"\ntensor_parallel_degree = 2',
+            "run.toml:5: titan.tensor_parallel_degree: titan.config says it already",
+        ),
+        (
+            '[trainer]\nkind = "titan"\n[titan]\nconfig = "llama3_8b"',
+            "run.toml:4: titan.config: write it as torchtitan.models.",
+        ),
+        ('[engine]\nkind = "local"\nhosts = ["a"]', "run.toml:3: engine.hosts: the local engine"),
+        ('[environment]\naddresses = ["ws://a:1"]', "run.toml:2: environment.addresses: it belongs"),
+        ('[[reward]]\nkind = "python"', "run.toml:2: reward[0].function: a criterion of kind 'python' needs it"),
+        ('[[reward]]\nfunction = "a.py:b"', "run.toml:2: reward[0].function: a criterion of kind 'exact' has none"),
+        (PYTHON + '"absent.py:brief"', "run.toml:3: reward[0].function: there is no file"),
+        (PYTHON + '"brief"', "run.toml:3: reward[0].function: 'brief' is not FILE.py:NAME"),
+        (ENSEMBLE + '["m:a", "m:b"]', "run.toml:4: reward[0].verifiers: fewer than three"),
+        (ENSEMBLE + '["m:a", "m:b", "n:a"]', "run.toml:4: reward[0].verifiers: two of them have the same name"),
+        (ENSEMBLE + '["m:a", "m:b", "absent.py:c"]', "run.toml:4: reward[0].verifiers: there is no file"),
+        (ENSEMBLE + '["m:a", "m:b", "m:c"]', "run.toml:3: reward[0].answers: there is no file"),
+        ("[model]\nlora_alpha = 8.0", "run.toml:2: model.lora_alpha: there are no adapters"),
+        ('[model]\nlora_targets = ["q_proj"]', "run.toml:2: model.lora_targets: there are no adapters"),
+        ("[trainer]\nmicro_batch = -1", "run.toml:2: trainer.micro_batch: -1 is not allowed: expected `int` >= 0"),
+        (GUESS.replace("guess", "python:absent.py:A"), "run.toml:4: environment.name: there is no file"),
+        (GUESS + 'addresses = ["a:1"]', "run.toml:5: environment.addresses: 'a:1' is no address of a server"),
+        (GUESS + 'addresses = ["ws://a:1"]\nservers = 2', "run.toml:6: environment.servers: 0, where servers run"),
+        (GUESS + "sessions = 4", "run.toml:5: environment.sessions: 4 episodes can be played at the same time"),
+        (GUESS + "max_tokens = 100", "run.toml:5: environment.max_tokens: no room for a turn"),
+        (GUESS + "arguments = 3", "run.toml:5: environment.arguments: 3 is not allowed: expected `object`"),
+        (GUESS + "[environment.arguments]\nhigh = [1]", "run.toml:5: environment.arguments: "),
+        (GUESS + '[data]\ntask = "jsonl"', "run.toml:4: environment.name: the environment makes the prompts"),
+        (GUESS + '[[reward]]\nkind = "length"\nmargin = 1', "run.toml:5: reward[0]: the environment gives the reward"),
+        (GUESS + "[model]\nwarmup_steps = 1", "run.toml:6: model.warmup_steps: an environment has no answers"),
+        ('[environment]\nname = "guess"', "run.toml:2: evaluation.prompts: say how many held-out episodes"),
+        ('[environment]\nname = "guess?high=9"', "run.toml:2: environment.name: options are a table of their own"),
+        ("trainer = 3", "run.toml:1: trainer: must be a table, not 3"),
+        ("reward = 3", "run.toml:1: reward: must be tables: write [[reward]]"),
+        ("a = [", "run.toml"),
+    ],
+)
+def test_what_does_not_work_is_refused_where_it_is_written(text: str, words: str, tmp_path: Path) -> None:
+    assert any(line.startswith(words) for line in refused(text, folder=tmp_path))
+
+
+def test_a_contradiction_is_not_reported_of_a_value_that_is_wrong_anyway() -> None:
+    assert refused("[algorithm]\nupdates = 4\nstaleness = -1") == [
+        "run.toml:3: algorithm.staleness: -1 is not allowed: expected `int` >= 0"
+    ]
+
+
+def test_files_are_found_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}')
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "model"\n[data]\ntask = "jsonl"\ntrain = "train.jsonl"\nheld_out = "test.jsonl"\n')
+    assert load_config(path).data.task == "jsonl"
+    with pytest.raises(BadConfig, match="cannot be read: No such file"):
+        load_config(tmp_path / "absent.toml")
+
+
+def structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    """A section and all within it."""
+    yield kind
+    for each in msgspec.structs.fields(kind):
+        for inner in (each.type, *get_args(each.type)):
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                yield from structs(inner)
+
+
+def test_every_field_has_a_description() -> None:
+    silent = []
+    for kind in structs(RunConfig):
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            inner = [each for each in (hint, *get_args(hint)) if isinstance(each, type)]
+            if any(issubclass(each, msgspec.Struct) for each in inner):
+                continue
+            said = [each.description for each in get_args(hint) if isinstance(each, msgspec.Meta)]
+            if not said or not said[0]:
+                silent.append(f"{kind.__name__}.{name}")
+    assert not silent
+
+
+configs = st.builds(
+    lambda seed, pattern, stop, rate, redraws: msgspec.structs.replace(
+        RunConfig(),
+        seed=seed,
+        reward=(CriterionConfig(kind="exact", pattern=f"({pattern})"), CriterionConfig(kind="length", margin=3)),
+        sampling=msgspec.structs.replace(RunConfig().sampling, stop=tuple(stop)),
+        trainer=msgspec.structs.replace(RunConfig().trainer, rate=rate),
+        objective=Objective(redraws=redraws),
+    ),
+    st.integers(0, 2**60),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=8).map(
+        lambda text: "".join(c for c in text if c not in "()[]{}\\*+?|^$.")
+    ),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.floats(1e-12, 1e12),
+    st.integers(0, 100),
+)
+
+
+@given(configs)
+def test_the_resolved_configuration_reads_back_as_itself(config: RunConfig) -> None:
+    again = parse_config(resolved(config), "resolved.toml")
+    assert again == config
+    assert fingerprint(again) == fingerprint(config)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.integers() | st.booleans() | st.text("xyz?&=") | st.floats(0, 1)))
+def test_the_options_of_an_environment_are_a_table(options: dict[str, Any]) -> None:
+    config = parse_config(GUESS, "run.toml")
+    config = msgspec.structs.replace(config, environment=msgspec.structs.replace(config.environment, arguments=options))
+    assert parse_config(resolved(config), "resolved.toml") == config
+
+
+def test_tables_within_tables_are_written_too() -> None:
+    assert dump({"a": {"b": {"c": 1}}, "x": True}) == "x = true\n\n[a]\n\n[a.b]\nc = 1\n"
+
+
+def test_a_resume_may_change_how_many_processes_work_but_not_what_they_compute() -> None:
+    begun = load_config(EXAMPLE)
+    moved = load_config(EXAMPLE, ["trainer.replicas=4", "engine.kind=local", "steps=900", "telemetry.tensorboard=true"])
+    check_unchanged(begun, moved)
+    assert fingerprint(begun) == fingerprint(moved)
+    other = load_config(EXAMPLE, ["trainer.rate=1e-3", "seed=1"])
+    assert fingerprint(begun) != fingerprint(other)
+    assert differences(begun, other) == ("seed was 0 and is 1", "trainer.rate was 0.0005 and is 0.001")
+    with pytest.raises(ConfigChanged, match=r"seed was 0 and is 1; trainer\.rate was"):
+        check_unchanged(begun, other)
+    reward = msgspec.structs.replace(begun, reward=(*begun.reward, CriterionConfig(kind="length", margin=1)))
+    assert "reward[1].kind was 'absent' and is 'length'" in differences(begun, reward)
+
+
+def test_the_reference_has_every_field_with_its_default() -> None:
+    tables = "\n".join(sections())
+    for kind in structs(RunConfig):
+        for each in msgspec.structs.fields(kind):
+            assert f"`{each.name}`" in tables or f"[{each.name}]" in tables
+    for row in (
+        "| `seed` | whole number >= 0 | `0` | Decides the initial weights, the data order and all samples. |",
+        "| `clip_low` | number > 0 < 1 | `0.2` | The ratio is clipped from below at 1 minus this. |",
+        '| `mode` | `"synchronous"`, `"asynchronous"` | `"asynchronous"` |',
+        "| `stop` | list of whole number | `[]` | Token numbers that end a completion. |",
+        "## `[[reward]]`",
+        '| `dr_grpo` | `normalise = false`, `aggregate = "sum"` |',
+    ):
+        assert row in tables
+
+
+def test_the_refusal_of_a_missing_environment_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    (problem,) = refused('[generator]\nkind = "vllm"\npython = "absent/python"', folder=tmp_path)
+    assert problem.endswith(f"there is no interpreter {tmp_path / 'absent' / 'python'}; run make extra-vllm")
+
+
+def test_an_interpreter_is_found_from_the_folder_of_the_document_on(tmp_path: Path) -> None:
+    python = tmp_path / "env" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    config = parse_config('[generator]\nkind = "vllm"\npython = "env/python"', "run.toml", folder=tmp_path)
+    assert placed(config, tmp_path).generator.python == str(python)
+    assert extra_python("vllm", placed(config, tmp_path).generator.python) == python

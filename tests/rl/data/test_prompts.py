@@ -1,0 +1,95 @@
+"""Prompts come in an order that the seed decides, each once an epoch, and a resumed run skips and repeats none."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.rl.data import arithmetic
+from holdfast.rl.data.buffer_state import StalenessRule
+from holdfast.rl.data.errors import BadDataset
+from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream, read_problems
+from holdfast.rl.data.replay_buffer import ReplayBuffer
+
+TOKENIZER = arithmetic.CharacterTokenizer()
+
+
+@given(count=st.integers(1, 30), seed=st.integers(0, 2**40), epoch=st.integers(0, 50))
+def test_an_epoch_holds_every_problem_once(count: int, seed: int, epoch: int) -> None:
+    problems = [Problem(f"{number}=") for number in range(count)]
+    source = PromptSource(problems, TOKENIZER, seed)
+    prompts = [source.prompt(number) for number in range(epoch * count, (epoch + 1) * count)]
+    assert sorted(each.text for each in prompts) == sorted(each.prompt for each in problems)
+    assert [each.number for each in prompts] == list(range(epoch * count, (epoch + 1) * count))
+    assert prompts == [PromptSource(problems, TOKENIZER, seed).prompt(each.number) for each in prompts]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    def order(seed: int, epoch: int) -> tuple[str, ...]:
+        source = PromptSource(arithmetic.training(), TOKENIZER, seed)
+        return tuple(source.prompt(epoch * len(source) + place).text for place in range(len(source)))
+
+    assert len({order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
+
+
+def test_the_stream_goes_on_with_what_was_in_flight() -> None:
+    async def body() -> None:
+        source = PromptSource(arithmetic.training(), TOKENIZER, 3)
+        buffer = ReplayBuffer(StalenessRule(groups=4))
+        stream = PromptStream(source, buffer)
+        begun = [await stream.sample() for _ in range(4)]
+        assert begun == [source.prompt(number) for number in range(4)]
+        resumed = PromptStream(source, ReplayBuffer.from_state(buffer.state()))
+        assert [await resumed.sample() for _ in range(4)] == begun
+
+    asyncio.run(body())
+
+
+def test_the_arithmetic_task_holds_out_problems_that_are_never_trained_on() -> None:
+    trained, held_out = (
+        {each.prompt for each in problems} for problems in (arithmetic.training(), arithmetic.held_out())
+    )
+    assert trained and held_out and not trained & held_out
+    for each in (*arithmetic.training(), *arithmetic.held_out()):
+        assert int(each.answer) == sum(map(int, each.prompt.rstrip("=").split("+")))
+    assert TOKENIZER.decode(TOKENIZER.encode("7+8+5= \n")) == "7+8+5= \n"
+
+
+def test_problems_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"prompt": "1+2=", "answer": "03"}\n\n{"prompt": "9+9="}\n')
+    assert read_problems(path) == (Problem("1+2=", "03"), Problem("9+9="))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"prompt": "1="}\n{"prompt": 2}\n', r"sums.jsonl:2: .*Expected `str`, got `int`"),
+        ('{"prompt": "1=", "reply": "x"}', r"sums.jsonl:1: .*reply"),
+        ("{", r"sums.jsonl:1: not a line"),
+        ("\n", "no prompts"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadDataset, match=words):
+        read_problems(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadDataset, match=r"absent.jsonl: cannot be read: No such file"):
+        read_problems(tmp_path / "absent.jsonl")
+
+
+def test_a_prompt_that_the_tokenizer_does_not_know_is_named() -> None:
+    with pytest.raises(BadDataset, match=r"sums: the tokenizer cannot encode prompt 2, 'a='"):
+        PromptSource([Problem("1="), Problem("a=")], TOKENIZER, 0, "sums")
+    with pytest.raises(BadDataset, match="has no tokens"):
+        PromptSource([Problem("")], TOKENIZER, 0)
+    with pytest.raises(BadDataset, match="no prompts"):
+        PromptSource([], TOKENIZER, 0)

@@ -1,0 +1,253 @@
+"""The staleness bound holds under any schedule, and every prompt is trained exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
+from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
+
+
+def group(number: int, version: int) -> Group:
+    prompt = Prompt(number=number, tokens=(1,))
+    episode = Episode(
+        prompt=prompt, tokens=(1,), logprobs=(0.0,), versions=(version,), mask=(True,), reward=0.0, finish="stop"
+    )
+    return Group(number=number, prompt=prompt, episodes=(episode,))
+
+
+class Schedules(RuleBasedStateMachine):
+    """Generators that begin, finish, lose and fail in any order, beside a trainer, with processes that end and resume.
+
+    The model holds what the trainer did, and the checkpoint that it wrote with each batch.
+    """
+
+    @initialize(
+        groups=st.integers(1, 4), updates=st.integers(1, 3), extra=st.integers(0, 4), room=st.none() | st.integers(0, 5)
+    )
+    def start(self, groups: int, updates: int, extra: int, room: int | None) -> None:
+        capacity = 0 if room is None else groups + room
+        self.rule = StalenessRule(groups=groups, bound=updates - 1 + extra, updates=updates, capacity=capacity)
+        self.state = BufferState(rule=self.rule)
+        self.trained: list[int] = []
+        self.failed: set[int] = set()
+        self.checkpoint = (self.state, list(self.trained), set(self.failed))
+
+    def pick(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from([each.number for each in self.state.in_flight]))
+
+    @precondition(lambda self: self.state.admissible)
+    @rule()
+    def begin(self) -> None:
+        lost = self.state.again
+        begun = self.state.begin()
+        assert begun is not None
+        self.state, permit = begun
+        assert permit.version == self.state.served
+        assert permit.number == (lost[0] if lost else self.state.begun - 1)
+
+    @rule()
+    def begin_all(self) -> None:
+        while self.state.admissible:
+            self.begin()
+
+    @precondition(lambda self: self.state.in_flight)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        """With the permit's version or any later one that the generator may have received since."""
+        number = self.pick(data)
+        least = next(each.version for each in self.state.in_flight if each.number == number)
+        newest = max(least, self.state.batch * self.rule.updates)
+        self.state = self.state.finish(group(number, data.draw(st.integers(least, newest))))
+
+    @precondition(lambda self: self.state.in_flight)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        self.state = self.state.lose(self.pick(data))
+
+    @precondition(lambda self: self.state.in_flight)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        number = self.pick(data)
+        self.state = self.state.fail(number)
+        self.failed.add(number)
+
+    @precondition(lambda self: self.state.served < self.state.batch * self.rule.updates)
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        newest = self.state.batch * self.rule.updates
+        self.state = self.state.serve(data.draw(st.integers(self.state.served, newest)))
+
+    @rule(commit=st.booleans(), serve=st.booleans())
+    def train(self, commit: bool, serve: bool) -> None:
+        """Take the next batch if it is ready; train it, write a checkpoint and publish, or stop between these."""
+        taken = self.state.take(self.state.batch)
+        if taken is None:
+            return
+        assert taken.take(self.state.batch) is taken, "taking it again gives the same batch"
+        self.state = taken
+        if commit:
+            self.commit()
+            if serve:
+                self.state = self.state.serve(self.state.batch * self.rule.updates)
+
+    @precondition(lambda self: self.state.taken)
+    @rule()
+    def commit(self) -> None:
+        self.check_batch(self.state)
+        self.trained += [each.number for each in self.state.batch_groups()]
+        self.state = self.state.commit()
+        self.checkpoint = (self.state, list(self.trained), set(self.failed))
+
+    @rule()
+    def resume(self) -> None:
+        """The process is killed; the next one begins from the last checkpoint, of weights and buffer together."""
+        state, self.trained, self.failed = self.checkpoint[0], list(self.checkpoint[1]), set(self.checkpoint[2])
+        read = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=BufferState)
+        self.state = read.resumed()
+
+    @rule()
+    def look_ahead(self) -> None:
+        """Once publication and generators have caught up, batch after batch fills in time: nothing waits for ever."""
+        state = self.state
+        for _ in range(self.rule.bound + 2):
+            state = state.serve(max(state.served, state.batch * self.rule.updates))
+            while (taken := state.take(state.batch)) is None:
+                if state.in_flight:
+                    state = state.finish(group(state.in_flight[-1].number, state.in_flight[-1].version))
+                else:
+                    begun = state.begin()
+                    assert begun is not None, f"the batch does not fill: {state}"
+                    state = begun[0]
+            self.check_batch(taken)
+            state = taken.commit()
+
+    def check_batch(self, taken: BufferState) -> None:
+        groups = taken.batch_groups()
+        numbers = [each.number for each in groups]
+        assert len(groups) == self.rule.groups
+        assert numbers == sorted(numbers)
+        last = (taken.batch + 1) * self.rule.updates - 1
+        assert all(last - each.version <= self.rule.bound for each in groups)
+
+    @invariant()
+    def every_prompt_is_in_one_place(self) -> None:
+        state = self.state
+        places = [*self.trained, *self.failed, *state.again]
+        places += [each.number for each in state.in_flight] + [each.group.number for each in state.ready]
+        assert sorted(places) == list(range(state.begun))
+        assert len(self.trained) == state.batch * self.rule.groups
+        assert len(self.failed) == state.failed
+
+    @invariant()
+    def it_is_bounded(self) -> None:
+        limit = self.rule.capacity or self.rule.groups * (self.rule.bound + 2)
+        assert self.state.outstanding <= limit
+
+
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+
+
+def test_to_wait_only_for_groups_that_are_due_now_would_not_do() -> None:
+    """The example of the proof: prompt 3 may not take the place that 1 or 2 will need."""
+    state = BufferState(rule=StalenessRule(groups=1, bound=2))
+    for _ in range(3):
+        state, _ = state.begin() or pytest.fail("three groups may begin at version 0")
+    assert state.begin() is None
+    state = state.finish(group(0, 0)).take(0) or pytest.fail("prompt 0 is ready")
+    state = state.commit().serve(1)
+    state, permit = state.begin() or pytest.fail("version 1 admits one more")
+    state = state.finish(group(permit.number, 1))
+    assert state.take(1) is None, "both 1 and 2 would be due in batch 2"
+    assert (state.finish(group(2, 0)).take(1) or state).taken == (2,)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"groups": 4, "bound": 1, "updates": 3}, "raise the bound to at least 2"),
+        ({"groups": 4, "bound": 2, "capacity": 3}, "capacity=3 holds less than a batch of groups=4"),
+        ({"groups": 0}, "at least 1"),
+        ({"groups": 1, "bound": -1}, "at least 0"),
+    ],
+)
+def test_a_batch_that_can_never_fill_is_refused(wrong: dict[str, int], words: str) -> None:
+    with pytest.raises(StalenessUnreachable, match=words):
+        StalenessRule(**wrong)
+
+
+def test_an_impossible_order_is_refused() -> None:
+    state, _ = BufferState(rule=StalenessRule(groups=1)).begin() or pytest.fail("the first may begin")
+    with pytest.raises(OutOfOrder, match="prompt 5 is not in flight"):
+        state.finish(group(5, 0))
+    with pytest.raises(OutOfOrder, match="the next one is 0"):
+        state.take(1)
+    with pytest.raises(OutOfOrder, match="was not taken"):
+        state.commit()
+    with pytest.raises(OutOfOrder, match="do not go back"):
+        state.serve(3).serve(2)
+    with pytest.raises(OutOfOrder, match="over already"):
+        state.finish(group(0, 0)).finish(group(0, 0))
+
+
+def test_a_token_older_than_its_permit_is_refused() -> None:
+    state = BufferState(rule=StalenessRule(groups=1), served=4, batch=4, begun=4)
+    state, permit = state.begin() or pytest.fail("one may begin")
+    with pytest.raises(StaleGroup, match="version 3"):
+        state.finish(group(permit.number, 3))
+
+
+def test_waiting_tasks_go_on_when_they_may() -> None:
+    async def body() -> None:
+        buffer = ReplayBuffer(StalenessRule(groups=2, bound=1), patience=60.0)
+        permits = [await buffer.admit() for _ in range(4)]
+        assert [each.number for each in permits] == [0, 1, 2, 3]
+        assert buffer.admissible == 0
+        fifth = asyncio.create_task(buffer.admit())
+        batch = asyncio.create_task(buffer.take(0))
+        buffer.lose(1)
+        assert (await fifth).number == 1, "what is lost begins again at once"
+        for number in (3, 0):
+            await buffer.add(group(number, 0))
+        taken = await batch
+        assert [each.number for each in taken.groups] == [0, 3]
+        assert (await buffer.take(0)) == taken
+        later = asyncio.create_task(buffer.admit())
+        buffer.commit()
+        assert buffer.state() == taken.after
+        assert ReplayBuffer.from_state(taken.after).state().again == (1, 2)
+        buffer.serve(1)
+        assert (await later).version == 1
+        await buffer.add(FailedGroup(number=2, reasons=("no answer",)))
+        assert buffer.state().failed == 1
+
+    asyncio.run(body())
+
+
+def test_on_policy_groups_need_the_exact_version() -> None:
+    async def body() -> tuple[int | None, ...]:
+        rules = (StalenessRule(groups=1), StalenessRule(groups=1, bound=1), StalenessRule(groups=1, bound=1, updates=2))
+        return tuple(ReplayBuffer(each).required_version for each in rules)
+
+    assert asyncio.run(body()) == (0, None, 0)
+
+
+def test_a_stalled_buffer_is_an_error_that_says_what_it_waits_for() -> None:
+    async def body() -> None:
+        buffer = ReplayBuffer(StalenessRule(groups=1), patience=0.01)
+        with pytest.raises(BufferStalled, match=r"step 0 waits for its groups.*0 in flight"):
+            await buffer.take(0)
+        await buffer.admit()
+        with pytest.raises(BufferStalled, match=r"a generation waits to begin.*1 in flight"):
+            await buffer.admit()
+
+    asyncio.run(body())

@@ -1,0 +1,126 @@
+"""Actors on other hosts over Monarch: two hosts that are processes of this machine.
+
+The driver is a process of its own: Monarch keeps the connections to hosts until that ends.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from support.source_tree import TESTS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'"),
+]
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+
+DRIVER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from holdfast.rl.engine.errors import ActorDied, ActorStartFailed
+from holdfast.rl.engine.monarch import MonarchEngine
+from holdfast.rl.services.servable import served
+from support.samples.actors import Counter, Stillborn
+
+def zygote_of(pid):
+    return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
+
+async def main(first, second):
+    async with asyncio.timeout(200.0), MonarchEngine() as engine:
+{body}
+
+asyncio.run(main(*sys.argv[1:]))
+print("done", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """The addresses of two hosts."""
+    running, addresses = [], []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            addresses.append(f"tcp://127.0.0.1:{free.getsockname()[1]}")
+        command = [sys.executable, "-P", "-m", "holdfast.rl.engine.monarch_host", addresses[-1]]
+        running.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    try:
+        for each in running:
+            assert each.stdout is not None
+            while (line := each.stdout.readline()) and not line.startswith(b"serving"):
+                pass
+            assert line
+        yield addresses[0], addresses[1]
+    finally:
+        for each in running:
+            each.kill()
+            each.communicate()
+
+
+def drive(hosts: tuple[str, str], body: str) -> None:
+    program = DRIVER.format(body=textwrap.indent(textwrap.dedent(body), " " * 8))
+    found = subprocess.run(
+        [sys.executable, "-c", program, *hosts], capture_output=True, text=True, timeout=220, env=ENVIRONMENT
+    )
+    assert found.returncode == 0 and found.stdout.endswith("done\n"), found.stdout + found.stderr
+
+
+def test_actors_of_other_hosts_are_called_and_their_ends_told(hosts: tuple[str, str]) -> None:
+    drive(
+        hosts,
+        """
+        told = []
+        there = await engine.start("there", Counter, 5, host=first, environ={"COLOUR": "red"}, on_exit=told.append)
+        here = await engine.start("here", Counter, 7)
+        assert await there.call("add") == 6 and await here.call("add") == 8
+        assert await there.call("variable", "COLOUR") == "red"
+        assert await there.call("who") == there.pid and (there.host, here.host) == (first, "")
+        assert zygote_of(there.pid) != zygote_of(here.pid)
+        flying = asyncio.create_task(there.call("echo", 1, 60.0))
+        await there.ping(30.0)
+        os.kill(there.pid, signal.SIGKILL)
+        try:
+            await flying
+        except ActorDied as died:
+            assert "SIGKILL" in died.how, died
+        else:
+            raise AssertionError("the actor was killed")
+        assert len(told) == 1 and not there.alive
+        try:
+            await engine.start("stillborn", Stillborn, "raise", host=second)
+        except ActorStartFailed as error:
+            assert "no such model" in str(error)
+        else:
+            raise AssertionError("the actor cannot be made")
+        """,
+    )
+
+
+def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, str]) -> None:
+    drive(
+        hosts,
+        """
+        options = served(Counter, num_replicas=4, hosts=(first, second))
+        async with await options.as_service() as counter:
+            before = counter.status()
+            assert [each.host for each in before.replicas] == [first, second] * 2
+            assert len({zygote_of(each.pids[0]) for each in before.replicas}) == 2
+            flying = [asyncio.create_task(counter.echo.route(i, 0.5)) for i in range(16)]
+            await asyncio.sleep(0.1)
+            os.kill(before.replicas[1].pids[0], signal.SIGKILL)
+            assert await asyncio.gather(*flying) == list(range(16))
+            while counter.status().replicas[1].health != "ready":
+                await asyncio.sleep(0.01)
+            after = counter.status().replicas[1]
+            assert (after.host, after.restarts, counter.status().lost) == (second, 1, 1)
+        """,
+    )

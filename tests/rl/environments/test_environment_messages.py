@@ -1,0 +1,134 @@
+"""OpenEnv's messages: what is encoded decodes to the same, and arbitrary bytes are refused by a typed error."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from holdfast.rl.environments import messages
+from holdfast.rl.environments.environment import Action, Observation, State
+from holdfast.rl.environments.messages import MalformedMessage, TextFields
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.dictionaries(TEXT.filter(lambda name: name not in RESERVED), JSON, max_size=4)
+RESERVED = {"text", "metadata", "prompt", "episode_id", "step_count"}
+REWARDS = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+NAMES = st.sampled_from([TextFields(), TextFields(action="prompt", observation="prompt")])
+
+
+@given(TEXT, FIELDS, NAMES)
+def test_an_action_arrives_as_it_was_sent(text: str, fields: dict[str, Any], names: TextFields) -> None:
+    action = Action(text, fields)
+    request = messages.StepRequest(messages.action_to_wire(action, names))
+    arrived = messages.decode_request(messages.encode(request))
+    assert isinstance(arrived, messages.StepRequest)
+    assert messages.action_from_wire(arrived.data, names) == action
+
+
+@given(TEXT, FIELDS, REWARDS, st.booleans(), NAMES)
+def test_an_observation_arrives_as_it_was_sent(
+    text: str, fields: dict[str, Any], reward: float | None, done: bool, names: TextFields
+) -> None:
+    observation = Observation(text=text, fields=fields, reward=reward, done=done)
+    arrived = messages.decode_reply(messages.encode(messages.observation_to_wire(observation, names)))
+    assert isinstance(arrived, messages.ObservationReply)
+    assert messages.observation_from_wire(arrived.data, names) == observation
+
+
+@given(st.none() | TEXT, st.integers(0, 2**31), FIELDS)
+def test_a_state_arrives_as_it_was_sent(episode: str | None, steps: int, fields: dict[str, Any]) -> None:
+    state = State(episode_id=episode, step_count=steps, fields=fields)
+    arrived = messages.decode_reply(messages.encode(messages.state_to_wire(state)))
+    assert isinstance(arrived, messages.StateReply)
+    assert messages.state_from_wire(arrived.data) == state
+
+
+@given(st.binary(max_size=60) | TEXT.map(str.encode) | JSON.map(lambda value: json.dumps(value).encode()))
+@example(b'{"type":"step","data":{"a":NaN}}')
+@example(b'{"type":"observation","data":{"observation":{},"reward":1e999}}')
+@example(b'{"type":"step"}')
+@example(b"[" * 100_000)
+@example(b'{"type":"reset","data":{"seed":1e30}}')
+@example(b'{"type":"reset","data":{"seed":1,"extra":2}}')
+@example(b'\xff{"type":"close"}')
+def test_decoders_take_any_bytes_and_raise_one_type(data: bytes) -> None:
+    for decode in (messages.decode_request, messages.decode_reply):
+        try:
+            decode(data)
+        except MalformedMessage as error:
+            assert error.code in ("INVALID_JSON", "VALIDATION_ERROR")
+    try:
+        reply = messages.decode_reply(data)
+        if isinstance(reply, messages.ObservationReply):
+            messages.observation_from_wire(reply.data)
+    except MalformedMessage:
+        pass
+
+
+@given(
+    st.sampled_from(["reset", "step", "state", "close", "observation", "error", "other", None]),
+    JSON,
+    st.dictionaries(st.sampled_from(["observation", "reward", "done", "seed", "message", "code"]), JSON),
+)
+def test_decoders_take_any_json_of_the_protocols_shape(kind: str | None, data: Any, fields: dict[str, Any]) -> None:
+    for body in (data, fields):
+        text = json.dumps({"type": kind, "data": body}).encode()
+        try:
+            request = messages.decode_request(text)
+            if isinstance(request, messages.StepRequest):
+                action = messages.action_from_wire(request.data)
+                assert isinstance(action.text, str)
+        except MalformedMessage:
+            pass
+        try:
+            reply = messages.decode_reply(text)
+            if isinstance(reply, messages.ObservationReply):
+                observation = messages.observation_from_wire(reply.data)
+                assert observation.reward is None or math.isfinite(observation.reward)
+            if isinstance(reply, messages.StateReply):
+                assert messages.state_from_wire(reply.data).step_count >= 0
+        except MalformedMessage:
+            pass
+
+
+def test_messages_have_openenvs_form() -> None:
+    assert json.loads(messages.encode(messages.ResetRequest(messages.ResetData(3)))) == {
+        "type": "reset",
+        "data": {"seed": 3, "episode_id": None},
+    }
+    assert json.loads(messages.encode(messages.observation_to_wire(Observation(text="hi", fields={"a": 1})))) == {
+        "type": "observation",
+        "data": {"observation": {"a": 1, "text": "hi"}, "reward": None, "done": False},
+    }
+
+
+def test_an_observation_without_a_text_is_read_as_json() -> None:
+    data = messages.ObservationData({"board": [1, 2], "metadata": {}}, reward=True)
+    assert messages.observation_from_wire(data) == Observation(
+        text='{"board":[1,2]}', fields={"board": [1, 2]}, reward=1.0
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_json_cannot_hold_is_no_message(value: float) -> None:
+    """msgspec writes null for these; a session checks rewards before."""
+    assert b"null" in messages.encode(messages.ObservationReply(messages.ObservationData({}, value)))
+
+
+def test_an_object_is_no_message() -> None:
+    with pytest.raises(MalformedMessage, match="cannot be written as JSON"):
+        messages.encode(messages.StepRequest({"what": object()}))

@@ -1,0 +1,195 @@
+"""`play`: transcripts are records to learn from, and what an environment does wrong is a failed episode."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.rl.data.episode import Completion, Prompt
+from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.environment import Action, Environment, Observation
+from holdfast.rl.environments.errors import FailureKind
+from holdfast.rl.environments.local import LocalPool
+from holdfast.rl.environments.play import Act, FailedEpisode, Transcript, failures, play
+from support.rl.environment_servers import LIES, Misbehaving, run
+
+
+class Characters:
+    """A token for each byte; a line for each turn."""
+
+    def encode(self, text: str, turn: int) -> Sequence[int]:
+        return tuple(f"{text}\n".encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode().strip()
+
+
+def completion(text: str, version: int = 1) -> Completion:
+    tokens = tuple(f"{text}\n".encode())
+    return Completion(tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=(version,) * len(tokens), finish="stop")
+
+
+def saying(*texts: str) -> Act:
+    """A policy that says these texts, one after another, under versions 1, 2 ..."""
+    said = iter(enumerate(texts, 1))
+
+    async def act(tokens: tuple[int, ...]) -> Completion:
+        version, text = next(said)
+        return completion(text, version)
+
+    return act
+
+
+async def bisect(tokens: tuple[int, ...]) -> Completion:
+    """A policy that reads all hints so far, and guesses in the middle."""
+    low, high = 1, 100
+    lines = bytes(tokens).decode().splitlines()[1:]
+    for guess, hint in zip(lines[::2], lines[1::2], strict=True):
+        low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
+    return completion(str((low + high) // 2))
+
+
+def played(
+    factory: Callable[[], Environment], act: Act, *, seed: int = 0, max_turns: int = 10, max_tokens: int | None = None
+) -> Transcript | FailedEpisode:
+    async def body() -> Transcript | FailedEpisode:
+        async with LocalPool(factory, "test", timeout=0.5) as pool, pool.session() as session:
+            return await play(session, act, Characters(), seed=seed, max_turns=max_turns, max_tokens=max_tokens)
+
+    return run(body())
+
+
+def transcript(result: Transcript | FailedEpisode) -> Transcript:
+    assert isinstance(result, Transcript), result
+    return result
+
+
+@given(st.integers(0, 2**31))
+def test_an_episode_masks_what_the_policy_drew(seed: int) -> None:
+    result = transcript(played(GuessNumberEnvironment, bisect, seed=seed))
+    assert result.reward == 1.0
+    assert result.finish == "stop"
+    prompt = Prompt(number=seed, tokens=result.prompt)
+    episode = result.episode(prompt)
+    drawn = bytes(token for token, mine in zip(episode.tokens, episode.mask, strict=True) if mine).decode()
+    heard = bytes(token for token, mine in zip(episode.tokens, episode.mask, strict=True) if not mine).decode()
+    assert drawn.split() == [turn.action for turn in result.turns]
+    assert set(heard.split()) <= {"higher", "lower"}
+    assert len(heard.split()) == len(result.turns) - 1, "the last answer is not for the policy"
+    assert episode.turns == len(result.turns)
+
+
+def test_logprobs_and_versions_are_those_of_the_tokens() -> None:
+    result = transcript(played(Misbehaving, saying("a", "end")))
+    episode = result.episode(Prompt(number=0, tokens=result.prompt))
+    assert bytes(episode.tokens) == b"a\n1\nend\n"
+    assert episode.mask == (True, True, False, False, True, True, True, True)
+    assert episode.versions == (1, 1, 0, 0, 2, 2, 2, 2)
+    assert episode.logprobs == (-0.5, -0.5, 0.0, 0.0, -0.5, -0.5, -0.5, -0.5)
+    assert episode.reward == 1.5
+
+
+def test_an_episode_without_an_end_ends_at_the_limit_of_turns() -> None:
+    result = transcript(played(Misbehaving, saying(*["go"] * 9), max_turns=4))
+    assert (result.finish, len(result.turns), result.reward) == ("length", 4, 2.0)
+
+
+def test_an_episode_ends_at_the_limit_of_tokens() -> None:
+    result = transcript(played(Misbehaving, saying(*["go"] * 9), max_tokens=8))
+    assert result.finish == "length"
+    assert len(result.turns) == 2
+
+
+def test_an_aborted_completion_ends_the_episode() -> None:
+    async def act(tokens: tuple[int, ...]) -> Completion:
+        return Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
+
+    assert transcript(played(Misbehaving, act)).finish == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("raise", "died"), ("exit", "died"), ("hang", "hung"), *[(lie, "lied") for lie in LIES]],
+)
+def test_a_fault_is_a_failed_episode(how: str, kind: FailureKind) -> None:
+    Misbehaving.release.clear()
+    result = played(Misbehaving, saying("go", how))
+    Misbehaving.release.set()
+    assert isinstance(result, FailedEpisode)
+    assert (result.kind, result.turns) == (kind, 1)
+    assert result.why.startswith("step of environment test: ")
+
+
+def test_an_environment_that_cannot_be_made_is_a_failed_episode() -> None:
+    def factory() -> Environment:
+        raise OSError("no such game")
+
+    result = played(factory, saying())
+    assert isinstance(result, FailedEpisode)
+    assert "no such game" in result.why
+
+
+def test_a_first_observation_that_is_not_the_groups_prompt_is_a_lie() -> None:
+    async def body() -> Transcript | FailedEpisode:
+        async with LocalPool(Misbehaving, "test") as pool, pool.session() as session:
+            return await play(session, saying(), Characters(), seed=0, max_turns=1, prompt=b"other\n")
+
+    result = run(body())
+    assert isinstance(result, FailedEpisode)
+    assert result.kind == "lied"
+
+
+class Scripted(Environment):
+    """Gives these observations, one after another."""
+
+    def __init__(self, *observations: Observation) -> None:
+        self._rest = list(observations)
+
+    def reset(self, seed: int) -> Observation:
+        return self._rest.pop(0)
+
+    def step(self, action: Action) -> Observation:
+        return self._rest.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("observations", "why"),
+    [
+        ([Observation(text="over", done=True)], "the episode is over at once"),
+        ([Observation(text="\ud800")], "no tokens for its text: UnicodeEncodeError"),
+        ([Observation(text="a"), Observation(text="\ud800", reward=1.0)], "no tokens for its text"),
+        ([Observation(text="a"), *[Observation(text="b", reward=1e308)] * 3], "the rewards add up to inf"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_a_failed_episode(observations: list[Observation], why: str) -> None:
+    result = played(lambda: Scripted(*observations), saying("a", "b", "c"), max_turns=3)
+    assert isinstance(result, FailedEpisode)
+    assert result.kind == "lied"
+    assert why in result.why
+
+
+@given(st.lists(st.tuples(st.floats() | st.none(), st.booleans(), st.text(max_size=4)), min_size=1, max_size=6))
+def test_whatever_an_environment_returns_an_episode_or_its_failure_is_the_result(
+    script: list[tuple[float | None, bool, str]],
+) -> None:
+    observations = [Observation(text=text, reward=reward, done=done) for reward, done, text in script]
+    result = played(lambda: Scripted(*observations), saying(*["go"] * 9))
+    if isinstance(result, Transcript):
+        episode = result.episode(Prompt(number=0, tokens=result.prompt))
+        assert episode.mask.count(True) == 3 * len(result.turns)
+
+
+def test_an_error_of_the_policy_is_raised_and_the_session_freed() -> None:
+    def act(tokens: tuple[int, ...]) -> Awaitable[Completion]:
+        raise ConnectionError("no generator")
+
+    with pytest.raises(ConnectionError, match="no generator"):
+        played(Misbehaving, act)
+
+
+def test_failures_are_counted_by_kind() -> None:
+    results = [played(Misbehaving, saying(word)) for word in ("nan", "raise", "end", "dict")]
+    assert failures(results) == {"lied": 2, "died": 1}

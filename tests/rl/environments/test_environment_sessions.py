@@ -1,0 +1,455 @@
+"""Sessions: local and remote ones obey and fail alike; a session that failed is never used again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
+
+from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.client import EnvironmentClient, websocket_url
+from holdfast.rl.environments.environment import Action, Environment, Observation, checked
+from holdfast.rl.environments.errors import (
+    EnvironmentBusy,
+    EnvironmentDied,
+    EnvironmentFailed,
+    EnvironmentHung,
+    EnvironmentLied,
+    EnvironmentRefused,
+    EpisodeOver,
+    UnknownEnvironment,
+)
+from holdfast.rl.environments.local import LocalPool, LocalSession
+from holdfast.rl.environments.server import EnvironmentServer
+from holdfast.rl.environments.session import EnvironmentSession
+from support.rl.environment_servers import LIES, Misbehaving, run
+
+
+@pytest.fixture(autouse=True)
+def _end_what_hangs() -> Iterator[None]:
+    Misbehaving.release.clear()
+    yield
+    Misbehaving.release.set()
+
+
+@asynccontextmanager
+async def local(factory: Callable[[], Environment], timeout: float = 30.0) -> AsyncIterator[EnvironmentSession]:
+    async with LocalSession(factory, "test", timeout=timeout) as session:
+        yield session
+
+
+@asynccontextmanager
+async def remote(factory: Callable[[], Environment], timeout: float = 30.0) -> AsyncIterator[EnvironmentSession]:
+    async with (
+        EnvironmentServer(factory, "test", timeout=timeout) as server,
+        EnvironmentClient(server.url, timeout=timeout + 5.0) as client,
+    ):
+        yield client
+
+
+Open = Callable[..., "AsyncIterator[EnvironmentSession]"]
+both = pytest.mark.parametrize("opened", [local, remote])
+
+
+async def guess(session: EnvironmentSession, seed: int) -> tuple[list[str], float]:
+    """Play by bisection: the texts and the last reward."""
+    observation = await session.reset(seed)
+    texts, low, high = [observation.text], 1, 100
+    while not observation.done:
+        middle = (low + high) // 2
+        observation = await session.step(str(middle))
+        texts.append(observation.text)
+        low, high = (middle + 1, high) if observation.text == "higher" else (low, middle - 1)
+    assert observation.reward is not None
+    return texts, observation.reward
+
+
+@both
+def test_an_episode_depends_on_its_seed_alone(opened: Open) -> None:
+    async def body() -> list[tuple[list[str], float]]:
+        async with opened(GuessNumberEnvironment) as session:
+            return [await guess(session, seed) for seed in (3, 7, 3)]
+
+    first, other, again = run(body())
+    assert first == again != other
+    assert first[1] == 1.0
+
+
+def test_local_and_remote_play_the_same_episodes() -> None:
+    async def body(opened: Open) -> list[tuple[list[str], float]]:
+        async with opened(GuessNumberEnvironment) as session:
+            return [await guess(session, seed) for seed in range(5)]
+
+    assert run(body(local)) == run(body(remote))
+
+
+@both
+def test_the_state_counts_steps(opened: Open) -> None:
+    async def body() -> None:
+        async with opened(GuessNumberEnvironment) as session:
+            assert (await session.state()).step_count == 0
+            await session.reset(1)
+            await session.step(Action(fields={"number": 101}))
+            state = await session.state()
+            assert state.step_count == 1
+            assert state.fields == {"high": 100, "turns_left": 6}
+
+    run(body())
+
+
+@both
+def test_a_step_without_a_running_episode_is_refused_and_costs_nothing(opened: Open) -> None:
+    async def body() -> None:
+        async with opened(Misbehaving) as session:
+            with pytest.raises(EpisodeOver, match="no episode has begun"):
+                await session.step("go")
+            await session.reset(0)
+            assert (await session.step("end")).done
+            with pytest.raises(EpisodeOver, match=r"the last one is over; call reset\(\) first"):
+                await session.step("go")
+            await session.reset(0)
+            assert (await session.step("go")).text == "1"
+
+    run(body())
+
+
+@both
+@pytest.mark.parametrize("how", LIES)
+def test_a_lie_is_found(opened: Open, how: str) -> None:
+    fails_by(opened, how, EnvironmentLied)
+
+
+@pytest.mark.parametrize("how", ["object", "huge"])
+def test_an_observation_that_cannot_travel_is_a_lie(how: str) -> None:
+    fails_by(remote, how, EnvironmentLied)
+
+
+@both
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_an_environment_that_raises_has_died(opened: Open, how: str) -> None:
+    fails_by(opened, how, EnvironmentDied)
+
+
+@both
+def test_an_environment_that_hangs_is_given_up_at_the_deadline(opened: Open) -> None:
+    fails_by(opened, "hang", EnvironmentHung, timeout=0.2)
+
+
+def fails_by(opened: Open, how: str, error: type[EnvironmentFailed], timeout: float = 30.0) -> None:
+    """A step that misbehaves raises this, and from then on the session refuses everything."""
+
+    async def body() -> None:
+        async with opened(Misbehaving, timeout) as session:
+            await session.reset(0)
+            assert (await session.step("go")).reward == 0.5
+            with pytest.raises(error, match=r"^step of environment "):
+                await session.step(how)
+            for call in (session.reset(1), session.step("go"), session.state()):
+                with pytest.raises(EnvironmentRefused, match=r"the session has failed .* open another"):
+                    await call
+
+    run(body())
+
+
+@both
+def test_an_environment_that_cannot_be_made_fails_its_first_call(opened: Open) -> None:
+    def factory() -> Environment:
+        raise OSError("no such game")
+
+    async def body() -> None:
+        async with opened(factory) as session:
+            with pytest.raises(EnvironmentDied, match="no such game"):
+                await session.reset(0)
+
+    run(body())
+
+
+@both
+def test_a_cancelled_call_ends_the_session(opened: Open) -> None:
+    """The answer to that call would be taken for the answer to the next one."""
+
+    async def body() -> None:
+        async with opened(Misbehaving) as session:
+            await session.reset(0)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await session.step("hang")
+            Misbehaving.release.set()
+            with pytest.raises(EnvironmentRefused, match="step was cancelled"):
+                await session.step("go")
+
+    run(body())
+
+
+@both
+def test_two_calls_at_a_time_are_refused(opened: Open) -> None:
+    async def body() -> None:
+        async with opened(Misbehaving) as session:
+            await session.reset(0)
+            hanging = asyncio.ensure_future(session.step("hang"))
+            await asyncio.sleep(0)
+            with pytest.raises(EnvironmentRefused, match="one call at a time"):
+                await session.state()
+            Misbehaving.release.set()
+            with pytest.raises(EnvironmentLied):  # a wait returns a bool
+                await hanging
+
+    run(body())
+
+
+def test_a_closed_session_is_refused() -> None:
+    async def body() -> None:
+        async with EnvironmentServer(Misbehaving, "test") as server:
+            client = EnvironmentClient(server.url)
+            await client.reset(0)
+            await client.close()
+            await client.close()
+            with pytest.raises(EnvironmentRefused, match="closed"):
+                await client.reset(0)
+
+    run(body())
+
+
+def test_a_session_more_than_there_are_is_refused_and_one_that_ends_makes_room() -> None:
+    async def body() -> None:
+        async with EnvironmentServer(Misbehaving, "test", sessions=2) as server:
+            clients = [EnvironmentClient(server.url) for _ in range(3)]
+            await clients[0].reset(0)
+            await clients[1].reset(0)
+            with pytest.raises(EnvironmentBusy, match="all of the 2 sessions of test are taken"):
+                await clients[2].reset(0)
+            await clients[0].close()
+            await until(lambda: server.health().sessions == 1)
+            async with EnvironmentClient(server.url) as another:
+                await another.reset(0)
+            for client in clients[1:]:
+                await client.close()
+            await until(lambda: server.health().sessions == 0)
+
+    run(body())
+
+
+def test_a_hundred_sessions_leave_nothing() -> None:
+    async def body() -> None:
+        async with EnvironmentServer(Misbehaving, "test", sessions=1) as server:
+            for number in range(100):
+                async with EnvironmentClient(server.url) as client:
+                    await client.reset(0)
+                    if number % 3 == 0:
+                        with pytest.raises(EnvironmentFailed):
+                            await client.step("raise")
+                await until(lambda: server.health().sessions == 0)
+            assert server.health().hung == 0
+
+    run(body())
+
+
+def test_a_session_without_requests_loses_its_lease() -> None:
+    """The socket stays open: it is the silence that counts."""
+
+    async def body() -> None:
+        async with (
+            EnvironmentServer(Misbehaving, "test", sessions=1, lease=0.2) as server,
+            EnvironmentClient(server.url) as idle,
+        ):
+            await idle.reset(0)
+            await until(lambda: server.health().sessions == 0)
+            async with EnvironmentClient(server.url) as another:
+                await another.reset(0)
+            with pytest.raises(EnvironmentDied, match=r"no request for 0\.2 s"):
+                await idle.step("go")
+
+    run(body())
+
+
+def test_a_hanging_environment_keeps_its_place_and_health_tells() -> None:
+    async def body() -> None:
+        async with EnvironmentServer(Misbehaving, "test", sessions=1, timeout=0.1) as server:
+            async with EnvironmentClient(server.url) as client:
+                await client.reset(0)
+                with pytest.raises(EnvironmentHung):
+                    await client.step("hang")
+            await until(lambda: server.health().hung == 1)
+            told = await asyncio.to_thread(get, server.url.replace("ws", "http", 1) + "/health")
+            assert told == {"status": "unhealthy", "environment": "test", "sessions": 1, "limit": 1, "hung": 1}
+            Misbehaving.release.set()
+            await until(lambda: server.health().sessions == 0)
+            assert server.health().status == "healthy"
+
+    run(body())
+
+
+def test_a_server_ends_at_once_though_an_environment_hangs() -> None:
+    async def body() -> float:
+        async with EnvironmentServer(Misbehaving, "test", timeout=60.0) as server:
+            client = EnvironmentClient(server.url)
+            await client.reset(0)
+            hanging = asyncio.ensure_future(client.step("hang"))
+            await until(lambda: any(session.at_work for session in server._sessions))
+            begun = asyncio.get_running_loop().time()
+        took = asyncio.get_running_loop().time() - begun
+        with pytest.raises(EnvironmentDied):
+            await hanging
+        await client.close()
+        Misbehaving.release.set()
+        return took
+
+    assert run(body()) < 20.0
+
+
+def test_a_local_pool_waits_for_a_place_and_then_is_busy() -> None:
+    async def body() -> None:
+        async with (
+            LocalPool(Misbehaving, "test", limit=1, wait=0.2) as pool,
+            pool.session() as one,
+            pool.session() as two,
+        ):
+            await one.reset(0)
+            with pytest.raises(EnvironmentBusy, match=r"no place of 1 was free for 0\.2 s"):
+                await two.reset(0)
+            await one.close()
+            await two.reset(0)
+
+    run(body())
+
+
+def test_a_leased_session_begins_anew_after_a_failure() -> None:
+    made: list[Environment] = []
+
+    def factory() -> Environment:
+        made.append(Misbehaving())
+        return made[-1]
+
+    async def body() -> None:
+        async with LocalPool(factory, "test") as pool, pool.session() as session:
+            await session.reset(0)
+            with pytest.raises(EnvironmentDied):
+                await session.step("raise")
+            with pytest.raises(EnvironmentRefused):
+                await session.step("go")
+            await session.reset(0)
+            assert (await session.step("go")).text == "1"
+
+    run(body())
+    assert len(made) == 2
+
+
+GARBAGE = ["", "x", "{}", "[]", '{"type":"fly"}', '{"type":"step"}', '{"type":"reset","data":{"seed":"one"}}', "NaN"]
+
+
+@pytest.mark.parametrize("text", [*GARBAGE, b"\x00\xff", "[" * 100_000])
+def test_a_server_answers_garbage_by_an_error_and_serves_on(text: str | bytes) -> None:
+    from websockets.asyncio.client import connect
+
+    async def body() -> None:
+        async with EnvironmentServer(Misbehaving, "test", max_bytes=1 << 20) as server:
+            async with connect(server.url + "/ws") as socket:
+                await socket.send(text)
+                answer = json.loads(await socket.recv())
+                assert answer["type"] == "error"
+                assert answer["data"]["code"] in ("INVALID_JSON", "VALIDATION_ERROR")
+            async with EnvironmentClient(server.url) as client:
+                await client.reset(0)
+
+    run(body())
+
+
+def test_a_page_in_a_browser_gets_no_session() -> None:
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import InvalidStatus
+    from websockets.typing import Origin
+
+    async def body() -> None:
+        async with EnvironmentServer(Misbehaving, "test") as server:
+            with pytest.raises(InvalidStatus, match="403"):
+                await connect(server.url + "/ws", origin=Origin("http://127.0.0.1:8000"))
+
+    run(body())
+
+
+def test_a_message_over_the_limit_ends_the_session() -> None:
+    async def body() -> None:
+        async with EnvironmentServer(Misbehaving, "test", max_bytes=1000) as server:
+            async with EnvironmentClient(server.url) as client:
+                await client.reset(0)
+                with pytest.raises(EnvironmentDied, match="1009"):
+                    await client.step("x" * 2000)
+            await until(lambda: server.health().sessions == 0)
+
+    run(body())
+
+
+def test_other_paths_are_no_sessions() -> None:
+    async def body() -> None:
+        async with EnvironmentServer(Misbehaving, "test") as server:
+            client = EnvironmentClient(server.url)
+            client._url = server.url + "/other"
+            with pytest.raises(EnvironmentDied, match="404"):
+                await client.connect()
+            await client.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("ws://a:1", "ws://a:1/ws"),
+        ("http://a:1/", "ws://a:1/ws"),
+        ("https://a/b/ws", "wss://a/b/ws"),
+        ("ws://[::1]:5/ws/", "ws://[::1]:5/ws"),
+    ],
+)
+def test_urls(url: str, expected: str) -> None:
+    assert websocket_url(url) == expected
+
+
+@pytest.mark.parametrize("url", ["", "a:1", "ftp://a", "ws://"])
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(UnknownEnvironment, match="ws://host:port"):
+        websocket_url(url)
+
+
+ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3)
+
+
+@given(ANYTHING, ANYTHING, ANYTHING, ANYTHING | st.dictionaries(st.text(), ANYTHING))
+@example("", 10**400, False, {})
+@example("", np.float32(0.5), False, {})
+@example("", np.float64("nan"), False, {})
+def test_an_observation_is_one_or_a_lie(text: Any, reward: Any, done: Any, fields: Any) -> None:
+    observation = Observation(text=text, reward=reward, done=done, fields=fields)
+    try:
+        good = checked(observation, "test", "step")
+    except EnvironmentLied as error:
+        assert len(str(error)) < 200
+        return
+    assert type(good.text) is str and type(good.done) is bool
+    assert good.reward is None or (type(good.reward) is float and math.isfinite(good.reward))
+
+
+def get(url: str) -> object:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.load(answer)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_an_observation_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Observation(text="a").text = "b"  # type: ignore[misc]

@@ -1,0 +1,137 @@
+"""OpenEnv 0.10 itself: its client at our server, our client at its server, in an environment of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
+
+from holdfast.rl.environments.client import EnvironmentClient
+from holdfast.rl.environments.environment import Action
+from holdfast.rl.environments.errors import EnvironmentDied, EnvironmentFailed, EnvironmentRefused
+from holdfast.rl.environments.pool import EnvironmentPool
+from holdfast.rl.environments.session import EnvironmentSession
+from support.rl.environment_servers import run, server_process
+from support.source_tree import ROOT, TESTS
+
+PEER = ROOT / ".venv" / "peers" / "openenv" / "bin" / "python"
+PROGRAM = TESTS / "support" / "rl" / "openenv_peer.py"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PEER.exists(), reason="openenv is not installed: make openenv-peer"),
+]
+SEEDS = [0, 3, 7, 11]
+
+
+def ask_peer(*arguments: str) -> Any:
+    """What the peer's program prints."""
+    done = subprocess.run([PEER, PROGRAM, *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def openenv_server() -> Iterator[str]:
+    """The URL of a server of OpenEnv."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([PEER, PROGRAM, "serve", str(port)])
+    try:
+        deadline = time.monotonic() + 90.0
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1.0).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, "openenv's server does not start"
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def episode(session: EnvironmentSession, seed: int) -> list[Any]:
+    observation = await session.reset(seed)
+    texts, low, high = [observation.text], 1, 100
+    while not observation.done:
+        middle = (low + high) // 2
+        observation = await session.step(Action(fields={"number": middle}))
+        texts.append(observation.text)
+        low, high = (middle + 1, high) if texts[-1] == "higher" else (low, middle - 1)
+    return [texts, observation.reward]
+
+
+def test_both_clients_play_the_same_episodes_at_both_servers(openenv_server: str) -> None:
+    async def ours(url: str) -> list[Any]:
+        async with EnvironmentPool([url]) as pool, pool.session() as session:
+            return [await episode(session, seed) for seed in SEEDS]
+
+    with server_process("guess") as server:
+        played = [run(ours(url)) for url in (openenv_server, server.url)]
+        theirs = [ask_peer("play", url, *map(str, SEEDS)) for url in (openenv_server, server.url)]
+    assert all(each == played[0] for each in [*played, *[said["episodes"] for said in theirs]])
+    for said in theirs:
+        assert said["state"]["episode_id"] == f"e{SEEDS[-1]}"
+        assert said["state"]["step_count"] == len(said["episodes"][-1][0]) - 1
+    assert "EPISODE_OVER" in theirs[1]["after"], "openenv's own server steps on"
+
+
+def test_openenvs_refusals_are_typed(openenv_server: str) -> None:
+    async def body() -> None:
+        async with EnvironmentClient(openenv_server) as client:
+            await client.reset(0)
+            with pytest.raises(EnvironmentRefused, match="VALIDATION_ERROR"):
+                await client.step("no number")
+        clients = [EnvironmentClient(openenv_server) for _ in range(9)]
+        failed = 0
+        for client in clients:
+            try:
+                await client.reset(0)
+            except EnvironmentFailed as error:
+                assert error.kind == "busy"
+                failed += 1
+        for client in clients:
+            await client.close()
+        assert failed == 1, "it has eight places"
+
+    run(body())
+
+
+def test_a_death_of_openenvs_server_ends_our_session() -> None:
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        process = subprocess.Popen([PEER, PROGRAM, "serve", str(port)])
+        try:
+            async with EnvironmentPool([f"ws://127.0.0.1:{port}"], wait=90.0) as pool, pool.session() as session:
+                await session.reset(3)  # waits for the start
+                process.kill()
+                with pytest.raises(EnvironmentDied):
+                    await session.step(Action(fields={"number": 1}))
+        finally:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    run(body(), seconds=110.0)
+
+
+@pytest.mark.timeout(300)
+def test_ours_is_as_fast_as_openenv(openenv_server: str) -> None:
+    """Interleaved, with OpenEnv's client on both sides: the servers differ."""
+    with server_process("guess") as server:
+        ratios = []
+        for _ in range(2):
+            theirs, ours = (float(ask_peer("steps", url, "1", "4")) for url in (openenv_server, server.url))
+            ratios.append(ours / theirs)
+    print(f"steps/s of our server / openenv's, by openenv's client: {', '.join(f'{each:.2f}' for each in ratios)}")
+    assert max(ratios) > 0.9

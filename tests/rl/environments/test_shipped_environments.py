@@ -1,0 +1,269 @@
+"""The environments that are shipped: their rules, their names, and that a seed decides everything."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.rl.environments.builtin.arithmetic import ArithmeticEnvironment
+from holdfast.rl.environments.builtin.game_2048 import (
+    MOVES,
+    Board,
+    Game2048Environment,
+    add_tile,
+    possible_moves,
+    render,
+    slide,
+)
+from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.environment import Action, Observation
+from holdfast.rl.environments.errors import UnknownEnvironment
+from holdfast.rl.environments.registry import check_environment, environment_factory, names, register
+
+TILES = st.sampled_from([0, 0, 2, 4, 8, 16])
+BOARDS = st.integers(2, 5).flatmap(
+    lambda size: st.lists(st.lists(TILES, min_size=size, max_size=size).map(tuple), min_size=size, max_size=size).map(
+        tuple
+    )
+)
+TEXT = st.text(max_size=30)
+
+
+def turned(board: Board) -> Board:
+    """The board turned by a quarter, clockwise."""
+    return tuple(zip(*board[::-1], strict=True))
+
+
+def total(board: Board) -> int:
+    return sum(map(sum, board))
+
+
+@given(BOARDS, st.sampled_from(MOVES))
+def test_2048_a_move_keeps_the_sum_and_pays_what_it_merges(board: Board, move: Any) -> None:
+    after, gained = slide(board, move)
+    assert total(after) == total(board)
+    cells, merged = sum(tile > 0 for row in board for tile in row), sum(tile > 0 for row in after for tile in row)
+    assert (gained > 0) == (merged < cells)
+    assert gained % 4 == 0
+
+
+@given(BOARDS)
+def test_2048_moves_are_one_move_turned(board: Board) -> None:
+    left = slide(board, "left")
+    for move, quarters in (("up", 1), ("right", 2), ("down", 3)):
+        seen = board
+        for _ in range(4 - quarters):
+            seen = turned(seen)
+        after, gained = slide(seen, "left")
+        for _ in range(quarters):
+            after = turned(after)
+        assert slide(board, move) == (after, gained)  # type: ignore[arg-type]
+    assert left == slide(board, "left")
+
+
+@given(BOARDS)
+def test_2048_a_row_slides_without_gaps_and_merges_each_tile_once(board: Board) -> None:
+    for row, (after,) in ((row, slide((row,), "left")[0]) for row in board):
+        tiles, filled = [tile for tile in row if tile], [tile for tile in after if tile]
+        assert after == (*filled, *[0] * (len(row) - len(filled)))
+        expected = list[int]()
+        while tiles:
+            if len(tiles) > 1 and tiles[0] == tiles[1]:
+                expected.append(2 * tiles.pop(0))
+                tiles.pop(0)
+            else:
+                expected.append(tiles.pop(0))
+        assert filled == expected
+
+
+@given(BOARDS, st.randoms(use_true_random=False))
+def test_2048_a_new_tile_fills_one_empty_cell(board: Board, numbers: random.Random) -> None:
+    after = add_tile(board, numbers)
+    changed = [
+        (old, new)
+        for row, line in zip(board, after, strict=True)
+        for old, new in zip(row, line, strict=True)
+        if old != new
+    ]
+    assert changed == [] if all(map(all, board)) else changed in ([(0, 2)], [(0, 4)])
+
+
+@given(BOARDS)
+def test_2048_is_over_when_the_board_is_full_and_no_neighbours_are_equal(board: Board) -> None:
+    lines = [*board, *zip(*board, strict=True)]
+    stuck = all(map(all, board)) and not any(a == b for line in lines for a, b in pairwise(line))
+    empty = not any(map(any, board))
+    assert (possible_moves(board) == []) == (stuck or empty)
+
+
+@given(st.integers(0, 2**40), st.lists(st.sampled_from(MOVES), max_size=60))
+def test_2048_score_and_rewards_agree(seed: int, moves: list[str]) -> None:
+    game = Game2048Environment(goal=64)
+    observation, rewards = game.reset(seed), 0.0
+    for move in moves:
+        if observation.done:
+            break
+        before = observation.fields["board"]
+        observation = game.step(Action(f"I go {move}"))
+        rewards += observation.reward or 0.0
+        if observation.fields["board"] == before:
+            assert observation.reward == 0.0
+            assert observation.text.startswith("nothing moves")
+    assert rewards == pytest.approx(observation.fields["score"] / 64)
+    highest = max(map(max, observation.fields["board"]))
+    assert observation.done == (highest >= 64 or not observation.fields["moves"])
+
+
+def test_2048_takes_the_last_word_and_says_what_it_cannot_read() -> None:
+    game = Game2048Environment()
+    game.reset(0)
+    assert game.step(Action("sideways")).text.startswith("no move: write up, down, left or right\n")
+    boards = []
+    for action in (Action("not left, but UP"), Action(fields={"move": "up"})):
+        game.reset(5)
+        boards.append(game.step(action).fields["board"])
+    assert boards[0] == boards[1]
+    assert render(((2, 0), (16, 4))) == " 2  .\n16  4"
+
+
+@given(st.integers(0, 2**40), TEXT)
+def test_arithmetic_pays_the_right_sum_alone(seed: int, text: str) -> None:
+    environment = ArithmeticEnvironment(terms=4, digits=2)
+    question = environment.reset(seed)
+    answer = sum(map(int, question.text.removesuffix("=").split("+")))
+    assert environment.step(Action(f" {answer} is it")).reward == 1.0
+    environment.reset(seed)
+    observation = environment.step(Action(text))
+    assert observation.done
+    assert (observation.reward == 1.0) == (text.strip().startswith(str(answer)) and observation.text == "right")
+
+
+@given(st.integers(0, 2**40), st.lists(TEXT | st.integers(-5, 105).map(str), max_size=8))
+def test_guess_hints_lead_to_the_number_and_turns_run_out(seed: int, guesses: list[str]) -> None:
+    environment = GuessNumberEnvironment(high=100, turns=7)
+    low, high, left = 1, 100, 7
+    observation = environment.reset(seed)
+    for text in guesses:
+        if observation.done:
+            break
+        left -= 1
+        observation = environment.step(Action(text))
+        assert observation.fields == {"turns_left": left}
+        assert observation.done == (left == 0 or observation.text == "right")
+        if text.lstrip("-").isascii() and text.lstrip("-").isdigit():
+            low = max(low, int(text) + 1) if observation.text == "higher" else low
+            high = min(high, int(text) - 1) if observation.text == "lower" else high
+        assert low <= high
+
+
+NAMES = ["arithmetic", "arithmetic?terms=5&digits=3", "guess", "guess?high=1000&turns=12", "2048?size=3&goal=32", "mcp"]
+GYMNASIUM = ["gymnasium:CartPole-v1", "gymnasium:FrozenLake-v1", "gymnasium:Blackjack-v1", "gymnasium:Pendulum-v1"]
+TEXTARENA = ["textarena:GuessTheNumber-v0", "textarena:TicTacToe-v0?players=2", "textarena:GuessTheNumber-v0-raw"]
+
+
+def moves(seed: int) -> list[Action]:
+    numbers = random.Random(seed)
+    return [Action(f"[{numbers.randint(0, 8)}] {numbers.choice(MOVES)}") for _ in range(12)]
+
+
+def played(name: str, seed: int, *, disturbed: bool) -> list[Observation]:
+    """An episode of random actions, beside another one of the same environment if `disturbed`."""
+    environment, other = environment_factory(name)(), environment_factory(name)()
+    seen = [environment.reset(seed)]
+    if disturbed:
+        other.reset(seed + 1)
+        random.random()
+    for action in moves(seed):
+        if seen[-1].done:
+            break
+        seen.append(environment.step(action))
+        if disturbed:
+            other.reset(seed + 2)
+    environment.close()
+    other.close()
+    return seen
+
+
+@pytest.mark.parametrize("name", [*NAMES, *GYMNASIUM, *TEXTARENA])
+def test_an_episode_is_a_function_of_seed_and_actions(name: str) -> None:
+    needed = name.partition(":")[0]
+    if ":" in name:
+        pytest.importorskip(needed, reason=f"pip install 'holdfast[{needed}]'")
+    check_environment(name)
+    for seed in range(3):
+        assert played(name, seed, disturbed=False) == played(name, seed, disturbed=True)
+
+
+def test_textarena_leaves_the_random_numbers_of_the_program_alone() -> None:
+    pytest.importorskip("textarena", reason="pip install 'holdfast[textarena]'")
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    played("textarena:GuessTheNumber-v0", 3, disturbed=False)
+    assert random.random() == expected
+
+
+def test_textarena_gives_both_players_their_reward() -> None:
+    pytest.importorskip("textarena", reason="pip install 'holdfast[textarena]'")
+    game = environment_factory("textarena:TicTacToe-v0?players=2")()
+    observation = game.reset(0)
+    for cell in (4, 0, 1, 3, 7):
+        observation = game.step(Action(f"[{cell}]"))
+    assert observation.done
+    assert observation.reward == 1.0
+    assert observation.fields["rewards"] == {"0": 1.0, "1": -1.0}
+
+
+@given(TEXT | st.sampled_from(["[1]", "[[1, 2]]", "{}", "1e999", "[NaN]", "-1", "99999999999999999999", "[0.5]"]))
+def test_gymnasium_takes_any_text(text: str) -> None:
+    pytest.importorskip("gymnasium", reason="pip install 'holdfast[gymnasium]'")
+    for name in ("gymnasium:CartPole-v1", "gymnasium:Pendulum-v1"):
+        environment = environment_factory(name)()
+        environment.reset(0)
+        observation = environment.step(Action(text))
+        assert isinstance(observation.reward, float)
+        environment.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nothing", "there are 2048, arithmetic"),
+        ("guess?low=3", "there is no option 'low'; there are: high, turns"),
+        ("guess?high=many", "Expected `int`"),
+        ("guess?high=0", "must be positive"),
+        ("guess:what:ever", "Expected|takes"),
+        ("2048?goal=100", "a power of two"),
+        ("arithmetic?terms=1", "must be in 2 to 100"),
+        ("gymnasium", "name"),
+        ("gymnasium:NoSuch-v1", "NoSuch"),
+        ("textarena:NoSuch-v0", "NoSuch"),
+    ],
+)
+def test_a_name_that_is_no_environment_is_refused_before_anything_starts(name: str, why: str) -> None:
+    if name.startswith(("gymnasium", "textarena")):
+        pytest.importorskip(name.partition(":")[0])
+    with pytest.raises(UnknownEnvironment, match=why):
+        check_environment(name)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    monkeypatch.delitem(sys.modules, "holdfast.rl.environments.adapters.textarena", raising=False)
+    with pytest.raises(UnknownEnvironment, match=r"textarena is not installed: pip install 'holdfast\[textarena\]'"):
+        environment_factory("textarena:GuessTheNumber-v0")
+
+
+def test_environments_can_be_registered() -> None:
+    register("sums", ArithmeticEnvironment)
+    assert "sums" in names()
+    assert environment_factory("sums?terms=2")().reset(0).text.count("+") == 1
+    with pytest.raises(UnknownEnvironment, match="no colon"):
+        register("a:b", ArithmeticEnvironment)

@@ -1,0 +1,416 @@
+"""Completions are functions of request and weights; weights change between two tokens, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
+
+from holdfast.comms.errors import CorruptData
+from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.generators import errors
+from holdfast.rl.generators.drawing import draw, uniforms
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.settings import GeneratorSettings, Mode
+from holdfast.rl.generators.transformers_generator import TransformersGenerator
+from holdfast.store import StoreTimeout, WeightStore
+from support.rl.requests import greedy
+from support.waiting import eventually
+
+VOCABULARY = 17
+SMALL = {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
+LLAMA = SMALL | {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SOURCES = {
+    "llama": LLAMA,
+    "qwen2": LLAMA | {"model_type": "qwen2"},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 4},
+    "gpt2": SMALL | {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.3},
+}
+STRONG = {"initializer_range": 0.2}
+"""So that random weights prefer some tokens."""
+
+
+def source(kind: str = "llama", seed: int = 0) -> ModelSource:
+    return ModelSource(config=SOURCES[kind] | STRONG, seed=seed)
+
+
+def request(
+    *prompts: tuple[int, ...], samples: int = 1, seed: int = 0, tokens: int = 5, **more: Any
+) -> SamplingRequest:
+    count = len(prompts) * samples
+    settings = {"temperature": 1.0, "max_new_tokens": tokens} | more
+    return SamplingRequest(prompts=prompts, samples=samples, seeds=tuple(range(seed, seed + count)), **settings)
+
+
+def full_logprobs(model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float) -> list[float]:
+    """The log-probs of tokens after a prompt by one forward pass over all of them, without a cache."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    found = (logits / temperature).log_softmax(-1)
+    return found[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+
+
+class Generators:
+    """Opens generators, and closes all of them at the end."""
+
+    def __init__(self) -> None:
+        self._open: list[TransformersGenerator] = []
+
+    def __call__(self, *args: Any, between: Any = lambda: None, **options: Any) -> TransformersGenerator:
+        store = options.pop("store", None)
+        settings = GeneratorSettings(**{"timeout": 20.0} | options)
+        self._open.append(TransformersGenerator(*(args or (source(),)), store, settings, between))
+        return self._open[-1]
+
+    def close(self) -> None:
+        for each in self._open:
+            each.close()
+
+
+@pytest.fixture
+def generators() -> Iterator[Generators]:
+    found = Generators()
+    yield found
+    found.close()
+
+
+def run(generator: TransformersGenerator, *requests: SamplingRequest) -> list[list[Completion]]:
+    """The replies to requests that are all made at once."""
+
+    async def all_of_them() -> list[list[Completion]]:
+        return list(await asyncio.gather(*map(generator.generate, requests)))
+
+    return asyncio.run(all_of_them())
+
+
+# -- what a sample is
+
+
+@pytest.mark.parametrize("mode", ["fixed", "continuous"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_logprobs_are_those_of_a_full_forward_pass(generators: Generators, kind: str, mode: Mode) -> None:
+    generator = generators(source(kind), mode=mode, slots=3)
+    asked = request((3,), (1, 2, 3, 4, 5), (7, 8, 9), samples=4, tokens=9, temperature=0.8, stop=(2, 5))
+    model = source(kind).build()
+    [found] = run(generator, asked)
+    assert {each.finish for each in found} == {"stop", "length"}
+    for number, each in enumerate(found):
+        wanted = full_logprobs(model, asked.prompts[number // 4], each.tokens, 0.8)
+        assert each.logprobs == pytest.approx(wanted, abs=1e-5)
+        assert each.versions == (0,) * len(each.tokens)
+        assert (each.finish == "stop") == (each.tokens[-1] in asked.stop)
+        assert not set(each.tokens[:-1]) & set(asked.stop)
+        assert len(each.tokens) <= 9
+
+
+prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9).map(tuple)
+requests = st.builds(
+    lambda prompts, samples, seed, tokens, temperature, stop: request(
+        *prompts, samples=samples, seed=seed, tokens=tokens, temperature=temperature, stop=stop
+    ),
+    st.lists(prompts, min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(0, 1000),
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.lists(st.integers(0, VOCABULARY - 1), max_size=2).map(tuple),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(asked=st.lists(requests, min_size=1, max_size=4), slots=st.integers(1, 6))
+def test_a_running_batch_draws_what_each_request_alone_draws(asked: list[SamplingRequest], slots: int) -> None:
+    """Whatever else runs, whichever slots are free: the same tokens, and log-probs that differ by rounding only."""
+    alone, shared = TransformersGenerator(source()), None
+    try:
+        shared = TransformersGenerator(source(), None, GeneratorSettings(mode="continuous", slots=slots))
+        for one, other in zip(run(shared, *asked), run(alone, *asked), strict=True):
+            assert [each.tokens for each in one] == [each.tokens for each in other]
+            assert [each.finish for each in one] == [each.finish for each in other]
+            for mine, theirs in zip(one, other, strict=True):
+                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    finally:
+        alone.close()
+        if shared is not None:
+            shared.close()
+
+
+def test_a_fixed_batch_is_equal_to_the_bit_on_every_replica(generators: Generators) -> None:
+    asked = [request((1, 2), (3, 4, 5), samples=4, seed=seed, tokens=6) for seed in (0, 100)]
+    first = run(generators(), *asked)
+    torch.rand(5)
+    assert run(generators(), asked[1], asked[0]) == first[::-1]
+    assert first[0] != first[1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    logits=st.lists(st.lists(st.floats(-30, 30), min_size=6, max_size=6), min_size=1, max_size=4),
+    top_p=st.floats(0.01, 1.0),
+    temperature=st.floats(0.1, 4.0),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_a_drawn_token_is_in_the_nucleus(logits: Any, top_p: float, temperature: float, seed: int) -> None:
+    rows = torch.tensor(logits)
+    count = len(rows)
+    random = uniforms([seed] * count, 1)[:, 0]
+    tokens, logprobs = draw(rows, torch.full((count,), temperature), torch.full((count,), top_p), random)
+    whole = (rows / temperature).log_softmax(-1)
+    assert torch.equal(logprobs, whole.gather(1, tokens.unsqueeze(1)).squeeze(1)), "of the whole distribution"
+    for row, token in zip(whole.double().exp(), tokens.tolist(), strict=True):
+        likelier = row[row > row[token]].sum()
+        assert likelier < top_p + 1e-6
+    greedy, _ = draw(rows, torch.zeros(count), torch.full((count,), top_p), random)
+    assert torch.equal(greedy, rows.argmax(-1))
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(4000, -1)
+    tokens, _ = draw(logits, torch.ones(4000), torch.ones(4000), uniforms(range(4000), 1)[:, 0])
+    shares = torch.bincount(tokens, minlength=4) / 4000
+    assert shares.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.03)
+
+
+def test_evaluation_is_greedy(generators: Generators) -> None:
+    prompts = ((1, 2, 3), (4, 5))
+    found = asyncio.run(generators().generate(greedy(prompts, 4)))
+    model = source().build()
+    for prompt, each in zip(prompts, found, strict=True):
+        tokens = prompt
+        for _ in range(4):
+            tokens += (int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()),)
+        assert each.tokens == tokens[len(prompt) :]
+
+
+# -- versions of the weights
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> Iterator[WeightStore]:
+    with WeightStore(f"sqlite://{tmp_path}/weights.sqlite", replicas=1, keep=2) as found:
+        yield found
+
+
+def publish(store: WeightStore, version: int) -> None:
+    """Publish weights that are the model's with the seed `version`."""
+    store.publish(version, source(seed=version).build().state_dict())
+
+
+class Gate:
+    """Stops a generator between two tokens until it may go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.open.wait(20.0)
+
+
+@pytest.mark.parametrize("update", ["swap", "drain"])
+def test_weights_change_between_two_tokens_or_after_the_batch(
+    generators: Generators, store: WeightStore, update: str
+) -> None:
+    publish(store, 1)
+    gate = Gate()
+    generator = generators(source(), store=store.url, mode="continuous", weight_update=update, between=gate)
+    asked = request((1, 2, 3), samples=2, tokens=8)
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        assert await generator.catch_up() == 1
+        running = asyncio.create_task(generator.generate(asked))
+        await asyncio.to_thread(gate.reached.wait, 20.0)
+        publish(store, 2)
+        assert await generator.update(2) == 2
+        later = asyncio.create_task(generator.generate(asked))
+        while not (await generator.health()).waiting:
+            await asyncio.sleep(0.001)
+        gate.open.set()
+        return await running, await later
+
+    early, late = asyncio.run(scenario())
+    assert all(each.versions == (2,) * 8 for each in late)
+    for each in early:
+        assert each.versions == ((1,) + (2,) * 7 if update == "swap" else (1,) * 8)
+    assert generator.version == 2
+
+
+def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the_kept_cache(
+    generators: Generators, store: WeightStore
+) -> None:
+    """One token after the swap, whose keys of earlier tokens are of the weights before."""
+    publish(store, 1)
+    gate = Gate()
+    generator = generators(source(), store=store.url, mode="continuous", between=gate)
+
+    async def scenario() -> list[Completion]:
+        await generator.catch_up()
+        running = asyncio.create_task(generator.generate(request((1, 2, 3), tokens=2)))
+        await asyncio.to_thread(gate.reached.wait, 20.0)
+        publish(store, 2)
+        await generator.update(2)
+        gate.open.set()
+        return await running
+
+    [found] = asyncio.run(scenario())
+    old, new = source(seed=1).build(), source(seed=2).build()
+    assert found.versions == (1, 2)
+    assert found.logprobs[0] == pytest.approx(full_logprobs(old, (1, 2, 3), found.tokens, 1.0)[0], abs=1e-5)
+    with torch.no_grad():
+        kept = old(input_ids=torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+        logits = new(input_ids=torch.tensor([[found.tokens[0]]]), past_key_values=kept).logits[0, -1]
+    assert found.logprobs[1] == pytest.approx(float(logits.log_softmax(-1)[found.tokens[1]]), abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["fixed", "continuous"])
+def test_a_request_gets_exactly_the_version_that_it_names(
+    generators: Generators, store: WeightStore, mode: Mode
+) -> None:
+    """It waits for a version to come, goes back to one that is still there, and is refused one that is gone."""
+    generator = generators(source(), store=store.url, mode=mode, follow=False)
+    asked = {version: request((1, 2, 3), samples=3, version=version) for version in (1, 2, 3)}
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(generator.generate(asked[2]))
+        await asyncio.sleep(0)
+        publish(store, 1)
+        [one] = {each.versions[0] for each in await generator.generate(asked[1])}
+        assert one == 1 and not waiting.done()
+        publish(store, 2)
+        alone = TransformersGenerator(source(seed=2))
+        expected = await alone.generate(request((1, 2, 3), samples=3))
+        alone.close()
+        found = await waiting
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+        assert {each.versions for each in found} == {(2,) * 5}
+        assert {each.versions for each in await generator.generate(asked[1])} == {(1,) * 5}
+        publish(store, 3)
+        await generator.generate(asked[3])
+        await generator.generate(asked[2])
+        with pytest.raises(errors.VersionGone, match="version 1 of the weights is gone"):
+            await generator.generate(asked[1])
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_never_comes_is_a_timeout(generators: Generators, store: WeightStore) -> None:
+    publish(store, 1)
+    generator = generators(source(), store=store.url, follow=False, timeout=0.2)
+    with pytest.raises(StoreTimeout):
+        run(generator, request((1,), version=4))
+
+
+def test_a_generator_follows_the_store(generators: Generators, store: WeightStore) -> None:
+    generator = generators(source(), store=store.url)
+    with pytest.raises(errors.GeneratorNotReady, match="no version"):
+        run(generator, request((1,)))
+    for version in (1, 2, 3):
+        publish(store, version)
+    eventually(lambda: generator.version == 3, 20.0)
+    assert {each.versions for each in run(generator, request((1,), samples=2))[0]} == {(3,) * 5}
+
+
+@pytest.mark.parametrize("mode", ["fixed", "continuous"])
+def test_after_a_failed_update_it_is_not_ready_until_one_worked(
+    generators: Generators, store: WeightStore, mode: Mode, monkeypatch: Any
+) -> None:
+    publish(store, 1)
+    generator = generators(source(), store=store.url, follow=False, mode=mode)
+    asyncio.run(generator.catch_up())
+    before = run(generator, request((1, 2)))
+    publish(store, 2)
+
+    def broken(self: WeightStore, version: int, into: Any, **_: object) -> int:
+        next(iter(into.values())).zero_()
+        raise CorruptData("half of it came")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightStore, "get", broken)
+        with pytest.raises(CorruptData):
+            asyncio.run(generator.update(2))
+    with pytest.raises(errors.GeneratorNotReady, match="half of it came"):
+        run(generator, request((1, 2)))
+    assert not asyncio.run(generator.health()).ready
+    assert run(generator, request((1, 2), version=1)) == before, "a version that is whole here is served if it is named"
+    asyncio.run(generator.update(2))
+    assert {each.versions for each in run(generator, request((1, 2)))[0]} == {(2,) * 5}
+
+
+# -- what cannot be served
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (ModelSource(config=LLAMA, vocabulary=18), "it has 17 tokens, and its tokenizer 18"),
+        (ModelSource(), "neither"),
+        (ModelSource(path="/nowhere", config=LLAMA), "both"),
+        (ModelSource(config={"model_type": "unheard"}), "unheard"),
+        (ModelSource(config=LLAMA, dtype="int8"), "no floating type"),
+    ],
+)
+def test_a_model_that_cannot_serve_is_refused_at_the_start(wrong: ModelSource, says: str) -> None:
+    with pytest.raises(errors.ModelMisfit, match=says):
+        TransformersGenerator(wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [(request((1,) * 30), "make 35 tokens"), (request((1, 17)), "token 17"), (request((1, 90)), "90")],
+)
+def test_a_request_that_the_model_cannot_serve_is_refused(
+    generators: Generators, asked: SamplingRequest, says: str
+) -> None:
+    generator = generators()
+    with pytest.raises(errors.BadRequest, match=says):
+        run(generator, asked)
+    assert run(generator, request((1, 2)))[0]
+
+
+def test_open_requests_end_when_the_generator_is_closed(generators: Generators) -> None:
+    gate = Gate()
+    generator = generators(source(), mode="continuous", between=gate)
+
+    async def scenario() -> None:
+        open_ones = [asyncio.create_task(generator.generate(request((1,), tokens=20))) for _ in range(2)]
+        await asyncio.to_thread(gate.reached.wait, 20.0)
+        closing = asyncio.create_task(asyncio.to_thread(generator.close))
+        gate.open.set()
+        await closing
+        for each in open_ones:
+            with pytest.raises(errors.GeneratorClosed):
+                await each
+        with pytest.raises(errors.GeneratorClosed):
+            await generator.generate(request((1,)))
+
+    asyncio.run(scenario())
+
+
+def test_an_error_inside_a_generation_is_the_requests_error_alone(generators: Generators) -> None:
+    for mode in ("fixed", "continuous"):
+        failing = [True]
+
+        def between(failing: list[bool] = failing) -> None:
+            if failing:
+                raise CorruptData("a fault between two tokens")
+
+        generator = generators(source(), mode=mode, between=between)
+        with pytest.raises(CorruptData):
+            run(generator, request((1, 2)))
+        failing.clear()
+        assert run(generator, request((1, 2)))[0]

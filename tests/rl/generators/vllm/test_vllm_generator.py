@@ -1,0 +1,232 @@
+"""A vLLM replica in an interpreter of its own draws what transformers would, and never with a mixture of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
+
+from holdfast.rl.config.extra_environment import ExtraNotInstalled, extra_python
+from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.engine.errors import ActorDied, EndpointFailed
+from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.vllm.settings import VllmSettings
+from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
+from holdfast.store import WeightStore
+from support.rl.requests import greedy
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SMALL = {
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "initializer_range": 0.2,
+}
+PROMPTS = ((3, 4, 5), (6,), (7, 8, 9, 10), (11, 12))
+CALL = 200.0
+"""Seconds that a call may take on a busy machine."""
+
+
+@pytest.fixture
+def python() -> str:
+    """The interpreter that has vLLM."""
+    try:
+        return str(extra_python("vllm"))
+    except ExtraNotInstalled:
+        pytest.skip("vllm is not installed: make extra-vllm")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[WeightStore]:
+    with WeightStore(f"sqlite://{tmp_path}/register.sqlite", replicas=1) as found:
+        yield found
+
+
+class Trainer:
+    """A transformers model that changes, and publishes each version."""
+
+    def __init__(self, store: WeightStore, kind: str = "llama", **config: Any) -> None:
+        self.source = ModelSource(config=SMALL | {"model_type": kind} | config)
+        self.model, self._store, self.version = self.source.build(), store, -1
+
+    def publish(self, leave_out: str = "") -> int:
+        """Change all weights, and publish them; without one tensor, if it is named."""
+        self.version += 1
+        torch.manual_seed(self.version)
+        with torch.no_grad():
+            for each in self.model.parameters():
+                each.add_(torch.randn_like(each) * 0.1)
+        state = self.model.state_dict()
+        self._store.publish(self.version, {name: each for name, each in state.items() if name != leave_out})
+        return self.version
+
+    @torch.no_grad()
+    def greedy(self, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The likeliest tokens after a prompt, without a cache."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tuple(tokens[len(prompt) :])
+
+    @torch.no_grad()
+    def logprobs(self, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float) -> torch.Tensor:
+        """The log-probs of tokens after a prompt."""
+        logits = self.model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+@asynccontextmanager
+async def replica(python: str, store: WeightStore, trainer: Trainer, **settings: Any) -> AsyncIterator[Any]:
+    """A generator's process."""
+    async with LocalEngine() as engine:
+        chosen = VllmSettings(timeout=CALL / 2, cache=0.05, **settings)
+        yield await engine.start("vllm", VllmGenerator, trainer.source, store.url, chosen, python=python)
+
+
+def request(*prompts: tuple[int, ...], **more: Any) -> SamplingRequest:
+    chosen = {"samples": 1, "max_new_tokens": 12, "temperature": 0.0, **more}
+    return SamplingRequest(prompts=prompts, seeds=tuple(range(len(prompts) * chosen["samples"])), **chosen)
+
+
+async def check_like_transformers(process: Any, trainer: Trainer) -> None:
+    """Greedy tokens are equal; drawn tokens have the log-probs that transformers gives them."""
+    found: list[Completion] = await process.call("generate", greedy(PROMPTS, 12), timeout=CALL)
+    for prompt, each in zip(PROMPTS, found, strict=True):
+        assert each.tokens == trainer.greedy(prompt, 12)
+    drawn: list[Completion] = await process.call(
+        "generate", request(*PROMPTS, samples=3, temperature=0.7, version=trainer.version), timeout=CALL
+    )
+    assert len({each.tokens for each in drawn}) > len(PROMPTS)
+    for index, each in enumerate(drawn):
+        wanted = trainer.logprobs(PROMPTS[index // 3], each.tokens, 0.7)
+        assert torch.allclose(torch.tensor(each.logprobs), wanted, atol=1e-4)
+        assert (each.versions, each.finish) == ((trainer.version,) * 12, "length")
+
+
+@pytest.mark.parametrize(
+    "kind, ranks",
+    [("llama", 1), ("qwen2", 1), ("qwen3", 1), ("llama", 2)],
+    ids=["llama", "qwen2", "qwen3", "two-ranks"],
+)
+def test_each_version_is_drawn_from_as_by_transformers(kind: str, ranks: int, python: str, store: WeightStore) -> None:
+    trainer = Trainer(store, kind, tie_word_embeddings=kind != "llama")
+
+    async def main() -> None:
+        async with replica(python, store, trainer, tensor_parallel=ranks) as process:
+            for _ in range(3):
+                assert await process.call("update", trainer.publish(), timeout=CALL) == trainer.version
+                await check_like_transformers(process, trainer)
+            stop = trainer.greedy(PROMPTS[0], 12)[4]
+            (ended,) = await process.call("generate", greedy(PROMPTS[:1], 12, (stop,)), timeout=CALL)
+            assert (ended.tokens[-1], ended.finish) == (stop, "stop")
+
+    asyncio.run(main())
+
+
+def test_after_a_failed_update_nothing_is_drawn_until_a_whole_one_worked(python: str, store: WeightStore) -> None:
+    trainer = Trainer(store)
+
+    async def main() -> None:
+        async with replica(python, store, trainer) as process:
+            with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*no version"):
+                await process.call("generate", request(*PROMPTS), timeout=CALL)
+            await process.call("update", trainer.publish(), timeout=CALL)
+            running = asyncio.create_task(
+                process.call("generate", request(*PROMPTS, max_new_tokens=58, samples=8, temperature=1.0), timeout=CALL)
+            )
+            broken = trainer.publish(leave_out="model.norm.weight")
+            with pytest.raises(EndpointFailed, match=f"UpdateFailed.*version {broken}.*model.norm.weight"):
+                await process.call("update", broken, timeout=CALL)
+            await asyncio.wait([running])
+            assert running.exception() is None or "GeneratorNotReady" in str(running.exception())
+            health = await process.call("health", timeout=CALL)
+            assert (health.ready, health.version, health.running) == (False, 0, 0)
+            with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*its last update failed"):
+                await process.call("generate", request(*PROMPTS), timeout=CALL)
+            await process.call("update", trainer.publish(), timeout=CALL)
+            await check_like_transformers(process, trainer)
+            with pytest.raises(EndpointFailed, match=r"VersionGone.*version 0"):
+                await process.call("generate", request(*PROMPTS, version=0), timeout=CALL)
+            with pytest.raises(EndpointFailed, match=r"BadRequest.*65 tokens"):
+                await process.call("generate", request((1,) * 5, max_new_tokens=60), timeout=CALL)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("on_update", ["keep", "wait", "abort"])
+def test_an_update_treats_running_samples_as_it_was_told(on_update: str, python: str, store: WeightStore) -> None:
+    trainer = Trainer(store, max_position_embeddings=2048)
+    long = request(*PROMPTS, max_new_tokens=2000)
+
+    async def main() -> None:
+        async with replica(python, store, trainer, on_update=on_update) as process:
+            await process.call("update", trainer.publish(), timeout=CALL)
+            running = asyncio.create_task(process.call("generate", long, timeout=CALL))
+            while (await process.call("health", timeout=CALL)).running < len(PROMPTS):
+                await asyncio.sleep(0.01)
+            await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
+            await process.call("update", trainer.publish(), timeout=CALL)
+            for each in await running:
+                if on_update == "keep":
+                    assert (len(each.tokens), each.finish, each.versions[0], each.versions[-1]) == (
+                        2000,
+                        "length",
+                        0,
+                        1,
+                    )
+                    assert list(each.versions) == sorted(each.versions)
+                elif on_update == "wait":
+                    assert (each.finish, each.versions) == ("length", (0,) * 2000)
+                else:
+                    assert (each.finish, set(each.versions)) == ("aborted", {0})
+            (after, *_) = await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
+            assert (after.tokens, after.versions) == (trainer.greedy(PROMPTS[0], 5), (1,) * 5)
+
+    asyncio.run(main())
+
+
+def test_no_process_of_a_killed_replica_is_left(python: str, store: WeightStore) -> None:
+    trainer = Trainer(store)
+
+    async def main() -> list[psutil.Process]:
+        async with replica(python, store, trainer) as process:
+            await process.call("update", trainer.publish(), timeout=CALL)
+            below = psutil.Process(process.pid).children(recursive=True)
+            os.kill(process.pid, signal.SIGKILL)
+            return below
+
+    below = asyncio.run(main())
+    assert below
+    eventually(lambda: not any(each.is_running() for each in below), 60.0)
+
+
+def test_a_replica_whose_engine_was_killed_ends_too(python: str, store: WeightStore) -> None:
+    trainer = Trainer(store)
+
+    async def main() -> None:
+        async with replica(python, store, trainer) as process:
+            await process.call("update", trainer.publish(), timeout=CALL)
+            (engine,) = (each for each in psutil.Process(process.pid).children() if "EngineCore" in str(each.cmdline()))
+            engine.kill()
+            with pytest.raises(ActorDied):
+                await process.call("generate", request(*PROMPTS), timeout=CALL)
+
+    asyncio.run(main())

@@ -1,0 +1,129 @@
+"""What each worker of vLLM reads from the store: its slices, joined as vLLM joins them. Needs no vLLM."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from holdfast.comms.errors import Mismatch, Unsupported
+from holdfast.rl.generators.vllm.completions import completion_of
+from holdfast.rl.generators.vllm.settings import VllmSettings
+from holdfast.rl.generators.vllm.staged_weights import StagedWeights
+from holdfast.store import WeightStore
+
+WIDTH = 4
+"""The width of a head."""
+
+
+def model_of(kind: str, heads: int, keys: int, tied: bool) -> Any:
+    """A transformers model of a kind that vLLM has, with random weights."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=70,
+        hidden_size=heads * WIDTH,
+        head_dim=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(heads * keys)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def of_worker(state: dict[str, torch.Tensor], keys: int, rank: int, size: int) -> dict[str, torch.Tensor]:
+    """What tensor-parallel rank `rank` of vLLM makes of a checkpoint: written anew, without the store."""
+
+    def part(name: str, count: int = size, index: int = rank, dim: int = 0) -> torch.Tensor:
+        return state[name].chunk(count, dim)[index]
+
+    found = {}
+    copies = max(size // keys, 1)
+    for name, whole in state.items():
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows = math.ceil(len(whole) / 64) * 64
+            padded = torch.cat([whole, torch.zeros(rows - len(whole), whole.shape[1])])
+            found[name] = padded.chunk(size)[rank]
+        elif ".q_proj." in name:
+            others = [part(name.replace("q_proj", f"{x}_proj"), size // copies, rank // copies) for x in "kv"]
+            found[name.replace("q_proj", "qkv_proj")] = torch.cat([part(name), *others])
+        elif ".gate_proj." in name:
+            joined = torch.cat([part(name), part(name.replace("gate_proj", "up_proj"))])
+            found[name.replace("gate_proj", "gate_up_proj")] = joined
+        elif "o_proj" in name or "down_proj" in name:
+            found[name] = part(name, dim=1)
+        elif "_proj" not in name:
+            found[name] = whole
+    return found
+
+
+@given(st.sampled_from(["llama", "qwen2", "qwen3"]), st.sampled_from([(4, 4), (4, 2), (4, 1), (8, 2)]), st.booleans())
+@settings(max_examples=12)
+def test_every_worker_gets_its_slices_joined_as_vllm_has_them(kind: str, heads: tuple[int, int], tied: bool) -> None:
+    model = model_of(kind, *heads, tied)
+    state = {name: each.detach() for name, each in model.state_dict().items()}
+    with WeightStore("memory://vllm-workers") as store:
+        store.publish(1, state)
+        for size in (1, 2, 4):
+            for rank in range(size):
+                wanted = of_worker(state, heads[1], rank, size)
+                staged = StagedWeights(
+                    {name: each.to("meta") for name, each in wanted.items()}, model.config, rank, size
+                )
+                staged.pull(store, 1, 10.0)
+                assert staged.tensors.keys() == wanted.keys()
+                assert [name for name, each in wanted.items() if not torch.equal(staged.tensors[name], each)] == []
+
+
+def test_a_version_that_is_no_model_of_this_kind_is_refused_with_the_names_that_are_missing() -> None:
+    model = model_of("llama", 4, 2, False)
+    state = {name: each.detach() for name, each in model.state_dict().items()}
+    wanted = of_worker(state, 2, 0, 2)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    with WeightStore("memory://vllm-missing") as store:
+        store.publish(1, state)
+        staged = StagedWeights(wanted, model.config, 0, 2)
+        with pytest.raises(Mismatch, match=r"model.layers.1.mlp.gate_up_proj.weight"):
+            staged.pull(store, 1, 10.0)
+
+
+def test_models_and_ranks_that_have_no_plan_are_refused() -> None:
+    with pytest.raises(Unsupported, match="the layout of gpt2 in vLLM"):
+        StagedWeights({}, AutoConfig.for_model("gpt2"))
+    with pytest.raises(ValueError, match="3 tensor-parallel ranks cannot share 4 heads"):
+        StagedWeights({}, model_of("llama", 4, 2, False).config, 0, 3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=4))
+def test_each_token_of_a_completion_has_the_version_that_drew_it(spans: list[tuple[int, int]]) -> None:
+    versions = [version for version, count in spans for _ in range(count)]
+    starts = [sum(count for _, count in spans[:index]) for index in range(len(spans) + 1)]
+    output = SimpleNamespace(
+        token_ids=list(range(len(versions))),
+        logprobs=[{index: SimpleNamespace(logprob=-float(index))} for index in range(len(versions))],
+        weight_versions=[
+            SimpleNamespace(version=str(version), start=start, end=end)
+            for (version, _), start, end in zip(spans, starts, starts[1:], strict=False)
+        ],
+        finish_reason="abort",
+    )
+    completion = completion_of(output)
+    assert completion.versions == tuple(versions)
+    assert (completion.finish, completion.logprobs) == ("aborted", tuple(-float(each) for each in completion.tokens))
+
+
+@pytest.mark.parametrize("wrong", [{"on_update": "swap"}, {"slots": 0}, {"tensor_parallel": 0}, {"timeout": 0}])
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+        VllmSettings(**wrong)

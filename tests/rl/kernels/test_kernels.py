@@ -1,0 +1,98 @@
+"""All kernels compute what torch's ops do, within the stated errors; the dispatch takes them where they fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms.tensors.kernel_choice import Implementation, KernelChoice
+from holdfast.rl.kernels import dispatch, eager, group_advantages, token_logprobs
+from support.source_tree import TESTS
+from support.weights.peers import site_of
+
+BOUNDS = {"gradient of float16 logits": 2**-10, "gradient of bfloat16 logits": 2**-7}
+"""A unit in the last place of the dtype of the logits; everything else is float32."""
+FLOAT32_BOUND = 1e-5
+
+
+def run_program(*arguments: str, packages: tuple[str, ...], **environment: str) -> Any:
+    """What a program of `kernel_programs` prints, in a process that can import some packages."""
+    sites = [site_of(package) for package in packages]
+    if None in sites:
+        pytest.skip(f"needs {' and '.join(packages)}: make peers")
+    path = os.pathsep.join([str(TESTS), *filter(None, sites)])
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-m", "support.rl.kernel_programs", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment | {"PYTHONPATH": path},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("language", ["triton", "helion"])
+def test_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
+    """In the interpreter of the language, on CPU memory. The two refuse each other, so each has a process."""
+    packages = ("triton",) if language == "triton" else ("triton", "helion")
+    errors = run_program("compare", language, packages=packages, **{f"{language.upper()}_INTERPRET": "1"})
+    assert len(errors) == 9
+    assert not {name: error for name, error in errors.items() if error > BOUNDS.get(name, FLOAT32_BOUND)}
+
+
+@pytest.mark.timeout(320)
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """Triton's for an H100 down to machine code; Helion's to Triton, with the configurations that are kept in files."""
+    assert len(run_program("compile", packages=("triton", "helion"), TRITON_CACHE_DIR=str(tmp_path))) == 8
+
+
+def test_the_cpu_and_double_precision_get_torchs_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits that these formulas had before there was a choice."""
+    monkeypatch.setattr(dispatch, "LEAST", 0)
+    logits, tokens = torch.randn(4, 3, 11), torch.randint(0, 11, (4, 3))
+    predicted = (logits.float() / 0.7).log_softmax(-1)
+    chosen, entropies = token_logprobs(logits, tokens, 0.7, entropies=True)
+    assert torch.equal(chosen, predicted.gather(2, tokens.unsqueeze(2)).squeeze(2))
+    assert entropies is not None
+    assert torch.equal(entropies, -(predicted.exp() * predicted).sum(-1))
+    assert token_logprobs(logits, tokens)[1] is None
+    assert group_advantages(torch.tensor([[0.1, 0.1, 0.1]]), normalise=True).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_a_choice_takes_the_first_implementation_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 3)
+    choice = KernelChoice(
+        Implementation(lambda: "missing", "cuda", "no_such_package_of_kernels"),
+        Implementation(lambda: "fused", "cuda", "torch", least=100),
+        Implementation(lambda: "reference"),
+    )
+    assert [choice.of(gpu, elements) for elements in (99, 100)] == ["reference", "fused"]
+    assert choice.of(cpu, 1000) == "reference"
+    with pytest.raises(ValueError, match="must serve every device"):
+        KernelChoice(Implementation(lambda: "fused", "cuda"))
+
+
+def test_the_dispatch_hands_large_calls_to_the_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def loads() -> Any:
+        return SimpleNamespace(advantages_forward=lambda rewards, normalise: asked.append(("advantages", len(rewards))))
+
+    choice: KernelChoice[Any] = KernelChoice(Implementation(loads, least=8), Implementation(lambda: None))
+    monkeypatch.setattr(dispatch, "CHOICE", choice)
+    group_advantages(torch.rand(4, 2), normalise=True)
+    assert asked == [("advantages", 4)]
+    for rewards in (torch.rand(3, 2), torch.rand(4, 2, dtype=torch.float64)):
+        assert torch.equal(group_advantages(rewards, normalise=False), eager.group_advantages(rewards, normalise=False))
+    assert len(asked) == 1

@@ -1,0 +1,165 @@
+"""Runs that play in an environment: its servers die, stop and hang, and the weights have the same bits."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
+
+from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.environments.errors import UnknownEnvironment
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import EpisodeFailed, Evaluated, ProcessStarted, StepTrained
+from support.rl.monarch import start_monarch_once
+from support.rl.training_runs import Killer, run
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 8
+TEXT = f"""
+steps = {STEPS}
+[environment]
+name = "guess"
+arguments = {{ high = 5, turns = 3 }}
+servers = 1
+sessions = 8
+timeout = 20.0
+[algorithm]
+mode = "synchronous"
+groups = 4
+staleness = 0
+[sampling]
+group = 4
+max_new_tokens = 1
+[trainer]
+replicas = 1
+spares = 0
+strategy = "ddp"
+[generator]
+replicas = 1
+[store]
+holders = 1
+copies = 1
+[engine]
+kind = "local"
+[evaluation]
+every = 4
+prompts = 6
+[telemetry]
+episodes = 16
+"""
+
+
+def configured(**overrides: object) -> RunConfig:
+    given = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    return parse_config(TEXT, "test", given)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunDirectory]:
+    """The digest of the last weights of a run in the driver's process, and its directory."""
+    path = tmp_path_factory.mktemp("run")
+    return run(configured(environment__servers=0, environment__sessions=16), path).digest, RunDirectory(path)
+
+
+def test_a_group_is_of_several_turns_and_learns_from_the_tokens_of_the_policy_alone(
+    undisturbed: tuple[str, RunDirectory],
+) -> None:
+    _, directory = undisturbed
+    groups = list(directory.groups())
+    assert sorted(group.number for group in groups) == list(range(4 * STEPS))
+    for group in groups:
+        assert {each.prompt for each in group.episodes} == {group.prompt}
+        assert group.prompt.text == "guess a number from 1 to 5"
+        for each in group.episodes:
+            assert sum(each.mask) == each.turns <= 3, "a token a turn"
+            assert each.reward == 1.0 if each.turns < 3 else each.reward in (0.0, 1.0)
+            drawn = {version for version, mine in zip(each.versions, each.mask, strict=True) if mine}
+            assert drawn == {group.number // 4}, "of the version of the step"
+    assert [event.version for event in directory.events() if isinstance(event, Evaluated)] == [0, 4, 8]
+
+
+@pytest.mark.parametrize("kind", ["local", "monarch"])
+def test_the_weights_have_the_same_bits_when_servers_are_killed_and_stopped(
+    tmp_path: Path, undisturbed: tuple[str, RunDirectory], kind: str
+) -> None:
+    """There is one server: what dies with it goes on in the next, after the same actions."""
+    killer = Killer({1: ("environment", signal.SIGKILL), 4: ("environment", signal.SIGSTOP)})
+    engine: Any = LocalEngine if kind == "local" else start_monarch_once()
+    result = run(configured(), tmp_path, killer, engine)
+    digest, quiet = undisturbed
+    assert result.digest == digest
+    assert list(RunDirectory(tmp_path).groups()) == list(quiet.groups()), "no prompt is skipped, or trained twice"
+    assert len(killer.struck) == 2 and set(killer.struck) <= killer.lost
+    started = [each for each in RunDirectory(tmp_path).events() if isinstance(each, ProcessStarted)]
+    replaced = [each.replaces for each in started if each.role == "environment"]
+    assert replaced == ["", *killer.struck], "each is replaced by the next"
+    trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, StepTrained)]
+    assert trained == list(range(STEPS))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"environment__name": "chess"}, "environment 'chess.*': there are 2048, arithmetic, coder"),
+        ({"environment__arguments": "{deep=3}"}, "there is no option 'deep'; there are: high, turns"),
+        ({"environment__arguments": "{high=0}"}, "high=0 and turns=7 must be positive"),
+        (
+            {
+                "environment__servers": 0,
+                "environment__arguments": "{}",
+                "environment__addresses": '["ws://127.0.0.1:9"]',
+            },
+            "environment 'guess': no server of it can be used: connect of environment ws://127.0.0.1:9",
+        ),
+        ({"environment__max_tokens": 10}, "its first observation is 27 tokens long"),
+    ],
+)
+def test_an_environment_that_is_not_there_is_named_before_anything_starts(
+    tmp_path: Path, overrides: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UnknownEnvironment, match=words):
+        run(configured(**overrides), tmp_path)
+    roles = Counter(each.role for each in RunDirectory(tmp_path).events() if isinstance(each, ProcessStarted))
+    assert roles.keys() <= {"driver", "environment"}
+
+
+FLAWED = """
+import time
+from pathlib import Path
+from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.environment import Observation
+
+class Flawed(GuessNumberEnvironment):
+    def step(self, action):
+        observation = super().step(action)
+        if self._secret == 1:
+            return Observation(text="?", reward=float("nan"))
+        try:
+            Path(__file__).with_name("hung").touch(exist_ok=False)
+        except FileExistsError:
+            return observation
+        time.sleep(600.0)
+"""
+
+
+def test_an_environment_of_ones_own_that_lies_or_hangs_costs_its_episodes_alone(tmp_path: Path) -> None:
+    """It lies of one secret number of five, and hangs once: there another session goes on."""
+    (tmp_path / "flawed.py").write_text(FLAWED)
+    config = configured(environment__name=f"python:{tmp_path}/flawed.py:Flawed", environment__timeout=3.0, steps=4)
+    run(config, tmp_path / "run")
+    directory = RunDirectory(tmp_path / "run")
+    failed = [event for event in directory.events() if isinstance(event, EpisodeFailed)]
+    assert any("no answer for" in event.reason for event in failed if event.again)
+    assert all("no finite number" in event.reason for event in failed if not event.again)
+    left_out = {event.prompt for event in failed if not event.again}
+    trained = sorted(group.number for group in directory.groups())
+    assert len(set(trained)) == 16 and left_out and not left_out & set(trained)
+    assert trained[-1] < 16 + len(left_out), "each prompt is trained, or one whose environment lied"

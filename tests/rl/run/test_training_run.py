@@ -1,0 +1,169 @@
+"""A whole run on real processes: equal to the bit with and without faults, and whoever dies, the driver included."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.rl.config.errors import ConfigChanged
+from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.export.saved_versions import SavedVersions
+from holdfast.rl.export.version_evaluation import evaluate_source
+from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import Event, ProcessStarted, RunResumed, StepTrained
+from holdfast.rl.trainers.weights_digest import weights_digest
+from support.rl.monarch import start_monarch_once
+from support.rl.training_runs import Killer, run
+from support.waiting import becomes_true
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 12
+TEXT = f"""
+steps = {STEPS}
+[model]
+warmup_steps = 4
+warmup_batch = 64
+[algorithm]
+mode = "synchronous"
+groups = 8
+staleness = 0
+[sampling]
+group = 4
+max_new_tokens = 2
+batch = 4
+[trainer]
+replicas = 2
+spares = 1
+strategy = "ddp"
+[engine]
+kind = "local"
+[evaluation]
+every = 6
+prompts = 16
+[checkpoint]
+every = 3
+[telemetry]
+episodes = 32
+"""
+
+
+def configured(**overrides: object) -> RunConfig:
+    """The configuration of these tests, with overrides such as `trainer__replicas=1`."""
+    given = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    return parse_config(TEXT, "test", given)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; its parent may have died without taking note of that."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the last weights of a run without faults on one trainer."""
+    return run(configured(trainer__replicas=1, trainer__spares=0), tmp_path_factory.mktemp("run")).digest
+
+
+@pytest.mark.parametrize(("strategy", "replicas"), [("ddp", 3), ("fsdp2", 2)])
+def test_the_weights_are_equal_to_the_bit_on_any_number_of_trainers(
+    tmp_path: Path, undisturbed: str, strategy: str, replicas: int
+) -> None:
+    config = configured(trainer__strategy=strategy, trainer__replicas=replicas, trainer__spares=0)
+    result = run(config, tmp_path)
+    assert result.digest == undisturbed
+    saved = SavedVersions(config, RunDirectory(tmp_path))
+    last = saved.find("latest")
+    assert last == STEPS and weights_digest(saved.model(last).state_dict()) == undisturbed, (
+        "the checkpoint has them too"
+    )
+    best = asyncio.run(evaluate_source(config, saved.source(saved.find("best"), tmp_path / "scratch")))
+    assert result.best is not None and (saved.best, best.reward) == (result.best.version, result.best.reward)
+
+
+@pytest.mark.parametrize("kind", ["local", "monarch"])
+def test_the_weights_are_equal_to_the_bit_after_kills_in_every_role(
+    tmp_path: Path, undisturbed: str, kind: str
+) -> None:
+    killer = Killer({2: ("trainer", 9), 4: ("generator", 9), 6: ("holder", 9), 8: ("generator", int(signal.SIGSTOP))})
+    engine: Any = LocalEngine if kind == "local" else start_monarch_once()
+    result = run(configured(), tmp_path, killer, engine)
+    assert result.digest == undisturbed
+    assert len(killer.struck) == 4 and set(killer.struck) <= killer.lost
+    trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, StepTrained)]
+    assert trained == list(range(STEPS)), "no step is lost, and none is trained twice"
+
+
+@pytest.mark.parametrize("point", ["loop.before_step:1", "loop.after_step:6", "loop.after_update:8"])
+def test_a_driver_that_dies_at_any_point_is_resumed_to_the_same_bits(
+    tmp_path: Path, undisturbed: str, point: str
+) -> None:
+    """Its processes die with it. On resuming, there is one trainer more."""
+    file = tmp_path / "run.toml"
+    file.write_text(TEXT)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "holdfast.harness.cli.app",
+        "rl",
+        "train",
+        str(file),
+        "-d",
+        str(tmp_path / "run"),
+    ]
+    killed = subprocess.run(
+        command, env={**os.environ, "HOLDFAST_FAULT": f"{point}:-1"}, capture_output=True, text=True, timeout=120
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    events = list(RunDirectory(tmp_path / "run").events())
+    for started in [event for event in events if isinstance(event, ProcessStarted)]:
+        becomes_true(lambda pid=started.pid: is_gone(pid), 20.0)
+    result = run(configured(trainer__replicas=3), tmp_path / "run")
+    assert result.digest == undisturbed
+    resumed = [event.step for event in RunDirectory(tmp_path / "run").events() if isinstance(event, RunResumed)]
+    name, step = point.split(":")
+    done = int(step) + (name != "loop.before_step")
+    assert resumed in ([done // 3 * 3], [(done - 1) // 3 * 3]), "the newest checkpoint that was whole"
+
+
+def test_asynchronous_groups_are_never_staler_than_the_bound_and_each_prompt_is_trained_once(tmp_path: Path) -> None:
+    """A generator dies on the way, and its requests go to others."""
+    config = configured(algorithm__mode="asynchronous", algorithm__staleness=2)
+    killer = Killer({3: ("generator", 9), 7: ("trainer", 9)})
+    run(config, tmp_path, killer)
+    assert len(killer.struck) == 2
+    steps = [event for event in RunDirectory(tmp_path).events() if isinstance(event, StepTrained)]
+    assert [event.step for event in steps] == list(range(STEPS))
+    assert max(behind for event in steps for behind in event.staleness) <= 2
+    numbers = [group.number for group in RunDirectory(tmp_path).groups()]
+    assert len(numbers) == len(set(numbers)) == 8 * STEPS
+
+
+def test_a_run_is_not_resumed_with_a_configuration_that_gives_other_weights(tmp_path: Path) -> None:
+    config = configured(steps=3)
+    run(config, tmp_path)
+    with pytest.raises(ConfigChanged, match=r"trainer\.rate"):
+        run(configured(steps=3, trainer__rate=1e-3), tmp_path)
+
+
+def test_a_run_whose_processes_die_again_and_again_fails_with_the_reason(tmp_path: Path) -> None:
+    def kill_trainers(event: Event) -> None:
+        if isinstance(event, ProcessStarted) and event.role == "trainer":
+            os.kill(event.pid, signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match=r"trainers were lost.*SIGKILL"):
+        run(configured(engine__restarts=3), tmp_path, kill_trainers)

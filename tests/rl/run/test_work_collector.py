@@ -1,0 +1,118 @@
+"""What the processes of a run do becomes events: spans with their processor time, and the time of each process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.harness.cli.app import app
+from holdfast.harness.training.run_facts import RunFacts
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessStarted
+from holdfast.rl.run.run_status import RunStatus, TrainerRow, write_status
+from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.run.work_collector import WorkCollector
+from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
+from holdfast.rl.work_log import WorkLog, WorkReport
+from support.rl.console import WIDE
+
+
+def spin(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_a_span_has_the_processor_time_of_its_own_thread_also_if_it_fails() -> None:
+    log = WorkLog()
+
+    def wait() -> None:
+        with log.doing("publish", 3):
+            other.wait(30.0)
+
+    other = threading.Event()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with pytest.raises(ZeroDivisionError), log.doing("generate", 7):
+        spin(0.05)
+        raise ZeroDivisionError
+    other.set()
+    thread.join()
+    spans = {span.what: span for span in log.report().spans}
+    assert spans["generate"].number == 7 and spans["generate"].cpu >= 0.05
+    assert spans["publish"].cpu < 0.05 <= spans["publish"].seconds, "waiting is no processor time"
+    assert log.report().spans == (), "each span is reported once"
+
+
+def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, said = WorkLog(), list[int]()
+
+    async def trainers() -> Mapping[str, WorkReport]:
+        return {"trainer-0": log.report()}
+
+    async def generators() -> Mapping[str, WorkReport]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def then() -> None:
+        said.append(1)
+
+    async def body() -> None:
+        roles = {"trainer": trainers, "generator": generators}
+        async with WorkCollector(telemetry, roles, then).collecting():
+            with log.doing("forward_backward", 1):
+                spin(0.02)
+
+    monkeypatch.setattr("holdfast.rl.run.work_collector.SECONDS", 0.05)
+    with RunDirectory(tmp_path).open() as directory:
+        telemetry = RunTelemetry(directory)
+        telemetry.emit(ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=1))
+        asyncio.run(body())
+        events = list(directory.events())
+    [span] = [each for each in events if isinstance(each, Activity)]
+    assert (span.process, span.what, span.number) == ("trainer-0", "forward_backward", 1) and span.cpu >= 0.02
+    times = [each.process for each in events if isinstance(each, ProcessorTime)]
+    assert times.count("driver") == times.count("trainer-0") == len(said) >= 2
+    facts = RunFacts.of(events)
+    [use] = [each for each in facts.processor_uses() if each.role == "trainer"]
+    assert dict(use.work) == {"forward_backward": span.cpu} and use.seconds >= span.cpu
+    assert [each.role for each in facts.uses()] == ["trainer"]
+    share = facts.model_share()
+    assert share is not None and 0 < share <= 1
+
+
+def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: Path) -> None:
+    replica = ReplicaStatus(
+        name="generator-4", slot=0, host="", pids=(123,), health="ready", load=2, version=6, restarts=3
+    )
+    service = ServiceStatus(
+        name="generator", version=6, replicas=(replica,), queued=5, calls=90, retried=4, overloaded=0, lost=3
+    )
+    rows = [(0, "trainer-0"), (None, "trainer-1")]
+    trainers = tuple(
+        TrainerRow(name=name, pid=9, rank=rank, epoch=2, committed=6, newest_batch=7) for rank, name in rows
+    )
+    for age, ended, words in ((0.0, False, "running"), (60.0, False, "last heard 1 min"), (60.0, True, "ended")):
+        status = RunStatus(
+            time=time.time() - age,
+            driver=1,
+            step=6,
+            steps=40,
+            trainers=trainers,
+            services=(service,),
+            ended=ended,
+        )
+        write_status(RunDirectory(tmp_path).status_file, status)
+        shown = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE)
+        assert shown.exit_code == 0 and words in shown.output
+        for part in ("step 6 of 40", "rank 0, epoch 2", "spare", "generator-4", "5 queued", "3 replicas lost"):
+            assert part in shown.output
+    assert '"restarts": 3' in CliRunner().invoke(app, ["top", str(tmp_path), "--json"]).output

@@ -1,0 +1,181 @@
+"""Unit tests of untrusted solutions: right answers pass, and no other way to pass was found."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.rl.environments.sandbox import (
+    CallTest,
+    Limits,
+    OutputTest,
+    Sandbox,
+    SandboxError,
+    parse_asserts,
+    run_tests,
+)
+from holdfast.rl.environments.sandbox.inside.execute import encode
+from holdfast.rl.environments.sandbox.values import equals
+
+SECRET = 987654321987654321
+TESTS = (CallTest("f", (2,), SECRET), CallTest("f", (3,), SECRET + 1))
+LIMITS = Limits(cpu_seconds=1.0, wall_seconds=20.0)
+
+CHEATS = {
+    "exit at once": "import os; os._exit(0)",
+    "exit in the call": "import os\ndef f(x): os._exit(0)",
+    "SystemExit": "def f(x): raise SystemExit(0)",
+    "an object that equals all": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
+    "an int that equals all": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A(1)",
+    "an int with another text": "class A(int):\n    __repr__ = __str__ = lambda self: '987654321987654321'\n"
+    "def f(x): return A(1)",
+    "patched equality": "import operator, builtins\noperator.eq = builtins.all = lambda *_: True\ndef f(x): return 1",
+    "patched json": "import json\njson.dumps = lambda value: 'true'\ndef f(x): return 1",
+    "patched unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef f(x): return 1",
+    "no assertions": "import builtins\nclass A(Exception): pass\nbuiltins.AssertionError = A\ndef f(x): return 1",
+    "a trace function": "import sys\nsys.settrace(lambda *_: None)\ndef f(x): return 1",
+    "a verdict on every descriptor": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'{\"status\": 0}')\n"
+    "    except OSError: pass\nos._exit(0)",
+    "a verdict at the exit": "import atexit, os\natexit.register(os.write, 3, b'true')\ndef f(x): return 1",
+    "search the frames": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+    "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+    "            if isinstance(value, int) and value > 10**17: return value\n        frame = frame.f_back",
+    "search the memory": "import gc, re\ndef f(x):\n    for thing in gc.get_objects():\n"
+    "        text = str(thing)[:10**6]\n        found = re.search('98765[0-9]{13}', text)\n"
+    "        if found: return int(found[0])",
+    "read the tests": "import glob\n"
+    "def f(x): return [open(name).read() for name in glob.glob('/**/*test*', recursive=True)]",
+    "answers of the test before": "import os\ndef f(x):\n    if os.path.exists('a'): return int(open('a').read())\n"
+    "    open('a', 'w').write('987654321987654321'[::-1])",
+    "a child that passes": "import os\nif os.fork() == 0: os.write(3, b'true'); os._exit(0)\nos._exit(0)",
+    "another entry point": "import sys\nsys.modules['solution'] = object()\nglobals().clear()",
+    "print the word": "print('PASSED 2/2 OK')\ndef f(x): print('PASSED')",
+    "end the first process": "import os\ndef f(x): os.kill(1, 9); os.kill(os.getppid(), 15)",
+    "an endless generator": "def f(x):\n    while True: yield 1",
+    "very deep": "def f(x):\n    for _ in range(10**5): x = [x]\n    return x",
+    "very long": "def f(x): return 'x' * 10**7",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_cheat_passes_no_test(cheat: str, sandbox: Sandbox) -> None:
+    assert run_tests(CHEATS[cheat], TESTS, LIMITS, sandbox=sandbox).passed == 0
+    printed = (OutputTest("2\n", f"{SECRET}\n"),)
+    assert run_tests(CHEATS[cheat], printed, LIMITS, sandbox=sandbox).passed == 0
+
+
+def test_the_reward_is_the_share_of_tests_that_passed(sandbox: Sandbox) -> None:
+    tests = [CallTest("double", (x,), 2 * x) for x in range(4)]
+    result = run_tests("def double(x):\n    return 2 * x if x else None", tests, sandbox=sandbox)
+    assert [verdict.passed for verdict in result.verdicts] == [False, True, True, True]
+    assert result.fraction == 0.75
+
+
+def test_a_program_is_judged_by_what_it_prints(sandbox: Sandbox) -> None:
+    tests = [OutputTest("1 2\n", "3"), OutputTest("5 5\n", "10\n"), OutputTest("1 1\n", "3")]
+    result = run_tests("print(sum(map(int, input().split())), ' ')", tests, sandbox=sandbox)
+    assert [verdict.passed for verdict in result.verdicts] == [True, True, False]
+
+
+def test_what_fails_says_why(sandbox: Sandbox) -> None:
+    verdict = run_tests("def f(x): return 1 / 0", TESTS[:1], sandbox=sandbox).verdicts[0]
+    assert (verdict.reason, verdict.message) == ("error", "ZeroDivisionError: division by zero")
+
+
+def test_a_right_answer_from_a_run_that_fails_does_not_count(sandbox: Sandbox) -> None:
+    code = "import os, atexit\natexit.register(os._exit, 3)\ndef f(x): return x"
+    assert run_tests(code, [CallTest("f", (1,), 1)], sandbox=sandbox).passed == 0
+
+
+def test_an_endless_loop_costs_two_timeouts_and_not_one_for_each_test(sandbox: Sandbox) -> None:
+    limits = Limits(cpu_seconds=0.2, wall_seconds=20.0)
+    result = run_tests("while True: pass", [CallTest("f", (i,), i) for i in range(50)], limits, sandbox=sandbox)
+    assert [verdict.reason for verdict in result.verdicts] == ["timeout"] * 2 + [None] * 48
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+        | st.sets(st.integers() | st.text(), max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(plain)
+def test_a_value_equals_itself_after_the_way_out(value: object) -> None:
+    assert equals(json.dumps(encode(value)).encode(), value)
+
+
+@given(plain, plain)
+def test_values_are_equal_as_python_compares_them(one: object, other: object) -> None:
+    close = isinstance(one, float | int) and isinstance(other, float | int) and math.isclose(one, other, abs_tol=1e-12)
+    if one == other:
+        assert equals(json.dumps(encode(one)).encode(), other)
+    elif not close and "float" not in json.dumps([encode(one), encode(other)]):
+        assert not equals(json.dumps(encode(one)).encode(), other)
+
+
+@given(st.binary() | st.text(alphabet='[]{}"intdcsefloab0123,x.-').map(str.encode), plain)
+def test_no_text_of_a_run_harms_the_comparison(text: bytes, expected: object) -> None:
+    assert equals(text, expected) in (True, False)
+
+
+def test_hostile_values_are_compared_in_time() -> None:
+    assert not equals(b"[" * 500_000, [])
+    assert not equals(b'["int", "' + b"9" * 900_000 + b'"]', 1)
+    colliding = json.dumps(["set", [["int", hex(i * (2**61 - 1))] for i in range(30_000)]]).encode()
+    assert not equals(colliding, {1})
+
+
+@settings(max_examples=10, deadline=None)
+@given(value=plain)
+def test_every_plain_argument_arrives(sandbox: Sandbox, value: object) -> None:
+    assert run_tests("def f(x): return x", [CallTest("f", (value,), value)], sandbox=sandbox).passed == 1
+
+
+def test_assertions_of_a_data_set_become_tests() -> None:
+    source = "assert f(1, [2]) == 3\nassert (1, 2) == g('a')\nassert not h(1.5)\nassert h(-2)\nassert h() is None"
+    assert parse_asserts(source) == (
+        CallTest("f", (1, [2]), 3),
+        CallTest("g", ("a",), (1, 2)),
+        CallTest("h", (1.5,), False),
+        CallTest("h", (-2,), True),
+        CallTest("h", (), None),
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert abs(f(1) - 2) < 0.1",
+        "assert f(x) == 2",
+        "assert f(1) == g(1)",
+        "f(1)",
+        "assert f(a=1) == 2",
+        "assert 1 +",
+    ],
+)
+def test_an_assertion_that_cannot_be_judged_outside_is_refused(line: str) -> None:
+    with pytest.raises(SandboxError, match=r"line 2 of the tests"):
+        parse_asserts("assert f(1) == 2\n" + line)
+
+
+def test_no_tests_is_an_error(sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxError, match="got no test"):
+        run_tests("", [], sandbox=sandbox)
+
+
+@pytest.mark.parametrize("value", [object(), [len], {"a": 1j}, CallTest("f", (), 1)])
+def test_a_test_that_could_never_pass_is_refused(value: object) -> None:
+    with pytest.raises(SandboxError, match="cannot be compared from outside"):
+        CallTest("f", (), value)
+    with pytest.raises(SandboxError, match="cannot be compared from outside"):
+        CallTest("f", (value,), 1)

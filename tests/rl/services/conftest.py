@@ -1,0 +1,17 @@
+"""Engines, each in turn, under services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.rl.engine.engine import Engine
+from holdfast.rl.engine.local import LocalEngine
+from support.rl.monarch import start_monarch_once
+
+
+@pytest.fixture(params=["local", "monarch"])
+def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """A function that makes an engine."""
+    return LocalEngine if request.param == "local" else start_monarch_once()

@@ -1,0 +1,121 @@
+"""The parts of services that need no process: routing, options, GPUs, metrics."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.services.errors import NotEnoughGpus
+from holdfast.rl.services.gpus import GpuPool, gpus_of
+from holdfast.rl.services.metrics import ServiceMetrics
+from holdfast.rl.services.options import ServiceOptions
+from holdfast.rl.services.replica import ServiceReplica
+from holdfast.rl.services.routing import RouteChoice, Router
+from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
+
+SLOTS = st.integers(1, 8)
+
+
+def replicas(count: int, concurrency: int = 4) -> list[ServiceReplica]:
+    """Replicas that are ready, without processes."""
+    options = ServiceOptions(concurrency=concurrency)
+    found = [ServiceReplica(f"policy-{slot}", slot, options, (), lambda replica, served: None) for slot in range(count)]
+    for each in found:
+        each.health = "ready"
+    return found
+
+
+@given(SLOTS, st.integers(1, 5), st.lists(st.sampled_from(["least_loaded", "round_robin"]), max_size=60))
+def test_no_replica_has_too_many_calls_and_none_is_idle_while_calls_wait(
+    count: int, concurrency: int, policies: list[Any]
+) -> None:
+    ready, router = replicas(count, concurrency), Router()
+    for given_out, policy in enumerate(policies):
+        found = router.choose(ready, RouteChoice(policy=policy))
+        assert (found is None) == (given_out >= count * concurrency)
+        assert max(each.load for each in ready) <= concurrency
+    if set(policies) == {"least_loaded"}:
+        assert max(each.load for each in ready) - min(each.load for each in ready) <= 1
+
+
+@given(st.integers(2, 8), st.lists(st.integers(), min_size=1, max_size=50), st.data())
+def test_only_the_keys_of_a_lost_replica_move(count: int, keys: list[int], data: st.DataObject) -> None:
+    def homes(among: list[ServiceReplica]) -> dict[int, int]:
+        router = Router()
+        return {key: chosen.slot for key in keys if (chosen := router.choose(among, RouteChoice(key=key))) is not None}
+
+    before = homes(replicas(count, 1000))
+    lost = data.draw(st.integers(0, count - 1))
+    after = homes([each for each in replicas(count, 1000) if each.slot != lost])
+    assert all(after[key] == home for key, home in before.items() if home != lost)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_replicas": 0}, "num_replicas=0"),
+        ({"tries": 0}, "tries=0"),
+        ({"silence": 0.0}, "silence=0.0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"deadline": -1.0}, "deadline=-1.0"),
+        ({"with_gpus": True, "hosts": ("tcp://a:1",)}, "this host alone"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ServiceOptions(**wrong)
+
+
+@given(st.integers(0, 8), st.lists(st.integers(0, 4)))
+def test_no_gpu_is_given_out_twice(count: int, wishes: list[int]) -> None:
+    devices = tuple(map(str, range(count)))
+    pool, taken = GpuPool(devices), list[str]()
+    for wish in wishes:
+        try:
+            taken += pool.take(wish)
+        except NotEnoughGpus as error:
+            assert (error.need, error.free) == (wish, count - len(taken)) and wish > error.free
+    assert len(set(taken)) == len(taken)
+    pool.give_back(tuple(taken))
+    assert sorted(pool.take(count)) == sorted(devices)
+
+
+def test_the_services_of_an_engine_share_the_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    engine = LocalEngine(tmp_path)
+    assert gpus_of(engine).take(1) == ("3",) and gpus_of(engine).take(1) == ("5",)
+    with pytest.raises(NotEnoughGpus, match="1 GPU"):
+        gpus_of(engine).take(1)
+    assert gpus_of(LocalEngine(tmp_path)).take(2) == ("3", "5")
+
+
+def test_metrics_show_services_and_replicas() -> None:
+    pytest.importorskip("prometheus_client", reason="pip install 'holdfast[metrics]'")
+    replica = ReplicaStatus(
+        name="policy-1.2", slot=1, host="", pids=(7,), health="ready", load=3, version=None, restarts=2
+    )
+    status = ServiceStatus(
+        name="policy", version=4, replicas=(replica,), queued=5, calls=60, retried=7, overloaded=8, lost=2
+    )
+    metrics = ServiceMetrics("0", lambda: (status,))
+    try:
+        with urllib.request.urlopen(metrics.url, timeout=30.0) as answer:
+            lines = answer.read().decode().splitlines()
+    finally:
+        metrics.close()
+    assert {
+        'holdfast_service_calls_total{service="policy"} 60.0',
+        'holdfast_service_lost_total{service="policy"} 2.0',
+        'holdfast_service_queued{service="policy"} 5.0',
+        'holdfast_service_version{service="policy"} 4.0',
+        'holdfast_replica_ready{replica="1",service="policy"} 1.0',
+        'holdfast_replica_load{replica="1",service="policy"} 3.0',
+        'holdfast_replica_restarts{replica="1",service="policy"} 2.0',
+        'holdfast_replica_version{replica="1",service="policy"} -1.0',
+    } <= set(lines)

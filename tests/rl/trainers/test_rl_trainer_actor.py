@@ -1,0 +1,218 @@
+"""A trainer actor and a generator in one process: batches by number, reports once, errors with their cause."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
+
+from holdfast.comms.system.keys import create_key
+from holdfast.rl.config.objective import objective
+from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.episode import Episode, Group, Prompt, SamplingRequest
+from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.transformers_generator import TransformersGenerator
+from holdfast.rl.trainers import errors
+from holdfast.rl.trainers.best_version import BestVersion
+from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
+from holdfast.rl.trainers.trainer_actor import TrainerActor
+from holdfast.rl.trainers.trainer_group import TrainerGroup
+from holdfast.store import WeightStore
+
+SOURCE = ModelSource(
+    config={
+        "model_type": "llama",
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
+)
+RIGHT = 7
+
+
+def settings_of(**more: Any) -> TrainerSettings:
+    given = {"batches": 12, "shards": 2, "layout": "replicated", "schedule": RateSchedule(rate=0.03)}
+    return TrainerSettings(source=SOURCE, objective=objective("grpo"), **{**given, **more})
+
+
+class InProcess:
+    """A trainer that is called without a process between."""
+
+    def __init__(self, actor: TrainerActor) -> None:
+        self.actor = actor
+
+    async def call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
+        return await getattr(self.actor, method)(*args)
+
+
+class Site:
+    """The job and the store of a test; opens trainers and generators, and closes them at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        create_key(folder / "key")
+        self.url = f"sqlite://{folder}/weights.sqlite"
+        self.store = WeightStore(self.url, replicas=1, keep=20)
+        self._jobs = 0
+        self._open: list[Any] = []
+
+    def trainer(self, settings: TrainerSettings) -> TrainerActor:
+        self._jobs += 1
+        session = {
+            "job": f"job-{self._jobs}",
+            "register": f"sqlite://{self._folder}/job-{self._jobs}.sqlite",
+            "key_file": str(self._folder / "key"),
+            "backend": "shm",
+            "size": 1,
+        }
+        self._open.append(TrainerActor(settings, self.url, session, replicas=1, keep=20))
+        return self._open[-1]
+
+    def generator(self) -> TransformersGenerator:
+        self._open.append(TransformersGenerator(SOURCE, self.url))
+        return self._open[-1]
+
+    def close(self) -> None:
+        for each in reversed(self._open):
+            each.close()
+        self.store.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    found = Site(tmp_path)
+    yield found
+    found.close()
+
+
+async def batch_for(generator: TransformersGenerator, step: int, version: int | None = None) -> Batch:
+    """Two groups of eight tokens; the reward is for each token `RIGHT`."""
+    prompts = ((1, 2), (3,))
+    seeds = tuple(range(100 * step, 100 * step + 16))
+    asked = SamplingRequest(prompts=prompts, samples=8, seeds=seeds, max_new_tokens=2, temperature=1.0, version=version)
+    found = await generator.generate(asked)
+    groups = []
+    for number, tokens in enumerate(prompts):
+        prompt = Prompt(number=2 * step + number, tokens=tokens)
+        episodes = tuple(
+            Episode(
+                prompt=prompt,
+                tokens=each.tokens,
+                logprobs=each.logprobs,
+                versions=each.versions,
+                mask=(True,) * len(each.tokens),
+                reward=float(each.tokens.count(RIGHT)),
+                finish=each.finish,
+            )
+            for each in found[8 * number : 8 * number + 8]
+        )
+        groups.append(Group(number=prompt.number, prompt=prompt, episodes=episodes))
+    after = BufferState(rule=StalenessRule(groups=2), batch=step + 1, begun=2 * step + 2)
+    return Batch(step=step, groups=tuple(groups), after=after)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "fsdp2"])
+def test_a_policy_learns_what_is_rewarded(site: Site, layout: str) -> None:
+    """Each batch is drawn with exactly the version before it; rewards rise; the last version is served as trained."""
+    settings = settings_of(layout=layout, batches=12)
+
+    async def scenario() -> list[float]:
+        trainer, generator = site.trainer(settings), site.generator()
+        group = TrainerGroup((ConnectionError,), timeout=60.0)
+        group.add(InProcess(trainer))
+        await trainer.begin()
+        position = await group.position()
+        assert (position.step, position.buffer) == (0, None)
+        rewards = []
+        for step in range(settings.batches):
+            batch = await batch_for(generator, step, version=step)
+            rewards.append(sum(each.reward for one in batch.groups for each in one.episodes) / 32)
+            report = await group.step(batch)
+            assert (report.step, report.version) == (step, step + 1)
+            assert report.figures["gradient_norm"] >= 0.0
+            assert await trainer.train(batch) == report, "a batch is trained on once"
+        digest = await trainer.finished()
+        assert len(digest) == 32
+        assert await generator.update(settings.steps) == settings.steps
+        status = await trainer.status()
+        assert (status.committed, status.ended) == (settings.steps, True)
+        with pytest.raises(errors.TrainerEnded, match="all batches are committed"):
+            await trainer.train(await batch_for(generator, settings.steps))
+        return rewards
+
+    rewards = asyncio.run(scenario())
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5, rewards
+
+
+def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path: Path) -> None:
+    settings = settings_of(batches=6, checkpoint=str(tmp_path / "saved"), checkpoint_every=2)
+
+    async def scenario() -> None:
+        first, generator = site.trainer(settings), site.generator()
+        await first.begin()
+        batches = []
+        for step in range(3):
+            batches.append(await batch_for(generator, step, version=step))
+            await first.train(batches[-1])
+        await asyncio.to_thread(first.close)
+        with pytest.raises(errors.TrainerEnded, match="it was closed"):
+            await first.finished()
+        second = site.trainer(msgspec.structs.replace(settings, batches=3))
+        await second.begin()
+        position = await second.position()
+        assert (position.step, position.buffer) == (2, batches[1].after)
+        assert (await second.train(batches[2])).version == 3
+        await second.finished()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) -> None:
+    async def scenario() -> None:
+        trainer, generator = site.trainer(settings_of()), site.generator()
+        await trainer.begin()
+        batch = await batch_for(generator, 0, version=0)
+        group = batch.groups[0]
+        huge = msgspec.structs.replace(group.episodes[0], reward=-5.0, logprobs=(-1e30,) * 2)
+        group = msgspec.structs.replace(group, episodes=(huge, *group.episodes[1:]))
+        with pytest.raises(errors.TrainerEnded, match="nothing is committed") as caught:
+            await trainer.train(msgspec.structs.replace(batch, groups=(group,)))
+        assert isinstance(caught.value.__cause__, errors.NonFiniteLoss)
+        assert site.store.versions() == [0]
+
+    asyncio.run(scenario())
+
+
+def test_the_best_version_is_kept_on_disk(site: Site, tmp_path: Path) -> None:
+    """As a folder that a generator loads; the one before goes, and a version that is not the best is let go."""
+    states = {version: ModelSource(config=SOURCE.config, seed=version).build().state_dict() for version in range(3)}
+
+    async def scenario() -> None:
+        best = BestVersion(site.store, tmp_path / "best", SOURCE)
+        assert best.folder is None
+        for version, reward in ((0, 0.1), (1, 0.9), (2, 0.3)):
+            site.store.publish(version, states[version])
+            await best.hold(version)
+            if version == 2:
+                await best.release(version)
+            else:
+                await best.keep_best(version, reward)
+        again = BestVersion(site.store, tmp_path / "best", SOURCE)
+        assert (again.version, again.reward) == (1, 0.9)
+        assert again.folder is not None
+        loaded = ModelSource(path=str(again.folder)).build().state_dict()
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in states[1].items())
+        assert len(list((tmp_path / "best").iterdir())) == 2, "one folder and the record"
+
+    asyncio.run(scenario())

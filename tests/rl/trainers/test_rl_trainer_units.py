@@ -1,0 +1,211 @@
+"""The parts of a trainer by themselves: division of batches, norms, handover, adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms.errors import HoldfastError, Revoked
+from holdfast.harness import LocalCluster
+from holdfast.rl.algorithms.protocols import StepReport
+from holdfast.rl.config.objective import Objective
+from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.trainers import errors
+from holdfast.rl.trainers.batch_inbox import BatchInbox
+from holdfast.rl.trainers.layouts import clip_factor, sharded_norm
+from holdfast.rl.trainers.settings import RateSchedule
+from holdfast.rl.trainers.trainer_group import TrainerGroup
+from holdfast.rl.trainers.update_tokens import updates_of
+from support.torch_groups import in_group
+
+
+def group_of(number: int, episodes: int) -> Group:
+    prompt = Prompt(number=number, tokens=(1,) * (1 + number % 3))
+    return Group(
+        number=number,
+        prompt=prompt,
+        episodes=tuple(
+            Episode(
+                prompt=prompt,
+                tokens=(number, at),
+                logprobs=(-1.0, -2.0),
+                versions=(0, 0),
+                mask=(True, at % 2 == 0),
+                reward=1.0,
+                finish="stop",
+            )
+            for at in range(episodes)
+        ),
+    )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    shards=st.integers(1, 6),
+    micro_batch=st.integers(0, 3),
+    updates=st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_every_episode_is_in_one_forward(sizes: list[int], shards: int, micro_batch: int, updates: int) -> None:
+    """All shards of an update have equally many forwards, none of them larger than `micro_batch`."""
+    if len(sizes) < updates:
+        updates = 1
+    groups = [group_of(number, size) for number, size in enumerate(sizes)]
+    seen: list[tuple[int, ...]] = []
+    for update in updates_of(groups, updates, Objective()):
+        forwards = [update.shard(shard, shards, micro_batch) for shard in range(shards)]
+        assert len({len(each) for each in forwards}) == 1
+        for forward in (each for shard in forwards for each in shard):
+            assert not micro_batch or len(forward.tokens) <= micro_batch
+            assert forward.tokens.shape[1] == forward.inputs.mask.shape[1] + 1 == int(forward.attention.sum(1).max())
+            if forward.inputs.mask.any():
+                seen += [tuple(row[kept].tolist()) for row, kept in zip(forward.tokens, forward.attention, strict=True)]
+    assert seen == [each.prompt.tokens + each.tokens for group in groups for each in group.episodes]
+
+
+def batch_of(step: int) -> Batch:
+    return Batch(step=step, groups=(group_of(step, 1),), after=BufferState(rule=StalenessRule(groups=1)))
+
+
+def test_the_learning_rate_rises_then_falls() -> None:
+    schedule = RateSchedule(rate=1.0, warmup=4, decay=8, floor=0.5)
+    assert [schedule.at(update) for update in (0, 1, 4, 8, 100)] == [0.25, 0.5 * (1 - 0.5 / 8), 0.75, 0.5, 0.5]
+    assert RateSchedule(rate=1.0).at(1000) == 1.0
+    assert clip_factor(5.0, 1.0) == pytest.approx(0.2, rel=1e-5) and clip_factor(0.5, 1.0) == clip_factor(9.0, 0) == 1.0
+
+
+def test_a_sharded_norm_has_the_same_bits_on_any_number_of_ranks(tmp_path: Any) -> None:
+    shapes = [(7, 13), (1, 300), (2,), (5, 3, 2), (3, 1000)]
+
+    def norm(size: int) -> set[str]:
+        def body(rank: int, size: int) -> Any:
+            import torch.distributed as dist
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import Shard, distribute_tensor
+
+            random = torch.Generator().manual_seed(0)
+            mesh = init_device_mesh("cpu", (size,))
+            whole = [torch.randn(shape, generator=random) for shape in shapes]
+            sharded = [distribute_tensor(each, mesh, [Shard(0)]) for each in whole]
+            group: Any = dist.group.WORLD
+            found = sharded_norm(sharded, group.communicator)
+            assert found == pytest.approx(float(torch.cat([each.flatten() for each in whole]).norm()), rel=1e-5)
+            return found.hex()
+
+        (tmp_path / str(size)).mkdir()
+        with LocalCluster(size, "shm") as cluster:
+            return set(in_group(cluster, tmp_path / str(size), body))
+
+    assert norm(1) == norm(2) == norm(3)
+
+
+def test_a_batch_stays_until_it_is_too_old() -> None:
+    inbox = BatchInbox()
+    with pytest.raises(errors.NoBatch, match=r"the batch of step 0 did not come .* none has come"):
+        inbox.take(0, lambda: None, 0.0)
+    for number in range(3):
+        inbox.put(batch_of(number))
+    assert inbox.newest == 2
+    for number in (1, 2, 1):
+        assert inbox.take(number, lambda: None, 0.0).step == number
+    with pytest.raises(errors.NoBatch, match="the newest is that of step 2"):
+        inbox.take(0, lambda: None, 0.01)
+
+
+def test_a_wait_for_a_batch_ends_with_its_epoch() -> None:
+    def over() -> None:
+        raise Revoked(1, "a member died")
+
+    with pytest.raises(Revoked):
+        BatchInbox().take(0, over, 20.0)
+
+
+def test_a_wait_for_a_batch_ends_when_it_comes() -> None:
+    inbox = BatchInbox()
+    timer = threading.Timer(0.02, inbox.put, (batch_of(7),))
+    timer.start()
+    assert inbox.take(7, lambda: None, 20.0).step == 7
+    timer.join()
+
+
+# -- the group of trainers, as the algorithm sees it
+
+
+class Gone(HoldfastError):
+    """A call to a process that died."""
+
+
+class Trainer:
+    """A process whose call does what its script says for each batch."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script, self.batches = list(script), []
+
+    async def call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
+        assert method == "train"
+        [batch] = args
+        self.batches.append(batch.step)
+        act = self.script.pop(0) if self.script else "waits"
+        if isinstance(act, Exception):
+            raise act
+        if act == "waits":
+            await asyncio.Event().wait()
+        if act == "is a spare":
+            return None
+        return StepReport(step=batch.step, version=batch.step + 1)
+
+
+def group_with(*trainers: Trainer, **options: Any) -> TrainerGroup:
+    found = TrainerGroup((Gone,), **{"timeout": 20.0, "patience": 0.05} | options)
+    for each in trainers:
+        found.add(each)
+    return found
+
+
+def versions(group: TrainerGroup, batches: int) -> Sequence[int]:
+    async def steps() -> list[int]:
+        return [(await group.step(batch_of(number))).version for number in range(batches)]
+
+    return asyncio.run(steps())
+
+
+def test_a_step_is_reported_once_whoever_dies() -> None:
+    spare = Trainer("is a spare", "waits", "trains")
+    dying, other = Trainer("trains", Gone("killed")), Trainer("waits", "trains", "waits")
+    group = group_with(dying, other, spare)
+    assert versions(group, 3) == [1, 2, 3]
+    assert (dying.batches, other.batches, spare.batches) == ([0, 1], [0, 1, 2], [0, 1, 2])
+
+
+def test_a_trainer_that_is_added_gets_the_current_batch() -> None:
+    group = group_with(Trainer(Gone("killed")), patience=20.0)
+    late = Trainer("trains")
+
+    async def scenario() -> None:
+        step = asyncio.create_task(group.step(batch_of(0)))
+        await asyncio.sleep(0.01)
+        group.add(late)
+        assert (await step).version == 1
+
+    asyncio.run(scenario())
+    assert late.batches == [0]
+
+
+def test_a_step_without_trainers_is_an_error_that_says_how_they_ended() -> None:
+    with pytest.raises(errors.TrainersLost, match="no trainer is left for step 0: killed"):
+        versions(group_with(Trainer(Gone("killed"))), 1)
+
+
+def test_an_error_of_the_step_itself_is_raised() -> None:
+    group = group_with(Trainer("waits"), Trainer(errors.NonFiniteLoss(0, float("nan"), 1.0)))
+    with pytest.raises(errors.NonFiniteLoss):
+        versions(group, 1)

@@ -1,0 +1,278 @@
+"""Trainers in real processes: killed, stopped, replaced, more or fewer, they end with the same weights to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
+
+from holdfast.comms import register, unregister
+from holdfast.comms.plugins.spec import OpEvent, hookimpl
+from holdfast.ft import Session, Timeouts
+from holdfast.ft.processes.zygote_client import zygote
+from holdfast.harness import LocalCluster, RankFailed
+from holdfast.harness.invariants import check, event_of
+from holdfast.rl.config.objective import objective
+from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.trainers.publisher import Publisher
+from holdfast.rl.trainers.settings import LoraSettings, RateSchedule, TrainerSettings
+from holdfast.rl.trainers.training import Training
+from holdfast.store import WeightStore
+from support.waiting import eventually
+
+QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
+SHARDS = 4
+BATCHES = 4
+GATED = 2
+"""The step whose batch comes late."""
+SOURCE = ModelSource(
+    config={
+        "model_type": "llama",
+        "vocab_size": 13,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+)
+REDUCTIONS = {"fsdp2": "scatter_contributions", "replicated": "sum_contributions"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> None:
+    zygote().preload(
+        "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"
+    )
+
+
+def groups_of(number: int, groups: int = 3, members: int = 3) -> tuple[Group, ...]:
+    """Groups that are a function of a number. Prompts and episodes have different lengths."""
+    random = torch.Generator().manual_seed(number)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    found = []
+    for at in range(groups):
+        prompt = Prompt(number=number * groups + at, tokens=tuple(draw(0, 13) for _ in range(draw(1, 5))))
+        episodes = []
+        for _ in range(members):
+            count = draw(1, 6)
+            episodes.append(
+                Episode(
+                    prompt=prompt,
+                    tokens=tuple(draw(0, 13) for _ in range(count)),
+                    logprobs=tuple(-2.5 + 0.1 * draw(-5, 5) for _ in range(count)),
+                    versions=(number,) * count,
+                    mask=(True, *(draw(0, 4) > 0 for _ in range(count - 1))),
+                    reward=float(draw(0, 3)),
+                    finish="stop",
+                )
+            )
+        found.append(Group(number=number * groups + at, prompt=prompt, episodes=tuple(episodes)))
+    return tuple(found)
+
+
+def batch_of(step: int) -> Batch:
+    rule = StalenessRule(groups=3)
+    return Batch(step=step, groups=groups_of(step), after=BufferState(rule=rule, batch=step + 1))
+
+
+def settings_of(layout: str, **more: Any) -> TrainerSettings:
+    given = {"batches": BATCHES, "shards": SHARDS, "schedule": RateSchedule(rate=0.01, warmup=2, decay=10)}
+    return TrainerSettings(source=SOURCE, layout=layout, **{**given, **more})
+
+
+class InsideReduction:
+    """An op hook: `act` at the beginning of a reduction of a step, on these ranks of the first epoch."""
+
+    def __init__(self, session: Session, op: str, at: Mapping[int, tuple[int, ...]], number: int) -> None:
+        self._session, self._op, self._at, self._number = session, op, at, number
+        self._first = 0
+
+    @hookimpl
+    def before_op(self, event: OpEvent) -> None:
+        self._first = self._first or event.epoch
+        session = self._session
+        here = event.op == self._op and event.epoch == self._first and session.rank in self._at.get(session.step, ())
+        if here:
+            time.sleep(0.2)  # the other ranks are inside of it
+            os.kill(os.getpid(), self._number)
+
+
+def train(
+    session: Session,
+    settings: TrainerSettings,
+    faults: Mapping[int, tuple[int, ...]] = {},
+    number: int = signal.SIGKILL,
+    url: str = "",
+    gate: str = "",
+) -> tuple[str, list[tuple[int, float, float]]]:
+    """The digest of the final weights, and loss and norm of each batch that was committed here."""
+    reports = []
+
+    def take(step: int, over: Any) -> Batch:
+        while step == GATED and gate and not Path(gate).exists():
+            over()
+            time.sleep(0.01)
+        return batch_of(step)
+
+    hook = InsideReduction(session, REDUCTIONS[settings.layout], faults, number)
+    publisher = Publisher(WeightStore(url, replicas=1, keep=BATCHES + 1, hold=False)) if url else None
+    register(hook)
+    try:
+        digest = Training(settings, publisher, take, reports.append).run(session)
+    finally:
+        unregister(hook)
+        if publisher is not None:
+            publisher.close()
+    return digest, [(each.step, each.figures["loss"], each.figures["gradient_norm"]) for each in reports]
+
+
+def run(
+    layout: str, size: int, spares: int = 0, backend: str = "shm", stop: bool = False, grow: bool = False, **more: Any
+) -> tuple[str, list[tuple[int, float, float]]]:
+    """Digest and reports of a job, alike on all of its ranks. With `grow`, the killed are replaced, but late."""
+    arguments = {each: more.pop(each) for each in ("faults", "url") if each in more}
+    options = {"timeouts": QUICK, "shards": SHARDS, "size": size, "min_size": 1, "on_error": "raise"}
+    with LocalCluster(size, backend, spares=spares, session=options) as ranks:
+        gate = ranks.logs / "gate"
+        number = int(signal.SIGSTOP if stop else signal.SIGKILL)
+        job = ranks.start(train, settings_of(layout, **more), gate=str(gate), number=number, **arguments)
+        job.wait_for_spares()
+        if grow:
+            job.wait_for("committed", step=1, timeout=60.0)
+            job.add()
+            eventually(lambda: len(job.view().members) == size, 60.0)
+        gate.touch()
+        results, events = job.results(90.0), job.events()
+    assert check([event_of(event) for event in events]) == []
+    assert len({digest for digest, _ in results}) == 1 and results[0][0]
+    reports = max((reports for _, reports in results), key=len)
+    return results[0][0], reports
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The results of one trainer, which any number of them must reach in spite of faults."""
+    return {layout: run(layout, 1) for layout in REDUCTIONS}
+
+
+@pytest.mark.parametrize("layout", REDUCTIONS)
+@pytest.mark.parametrize(("size", "backend"), [(2, "shm"), (3, "shm"), (2, "gloo")])
+def test_any_number_of_trainers_have_the_same_bits(layout: str, size: int, backend: str, alone: Any) -> None:
+    assert run(layout, size, backend=backend) == alone[layout]
+
+
+@pytest.mark.parametrize("layout", REDUCTIONS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"size": 2, "spares": 1, "faults": {2: (1,)}},
+        {"size": 3, "faults": {2: (0,)}},
+        {"size": 3, "faults": {1: (1, 2)}, "copies": 2},
+        {"size": 2, "spares": 1, "faults": {2: (0,)}, "stop": True},
+        {"size": 2, "spares": 1, "faults": {1: (1,)}, "backend": "gloo"},
+    ],
+    ids=["killed-spare", "killed-shrink", "two-at-once", "stopped", "gloo"],
+)
+def test_faults_inside_the_reduction_do_not_change_a_bit(layout: str, fault: dict[str, Any], alone: Any) -> None:
+    assert run(layout, **fault)[0] == alone[layout][0]
+
+
+@pytest.mark.parametrize("layout", REDUCTIONS)
+def test_a_trainer_that_joins_later_does_not_change_a_bit(layout: str, alone: Any) -> None:
+    """One of two is killed in step 1; the other goes on, and is joined before step 2."""
+    assert run(layout, 2, faults={1: (1,)}, grow=True)[0] == alone[layout][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", REDUCTIONS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"micro_batch": 1},
+        {"updates": 3, "micro_batch": 2, "batches": 1},
+        {"objective": objective("grpo", entropy=0.1, kl=0.5), "temperature": 0.7, "max_norm": 0.0},
+        {"objective": objective("dapo", truncation=2.0)},
+        {"lora": LoraSettings(rank=2)},
+    ],
+    ids=["micro-batches", "several-updates", "entropy-and-reference", "dapo-truncated", "lora"],
+)
+def test_every_setting_has_the_same_bits_on_one_trainer_and_on_three_with_a_kill(
+    layout: str, more: dict[str, Any], alone: Any
+) -> None:
+    if "lora" in more:
+        pytest.importorskip("peft", reason="adapters need peft: pip install 'holdfast[lora]'")
+    more = {"batches": 3, **more}
+    one = run(layout, 1, **more)
+    assert one[0] != alone[layout][0]
+    assert run(layout, 3, faults={1: (1,)}, **more)[0] == one[0]
+
+
+@pytest.mark.parametrize("layout", REDUCTIONS)
+def test_both_layouts_learn_alike(layout: str, alone: Any) -> None:
+    """Losses and norms agree up to rounding, so they are the same algorithm."""
+    for mine, other in zip(alone[layout][1], alone["replicated"][1], strict=True):
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", REDUCTIONS)
+def test_every_committed_version_is_published_whole(layout: str, tmp_path: Path, alone: Any) -> None:
+    """A trainer dies in step 2, beside its publication of version 2; each version is that of an undisturbed run."""
+    versions = {}
+    for name, options in {"undisturbed": {"size": 1}, "killed": {"size": 3, "faults": {2: (1,)}}}.items():
+        url = f"sqlite://{tmp_path}/{name}.sqlite"
+        with WeightStore(url, replicas=1, keep=BATCHES + 1) as store:
+            assert run(layout, url=url, **options)[0] == alone[layout][0]
+            versions[name] = {version: store.load(version) for version in store.versions()}
+    assert list(versions["undisturbed"]) == list(versions["killed"]) == list(range(BATCHES + 1))
+    for version, state in versions["undisturbed"].items():
+        assert all(torch.equal(tensor, versions["killed"][version][name]) for name, tensor in state.items())
+    assert SOURCE.build().load_state_dict(versions["killed"][BATCHES])
+
+
+@pytest.mark.parametrize("layout", REDUCTIONS)
+def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_trainers(
+    layout: str, tmp_path: Path, alone: Any
+) -> None:
+    saved = {"checkpoint": str(tmp_path), "checkpoint_every": 2}
+    options = {"timeouts": QUICK, "shards": SHARDS, "size": 2, "min_size": 1, "on_error": "raise"}
+    with LocalCluster(2, "shm", session=options) as ranks:
+        job = ranks.start(train, settings_of(layout, **saved), faults={3: (0, 1)})
+        with pytest.raises(RankFailed):
+            job.results(60.0)
+    digest, reports = run(layout, 3, **saved)
+    assert digest == alone[layout][0]
+    assert [each[0] for each in reports] == [2, 3], "batches 0 and 1 are not trained on again"
+
+
+@pytest.mark.parametrize("layout", REDUCTIONS)
+def test_a_loss_that_is_not_finite_ends_the_run_and_commits_nothing(layout: str) -> None:
+    def broken(session: Session, settings: TrainerSettings) -> None:
+        def take(step: int, over: Any) -> Batch:
+            if step == 1:
+                torch.Tensor.log_softmax = lambda self, dim: self * float("nan")  # type: ignore[method-assign]
+            return batch_of(step)
+
+        Training(settings, None, take).run(session)
+
+    options = {"timeouts": QUICK, "shards": SHARDS, "on_error": "raise"}
+    with LocalCluster(2, "shm", session=options) as ranks:
+        job = ranks.start(broken, settings_of(layout))
+        with pytest.raises(RankFailed, match="step 1 has the loss nan"):
+            job.results(60.0)
+        committed = {event["step"] for event in job.events() if event["kind"] == "committed"}
+    assert committed == {0}

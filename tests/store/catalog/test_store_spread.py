@@ -1,0 +1,208 @@
+"""Where replicas lie: in different processes, and on different hosts as `spread` says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport import liveness
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.registers import open_cell
+from holdfast.store import StoreTimeout, WeightStore
+from holdfast.store.catalog import transitions
+from holdfast.store.catalog.failure_domains import candidates
+from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Spread
+from support.children import Child
+
+DIGEST = b"x" * 16
+
+
+def holders(**hosts: int) -> Catalog:
+    """A catalogue with so many holders on each host, called north0, north1, south0, ..."""
+    catalog = Catalog()
+    for host, count in hosts.items():
+        for number in range(count):
+            peer = Peer(host, 100 + len(catalog.holders), 7)
+            catalog = transitions.join(catalog, Holder(f"{host}{number}", peer))
+    return catalog
+
+
+def replica(holder: str) -> Replica:
+    return Replica(holder, Handle("shm", holder.encode(), 100))
+
+
+def announced(catalog: Catalog, publisher: str, spread: Spread, replicas: int = 2) -> Catalog:
+    """The catalogue after one store has announced version 1 and nothing is copied yet."""
+    shard = Shard(0, DIGEST, 50, publisher, (replica(publisher),))
+    return transitions.announce(catalog, 1, shard, parts=1, replicas=replicas, keep=2, fence=None, spread=spread)
+
+
+def copied(catalog: Catalog, holder: str) -> Catalog:
+    return transitions.replicated(catalog, 1, 0, DIGEST, replica(holder))
+
+
+def turns(catalog: Catalog) -> dict[str, int]:
+    version = catalog.version(1)
+    assert version is not None
+    return {holder.id: turn for holder, turn in candidates(catalog, version, version.shards[0])}
+
+
+def kept_by(catalog: Catalog) -> set[str]:
+    version = catalog.version(1)
+    assert version is not None
+    return {each.holder for each in version.shards[0].replicas}
+
+
+def test_holders_on_other_hosts_have_the_first_turns() -> None:
+    catalog = announced(holders(north=3, south=1, west=1), "north0", "processes", 3)
+    found = turns(catalog)
+    assert {holder for holder, turn in found.items() if turn == 0} == {"south0", "west0"}
+    assert {"north1", "north2"} < found.keys(), "they copy it if those on other hosts do not"
+
+
+def test_with_auto_a_part_is_published_once_it_is_on_as_many_hosts_as_there_are() -> None:
+    catalog = announced(holders(north=2, south=2), "north0", "auto")
+    assert "north1" not in turns(catalog)
+    assert sorted(turns(catalog).values()) == [0, 1], "the second of the other host is the first one's reserve"
+    assert copied(catalog, "north1") == catalog
+    assert copied(catalog, "south1").visible() == (1,)
+
+
+def test_with_auto_one_host_is_enough_if_there_is_no_other() -> None:
+    catalog = announced(holders(north=2), "north0", "auto")
+    assert copied(catalog, "north1").visible() == (1,)
+
+
+def test_with_processes_one_host_is_always_enough() -> None:
+    catalog = announced(holders(north=2, south=1), "north0", "processes")
+    assert copied(catalog, "north1").visible() == (1,)
+
+
+def test_with_hosts_there_must_be_as_many_hosts_as_replicas() -> None:
+    catalog = announced(holders(north=3), "north0", "hosts")
+    assert turns(catalog) == {} and copied(catalog, "north1") == catalog
+    catalog = transitions.join(catalog, Holder("south0", Peer("south", 1, 1)))
+    assert copied(catalog, "south0").visible() == (1,)
+
+
+def test_replicas_move_to_a_host_that_joins_later() -> None:
+    catalog = copied(announced(holders(north=3), "north0", "auto"), "north1")
+    catalog = transitions.join(catalog, Holder("south0", Peer("south", 1, 1)))
+    assert turns(catalog) == {"south0": 0}
+    assert catalog.visible() == (1,), "what is published stays published"
+    assert kept_by(copied(catalog, "south0")) == {"north0", "south0"}
+
+
+def test_a_part_waits_for_a_host_only_while_a_holder_stays_there() -> None:
+    catalog = announced(holders(north=3, south=1), "north0", "auto")
+    left = copied(transitions.leave(catalog, "south0"), "north2")
+    died = copied(transitions.remove_dead_holders(catalog, {Peer("south", 103, 7)}), "north2")
+    assert left.visible() == died.visible() == (1,)
+
+
+def test_a_holder_departs_when_its_part_has_a_replica_on_another_host_again() -> None:
+    catalog = copied(announced(holders(north=2, south=2), "north0", "auto"), "south0")
+    catalog = transitions.leave(catalog, "south0")
+    assert not transitions.may_depart(catalog, "south0")
+    assert transitions.may_depart(copied(catalog, "south1"), "south0")
+
+
+def test_a_holder_departs_when_no_other_can_copy_its_parts() -> None:
+    catalog = copied(announced(holders(north=1, south=1), "north0", "hosts"), "south0")
+    assert transitions.may_depart(transitions.leave(catalog, "south0"), "south0")
+
+
+def test_the_first_publisher_of_a_version_decides_how_it_is_spread() -> None:
+    catalog = announced(holders(north=2, south=1), "north0", "processes")
+    again = replace(catalog.versions[0].shards[0], publisher="north1", replicas=(replica("north1"),))
+    catalog = transitions.announce(catalog, 1, again, parts=1, replicas=2, keep=2, fence=None, spread="hosts")
+    assert catalog.visible() == (1,) and catalog.versions[0].spread == "processes"
+
+
+# -- stores on hosts, which an environment variable tells apart, over a memory plane that crosses hosts
+
+
+@pytest.fixture
+def across_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+
+
+def a_holder_on(pipe: Connection, url: str, host: str) -> None:
+    os.environ.update({liveness.HOST: host, "UCX_TLS": "tcp,self"})
+    liveness.this_host.cache_clear()
+    pipe.recv()
+    with WeightStore(url, plane="ucx") as held:
+        pipe.send(held.versions())
+        pipe.recv()
+
+
+def hosts_of(store: WeightStore) -> set[str]:
+    return {holder.peer.host.rpartition("/")[2] for holder in store.holders(1)}
+
+
+@pytest.mark.usefixtures("across_hosts")
+def test_a_version_lies_on_two_hosts(url: str, start: Callable[..., Child]) -> None:
+    others = [start(a_holder_on, url, host) for host in ("south", "south", "west")]
+    for other in others:
+        other.tell("open")
+        other.hear()
+    with WeightStore(url, hold=False, plane="ucx") as store:
+        store.publish(1, {"a": torch.ones(9)})
+        assert hosts_of(store) == {"south", "west"}
+
+
+@pytest.mark.usefixtures("across_hosts")
+def test_publishing_for_several_hosts_fails_where_there_is_one(url: str, start: Callable[..., Child]) -> None:
+    """It says why, leaves nothing behind, and succeeds when a store on another host is opened."""
+    other = start(a_holder_on, url, "south")
+    with WeightStore(url, spread="hosts", plane="ucx") as store:
+        with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 hosts, and spread='hosts' needs 2"):
+            store.publish(1, {"a": torch.ones(9)}, timeout=0.3)
+        assert store.versions() == []
+        other.tell("open")
+        other.hear()
+        store.publish(1, {"a": torch.ones(9)})
+        assert len(hosts_of(store)) == 2
+
+
+def test_an_unknown_spread_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="'auto', 'processes', 'hosts'"):
+        WeightStore(url, spread="racks")  # type: ignore[arg-type]
+
+
+# -- several stores in one register
+
+
+def test_stores_of_different_names_know_nothing_of_each_other(url: str) -> None:
+    with WeightStore(url, name="policy", replicas=1) as policy, WeightStore(url, name="critic", replicas=1) as critic:
+        policy.publish(1, {"a": torch.ones(3)})
+        critic.publish(1, {"a": torch.zeros(3)})
+        policy.publish(2, {"a": torch.ones(3)})
+        assert (policy.versions(), critic.versions()) == ([1, 2], [1])
+        with WeightStore(url, hold=False) as unnamed, WeightStore(url, name="default", hold=False) as default:
+            assert unnamed.versions() == default.versions() == []
+        with WeightStore(url, name="critic", hold=False) as reader:
+            into = {"a": torch.ones(3)}
+            assert reader.get("latest", into) == 1 and into["a"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".", "-x", "a b", "é", "x" * 64, "a\n", 7])
+def test_a_name_that_cannot_be_one_is_refused(url: str, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a store"):
+        WeightStore(url, name=name)
+
+
+def test_the_store_without_a_name_is_where_it_always_was(url: str) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, {"a": torch.ones(3)})
+        cell = open_cell(url, "store")
+        try:
+            assert Catalog.decode(cell.read()[1]).visible() == (1,)
+        finally:
+            cell.close()

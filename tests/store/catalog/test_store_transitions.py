@@ -1,0 +1,487 @@
+"""The catalogue's transitions in every order of events that hypothesis generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
+
+from holdfast.comms.errors import HoldfastError, StaleEpoch
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.base import Peer
+from holdfast.store.catalog import transitions
+from holdfast.store.catalog.failure_domains import candidates
+from holdfast.store.catalog.fan_out import AT_ONCE, COPIES, announce_copy, request_copy, withdraw_copy
+from holdfast.store.catalog.records import KEPT, Catalog, Holder, Pin, Replica, Shard, Spread, Version
+from holdfast.store.errors import NoSuchVersion
+
+PEERS = [Peer(host, 100 + number, 7) for number, host in enumerate(("north", "north", "south", "west"))]
+HOLDERS = [Holder(f"holder{number}", PEERS[number % 4]) for number in range(5)]
+"""The last one is a second store in the process of the first."""
+SPREADS: tuple[Spread, ...] = ("auto", "hosts", "processes")
+"""By the number of the version."""
+
+holders = st.sampled_from(HOLDERS)
+numbers = st.integers(0, 5)
+parts = st.integers(0, 1)
+hosts = st.sampled_from(["north", "south", "west"])
+digests = st.sampled_from([b"x" * 16, b"x" * 16, b"x" * 16, b"y" * 16])
+fences = st.none() | st.integers(0, 3)
+
+Part = tuple[int, int, bytes]
+"""The number of a version, a part, its digest."""
+
+
+def replica(holder: Holder, number: int, part: int, digest: bytes) -> Replica:
+    return Replica(holder.id, Handle("shm", f"{holder.id} {number} {part} {digest!r}".encode(), 100))
+
+
+def shard(holder: Holder, number: int, part: int, digest: bytes) -> Shard:
+    return Shard(part, digest, 50, holder.id, (replica(holder, number, part, digest),))
+
+
+def accepted(catalog: Catalog, without: Collection[str] = ()) -> set[Part]:
+    """The accepted parts that have a replica in other stores than those in `without`."""
+    return {
+        (version.number, each.part, each.digest)
+        for version in catalog.versions
+        for each in version.shards
+        if each.accepted and any(one.holder not in without for one in each.replicas)
+    }
+
+
+def without_copies(catalog: Catalog) -> list[Version]:
+    return [
+        replace(version, shards=tuple(replace(each, copies=()) for each in version.shards))
+        for version in catalog.versions
+    ]
+
+
+class Catalogue(RuleBasedStateMachine):
+    """Applies transitions in any order, as processes would, and checks the result."""
+
+    catalog = Catalog()
+    seen: dict[int, tuple[bytes, ...]]
+
+    @initialize()
+    def begin(self) -> None:
+        self.catalog, self.seen = Catalog(), {}
+        self.all_join()
+
+    def apply(
+        self,
+        transition: Callable[[Catalog], Catalog],
+        *,
+        without: Collection[str] = (),
+        deleted: Collection[int] = (),
+    ) -> bool:
+        """Apply a transition; returns whether it was allowed. A refused one changes nothing.
+
+        The replicas of the stores in `without` go; only the versions in `deleted` are deleted.
+        """
+        before, encoded = self.catalog, self.catalog.encode()
+        try:
+            after = transition(before)
+        except HoldfastError:
+            assert before.encode() == encoded
+            return False
+        self.check_fences(before, after)
+        self.check_acceptance(before, after)
+        self.check_loss(before, after, without, deleted)
+        self.check_ended(before, after, deleted)
+        self.catalog = after
+        return True
+
+    def check_fences(self, before: Catalog, after: Catalog) -> None:
+        assert before.fence is None or (after.fence is not None and after.fence >= before.fence)
+
+    def check_acceptance(self, before: Catalog, after: Catalog) -> None:
+        """A part is accepted when it is safe; a version is visible when all its parts are accepted."""
+        for version in after.versions:
+            for each in version.shards:
+                known = before.shard(version.number, each.part)
+                if each.accepted and not (known and known.digest == each.digest and known.accepted):
+                    assert after.safe(version, each)
+            whole = [each.accepted for each in version.shards] == [True] * version.parts
+            assert version.visible == whole
+
+    def check_loss(self, before: Catalog, after: Catalog, without: Collection[str], deleted: Collection[int]) -> None:
+        """What is published stays while it has replicas, unless it is deleted, superseded, or begun anew."""
+        visible = after.visible()
+        oldest = visible[-after.keep] if len(visible) >= after.keep else 0
+        pinned = {pin.version for pin in after.pins}
+        for number in set(before.visible()) - set(visible) - set(deleted):
+            version = before.version(number)
+            assert version is not None
+            left = [any(one.holder not in without for one in each.replicas) for each in version.shards]
+            assert not all(left) or (number < oldest and number not in pinned and number != after.latest)
+        for number, part, digest in accepted(before, without) - accepted(after):
+            version = before.version(number)
+            assert version is not None
+            if not version.visible:
+                assert number < oldest or after.fence != before.fence, (number, part, digest)
+
+    def check_ended(self, before: Catalog, after: Catalog, deleted: Collection[int]) -> None:
+        """Each visible version that ends is told of once: as lost if its replicas are gone, else as retired."""
+        told = list(transitions.ended(before, after, "a store that stays"))
+        assert sorted(number for _, number in told) == sorted(set(before.visible()) - set(after.visible()))
+        for kind, number in told:
+            assert kind == "lost" or number in deleted or number < max(after.visible(), default=0)
+
+    # -- stores come and go
+
+    @rule()
+    def all_join(self) -> None:
+        for holder in HOLDERS:
+            self.join(holder)
+
+    @rule(holder=holders)
+    def join(self, holder: Holder) -> None:
+        self.apply(lambda now: transitions.join(now, holder))
+
+    @rule(holder=holders)
+    def leave(self, holder: Holder) -> None:
+        self.apply(lambda now: transitions.leave(now, holder.id))
+
+    @rule(holder=holders)
+    def leave_and_depart(self, holder: Holder) -> None:
+        self.leave(holder)
+        before, may = self.catalog, transitions.may_depart(self.catalog, holder.id)
+        self.apply(lambda now: transitions.depart(now, holder.id), without={holder.id})
+        reachable = holder.peer.host not in before.away
+        if may and reachable and any(not each.leaving for each in self.catalog.holders):
+            assert self.catalog.visible() == before.visible(), "a store that may depart takes nothing along"
+        assert not any(holder.id in each.publishers for version in self.catalog.versions for each in version.shards)
+        assert not any(pin.holder == holder.id for pin in self.catalog.pins)
+
+    @rule(peer=st.sampled_from(PEERS))
+    def die(self, peer: Peer) -> None:
+        gone = {each.id for each in self.catalog.holders if each.peer == peer}
+        before = self.catalog
+        self.apply(lambda now: transitions.remove_dead_holders(now, {peer}), without=gone)
+        assert peer not in self.catalog.peers()
+        assert transitions.remove_dead_holders(self.catalog, {peer}) == self.catalog
+        for version in self.catalog.versions:
+            for each in version.shards:
+                known = before.shard(version.number, each.part)
+                if not each.accepted:
+                    assert known is not None and set(known.publishers) - gone, "it went with its last publisher"
+
+    @rule(hosts=st.sets(hosts, max_size=2))
+    def hosts_die(self, hosts: set[str]) -> None:
+        for peer in PEERS:
+            if peer.host in hosts:
+                self.die(peer)
+
+    @rule(hosts=st.sets(hosts, min_size=1))
+    def hosts_fall_silent(self, hosts: set[str]) -> None:
+        """Nothing that is published goes while one replica is left, wherever that is."""
+        before = self.catalog
+        assert self.apply(lambda now: transitions.hosts_away(now, hosts))
+        assert self.catalog.hosts() == before.hosts() - hosts
+        assert transitions.hosts_away(self.catalog, hosts) == self.catalog
+
+    @rule(host=hosts)
+    def host_is_back(self, host: str) -> None:
+        assert self.apply(lambda now: transitions.host_back(now, host))
+        assert host not in self.catalog.away
+
+    @rule(holder=holders)
+    def find_that_it_has_nothing(self, holder: Holder) -> None:
+        self.apply(lambda now: transitions.retract(now, holder.id, ()), without={holder.id})
+        assert transitions.retract(self.catalog, holder.id, ()) == self.catalog
+
+    # -- parts are published and copied
+
+    @rule(holder=holders, number=numbers, digest=digests)
+    def publish_all_parts(self, holder: Holder, number: int, digest: bytes) -> None:
+        for part in range(1 + number % 2):
+            self.announce(holder, number, part, digest, None)
+
+    @rule(holder=holders, number=numbers, part=parts, digest=digests, fence=fences)
+    def announce(self, holder: Holder, number: int, part: int, digest: bytes, fence: int | None) -> None:
+        if part > number % 2:
+            return
+        before = self.catalog
+        transition = partial(
+            transitions.announce,
+            number=number,
+            shard=shard(holder, number, part, digest),
+            parts=1 + number % 2,
+            replicas=2,
+            keep=2,
+            fence=fence,
+            spread=SPREADS[number % 3],
+        )
+        allowed = self.apply(transition)
+        known = before.shard(number, part)
+        if before.holder(holder.id) is None or (
+            fence is not None and before.fence is not None and fence < before.fence
+        ):
+            assert not allowed
+        elif known is not None and known.digest != digest:
+            begun_anew = self.catalog.fence != before.fence and number not in before.visible()
+            assert allowed == begun_anew or not allowed
+        if allowed:
+            assert transition(self.catalog) == self.catalog, "the same publication again changes nothing"
+
+    @rule()
+    def copy_all_that_is_missing(self) -> None:
+        for holder in self.catalog.holders:
+            for version, lacking, _ in list(transitions.missing(self.catalog, holder.id)):
+                self.copy_something_else(holder, version.number, lacking.part, lacking.digest)
+
+    @rule(data=st.data(), holder=holders)
+    def copy_what_is_missing(self, data: st.DataObject, holder: Holder) -> None:
+        todo = list(transitions.missing(self.catalog, holder.id))
+        if not todo:
+            return
+        version, lacking, _ = data.draw(st.sampled_from(todo))
+        made = replica(holder, version.number, lacking.part, lacking.digest)
+        before = self.catalog.lacking(version, lacking)
+        transition = partial(
+            transitions.replicated, number=version.number, part=lacking.part, digest=lacking.digest, replica=made
+        )
+        self.apply(transition)
+        assert transition(self.catalog) == self.catalog
+        now, after = self.catalog.version(version.number), self.catalog.shard(version.number, lacking.part)
+        assert now is None or after is None or sum(self.catalog.lacking(now, after)) < sum(before)
+
+    @rule(holder=holders, number=numbers, part=parts, digest=digests)
+    def copy_something_else(self, holder: Holder, number: int, part: int, digest: bytes) -> None:
+        made = replica(holder, number, part, digest)
+        self.apply(lambda now: transitions.replicated(now, number, part, digest, made))
+
+    @rule(holder=holders, number=numbers, part=parts)
+    def withdraw(self, holder: Holder, number: int, part: int) -> None:
+        before = self.catalog
+        self.apply(lambda now: transitions.withdraw(now, number, part, holder.id))
+        assert self.catalog.visible() == before.visible() and accepted(self.catalog) == accepted(before)
+
+    @rule(holder=holders, number=numbers, part=parts)
+    def drop_replica(self, holder: Holder, number: int, part: int) -> None:
+        before = self.catalog
+        self.apply(lambda now: transitions.drop_replica(now, number, part, holder.id))
+        assert self.catalog.visible() == before.visible() and accepted(self.catalog) == accepted(before)
+
+    # -- readers copy parts for their hosts
+
+    @rule(holder=holders, number=numbers, part=parts, digest=digests)
+    def request_copy(self, holder: Holder, number: int, part: int, digest: bytes) -> None:
+        self.copying(lambda now: request_copy(now, number, part, digest, holder))
+
+    @rule(holder=holders, number=numbers, part=parts, digest=digests)
+    def announce_copy(self, holder: Holder, number: int, part: int, digest: bytes) -> None:
+        made = replica(holder, number, part, digest).handle
+        self.copying(lambda now: announce_copy(now, number, part, digest, holder.id, made))
+
+    @rule(data=st.data(), holder=holders)
+    def copy_the_latest_for_a_host(self, data: st.DataObject, holder: Holder) -> None:
+        """A reader asks for a part, and lists its copy if it is assigned a source."""
+        version = self.catalog.version(-1 if self.catalog.latest is None else self.catalog.latest)
+        if version is None:
+            return
+        wanted = data.draw(st.sampled_from(version.shards))
+        self.request_copy(holder, version.number, wanted.part, wanted.digest)
+        shard = self.catalog.shard(version.number, wanted.part)
+        assert shard is not None
+        if any(each.reader == holder.id and each.source for each in shard.copies) and data.draw(st.booleans()):
+            self.announce_copy(holder, version.number, wanted.part, wanted.digest)
+
+    @rule(holder=holders, number=numbers, part=parts)
+    def withdraw_copy(self, holder: Holder, number: int, part: int) -> None:
+        self.copying(lambda now: withdraw_copy(now, number, part, holder.id))
+        shard = self.catalog.shard(number, part)
+        assert shard is None or holder.id not in {each.reader for each in shard.copies}
+
+    def copying(self, transition: Callable[[Catalog], Catalog]) -> None:
+        """What readers copy changes nothing but the lists of copies; a reader's store is listed as one that leaves."""
+        before = self.catalog
+        assert self.apply(transition)
+        assert transition(self.catalog) == self.catalog
+        assert without_copies(self.catalog) == without_copies(before)
+        assert self.catalog.hosts() == before.hosts()
+
+    # -- versions are kept and let go
+
+    @rule(number=numbers, holder=holders)
+    def pin(self, number: int, holder: Holder) -> None:
+        allowed = self.apply(lambda now: transitions.pin(now, number, f"pin{number}{holder.id}", holder))
+        assert allowed == (number in self.catalog.visible())
+
+    @rule(number=numbers, holder=holders)
+    def unpin(self, number: int, holder: Holder) -> None:
+        self.apply(lambda now: transitions.unpin(now, f"pin{number}{holder.id}"))
+
+    @rule(number=numbers)
+    def rollback(self, number: int) -> None:
+        if self.apply(lambda now: transitions.rollback(now, number)):
+            assert self.catalog.latest == number
+
+    @rule(number=numbers)
+    def delete(self, number: int) -> None:
+        pinned = any(pin.version == number for pin in self.catalog.pins)
+        there = number in self.catalog.visible()
+        assert self.apply(lambda now: transitions.delete(now, number), deleted={number}) == (there and not pinned)
+        if there and not pinned:
+            self.seen.pop(number, None)
+
+    # -- what holds at all times
+
+    @invariant()
+    def it_survives_the_register(self) -> None:
+        assert Catalog.decode(self.catalog.encode()) == self.catalog
+
+    @invariant()
+    def versions_are_in_order_and_parts_too(self) -> None:
+        found = [version.number for version in self.catalog.versions]
+        assert found == sorted(set(found))
+        for version in self.catalog.versions:
+            inside = [each.part for each in version.shards]
+            assert inside == sorted(set(inside)) and all(part < version.parts for part in inside)
+
+    @invariant()
+    def every_part_can_be_read(self) -> None:
+        for version in self.catalog.versions:
+            assert version.shards and all(each.replicas for each in version.shards)
+
+    @invariant()
+    def a_visible_version_never_changes(self) -> None:
+        for number in self.catalog.lost:
+            if self.catalog.version(number) is None:
+                self.seen.pop(number, None)  # it may be published anew
+        for version in self.catalog.versions:
+            if version.visible:
+                found = tuple(each.digest for each in version.shards)
+                assert self.seen.setdefault(version.number, found) == found
+
+    @invariant()
+    def the_latest_is_there(self) -> None:
+        visible = self.catalog.visible()
+        assert (self.catalog.latest in visible) if visible else (self.catalog.latest is None)
+
+    @invariant()
+    def only_what_is_to_be_kept_is_kept(self) -> None:
+        free = set(self.catalog.visible()) - {pin.version for pin in self.catalog.pins} - {self.catalog.latest}
+        assert len(free) <= self.catalog.keep
+
+    @invariant()
+    def replicas_have_holders(self) -> None:
+        known = {holder.id for holder in self.catalog.holders}
+        for version in self.catalog.versions:
+            for each in version.shards:
+                owners = [one.holder for one in each.replicas]
+                assert set(owners) <= known and len(owners) == len(set(owners))
+
+    @invariant()
+    def copies_have_open_stores_and_sources(self) -> None:
+        known = {holder.id for holder in self.catalog.holders}
+        for version in self.catalog.versions:
+            for each in version.shards:
+                readers = [one.reader for one in each.copies]
+                assert set(readers) <= known and len(readers) == len(set(readers)) <= COPIES
+                serving = {one.reader for one in each.copies if one.handle is not None}
+                reading = [one.source for one in each.copies if one.handle is None and one.source]
+                assert set(reading) <= serving | {one.holder for one in each.replicas}
+                assert all(reading.count(source) <= AT_ONCE for source in reading)
+                if version.number != self.catalog.latest and each.copies:
+                    assert len(serving) < len(readers), "a reader still waits for it"
+
+    @invariant()
+    def publishers_are_open_stores(self) -> None:
+        known = {holder.id for holder in self.catalog.holders}
+        for version in self.catalog.versions:
+            for each in version.shards:
+                assert set(each.publishers) <= known or (each.accepted and each.publishers == (KEPT,))
+
+    @invariant()
+    def no_replica_is_superfluous(self) -> None:
+        staying = {holder.id for holder in self.catalog.holders if self.catalog.stays(holder)}
+        for version in self.catalog.versions:
+            for each in version.shards:
+                ours = [one for one in each.replicas if one.holder in staying]
+                if len(ours) > version.replicas:
+                    hosts = {peer.host for peer in self.catalog.keeping(each)}
+                    assert len(hosts) < version.replicas and version.spread != "processes"
+
+    @invariant()
+    def stores_on_hosts_that_are_away_have_what_others_lack(self) -> None:
+        """They stay in the catalogue only for parts that are not safe without them."""
+        lacking = {
+            one.holder
+            for version in self.catalog.versions
+            for each in version.shards
+            for one in each.replicas
+            if not self.catalog.safe(version, each)
+        }
+        assert all(self.catalog.stays(each) or each.leaving or each.id in lacking for each in self.catalog.holders)
+        assert set(self.catalog.away) <= {peer.host for peer in self.catalog.peers()}
+
+    @invariant()
+    def every_lack_is_a_holders_turn(self) -> None:
+        for version in self.catalog.versions:
+            for each in version.shards:
+                found = candidates(self.catalog, version, each)
+                keeping = self.catalog.keeping(each)
+                hosts = {peer.host for peer in keeping}
+                lacking, on_new_hosts = self.catalog.lacking(version, each)
+                able = {
+                    one.id
+                    for one in self.catalog.holders
+                    if self.catalog.stays(one) and one.peer not in keeping and lacking
+                    if not all(self.catalog.is_away(replica.holder) for replica in each.replicas)
+                    if one.peer.host not in hosts or lacking > on_new_hosts
+                }
+                assert {holder.id for holder, _ in found} == able
+                assert not able or min(turn for _, turn in found) == 0
+                first_hosts = {holder.peer.host for holder, turn in found if turn == 0} - hosts
+                assert len(first_hosts) >= min(lacking, len({holder.peer.host for holder, _ in found} - hosts))
+
+
+TestCatalogue = Catalogue.TestCase
+TestCatalogue.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+
+
+def test_fences_only_go_forward() -> None:
+    catalog = transitions.join(Catalog(), HOLDERS[0])
+    terms = {"parts": 1, "replicas": 1, "keep": 2}
+    catalog = transitions.announce(catalog, 1, shard(HOLDERS[0], 1, 0, b"x" * 16), fence=3, **terms)
+    with pytest.raises(StaleEpoch):
+        transitions.announce(catalog, 2, shard(HOLDERS[0], 2, 0, b"x" * 16), fence=2, **terms)
+    catalog = transitions.announce(catalog, 2, shard(HOLDERS[0], 2, 0, b"x" * 16), fence=None, **terms)
+    assert catalog.fence == 3 and catalog.visible() == (1, 2)
+
+
+def test_two_stores_of_one_process_are_one_process() -> None:
+    catalog = Catalog()
+    for holder in (HOLDERS[0], HOLDERS[4], HOLDERS[1]):
+        catalog = transitions.join(catalog, holder)
+    first = shard(HOLDERS[0], 1, 0, b"x" * 16)
+    catalog = transitions.announce(catalog, 1, first, parts=1, replicas=2, keep=2, fence=None)
+    assert not list(transitions.missing(catalog, HOLDERS[4].id))
+    catalog = transitions.replicated(catalog, 1, 0, b"x" * 16, replica(HOLDERS[4], 1, 0, b"x" * 16))
+    assert catalog.visible() == ()
+    catalog = transitions.replicated(catalog, 1, 0, b"x" * 16, replica(HOLDERS[1], 1, 0, b"x" * 16))
+    assert catalog.visible() == (1,)
+
+
+def test_a_version_that_was_lost_and_published_anew_is_not_lost() -> None:
+    catalog = transitions.join(Catalog(lost=(1, 2)), HOLDERS[0])
+    first = shard(HOLDERS[0], 1, 0, b"x" * 16)
+    catalog = transitions.announce(catalog, 1, first, parts=1, replicas=1, keep=2, fence=None)
+    assert catalog.visible() == (1,) and catalog.lost == (2,)
+    gone = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
+    assert list(transitions.ended(catalog, gone, HOLDERS[1].id)) == [("lost", 1)]
+
+
+def test_a_version_that_is_not_there_says_why() -> None:
+    pending = Version(5, 2, 2, None, False, ())
+    catalog = Catalog(versions=(pending,), lost=(3,), pins=(Pin("p", 9, PEERS[0]),))
+    for number, why in ((5, "0 of 2 parts"), (3, "all its holders are gone"), (4, "nobody published")):
+        with pytest.raises(NoSuchVersion, match=why):
+            catalog.need(number)

@@ -1,0 +1,346 @@
+"""Updates by delta: only what changed is read where reads are slow, and what cannot be trusted is read whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from holdfast.backends.inproc.memory_plane import InprocPlane
+from holdfast.comms.errors import RegionGone, Unsupported
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport import liveness
+from holdfast.comms.work import Work
+from holdfast.store import WeightStore
+from holdfast.store.catalog.records import DeltaOffer, Shard
+from support.children import Child
+
+ELEMENTS = 4 << 20
+
+
+class Wire:
+    """The reads of a plane that maps nothing, as between hosts.
+
+    `damage` gets what a read of one of `deltas` brings.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.deltas: list[Handle] = []
+        self.damage = lambda data: None
+
+    def take(self) -> int:
+        """Bytes read since the last call."""
+        found, self.bytes = self.bytes, 0
+        return found
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
+    read = InprocPlane.read
+
+    def refuse(plane: InprocPlane, handle: Handle, *, lasting: bool) -> torch.Tensor:
+        raise Unsupported("mapping", "read it")
+
+    def counted(
+        plane: InprocPlane, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0
+    ) -> Work:
+        wire.bytes += into.nbytes
+        work = read(plane, handle, into, offset, timeout=timeout)
+        if handle in wire.deltas:
+            wire.damage(into)
+        return work
+
+    monkeypatch.setattr(InprocPlane, "can_map", False)
+    monkeypatch.setattr(InprocPlane, "map", refuse)
+    monkeypatch.setattr(InprocPlane, "read", counted)
+    return wire
+
+
+@pytest.fixture
+def store(wire: Wire, request: pytest.FixtureRequest) -> Iterator[WeightStore]:
+    with WeightStore(f"memory://{request.node.name}") as opened:
+        yield opened
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        "large": torch.randn(ELEMENTS, dtype=torch.bfloat16),
+        "embedding": torch.randn(1 << 20),
+        "small": torch.ones(17, dtype=torch.float64),
+    }
+
+
+def step(state: dict[str, torch.Tensor], share: float = 0.01) -> None:
+    """Change a share of the elements of the large tensor, and the small one."""
+    where = torch.randint(0, ELEMENTS, (int(ELEMENTS * share),))
+    state["large"][where] = torch.randn(len(where), dtype=torch.bfloat16)
+    state["small"] += 1
+
+
+def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+
+
+def offered(store: WeightStore, version: int) -> DeltaOffer | None:
+    shard = store._catalog_client.read()[1].shard(version, 0)
+    assert isinstance(shard, Shard)
+    return shard.delta
+
+
+def nbytes(state: dict[str, torch.Tensor]) -> int:
+    return sum(each.nbytes for each in state.values())
+
+
+def test_a_reader_of_the_version_before_reads_only_what_changed(store: WeightStore, wire: Wire) -> None:
+    state, into = weights(), weights()
+    store.publish(1, state)
+    store.get(1, into)
+    assert wire.take() > nbytes(state)
+    for version in (2, 3):
+        step(state)
+        store.publish(version, state)
+        store.get("latest", into)
+        assert alike(state, into)
+        assert wire.take() < nbytes(state) / 20
+
+
+def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire) -> None:
+    state, into = weights(), weights()
+    store.publish(1, state)
+    step(state)
+    store.publish(2, state)
+    assert offered(store, 2) is not None
+    store.get(2, into)
+    assert alike(state, into)
+    assert wire.take() > nbytes(state)
+
+
+def test_a_reader_may_change_its_tensors_between_two_versions(store: WeightStore, wire: Wire) -> None:
+    state, into = weights(), weights()
+    store.publish(1, state)
+    store.get(1, into)
+    into["large"][5] = 100.0
+    step(state)
+    store.publish(2, state)
+    wire.take()
+    store.get(2, into)
+    assert alike(state, into)
+    assert wire.take() < nbytes(state) / 2, "the piece that was changed is read whole"
+
+
+def test_a_prefetching_reader_makes_the_next_version_beside_the_one_it_serves(store: WeightStore, wire: Wire) -> None:
+    state, buffers = weights(), [weights(), weights()]
+    store.publish(1, state)
+    store.get(1, buffers[0])
+    for version in (2, 3, 4):
+        served = {name: each.clone() for name, each in buffers[version % 2].items()}
+        step(state)
+        store.publish(version, state)
+        wire.take()
+        store.get(version, buffers[1 - version % 2])
+        assert alike(buffers[1 - version % 2], state)
+        assert alike(buffers[version % 2], served), "the served weights have changed"
+        assert wire.take() < nbytes(state) / 20
+
+
+def test_tensors_that_are_gone_are_no_base(store: WeightStore, wire: Wire) -> None:
+    state, into = weights(), weights()
+    store.publish(1, state)
+    store.get(1, into)
+    step(state)
+    store.publish(2, state)
+    into = weights()
+    wire.take()
+    store.get(2, into)
+    assert alike(state, into)
+    assert wire.take() > nbytes(state)
+
+
+def before_an_update_by_delta(
+    store: WeightStore, wire: Wire
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The state of version 2, for which there is a delta, and a reader's tensors with version 1."""
+    state, into = weights(), weights()
+    store.publish(1, state)
+    store.get(1, into)
+    step(state)
+    store.publish(2, state)
+    delta = offered(store, 2)
+    assert delta is not None
+    wire.deltas.append(delta.handle)
+    return state, into
+
+
+@pytest.mark.parametrize("where", [0, 60, -3], ids=["header", "sizes", "records"])
+def test_a_damaged_delta_is_never_taken_for_the_new_version(store: WeightStore, wire: Wire, where: int) -> None:
+    state, into = before_an_update_by_delta(store, wire)
+
+    def damage(data: torch.Tensor) -> None:
+        data[where] ^= 1
+
+    wire.damage = damage
+    store.get(2, into)
+    assert alike(state, into)
+
+
+def test_a_delta_that_is_gone_costs_only_the_whole(store: WeightStore, wire: Wire) -> None:
+    state, into = before_an_update_by_delta(store, wire)
+
+    def go(data: torch.Tensor) -> None:
+        raise RegionGone("the holder has closed it")
+
+    wire.damage = go
+    store.get(2, into)
+    assert alike(state, into)
+
+
+def test_a_delta_is_offered_only_where_it_pays(store: WeightStore) -> None:
+    state = weights()
+    store.publish(1, state)
+    assert offered(store, 1) is None, "there is no version before"
+    step(state, share=1.0)
+    state["embedding"] += 1
+    store.publish(2, state)
+    assert offered(store, 2) is None, "all has changed"
+    state["more"] = torch.ones(1000)
+    store.publish(3, state)
+    assert offered(store, 3) is None, "the layout is another one"
+    step(state)
+    store.publish(4, state)
+    assert offered(store, 4) is not None
+    store.publish(5, state)
+    assert offered(store, 5) is None, "nothing has changed"
+
+
+def test_no_delta_is_made_where_parts_are_mapped() -> None:
+    with WeightStore("memory://mapped-parts") as store:
+        state, into = weights(), weights()
+        store.publish(1, state)
+        store.get(1, into)
+        step(state)
+        store.publish(2, state)
+        assert offered(store, 2) is None
+        store.get(2, into)
+        assert alike(state, into)
+
+
+def a_holder_that_counts(pipe: Connection, url: str) -> None:
+    """Keep replicas over TCP, as on another host; send how many bytes have been read so far after each one."""
+    os.environ.update({liveness.HOST: "south", "UCX_TLS": "tcp,self"})
+    liveness.this_host.cache_clear()
+    count = [0]
+
+    def tell(kind: str, fields: dict[str, object]) -> None:
+        if kind == "replica_made":
+            pipe.send(count[0])
+
+    pipe.recv()
+    with WeightStore(url, plane="ucx", observe=tell) as held:
+        read = held._plane.read
+
+        def counted(handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+            count[0] += into.nbytes
+            return read(handle, into, offset, timeout=timeout)
+
+        held._plane.read = counted  # type: ignore[method-assign]
+        pipe.send("open")
+        pipe.recv()
+
+
+def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
+    start: Callable[..., Child], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    far = start(a_holder_that_counts, url)
+    with WeightStore(url, plane="ucx") as store:
+        far.tell("open")
+        assert far.hear() == "open"
+        state = weights()
+        store.publish(1, state)
+        first = far.hear()
+        assert first > nbytes(state)
+        step(state)
+        store.publish(2, state)
+        assert far.hear() - first < nbytes(state) / 10
+        far.tell("end")
+        far.end()
+
+
+def a_reader_that_counts(pipe: Connection, url: str) -> None:
+    """Get the versions that it is told to over TCP, as on another host; send how many bytes were read for each."""
+    os.environ.update({liveness.HOST: "south", "UCX_TLS": "tcp,self"})
+    liveness.this_host.cache_clear()
+    count = [0]
+    with WeightStore(url, plane="ucx", hold=False) as store:
+        read = store._plane.read
+
+        def counted(handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+            count[0] += into.nbytes
+            return read(handle, into, offset, timeout=timeout)
+
+        store._plane.read = counted  # type: ignore[method-assign]
+        into = weights()
+        while (version := pipe.recv()) != "end":
+            count[0] = 0
+            store.get(version, into)
+            pipe.send((count[0], into["large"].float().sum().item()))
+
+
+def test_a_process_on_another_host_that_only_reads_gets_deltas_too(
+    start: Callable[..., Child], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalogue knows of it by its first get, which notes the host; the next version has a delta for it."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    far = start(a_reader_that_counts, url)
+    with WeightStore(url, plane="ucx", replicas=1) as store:
+        state = weights()
+        for version in (1, 2, 3):
+            step(state)
+            store.publish(version, state)
+            assert (offered(store, version) is None) == (version == 1)
+            far.tell(version)
+            read, total = far.hear()
+            assert total == state["large"].float().sum().item()
+            assert read > nbytes(state) if version == 1 else read < nbytes(state) / 10
+        far.tell("end")
+        far.end()
+
+
+# -- memory
+
+
+def test_deltas_count_towards_the_limit_and_go_with_their_version(wire: Wire, request: pytest.FixtureRequest) -> None:
+    with WeightStore(f"memory://{request.node.name}", limit=1 << 30) as store:
+        state = weights()
+        store.publish(1, state)
+        before = store._replica_holder.pool.used
+        step(state)
+        store.publish(2, state)
+        offer = offered(store, 2)
+        assert offer is not None
+        (shown,) = store.inspect().report().holders
+        parts = sum(store.inspect().report().versions[number].nbytes for number in (0, 1))
+        assert shown.nbytes == parts + offer.handle.nbytes
+        assert store._replica_holder.pool.used >= 2 * before + offer.handle.nbytes
+        store.delete(2)
+        store.publish(3, weights())  # nothing of it is as it was
+        assert offered(store, 3) is None
+        assert store._replica_holder.pool.used == 2 * before
+
+
+def test_a_part_takes_the_room_of_deltas(wire: Wire, request: pytest.FixtureRequest) -> None:
+    """The limit has room for the parts alone: each publish goes well, and readers read what has no delta whole."""
+    state, into = weights(), weights()
+    room = 3 * (nbytes(state) + (1 << 20))
+    with WeightStore(f"memory://{request.node.name}", limit=room) as store:
+        for version in range(1, 7):
+            step(state)
+            store.publish(version, state, timeout=5.0)
+            assert store._replica_holder.pool.used <= room
+            store.get(version, into)
+            assert alike(state, into)

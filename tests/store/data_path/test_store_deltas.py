@@ -1,0 +1,316 @@
+"""Deltas between two versions of a part: the same bits by all kernels, verified, and nothing written out of place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.comms.errors import CorruptData
+from holdfast.store.delta import native_kernels, torch_kernels
+from holdfast.store.delta.apply import apply
+from holdfast.store.delta.cost import pays
+from holdfast.store.delta.diff import diff
+from holdfast.store.delta.records import BLOCK, WHOLE, Delta, ElementPiece, PackedDelta, most_of
+from support.mutations import mutated
+from support.weights.peers import site_of
+
+OLD, NEW = b"o" * 16, b"n" * 16
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def piece_of(tensor: torch.Tensor) -> ElementPiece:
+    return ElementPiece(0, tensor.nbytes, tensor.itemsize)
+
+
+def cut(region: torch.Tensor, pieces: Sequence[ElementPiece]) -> list[torch.Tensor]:
+    return [piece.of(region) for piece in pieces]
+
+
+def sums(region: torch.Tensor, pieces: Sequence[ElementPiece]) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(piece.of(region).numpy().data) for piece in pieces]
+
+
+def encoded(delta: PackedDelta) -> torch.Tensor:
+    data = torch.full((delta.nbytes,), 0xA5, dtype=torch.uint8)
+    delta.write(data, OLD, NEW)
+    return data
+
+
+def decoded(data: torch.Tensor, pieces: Sequence[ElementPiece]) -> Delta:
+    return Delta.decode(data, OLD, NEW, pieces)
+
+
+@st.composite
+def versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, tuple[ElementPiece, ...]]:
+    """A part of one to four pieces with gaps between them, and a later version of it."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    pieces, offset = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        itemsize = draw(st.sampled_from([1, 2, 4, 8]))
+        elements = draw(st.sampled_from([0, 1, 3, 63, 64, 65, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 70]))
+        pieces.append(ElementPiece(offset, elements * itemsize, itemsize))
+        offset += -(-elements * itemsize // 64) * 64 + 64
+    old = torch.from_numpy(rng.integers(0, 256, offset, np.uint8))
+    new = old.clone()
+    for piece in pieces:
+        elements = piece.nbytes // piece.itemsize
+        share = draw(st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.24, 0.26, 1.0]))
+        where = np.unique(np.append(rng.integers(0, max(elements, 1), int(elements * share)), [0, elements - 1]))
+        if share and elements:
+            byte = rng.integers(0, piece.itemsize, len(where))
+            new[piece.offset + where * piece.itemsize + byte] ^= torch.from_numpy(
+                rng.integers(1, 256, len(where), np.uint8)
+            )
+    return old, new, tuple(pieces)
+
+
+@given(versions())
+def test_the_new_version_is_made_bit_by_bit(case: tuple[torch.Tensor, torch.Tensor, tuple[ElementPiece, ...]]) -> None:
+    old, new, pieces = case
+    packed = diff(old, new, pieces)
+    delta = decoded(encoded(packed), pieces)
+    into, before = torch.zeros_like(old), old.clone()
+    assert apply(delta, cut(old, pieces), cut(into, pieces), sums(new, pieces)) == delta.whole
+    assert torch.equal(old, before), "the base has changed"
+    for at, piece in enumerate(pieces):
+        if at not in delta.whole:
+            assert torch.equal(piece.of(into), piece.of(new))
+
+
+@given(versions())
+def test_a_base_can_be_patched_in_place(case: tuple[torch.Tensor, torch.Tensor, tuple[ElementPiece, ...]]) -> None:
+    old, new, pieces = case
+    delta = decoded(encoded(diff(old, new, pieces)), pieces)
+    untouched = [piece.of(old).clone() for piece in pieces]
+    assert apply(delta, cut(old, pieces), cut(old, pieces), sums(new, pieces)) == delta.whole
+    for at, piece in enumerate(pieces):
+        assert torch.equal(piece.of(old), untouched[at] if at in delta.whole else piece.of(new))
+
+
+@given(versions())
+def test_all_kernels_write_the_same_delta(case: tuple[torch.Tensor, torch.Tensor, tuple[ElementPiece, ...]]) -> None:
+    old, new, pieces = case
+    args = cut(old, pieces), cut(new, pieces), pieces
+    compiled = encoded(native_kernels.diff(*args))
+    assert torch.equal(encoded(native_kernels.diff(*args, portable=True)), compiled)
+    assert torch.equal(encoded(torch_kernels.diff(*args)), compiled)
+    by_torch = torch.zeros_like(old)
+    torch_kernels.patch(cut(old, pieces), cut(by_torch, pieces), decoded(compiled, pieces))
+    for at, piece in enumerate(pieces):
+        if at not in decoded(compiled, pieces).whole:
+            assert torch.equal(piece.of(by_torch), piece.of(new))
+
+
+@given(versions())
+def test_a_delta_is_never_larger_than_half_of_the_part_and_its_index(
+    case: tuple[torch.Tensor, torch.Tensor, tuple[ElementPiece, ...]],
+) -> None:
+    old, new, pieces = case
+    packed = diff(old, new, pieces)
+    part = sum(piece.nbytes for piece in pieces)
+    assert packed.nbytes <= (part - packed.whole_bytes) // 2 + 56 + 4 * len(pieces)
+    for piece, size in zip(pieces, packed.sizes, strict=True):
+        same = torch.equal(piece.of(old), piece.of(new))
+        assert (size == 0) == same
+        assert size == WHOLE or size <= most_of(piece)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_elements_are_compared_by_their_bits(dtype: torch.dtype) -> None:
+    """-0.0 equals 0.0 and no NaN equals itself as numbers; NaNs have many encodings."""
+    old = torch.zeros(4096, dtype=dtype)
+    old[100] = float("nan")
+    new = old.clone()
+    new[7] = -0.0
+    raw(new)[200 * dtype.itemsize : 201 * dtype.itemsize] = 0xFF
+    packed = diff(raw(old), raw(new), [piece_of(old)])
+    record = decoded(encoded(packed), [piece_of(old)]).records[0]
+    assert record is not None
+    where, _ = torch_kernels.changes_in(record, piece_of(old))
+    assert where.tolist() == [7, 200]
+    into = torch.empty_like(old)
+    assert (
+        apply(decoded(encoded(packed), [piece_of(old)]), [raw(old)], [raw(into)], sums(raw(new), [piece_of(old)])) == ()
+    )
+    assert torch.equal(raw(into), raw(new))
+
+
+def test_a_base_with_other_bytes_is_not_taken_for_the_new_version() -> None:
+    old = torch.zeros(3 * 4096, dtype=torch.uint8)
+    pieces = [ElementPiece(at, 4096, 2) for at in range(0, len(old), 4096)]
+    new = old.clone()
+    new[5000] = 1
+    delta = decoded(encoded(diff(old, new, pieces)), pieces)
+    old[9000] = 7
+    into = torch.empty_like(old)
+    assert apply(delta, cut(old, pieces), cut(into, pieces), sums(new, pieces)) == (2,)
+    assert torch.equal(into[:8192], new[:8192])
+
+
+def test_an_update_is_asked_again_without_harm() -> None:
+    """The reader cannot know whether the first attempt came to its end: applied in place twice, the bytes are right."""
+    old = torch.arange(4096, dtype=torch.int32)
+    new = old.clone()
+    new[::100] = -1
+    piece = piece_of(old)
+    delta = decoded(encoded(diff(raw(old), raw(new), [piece])), [piece])
+    for _ in range(2):
+        assert apply(delta, [raw(old)], [raw(old)], sums(raw(new), [piece])) == ()
+        assert torch.equal(old, new)
+
+
+@given(
+    st.sampled_from(["flip", "cut", "remove", "insert"]),
+    st.integers(0, 2**20),
+    st.integers(0, 2**10),
+    st.sampled_from([1, 2, 4, 8]),
+    st.booleans(),
+)
+def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
+    kind: str, where: int, what: int, itemsize: int, compiled: bool
+) -> None:
+    elements = BLOCK + 37
+    piece = ElementPiece(64, elements * itemsize, itemsize)
+    old = torch.zeros(piece.nbytes + 128, dtype=torch.uint8)
+    new = old.clone()
+    new[64 : 64 + piece.nbytes : 999] = 5
+    good = encoded(diff(old, new, [piece]))
+    bad = torch.tensor(list(mutated([good.numpy().tobytes()], kind, where, what)[0]), dtype=torch.uint8)
+    into = torch.full_like(old, 9)
+    try:
+        delta = decoded(bad, [piece])
+        if compiled:
+            left: Sequence[int] = apply(delta, [piece.of(old)], [piece.of(into)], sums(new, [piece]))
+        else:
+            torch_kernels.patch([piece.of(old)], [piece.of(into)], delta)
+            left = [] if torch.equal(piece.of(into), piece.of(new)) else [0]
+    except CorruptData:
+        left = [0]
+    assert bool((into[:64] == 9).all()) and bool((into[64 + piece.nbytes :] == 9).all()), "written out of place"
+    assert list(left) == [0] or torch.equal(piece.of(into), piece.of(new))
+
+
+@pytest.mark.parametrize("kernels", [native_kernels, torch_kernels], ids=["compiled", "torch"])
+@pytest.mark.parametrize(
+    "counts, places, values",
+    [
+        ([2, 0], [5, 5], 2),
+        ([2, 0], [6, 5], 2),
+        ([1, 1], [5, 37], 2),
+        ([0, 38], list(range(38)), 38),
+        ([1, 2], [5, 6], 2),
+        ([0xFFFFFFFF, 3], [5, 6], 2),
+        ([0, 0], [], 0),
+        ([2, 0], [5, 6], 5),
+    ],
+    ids=[
+        "twice",
+        "descending",
+        "behind the end",
+        "too many",
+        "not enough",
+        "overflow",
+        "empty",
+        "other values",
+    ],
+)
+def test_a_record_of_another_piece_is_refused_before_a_byte_is_written(
+    kernels: Any, counts: list[int], places: list[int], values: int
+) -> None:
+    """The piece has 65536 + 37 elements of 2 bytes."""
+    piece = ElementPiece(0, 2 * (BLOCK + 37), 2)
+    parts = [np.array(counts, "<u4"), np.array(places, "<u2"), np.zeros(values, "<u2")]
+    data = b"".join(part.tobytes() + bytes(-part.nbytes % 8) for part in parts)
+    into = torch.full((piece.nbytes,), 9, dtype=torch.uint8)
+    delta = Delta((piece,), (torch.frombuffer(bytearray(data), dtype=torch.uint8),))
+    with pytest.raises(CorruptData, match="record"):
+        kernels.patch([torch.zeros_like(into)], [into], delta)
+    assert bool((into == 9).all())
+
+
+def test_a_delta_of_other_parts_is_refused() -> None:
+    old, new = torch.zeros(4096, dtype=torch.uint8), torch.ones(4096, dtype=torch.uint8)
+    piece = piece_of(old)
+    data = encoded(diff(old, new, [piece]))
+    for base, later, pieces in [(NEW, NEW, [piece]), (OLD, OLD, [piece]), (OLD, NEW, [piece, piece]), (OLD, NEW, [])]:
+        with pytest.raises(CorruptData, match="delta"):
+            Delta.decode(data, base, later, pieces)
+
+
+def test_pieces_that_are_no_pieces_are_refused() -> None:
+    for nbytes, itemsize in [(8, 3), (7, 2), (-8, 8), (1 << 31, 1)]:
+        with pytest.raises(ValueError, match="not up to 1 GiB"):
+            ElementPiece(0, nbytes, itemsize)
+    small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="outside"):
+        diff(small, large, [ElementPiece(8, 8, 8)])
+    delta = Delta((piece_of(large),), (None,))
+    with pytest.raises(ValueError, match="lies in 8 bytes"):
+        apply(delta, [small], [large], [0])
+
+
+def test_a_delta_pays_when_it_is_small_and_the_wire_is_slow() -> None:
+    whole, tcp, mapped = 512 << 20, 1e9, 12e9
+    assert pays(whole // 50, whole, tcp)
+    assert not pays(whole, whole, tcp)
+    assert not pays(whole // 50, whole, mapped)
+    assert not pays(100, 4096, tcp)
+
+
+TRITON_CHECK = """
+import numpy as np, torch, xxhash
+from holdfast.store.delta import native_kernels, torch_kernels, triton_kernels
+from holdfast.store.delta.records import BLOCK, Delta, ElementPiece
+
+rng = np.random.default_rng(5)
+pieces, offset = [], 0
+for itemsize in (1, 2, 4, 8):
+    for elements in (1, 1000, 1024, BLOCK + 1025):
+        pieces.append(ElementPiece(offset, elements * itemsize, itemsize))
+        offset += -(-elements * itemsize // 64) * 64
+old = torch.from_numpy(rng.integers(0, 256, offset, np.uint8))
+for share in (0.0, 0.003, 0.05, 1.0):
+    new = old.clone()
+    new[torch.from_numpy(rng.integers(0, offset, int(offset * share)))] ^= 0x41
+    new[pieces[3].offset + BLOCK] ^= 1
+    args = [piece.of(old) for piece in pieces], [piece.of(new) for piece in pieces], pieces
+    deltas = []
+    for kernels in (native_kernels, torch_kernels, triton_kernels):
+        packed = kernels.diff(*args)
+        deltas.append(torch.zeros(packed.nbytes, dtype=torch.uint8))
+        packed.write(deltas[-1], b"o" * 16, b"n" * 16)
+    assert all(torch.equal(each, deltas[0]) for each in deltas), share
+data = [old[:size] for size in (1, 240, 241, 1024, 1025, 1087, 1088, 2048, 2049, 70001)] + [old[3:4000]]
+assert triton_kernels.checksums(data) == [xxhash.xxh3_64_intdigest(each.numpy().data) for each in data]
+into = torch.zeros_like(old)
+delta = Delta.decode(deltas[0], b"o" * 16, b"n" * 16, pieces)
+made = [piece.of(into) for piece in pieces]
+assert triton_kernels.patch(args[0], made, delta) == native_kernels.patch(args[0], made, delta)
+assert triton_kernels.diff([], [], []).nbytes == native_kernels.diff([], [], []).nbytes
+print("equal")
+"""
+
+
+@pytest.mark.skipif(site_of("triton") is None, reason="needs triton: make peers")
+def test_triton_kernels_give_the_bits_of_the_compiled_ones() -> None:
+    """In Triton's interpreter, which has to be chosen before triton is imported: so in a process of its own."""
+    path = os.pathsep.join(filter(None, [site_of("triton"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"TRITON_INTERPRET": "1"} | ({"PYTHONPATH": path} if path else {})
+    done = subprocess.run(
+        [sys.executable, "-c", TRITON_CHECK], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.stdout == "equal\n", done.stderr

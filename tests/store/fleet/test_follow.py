@@ -1,0 +1,459 @@
+"""Readers that follow the store: staging beside what is served, swaps between two batches, ways back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.ft.registers import RegisterAway
+from holdfast.store import Follower, NoSuchVersion, NotCaughtUp, ReaderReplaced, StoreTimeout, WeightStore
+from holdfast.store.data.tree import FlatState
+from holdfast.store.follow import follower as follower_module
+from holdfast.store.follow.staged_versions import StagedVersions
+from holdfast.store.follow.staging import StagingState
+from support.waiting import eventually
+
+
+def weights(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), value, dtype=torch.float64)}
+
+
+def value_of(state: Mapping[str, torch.Tensor]) -> float:
+    """The one value that all elements have."""
+    values = {float(value) for tensor in state.values() for value in tensor.detach().flatten().tolist()}
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = (each.detach().resolve_conj().contiguous().view(-1) for each in (left, right))
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_a_follower_prefetches_and_swaps_between_two_batches(store: WeightStore) -> None:
+    store.publish(1, weights(1))
+    into, seen = weights(-1), list[tuple[int, str]]()
+    with store.follow(
+        into, on_version=lambda number: seen.append((number, threading.current_thread().name))
+    ) as follower:
+        assert follower.version is None and value_of(into) == -1
+        assert follower.catch_up() == 1 == follower.version
+        assert value_of(into) == 1
+        store.publish(2, weights(2))
+        follower.wait_ready(2)
+        assert follower.ready(2) and follower.version == 1 and value_of(into) == 1, "not before the swap"
+        with follower.batch() as version:
+            assert version == 2 and value_of(into) == 2
+            store.publish(3, weights(3))
+            follower.wait_ready(3)
+            assert value_of(into) == 2, "not inside of a batch"
+            with pytest.raises(Mismatch, match="serves a batch"):
+                follower.swap()
+        assert follower.swap() == 3 == follower.swap() and value_of(into) == 3
+        me = threading.current_thread().name
+        assert seen == [(1, me), (2, me), (3, me)]
+        assert [each.served for each in store.readers()] == [3]
+    assert store.readers() == () and value_of(into) == 3
+
+
+def test_a_batch_waits_for_the_first_version(store: WeightStore) -> None:
+    into = weights(-1)
+    with store.follow(into) as follower:
+        with pytest.raises(NotCaughtUp, match="no version is staged"):
+            follower.swap()
+        with pytest.raises(StoreTimeout, match="catch_up"), follower.batch(timeout=0.02):
+            pass
+        thread = threading.Thread(target=store.publish, args=(1, weights(1)))
+        thread.start()
+        with follower.batch(timeout=20.0) as version:
+            assert version == 1 and value_of(into) == 1
+        thread.join()
+
+
+def test_staged_and_served_versions_stay_until_they_are_let_go(store: WeightStore) -> None:
+    store.publish(1, weights(1))
+    with store.follow(weights(-1)) as follower:
+        follower.catch_up()
+        for number in range(2, 6):
+            store.publish(number, weights(number))
+        assert 1 in store.versions(), "it is served"
+        with pytest.raises(Mismatch, match="version 1 is kept for reader"):
+            store.delete(1)
+        follower.wait_ready(5)
+        assert follower.swap() == 5
+        eventually(lambda: store.readers()[0].pinned == (5,))
+        store.publish(6, weights(6))
+        assert 1 not in store.versions()
+    store.publish(7, weights(7))
+    assert store.versions() == [6, 7]
+
+
+def test_the_way_back_needs_one_call(store: WeightStore) -> None:
+    into = weights(-1)
+    store.publish(1, weights(1))
+    with store.follow(into) as follower:
+        follower.catch_up()
+        with pytest.raises(Mismatch, match="no version to go back to"):
+            follower.back()
+        store.publish(2, weights(2))
+        follower.wait_ready(2)
+        assert follower.swap() == 2
+        assert follower.back() == 1 == follower.version and value_of(into) == 1
+        assert follower.swap() == 1, "the version that it left is not taken again"
+        with pytest.raises(Mismatch, match="no version to go back to"):
+            follower.back()
+        store.publish(3, weights(3))
+        follower.wait_ready(3)
+        assert follower.swap() == 3 and value_of(into) == 3
+        assert follower.back() == 1, "the version before is the one that was served before"
+
+
+def test_the_way_back_reads_the_version_again_if_its_memory_was_needed(store: WeightStore) -> None:
+    into = weights(-1)
+    store.publish(1, weights(1))
+    with store.pin(1), store.follow(into) as follower:
+        follower.catch_up()
+        store.publish(2, weights(2))
+        follower.wait_ready(2)
+        follower.swap()
+        for number in (3, 4, 5):
+            store.publish(number, weights(number))
+            follower.wait_ready(number)
+        assert not follower.ready(1)
+        assert follower.back() == 1 and value_of(into) == 1
+        assert follower.swap() == 1, "versions 2 to 5 were there when it went back"
+        store.publish(6, weights(6))
+        follower.wait_ready(6)
+        assert follower.swap() == 6
+
+
+def test_a_version_that_is_gone_cannot_be_gone_back_to(store: WeightStore) -> None:
+    into = weights(-1)
+    store.publish(1, weights(1))
+    with store.follow(into) as follower:
+        follower.catch_up()
+        for number in (2, 3, 4, 5):
+            store.publish(number, weights(number))
+            follower.wait_ready(number)
+            if number == 2:
+                follower.swap()
+        assert 1 not in store.versions()
+        with pytest.raises(NoSuchVersion, match="superseded"):
+            follower.back(timeout=10.0)
+        assert follower.version == 2 and value_of(into) == 2
+        assert follower.swap() == 5 and value_of(into) == 5, "it goes on"
+
+
+def test_a_rollback_is_followed(store: WeightStore) -> None:
+    into = weights(-1)
+    store.publish(1, weights(1))
+    with store.follow(into) as follower:
+        follower.catch_up()
+        store.publish(2, weights(2))
+        follower.wait_ready(2)
+        assert follower.swap() == 2
+        store.rollback(1)
+        assert follower.catch_up() == 1 and value_of(into) == 1
+        store.publish(3, weights(3))
+        assert follower.catch_up() == 3
+
+
+def test_a_version_that_was_rolled_back_before_the_swap_is_not_served(store: WeightStore) -> None:
+    into = weights(-1)
+    store.publish(1, weights(1))
+    with store.follow(into) as follower:
+        follower.catch_up()
+        store.publish(2, weights(2))
+        follower.wait_ready(2)
+        store.rollback(1)
+        assert follower.catch_up() == 1 and value_of(into) == 1
+
+
+def test_a_version_that_does_not_fit_is_an_error_of_the_next_call_and_not_the_end(store: WeightStore) -> None:
+    into = weights(-1)
+    store.publish(1, weights(1))
+    with store.follow(into) as follower:
+        follower.catch_up()
+        store.publish(2, {"a": torch.ones(3)})
+        eventually(lambda: follower.failures > 0)
+        with pytest.raises(Mismatch, match=r"'b'|b float64|a float32\[3\]"):
+            follower.swap()
+        assert follower.swap() == 1 and value_of(into) == 1, "each error is raised once"
+        with pytest.raises(Mismatch):
+            follower.wait_ready(2)
+        store.publish(3, weights(3))
+        follower.wait_ready(3)
+        assert follower.swap() == 3 and follower.failures == 1
+
+
+def test_a_swap_that_is_broken_off_leaves_the_version_before(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    into = weights(-1)
+    store.publish(1, weights(1))
+    copies = follower_module.copy_state
+
+    def interrupted(source: StagingState, target: FlatState) -> None:
+        target.tensors["a"].copy_(source.locals["a"])
+        monkeypatch.setattr(follower_module, "copy_state", copies)
+        raise KeyboardInterrupt
+
+    with store.follow(into) as follower:
+        follower.wait_ready(1)
+        monkeypatch.setattr(follower_module, "copy_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            follower.swap()
+        assert follower.version is None, "the tensors had no version before"
+        assert follower.swap() == 1 and value_of(into) == 1
+        store.publish(2, weights(2))
+        follower.wait_ready(2)
+        monkeypatch.setattr(follower_module, "copy_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            follower.swap()
+        assert follower.version == 1 and value_of(into) == 1
+        assert follower.swap() == 2 and value_of(into) == 2
+
+
+def test_errors_of_the_register_are_raised_and_retried(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    into = weights(-1)
+    store.publish(1, weights(1))
+    with store.follow(into) as follower:
+        follower.catch_up()
+        client = follower._stager.client
+
+        def away(*_: object) -> Any:
+            raise RegisterAway(store.url, "unplugged")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "wait", away)
+            eventually(lambda: follower.failures >= 2)
+            with pytest.raises(RegisterAway, match="unplugged"):
+                follower.swap()
+        store.publish(2, weights(2))
+        eventually(lambda: follower.ready(2))
+        eventually(lambda: swapped_to(follower, 2))
+
+
+def swapped_to(follower: Follower, version: int) -> bool:
+    try:
+        return follower.swap() == version
+    except HoldfastError:
+        return False
+
+
+def test_a_model_is_followed_with_tied_weights_and_views(store: WeightStore) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(30, 20)
+            self.head = nn.Linear(20, 30, bias=False)
+            self.head.weight = self.embed.weight
+            base = torch.arange(64, dtype=torch.float32)
+            self.register_buffer("low", base[:40])
+            self.register_buffer("high", base[24:])
+
+    model, other = Tied(), Tied()
+    store.publish(1, model.state_dict())
+    with store.follow(other.state_dict()) as follower:
+        follower.catch_up()
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+        )
+        assert other.head.weight is other.embed.weight and other.embed.weight.requires_grad
+        staged = follower._staged.served
+        assert (
+            staged is not None and staged.locals["embed.weight"].data_ptr() == staged.locals["head.weight"].data_ptr()
+        )
+        store.publish(2, {**model.state_dict(), "low": torch.full((40,), 7.0)})
+        with pytest.raises(Mismatch, match="share memory"):
+            follower.wait_ready(2)
+        assert follower.swap() == 1
+
+
+def test_values_of_the_state_dict_are_swapped_with_the_tensors(store: WeightStore) -> None:
+    def state(step: int) -> dict[str, Any]:
+        return {"layers": [{"w": torch.full((3,), float(step))}], "step": step, "betas": [0.9, step]}
+
+    store.publish(1, state(1))
+    into = state(0)
+    with store.follow(into) as follower:
+        follower.catch_up()
+        assert into["step"] == 1 and into["betas"] == [0.9, 1] and into["layers"][0]["w"].tolist() == [1.0] * 3
+        store.publish(2, state(2))
+        follower.wait_ready(2)
+        assert into["step"] == 1
+        follower.swap()
+        assert into["step"] == 2 and follower.back() == 1 and into["betas"] == [0.9, 1]
+
+
+def test_every_odd_tensor_is_swapped_bit_for_bit(store: WeightStore) -> None:
+    def state() -> dict[str, torch.Tensor]:
+        return {
+            "scalar": torch.tensor(0.0),
+            "empty": torch.empty(0, 7),
+            "transposed": torch.zeros(5, 4).t(),
+            "strided": torch.zeros(40, 50)[::3, 1::2],
+            "conjugate": torch.zeros(9, dtype=torch.complex64).conj(),
+            "bool": torch.zeros(33, dtype=torch.bool),
+            "half": torch.zeros(17, dtype=torch.bfloat16),
+            "float8": torch.zeros(17).to(torch.float8_e4m3fn),
+            "leaf": nn.Parameter(torch.zeros(4)),
+        }
+
+    wanted, into = state(), state()
+    with torch.no_grad():
+        for tensor in wanted.values():
+            tensor.copy_(torch.rand(tensor.shape).to(tensor.dtype))
+    with torch.inference_mode():
+        into["inference"] = torch.zeros(6)
+    wanted["inference"] = torch.ones(6)
+    store.publish(1, wanted)
+    with store.follow(into) as follower:
+        follower.catch_up()
+    for name, tensor in wanted.items():
+        assert same_bits(tensor, into[name]), name
+
+
+def test_a_closed_follower_says_so_and_its_store_closes_it(tmp_path: Path) -> None:
+    with WeightStore(f"memory://{tmp_path}") as store:
+        store.publish(1, weights(1))
+        follower = store.follow(weights(-1), reader="g0")
+        assert [each.id for each in store.readers()] == ["g0"]
+        with pytest.raises(Mismatch, match="follows as reader 'g0'"):
+            store.follow(weights(-1), reader="g0")
+    for call in (follower.swap, follower.catch_up, follower.back):
+        with pytest.raises(Mismatch, match="closed"):
+            call()
+    follower.close()
+
+
+def test_bad_arguments_are_refused(store: WeightStore) -> None:
+    for reader in ("", "x" * 201, "a\nb"):
+        with pytest.raises(ValueError, match="cannot name a reader"):
+            store.follow(weights(1), reader=reader)
+    with pytest.raises(TypeError):
+        store.follow({"a": object()})
+    with pytest.raises(Mismatch, match="expanded"):
+        store.follow({"a": torch.zeros(1).expand(3)})
+    with pytest.raises(TypeError, match="list of names"):
+        store.switch(1, "g0")
+    with pytest.raises(ValueError, match="quorum"):
+        store.switch(1, ["g0"], 0)
+    with pytest.raises(NoSuchVersion):
+        store.switch(1, ["g0"])
+    assert store.readers() == ()
+
+
+# -- switches in one process; test_switch.py has the deaths
+
+
+def test_a_switch_makes_all_readers_serve_a_version(store: WeightStore) -> None:
+    models = {name: weights(-1) for name in ("g0", "g1")}
+    store.publish(1, weights(1))
+    with store.follow(models["g0"], reader="g0") as one, store.follow(models["g1"], reader="g1") as two:
+        with pytest.raises(NotCaughtUp, match="no switch that names it"):
+            one.swap()
+        result = store.switch(1)
+        assert result.committed and result.ready == ("g0", "g1") and result.missing == ()
+        assert one.swap() == two.swap() == 1 and value_of(models["g0"]) == value_of(models["g1"]) == 1
+        store.publish(2, weights(2))
+        one.wait_ready(2)
+        assert one.swap() == 1, "nobody serves what was not committed"
+        assert store.switch(2, ["g0", "g1"]).committed
+        assert one.swap() == 2
+        assert [(each.id, each.served) for each in store.readers()] == [("g0", 2), ("g1", 1)]
+        assert two.swap() == 2
+        with pytest.raises(Mismatch, match="call switch"):
+            one.back()
+        assert store.switch(1).committed, "back to the version before: it is still staged"
+        assert one.swap() == two.swap() == 1
+
+
+def test_a_reader_may_serve_before_its_background_has_said_that_it_is_ready(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its quorum did not need it, and it reaches a batch boundary between the last byte and the report."""
+    complete, completed, go_on = StagedVersions.complete, threading.Event(), threading.Event()
+
+    def late(self: StagedVersions, found: StagingState) -> None:
+        complete(self, found)
+        completed.set()
+        go_on.wait(20.0)
+
+    store.publish(1, weights(1))
+    with store.follow(weights(-1), reader="g0"):
+        assert store.switch(1).committed
+        monkeypatch.setattr(StagedVersions, "complete", late)
+        with store.follow(weights(-1), reader="g1") as other:
+            assert completed.wait(20.0)
+            assert other.swap() == 1
+            assert {each.id: each.ready for each in store.readers()} == {"g0": (1,), "g1": (1,)}
+            go_on.set()
+
+
+def test_a_reader_that_cannot_take_a_version_aborts_the_switch(store: WeightStore) -> None:
+    store.publish(1, weights(1))
+    with store.follow(weights(-1), reader="g0") as one, store.follow({"other": torch.ones(2)}, reader="g1") as two:
+        for _ in range(2):  # before it has tried to take the version, or after that
+            result = store.switch(1)
+            assert not result.committed and "reader 'g1' cannot take it" in result.reason and "g1" in result.missing
+            eventually(lambda: two.failures == 1)
+        assert store.switch(1, quorum=1).committed
+        assert one.catch_up() == 1
+        with pytest.raises(Mismatch):
+            two.catch_up()
+
+
+def test_a_switch_that_is_not_ready_in_time_is_aborted(store: WeightStore) -> None:
+    store.publish(1, weights(1))
+    with store.follow(weights(-1), reader="g0") as one:
+        result = store.switch(1, ["g0", "absent"], timeout=0.5)
+        assert not result.committed and result.missing[0] == "absent" and "0.5 s" in result.reason
+        with pytest.raises(NotCaughtUp):
+            one.swap()
+
+
+def test_two_switches_take_turns(store: WeightStore) -> None:
+    for number in (1, 2):
+        store.publish(number, weights(number))
+    results: dict[int, Any] = {}
+
+    def switch(number: int, readers: list[str], timeout: float) -> None:
+        results[number] = store.switch(number, readers, timeout=timeout)
+
+    with store.follow(weights(-1), reader="g0") as one:
+        first = threading.Thread(target=switch, args=(1, ["g0", "absent"], 0.5))
+        first.start()
+        eventually(lambda: store.readers()[0].ready != () and len(store.readers()) == 1)
+        second = threading.Thread(target=switch, args=(2, ["g0"], 20.0))
+        second.start()
+        first.join(), second.join()
+        assert not results[1].committed and results[2].committed
+        assert one.swap() == 2
+
+
+def test_a_reader_that_another_host_took_over_does_not_serve(store: WeightStore) -> None:
+    from msgspec.structs import replace
+
+    from holdfast.comms.transport.base import Peer
+    from holdfast.store.catalog import fleet
+
+    store.publish(1, weights(1))
+    with store.follow(weights(-1), reader="g0") as one:
+        assert store.switch(1).committed and one.swap() == 1
+        record = replace(store.readers()[0], token="other", peer=Peer("elsewhere", 4, 2))
+        store._catalog_client.change(lambda now: fleet.register(now, record))
+        with pytest.raises(ReaderReplaced, match="process 4 took its place"):
+            one.swap()
+        eventually(lambda: one.failures == 1)
+        for call in (one.swap, one.catch_up, partial(one.wait_ready, 2)):
+            with pytest.raises(ReaderReplaced):
+                call()

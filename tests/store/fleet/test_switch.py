@@ -1,0 +1,164 @@
+"""Switches of a fleet of processes, which are killed and stopped at each step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast.comms.transport import liveness
+from holdfast.store import WeightStore
+from holdfast.store.catalog.fleet_records import Switch
+from support.children import Child
+from support.samples.fleet_processes import a_proposer, a_reader, weights
+from support.waiting import eventually
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[WeightStore]:
+    """The store of a trainer, with version 1."""
+    with WeightStore(url, replicas=1) as opened:
+        opened.publish(1, weights(1))
+        yield opened
+
+
+def a_fleet(store: WeightStore, start: Callable[..., Child], *names: str) -> list[Child]:
+    """Readers that serve version 1; version 2 is published."""
+    readers = [start(a_reader, store.url, name) for name in names]
+    for reader in readers:
+        assert reader.hear() == "follows"
+    assert store.switch(1).committed
+    for reader in readers:
+        assert said(reader, "swap") == 1
+    store.publish(2, weights(2))
+    return readers
+
+
+def said(child: Child, order: str) -> object:
+    child.tell(order)
+    return child.hear()
+
+
+def newest(store: WeightStore) -> Switch:
+    return store._catalog_client.read()[1].switches[-1]
+
+
+@pytest.mark.parametrize("dies", ["staging", "staged"])
+def test_a_reader_that_dies_before_it_is_ready_is_counted_out(
+    store: WeightStore, start: Callable[..., Child], dies: str
+) -> None:
+    one, _ = a_fleet(store, start, "g0", "g1")
+    with ThreadPoolExecutor(1) as pool:
+        switching = pool.submit(store.switch, 2, ["g0", "g1", "g2"])
+        eventually(lambda: newest(store).state == "preparing")
+        dying = start(a_reader, store.url, "g2", dies, 2)
+        assert dying.hear() == "follows" and dying.hear() == "dies"
+        result = switching.result()
+    assert result.committed and result.ready == ("g0", "g1") and result.missing == ("g2",)
+    assert said(one, "swap") == 2
+
+
+def test_a_quorum_that_needs_a_dead_reader_aborts(store: WeightStore, start: Callable[..., Child]) -> None:
+    one, other = a_fleet(store, start, "g0", "g1")
+    other.kill()
+    result = store.switch(2, ["g0", "g1"], 2, timeout=1.0)
+    assert not result.committed and "g1" in result.missing
+    assert said(one, "ready 2") == "ready" and said(one, "swap") == 1
+
+
+def test_a_proposer_that_dies_after_it_proposed_leaves_the_fleet_as_it_was(
+    store: WeightStore, start: Callable[..., Child]
+) -> None:
+    readers = a_fleet(store, start, "g0", "g1")
+    proposer = start(a_proposer, store.url, 2, ["g0", "g1", "absent"], "switch_proposed")
+    assert proposer.hear() == "switch_proposed"
+    proposer.kill()
+    eventually(lambda: newest(store).state == "aborted")
+    assert f"process {proposer.pid}, died" in newest(store).reason
+    for reader in readers:
+        assert said(reader, "ready 2") == "ready" and said(reader, "swap") == 1
+    assert store.switch(2).committed
+    assert [said(reader, "swap") for reader in readers] == [2, 2]
+
+
+def test_a_proposer_that_dies_before_the_last_reader_is_ready_may_have_committed(
+    store: WeightStore, start: Callable[..., Child]
+) -> None:
+    """The readers decide without it: all serve version 2 afterwards, or all version 1."""
+    readers = a_fleet(store, start, "g0", "g1")
+    proposer = start(a_proposer, store.url, 2, ["g0", "g1"], "switch_proposed")
+    assert proposer.hear() == "switch_proposed"
+    proposer.kill()
+    eventually(lambda: newest(store).state != "preparing")
+    wanted = 2 if newest(store).state == "committed" else 1
+    assert [said(reader, "catch up") for reader in readers] == [wanted, wanted]
+
+
+def test_a_proposer_that_dies_once_it_is_committed_has_switched_the_fleet(
+    store: WeightStore, start: Callable[..., Child]
+) -> None:
+    readers = a_fleet(store, start, "g0", "g1")
+    proposer = start(a_proposer, store.url, 2, ["g0", "g1"], "switch_committed")
+    assert proposer.hear() == "switch_committed"
+    proposer.kill()
+    assert [said(reader, "swap") for reader in readers] == [2, 2]
+
+
+def test_readers_settle_a_switch_of_another_host_that_went_silent(
+    store: WeightStore, start: Callable[..., Child]
+) -> None:
+    """The readers wait as long as the proposer wanted to, then abort.
+
+    Nothing proves the death of a process of another host.
+    """
+    readers = a_fleet(store, start, "g0", "g1")
+    proposer = start(a_proposer, store.url, 2, ["g0", "absent"], "switch_proposed", 0.5, move_to_another_host)
+    assert proposer.hear() == "switch_proposed"
+    proposer.kill()
+    eventually(lambda: newest(store).state == "aborted", 10.0)
+    assert "did not decide it" in newest(store).reason
+    assert [said(reader, "swap") for reader in readers] == [1, 1]
+
+
+def move_to_another_host() -> None:
+    os.environ[liveness.HOST] = "another"
+    liveness.this_host.cache_clear()
+
+
+def test_a_quorum_decides_without_a_stopped_reader_which_catches_up_before_it_serves(
+    store: WeightStore, start: Callable[..., Child]
+) -> None:
+    one, other = a_fleet(store, start, "g0", "g1")
+    store.publish(3, weights(3))
+    other.stop()
+    waits = store.switch(3, ["g0", "g1"], timeout=0.5)
+    if not waits.committed:  # else it was ready before it was stopped
+        assert "g1" in waits.missing and said(one, "swap") == 1
+        assert store.switch(3, ["g0", "g1"], 1).committed
+    assert said(one, "swap") == 3
+    other.tell("swap")
+    other.resume()
+    assert other.hear() in (3, "NotCaughtUp"), "it does not serve version 1 again"
+    assert said(other, "catch up") == 3
+
+
+def test_a_reader_that_restarts_catches_up_with_its_fleet_before_it_serves(
+    store: WeightStore, start: Callable[..., Child]
+) -> None:
+    one, other = a_fleet(store, start, "g0", "g1")
+    assert store.switch(2).committed and said(one, "swap") == 2
+    other.kill()
+    store.publish(3, weights(3))
+    again = start(a_reader, store.url, "g1")
+    assert again.hear() == "follows"
+    assert said(again, "swap") in (2, "NotCaughtUp")
+    assert said(again, "catch up") == 2, "not version 3, which was never committed"
+    assert {each.id: each.served for each in store.readers()} == {"g0": 2, "g1": 2}
+
+
+def test_what_a_killed_reader_kept_is_let_go(store: WeightStore, start: Callable[..., Child]) -> None:
+    _, other = a_fleet(store, start, "g0", "g1")
+    other.kill()
+    eventually(lambda: [each.id for each in store.readers()] == ["g0"])

@@ -1,0 +1,145 @@
+"""A rank has the blocks of a tensor that torch gives it, for any placements on any mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+
+from holdfast.comms.errors import Unsupported
+from holdfast.ft.state.boxes import Box, common, count_of, cover, within, without
+from holdfast.store.sharding.placements import LocalBlock, blocks_of, cuts_of, in_cutting_order, local_shape
+from support.weights.layouts import Shape, Sizes, coordinates, meshes, placements, shapes, torchs_local
+
+
+def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(low, high) for low, high in box)]
+
+
+@given(meshes, shapes, st.data())
+@settings(max_examples=400)
+def test_the_blocks_of_every_rank_are_what_torch_gives_it(sizes: Sizes, shape: Shape, data: st.DataObject) -> None:
+    placed = data.draw(placements(sizes, len(shape)))
+    cuts = cuts_of("w", placed, len(shape))
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    for place in coordinates(sizes):
+        local = torchs_local(tensor, placed, sizes, place)
+        assert local_shape(shape, cuts, sizes, place) == tuple(local.shape)
+        seen = torch.zeros_like(local)
+        for box, there in blocks_of(shape, cuts, sizes, place):
+            assert torch.equal(part(local, there), part(tensor, box))
+            part(seen, there).add_(1)
+        assert (seen == 1).all()
+
+
+@given(meshes, shapes, st.data())
+def test_negative_dimensions_count_from_the_end(sizes: Sizes, shape: Shape, data: st.DataObject) -> None:
+    placed = data.draw(placements(sizes, len(shape)))
+    negative = [
+        p
+        if isinstance(p, Replicate)
+        else _StridedShard(p.dim - len(shape), split_factor=p.split_factor)
+        if isinstance(p, _StridedShard)
+        else Shard(p.dim - len(shape))
+        for p in placed
+    ]
+    assert cuts_of("w", negative, len(shape)) == cuts_of("w", placed, len(shape))
+
+
+def test_fsdp_over_tensor_parallel_is_one_box_and_free_chunks_are_several() -> None:
+    both = cuts_of("w", (_StridedShard(0, split_factor=2), Shard(0)), 1)
+    assert blocks_of((8,), both, (2, 2), (1, 0)) == (LocalBlock(((2, 4),), ((0, 2),)),)
+    free = cuts_of("w", (_StridedShard(0, split_factor=2),), 1)
+    assert blocks_of((8,), free, (2,), (1,)) == (LocalBlock(((2, 4),), ((0, 2),)), LocalBlock(((6, 8),), ((2, 4),)))
+
+
+def test_a_tensor_without_elements_has_an_empty_block_everywhere_and_an_empty_shard_has_none() -> None:
+    cuts = cuts_of("w", (Shard(0),), 2)
+    assert blocks_of((0, 3), cuts, (2,), (1,)) == (LocalBlock(((0, 0), (0, 3)), ((0, 0), (0, 3))),)
+    assert blocks_of((1, 0), cuts, (2,), (1,)) == (LocalBlock(((0, 0), (0, 0)), ((0, 0), (0, 0))),)
+    assert blocks_of((1, 3), cuts, (2,), (1,)) == ()
+
+
+@pytest.mark.parametrize(
+    ("placed", "why"),
+    [
+        ((Partial(),), r"'w' is placed as .*: ranks hold summands of it, no elements; all-reduce it first"),
+        ((Shard(0), Partial("max")), r"summands"),
+        ((_MaskPartial("sum"),), r"summands"),
+        ((Shard(2),), r"it has 2 dimensions"),
+        ((Shard(-3),), r"it has 2 dimensions"),
+    ],
+)
+def test_placements_without_elements_are_refused_by_name(placed: tuple[Any, ...], why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
+        cuts_of("w", placed, 2)
+
+
+def test_a_placement_of_another_library_is_refused_by_its_name() -> None:
+    class Interleaved(Shard):
+        pass
+
+    with pytest.raises(Unsupported, match=r"'w' is placed as .*: Interleaved is not known here"):
+        cuts_of("w", (Interleaved(0),), 2)
+
+
+@given(meshes, st.integers(0, 40), st.data())
+def test_the_order_of_fully_shard_differs_in_uneven_tensors_only(
+    sizes: Sizes, length: int, data: st.DataObject
+) -> None:
+    """`fully_shard` cuts what tensor parallelism has cut; its placement says chunks that stand for that cut."""
+    sizes = (*sizes[:1], data.draw(st.integers(1, 8 // sizes[0])))
+    cuts = cuts_of("w", (_StridedShard(0, split_factor=sizes[1]), Shard(0)), 1)
+    order = in_cutting_order(cuts, sizes)
+    assert order is not None
+    tensor = torch.arange(length)
+    for place in coordinates(sizes):
+        tensor_parallel = torchs_local(tensor, (Shard(0),), sizes[1:], place[1:])
+        local = torchs_local(tensor_parallel, (Shard(0),), sizes[:1], place[:1])
+        assert [i for box, _ in blocks_of((length,), order, sizes, place) for i in range(*box[0])] == local.tolist()
+        if length % math.prod(sizes) == 0 and length:
+            assert blocks_of((length,), order, sizes, place) == blocks_of((length,), cuts, sizes, place)
+
+
+def test_chunks_that_stand_for_no_cut_have_no_other_order() -> None:
+    assert in_cutting_order(cuts_of("w", (_StridedShard(0, split_factor=3), Shard(0)), 1), (2, 2)) is None
+
+
+@given(st.data(), st.integers(1, 3))
+def test_a_box_without_another_and_the_other_are_the_box(data: st.DataObject, dims: int) -> None:
+    pairs = st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda p: (min(p), max(p)))] * dims)
+    box, other = data.draw(pairs), data.draw(pairs)
+    hole = common(box, other)
+    pieces = [box] if hole is None else [*without(box, hole), hole]
+    seen = torch.zeros((5,) * dims)
+    for piece in pieces:
+        part(seen, piece).add_(1)
+    expected = torch.zeros((5,) * dims)
+    part(expected, box).add_(1)
+    assert torch.equal(seen, expected)
+
+
+@given(st.data(), st.integers(0, 3))
+def test_a_cover_takes_each_element_once_from_the_first_box_that_has_it(data: st.DataObject, dims: int) -> None:
+    pairs = st.tuples(*[st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda p: (min(p), max(p)))] * dims)
+    wanted, boxes = data.draw(pairs), data.draw(st.lists(pairs, max_size=5))
+    owner = torch.full((4,) * dims, -1)
+    for number, box in reversed(list(enumerate(boxes))):
+        part(owner, box).fill_(number)
+    taken, left = cover(wanted, boxes)
+    seen = torch.full((4,) * dims, -2)
+    for number, box in [*taken, *((-1, box) for box in left)]:
+        assert (part(seen, box) == -2).all()
+        part(seen, box).fill_(number)
+    assert torch.equal(part(seen, wanted), part(owner, wanted))
+    assert sum(count_of(box) for _, box in taken) + sum(map(count_of, left)) == count_of(wanted)
+
+
+def test_a_box_is_counted_from_the_corner_of_another() -> None:
+    assert within(((2, 4), (5, 6)), ((1, 9), (5, 7))) == ((1, 3), (0, 1))

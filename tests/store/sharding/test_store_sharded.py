@@ -1,0 +1,156 @@
+"""Ranks of one mesh publish their shards; ranks of another mesh, or of none, read them, over real process groups."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms.errors import Unsupported
+from holdfast.harness import LocalCluster
+from holdfast.store import WeightStore
+from support.source_tree import ROOT
+from support.torch_groups import ENVIRON, in_group
+
+SHAPES = {"weight": (12, 10), "odd": (7, 5), "small": (3, 2), "empty": (0, 4), "large": (513, 260)}
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "fsdp": ((4,), ("s0",)),
+    "tensor parallel": ((4,), ("s1",)),
+    "replicated": ((4,), ("r",)),
+    "hsdp": ((2, 2), ("r", "s0")),
+    "fsdp and tensor parallel": ((2, 2), ("s0", "s1")),
+    "fsdp within tensor parallel": ((2, 2), ("strided", "s0")),
+    "three dimensions": ((2, 1, 2), ("s1", "r", "s0")),
+}
+OF_TWO = {"fsdp of two": ((2,), ("s0",)), "tensor parallel of two": ((2,), ("s1",))}
+
+
+def values(name: str) -> torch.Tensor:
+    count = torch.Size(SHAPES[name]).numel()
+    return torch.arange(count, dtype=torch.float32).view(SHAPES[name]) + len(name)
+
+
+def distributed(kind: str, blank: bool = False) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    sizes, words = {**MESHES, **OF_TWO}[kind]
+    mesh = init_device_mesh("cpu", sizes)
+    known = {"s0": Shard(0), "s1": Shard(1), "r": Replicate(), "strided": _StridedShard(0, split_factor=2)}
+    found = {}
+    for name in SHAPES:
+        if "strided" in words and name != "weight":  # torch distributes only what the mesh divides evenly
+            continue
+        tensor = distribute_tensor(values(name), mesh, [known[word] for word in words])
+        found[name] = torch.zeros_like(tensor) if blank else tensor
+    return found
+
+
+def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    def local(tensor: Any) -> torch.Tensor:
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    return [name for name in found if not torch.equal(local(found[name]), local(expected[name]))]
+
+
+def test_any_mesh_is_published_and_any_mesh_filled(tmp_path: Path) -> None:
+    """Every pair of layouts, over four ranks; and plain tensors filled from each."""
+    url = f"sqlite:///{tmp_path}/job.sqlite"
+
+    def body(rank: int, size: int) -> list[str]:
+        problems = []
+        with WeightStore(url, replicas=1, keep=1) as store:
+            for version, source in enumerate(MESHES):
+                store.publish(version, distributed(source))
+                store.wait(version)
+                loaded = store.load(version)
+                for target in MESHES:
+                    into = {name: tensor for name, tensor in distributed(target, blank=True).items() if name in loaded}
+                    store.get(version, into, strict=False)
+                    problems += [f"{source} to {target}: {name}" for name in wrong(into, distributed(target))]
+                whole = {name: values(name) for name in loaded}
+                problems += [f"{source} to none: {name}" for name in wrong(loaded, whole)]
+                torch.distributed.barrier()
+        return problems
+
+    with LocalCluster(4, "shm", environ=ENVIRON) as cluster:
+        assert in_group(cluster, tmp_path, body) == [[]] * 4
+
+
+def test_plain_tensors_fill_a_mesh_and_replicas_are_given_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/job.sqlite"
+
+    def body(rank: int, size: int) -> tuple[list[str], int]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        with WeightStore(url, replicas=1) as store:
+            if rank == 0:
+                store.publish(1, {name: values(name) for name in SHAPES})
+            store.wait(1)
+            into = distributed("fsdp of two", blank=True)
+            store.get(1, into)
+            problems = wrong(into, distributed("fsdp of two"))
+            mesh = init_device_mesh("cpu", (2,))
+            store.publish(
+                2, {"replicated": distribute_tensor(torch.ones(64, 1024), mesh, [Replicate()]), "plain": values("odd")}
+            )
+            store.wait(2)
+            version = store._read().need(2)
+            torch.distributed.barrier()
+            return problems, sum(shard.replicas[0].handle.nbytes for shard in version.shards)
+
+    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
+        for problems, nbytes in in_group(cluster, tmp_path, body):
+            assert problems == []
+            assert 64 * 1024 * 4 < nbytes < 1.1 * 64 * 1024 * 4, "one rank gives each replica"
+
+
+def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(tmp_path: Path) -> None:
+    """Each rank stages and swaps its own shards."""
+    url = f"sqlite:///{tmp_path}/job.sqlite"
+
+    def body(rank: int, size: int) -> list[str]:
+        with WeightStore(url, replicas=1) as store:
+            store.publish(1, distributed("fsdp of two"))
+            store.wait(1)
+            into = {"weight": distributed("tensor parallel of two", blank=True)["weight"]}
+            with store.follow(into, reader=f"g{rank}", strict=False) as follower:
+                torch.distributed.barrier()
+                assert rank or store.switch(1, ["g0", "g1"]).ready == ("g0", "g1")
+                assert follower.catch_up() == 1
+                torch.distributed.barrier()
+            return wrong(into, distributed("tensor parallel of two"))
+
+    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
+        assert in_group(cluster, tmp_path, body) == [[]] * 2
+
+
+def test_summands_are_no_weights(tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Partial
+
+        mesh = init_device_mesh("cpu", (1,))
+        partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+        with WeightStore(f"memory://{tmp_path}") as store, pytest.raises(Unsupported, match=r"'w'.*all-reduce"):
+            store.publish(1, {"w": partial})
+
+    with LocalCluster(1, "shm", environ=ENVIRON) as cluster:
+        in_group(cluster, tmp_path, body)
+
+
+def test_the_example_loses_a_trainer_and_serves_its_version() -> None:
+    example = ROOT / "examples" / "fsdp_to_tensor_parallel.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    gone, served = done.stdout.strip().splitlines()
+    assert "rank 1 died" in gone
+    (version, loss), (other, same) = ast.literal_eval(served.partition(": ")[2])
+    assert version == other == 3 and loss == same < 0.05

@@ -1,0 +1,205 @@
+"""Skeletons come from other processes: any bytes give a valid skeleton or `CorruptData`, and parts are merged."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
+from holdfast.store.data.merging import merge
+from holdfast.store.data.rebuild import rebuild
+from holdfast.store.data.skeleton import Skeleton, decode, encode
+from holdfast.store.data.tree import flatten
+from support.mutations import mutated
+from support.weights.state_dicts import same, state_dicts
+
+tied = torch.ones(2)
+STATE: dict[str, Any] = {
+    "model": {"w": nn.Parameter(torch.ones(3)), "head": tied, "embedding": tied},
+    "opt": {0: {"step": torch.tensor(3.0), "big": 1 << 90}, "betas": (0.9, complex(1, 2)), "list": [None, b"x", "y"]},
+    "dtype": torch.bfloat16,
+    "size": torch.Size([3, 4]),
+}
+
+
+def check_usable(skeleton: Skeleton) -> None:
+    """A skeleton that was accepted can be encoded, rebuilt and digested, or refuses its tensors with a typed error."""
+    assert decode(encode(skeleton.root)) == skeleton
+    assert len(skeleton.digest) == 16
+    try:
+        rebuild(skeleton, dict.fromkeys(skeleton.tensors, torch.ones(1)))
+    except (CorruptData, Unsupported, Mismatch):
+        pass
+
+
+@given(st.binary(max_size=60))
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
+    try:
+        check_usable(decode(data))
+    except CorruptData:
+        pass
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["flip", "cut", "remove", "insert"]), st.integers(0, 10_000), st.integers(0, 10_000)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_mutated_skeleton_is_refused_or_is_one_of_another_state(changes: list[tuple[str, int, int]]) -> None:
+    data = flatten(STATE).skeleton
+    for kind, where, what in changes:
+        data = b"".join(mutated([data], kind, where, what)) or b"\0"
+    try:
+        check_usable(decode(data))
+    except CorruptData:
+        pass
+
+
+_nodes = st.recursive(
+    st.sampled_from([["v", 1], ["v", "x"], ["T", 0], ["T", 3], ["=", "a", 0], ["=", "b.c", 1], ["i", "ff"], ["i", "?"]])
+    | st.sampled_from([["n", "<f8", b"12345678"], ["n", "O", b""], ["y", "torch.float32"], ["y", "os.system"]])
+    | st.sampled_from([["e", "os:X", "Y"], ["z", [1, -2]], ["b", b"1"], ["c", 1.0, 2.0]]),
+    lambda inner: (
+        st.lists(inner, max_size=2).map(lambda items: ["l", items])
+        | st.lists(inner, max_size=2).map(lambda items: ["t", items])
+        | st.tuples(st.lists(st.sampled_from(["a", "b", "c", 1, True]), max_size=2), st.lists(inner, max_size=2)).map(
+            lambda pair: ["d", *pair]
+        )
+        | st.tuples(inner, inner, st.sampled_from(["torch.nn:Parameter", "os:system", "torch:Tensor", "x:", ":"])).map(
+            lambda three: ["w", three[2], ["p"], [three[0]], three[1], [2], [1], 0]
+        )
+        | inner.map(lambda item: ["r", "torch:Size", ["x"], [item]])
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.lists(_nodes, max_size=3))
+def test_forged_trees_are_refused_or_usable(nodes: list[Any]) -> None:
+    root = ["d", [str(number) for number in range(len(nodes))], nodes]
+    try:
+        check_usable(decode(msgspec.msgpack.encode(["state dict 1", root])))
+    except CorruptData:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("root", "words"),
+    [
+        (["l", []], "not the skeleton"),
+        (["d", ["a"], []], "do not fit together"),
+        (["d", ["a", "a"], [["T", 0], ["T", 0]]], "do not fit together"),
+        (["d", [1, True], [["T", 0], ["T", 0]]], "do not fit together"),
+        (["d", ["a.b", "a"], [["T", 0], ["d", ["b"], [["T", 0]]]]], "has 'a.b' twice|a name twice"),
+        (["d", ["a.b", "a"], [["T", 0], ["d", ["b"], [["v", 1]]]]], "a name twice"),
+        (["d", ["a"], [["=", "b", 0]]], "'a' is tied to 'b', which is no tensor"),
+        (["d", ["a"], [["T", 4]]], "not the skeleton"),
+        (["d", ["a"], [["e", "enum:Enum", "X"]]], "outside of a subclass"),
+        (["d", ["a"], [["y", "torch.nonsense"]]], "no dtype"),
+        (["d", ["a"], [["w", "torch:Tensor", ["p"], [["v", 1]], ["v", 1], [2], [1], 0]]], "no tensor"),
+        (["d", ["a"], [["w", "torch:Tensor", ["p"], [["T", 0]], ["T", 0], [2], [1], 0]]], "a tensor in the context"),
+        (["d", ["a"], [["w", "torch:Tensor", ["p"], [["T", 0]], ["v", 1], [2], [], 0]]], "impossible shape"),
+    ],
+)
+def test_a_forged_tree_is_refused_with_the_reason(root: Any, words: str) -> None:
+    with pytest.raises(CorruptData, match=words):
+        decode(msgspec.msgpack.encode(["state dict 1", root]))
+
+
+@pytest.mark.parametrize("levels", [201, 100_000])
+def test_the_depth_of_a_skeleton_is_bounded(levels: int) -> None:
+    def packed(inner: bytes, levels: int) -> bytes:
+        return b"\x92\xa1l\x91" * levels + inner
+
+    data = msgspec.msgpack.encode(["state dict 1", ["d", ["a"], [0]]])[:-1]
+    with pytest.raises(CorruptData):
+        decode(data + packed(msgspec.msgpack.encode(["v", 1]), levels))
+
+
+def test_a_state_dict_of_the_greatest_depth_is_decoded() -> None:
+    state: dict[str, Any] = {"a": torch.ones(1)}
+    for _ in range(199):
+        state = {"a": state}
+    flat = flatten(state)
+    assert same(rebuild(flat.skeleton, flat.published), state)
+
+
+def test_decoding_imports_nothing() -> None:
+    """A class is looked up among imported modules: here one that would be importable, and was not imported."""
+    assert "this" not in sys.modules
+    node = ["w", "this:Tensor", ["p"], [["T", 0]], ["v", None], [1], [1], 0]
+    skeleton = decode(msgspec.msgpack.encode(["state dict 1", ["d", ["a"], [node]]]))
+    with pytest.raises(Unsupported, match=r"'a' is a this:Tensor, which this process has not imported.*import this"):
+        rebuild(skeleton, {"a.p": torch.ones(1)})
+    assert "this" not in sys.modules
+
+
+def test_a_class_that_is_no_tensor_subclass_is_not_called() -> None:
+    for name in ("builtins:print", "torch:Tensor", "torch.nn:Module", "os:system"):
+        node = ["w", name, ["p"], [["T", 0]], ["v", None], [1], [1], 0]
+        skeleton = decode(msgspec.msgpack.encode(["state dict 1", ["d", ["a"], [node]]]))
+        with pytest.raises(Unsupported, match="not imported as a tensor subclass"):
+            rebuild(skeleton, {"a.p": torch.ones(1)})
+
+
+def test_a_tensor_that_is_not_there_is_named() -> None:
+    flat = flatten({"a": torch.ones(1), "b": torch.ones(1)})
+    with pytest.raises(CorruptData, match="tensor 'b', which is not there"):
+        rebuild(flat.skeleton, {"a": torch.ones(1)})
+
+
+def test_an_integer_tensor_cannot_be_made_to_require_grad() -> None:
+    skeleton = flatten({"a": nn.Parameter(torch.ones(1))}).skeleton
+    with pytest.raises(CorruptData, match=r"'a' of torch\.int64 requires grad"):
+        rebuild(skeleton, {"a": torch.ones(1, dtype=torch.int64)})
+
+
+# -- parts
+
+
+def merged(*parts: dict[str, Any]) -> Skeleton:
+    return merge([decode(flatten(part).skeleton) for part in parts])
+
+
+def test_parts_that_are_equal_are_one_skeleton() -> None:
+    assert merged(STATE, STATE, STATE) == decode(flatten(STATE).skeleton)
+
+
+@given(state_dicts(), st.data())
+def test_a_state_dict_divided_among_parts_is_one_again(state: dict[str, Any], data: st.DataObject) -> None:
+    try:
+        whole = decode(flatten(state).skeleton)
+    except ValueError:
+        return
+    owners = {key: data.draw(st.integers(0, 2)) for key in state}
+    parts = [{key: state[key] for key in state if owners[key] in (part, 2)} for part in range(2)]
+    assert merged(*parts).digest == whole.digest
+
+
+def test_dicts_of_parts_are_united_at_every_level() -> None:
+    one = {"model": {"layers": {"0": torch.ones(1)}}, "step": 5}
+    other = {"model": {"layers": {"1": torch.ones(1)}, "head": torch.ones(2)}, "step": 5}
+    skeleton = merged(one, other)
+    assert list(skeleton.tensors) == ["model.layers.0", "model.layers.1", "model.head"]
+
+
+def test_parts_that_disagree_are_refused_with_all_names() -> None:
+    one = {"step": 5, "lr": float("nan"), "w": torch.ones(1), "list": [1, 2], "opt": [torch.ones(1), "x"]}
+    other = {"step": 6, "lr": float("nan"), "w": 3, "list": [1], "opt": [torch.ones(1), "y"]}
+    with pytest.raises(Mismatch, match=r"4 faults: 'step' in part 1.*'w' .*'list' .*'opt\.1' in part 1 of the version"):
+        merged(one, other)
+
+
+def test_a_tie_that_one_part_does_not_have_is_none() -> None:
+    shared = torch.ones(1)
+    skeleton = merged({"a": shared, "b": shared}, {"a": torch.ones(1), "b": torch.ones(1)})
+    assert not skeleton.ties and list(skeleton.tensors) == ["a", "b"]

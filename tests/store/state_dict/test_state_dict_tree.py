@@ -1,0 +1,250 @@
+"""A state dict taken apart into tensors and a skeleton is put together as it was."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import types
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from holdfast.comms.errors import Mismatch, Unsupported
+from holdfast.store.data.rebuild import rebuild
+from holdfast.store.data.skeleton import decode
+from holdfast.store.data.tree import flatten
+from support.weights.state_dicts import bits, named_leaves, same, state_dicts
+
+
+def round_trip(state: dict[str, Any]) -> dict[str, Any]:
+    flat = flatten(state)
+    return rebuild(flat.skeleton, flat.published)
+
+
+@given(state_dicts())
+def test_a_state_dict_comes_back_as_it_was_or_is_refused_for_a_name_that_occurs_twice(state: dict[str, Any]) -> None:
+    names = named_leaves(state)
+    if len(set(names)) < len(names):
+        with pytest.raises(ValueError, match="is in the state dict twice"):
+            flatten(state)
+    else:
+        assert same(state, round_trip(state))
+
+
+@given(state_dicts(), st.randoms())
+def test_the_digest_of_a_skeleton_does_not_depend_on_the_order_of_dicts(state: dict[str, Any], random: Any) -> None:
+    def shuffled(value: Any) -> Any:
+        if isinstance(value, dict):
+            keys = list(value)
+            random.shuffle(keys)
+            return {key: shuffled(value[key]) for key in keys}
+        return type(value)(map(shuffled, value)) if type(value) in (list, tuple) else value
+
+    names = named_leaves(state)
+    if len(set(names)) == len(names):
+        one, other = flatten(state), flatten(shuffled(state))
+        assert decode(one.skeleton).digest == decode(other.skeleton).digest
+        assert one.published.keys() == other.published.keys()
+
+
+def test_names_are_joined_with_dots_and_positions_are_names() -> None:
+    state = {"model": {"layers": [{"w": torch.ones(1)}, {"w": torch.ones(2)}]}, "opt": {0: (torch.ones(3), 5)}}
+    flat = flatten(state)
+    assert {name: len(tensor) for name, tensor in flat.tensors.items()} == {
+        "model.layers.0.w": 1, "model.layers.1.w": 2, "opt.0.0": 3,
+    }  # fmt: skip
+    assert list(flat.values) == ["opt.0.1"]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "NAdam"])
+def test_the_state_of_an_optimizer_goes_on_training_to_the_same_bits(optimizer: str) -> None:
+    def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+
+    kind: Any = getattr(torch.optim, optimizer)
+    options = {"momentum": 0.9, "nesterov": True} if optimizer == "SGD" else {}
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    trained = kind(model.parameters(), lr=torch.tensor(0.1) if optimizer == "AdamW" else 0.1, **options)
+    one_step(model, trained)
+    state = {"model": model.state_dict(), "optimizer": trained.state_dict(), "step": 1}
+    again = copy.deepcopy(round_trip(state))
+    assert same(again["optimizer"], state["optimizer"])
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    resumed = kind(other.parameters(), lr=0.5)
+    other.load_state_dict(again["model"])
+    resumed.load_state_dict(again["optimizer"])
+    one_step(model, trained)
+    one_step(other, resumed)
+    assert all(bits(a) == bits(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_transformers_model_with_tied_weights_is_published_once_and_rebuilt_tied() -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'holdfast[rl]'")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    model, other = (transformers.LlamaForCausalLM(config) for _ in range(2))
+    flat = flatten(model.state_dict())
+    assert flat.ties == {"model.embed_tokens.weight": "lm_head.weight"}
+    again = rebuild(flat.skeleton, flat.published)
+    assert again["model.embed_tokens.weight"] is again["lm_head.weight"]
+    other.load_state_dict(again)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens).logits, other(tokens).logits)
+
+
+def test_tied_tensors_are_one_memory_again_whatever_they_are_made_of() -> None:
+    tied, parameter = torch.randn(4, 5), nn.Parameter(torch.randn(3))
+    state = {
+        "c": [tied, {"b": tied.detach()}],
+        "a": tied.view(4, 5),
+        "transposed": tied.t(),
+        "first row": tied[0],
+        "parameter": parameter,
+        "its data": parameter.data,
+        "empty": (nothing := torch.empty(0, 3)),
+        "empty, tied": nothing,
+        "empty, apart": torch.empty(0, 3),
+    }
+    flat = flatten(state)
+    assert flat.ties == {"c.0": "a", "c.1.b": "a", "parameter": "its data", "empty, tied": "empty"}
+    again = rebuild(flat.skeleton, {name: tensor.clone() for name, tensor in flat.published.items()})
+    assert again["c"][0] is again["a"] is again["c"][1]["b"] and again["empty"] is again["empty, tied"]
+    assert again["parameter"].data_ptr() == again["its data"].data_ptr() and isinstance(
+        again["parameter"], nn.Parameter
+    )
+    assert again["transposed"].data_ptr() != again["a"].data_ptr() != again["first row"].data_ptr()
+    assert same(state, again)
+
+
+def test_flattening_changes_neither_gradients_nor_version_counters() -> None:
+    parameter = nn.Parameter(torch.randn(3))
+    parameter.sum().backward()
+    leaf = torch.randn(4).requires_grad_()
+    saved = (leaf * leaf).sum()
+    before = parameter.grad, parameter._version, leaf._version
+    flat = flatten({"parameter": parameter, "leaf": leaf})
+    assert (parameter.grad, parameter._version, leaf._version) == before
+    assert not any(tensor.requires_grad for tensor in flat.tensors.values())
+    saved.backward()
+
+
+def test_bumping_versions_tells_autograd_of_every_target() -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    weight, marked = nn.Parameter(torch.randn(3)), torch.randn(3).as_subclass(Marked)
+    with torch.inference_mode():
+        inferred = torch.ones(3)
+    scale = torch.randn(3, requires_grad=True)
+    stale = [(weight * scale).sum(), (marked * scale).sum()]
+    flatten({"weight": weight, "marked": marked, "inferred": inferred}).bump_versions()
+    for result in stale:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()
+
+
+def test_mappings_come_back_as_dicts_and_subclasses_of_values_as_their_type() -> None:
+    class Text(str):
+        __slots__ = ()
+
+    state = {
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "default": collections.defaultdict(list, x=[1]),
+        "proxy": types.MappingProxyType({"y": 2}),
+        "text": Text("t"),
+        Text("key"): np.float32(1.5),
+    }
+    again = round_trip(state)
+    assert again == {
+        "ordered": {"b": 1, "a": 2}, "default": {"x": [1]}, "proxy": {"y": 2}, "text": "t", "key": np.float32(1.5)
+    }  # fmt: skip
+    assert [type(each) for each in again.values()] == [dict, dict, dict, str, np.float32]
+    assert all(type(key) is str for key in again)
+
+
+def refused() -> list[tuple[Any, type[Exception], str]]:
+    class Colour(Enum):
+        RED = 1
+
+    class Pair(tuple[int, int]):
+        __slots__ = ()
+
+    endless: dict[str, Any] = {"x": 1}
+    endless["again"] = [endless]
+    deep: Any = 1
+    for _ in range(250):
+        deep = [deep]
+    return [
+        ([torch.ones(1)], TypeError, "the state dict maps names to tensors; this is a list"),
+        ({1: torch.ones(1)}, TypeError, "1: names in the state dict are strings, not int"),
+        ({"a": {(1, 2): torch.ones(1)}}, TypeError, r"a\.\(1, 2\): names in the state dict are strings.*not tuple"),
+        ({"a": {Colour.RED: 1}}, TypeError, "not Colour"),
+        ({"a": {1 << 64: 1}}, ValueError, "more than 64 bits"),
+        ({"a": [{}, {"b": object()}]}, TypeError, r"'a\.1\.b' is a object"),
+        ({"a": Colour.RED}, TypeError, "'a' is a Colour: give its name or value"),
+        ({"a": np.ones(3)}, TypeError, "'a' is a ndarray: give torch.from_numpy"),
+        ({"a": {1}}, TypeError, "'a' is a set"),
+        ({"a": Pair((1, 2))}, TypeError, "'a' is a Pair: give a plain tuple"),
+        ({"a": print}, TypeError, "'a' is a builtin_function_or_method"),
+        (endless, TypeError, "at most 200 levels"),
+        ({"a": deep}, TypeError, "at most 200 levels"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, r"'a\.b' is in the state dict twice"),
+        ({"a.b": torch.ones(1), "a": {"b": 3}}, ValueError, r"'a\.b' is in the state dict twice"),
+        ({"a": {1: 2.0, "1": 3}}, ValueError, r"'a\.1' is in the state dict twice"),
+        ({"\ud800": torch.ones(1)}, ValueError, r"'\\ud800', a name in the state dict, is not valid Unicode"),
+        ({"a": ["\ud800"]}, ValueError, r"'a\.0' holds text that is not valid Unicode"),
+        ({"a": torch.eye(3).to_sparse()}, Unsupported, r"'a' is a tensor of layout torch\.sparse_coo; .*to_dense"),
+        ({"a": torch.ones(3, device="meta")}, Unsupported, "'a' is a meta tensor"),
+        (
+            {"a": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)},
+            Unsupported,
+            "'a' is a nested.*unbind",
+        ),
+        ({"a": nn.UninitializedParameter()}, Unsupported, "'a' is a"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("state", "kind", "words"), refused())
+def test_what_no_state_dict_can_hold_is_refused_by_name(state: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        flatten(state)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_tensors_are_refused_with_what_to_give_instead() -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with pytest.raises(Unsupported, match=r"'a' is a quantized tensor.*int_repr"):
+        flatten({"a": quantized})
+
+
+def test_all_faults_are_in_one_error_and_its_class_is_that_of_the_worst() -> None:
+    meta, clash = torch.ones(1, device="meta"), {"x.y": 1, "x": {"y": 2}}
+    with pytest.raises(Unsupported, match=r"2 faults: 'a' is a meta tensor.*; 'b' is a meta"):
+        flatten({"a": meta, "b": meta})
+    with pytest.raises(ValueError, match=r"2 faults: 'a' is a meta tensor.*; 'x\.y' is in the state dict twice"):
+        flatten({"a": meta, **clash})
+    with pytest.raises(TypeError, match=r"3 faults: .*meta.*twice; 'z' is a object"):
+        flatten({"a": meta, **clash, "z": object()})
+    with pytest.raises(TypeError, match=r"11 faults: 'a0' .*'a7' is a object.*; and 3 more$") as caught:
+        flatten({f"a{number}": object() for number in range(11)})
+    assert "'a8'" not in str(caught.value) and not isinstance(caught.value, Mismatch)
+
+
+def test_a_skeleton_of_many_small_tensors_is_little_more_than_their_names() -> None:
+    state = {f"layers.{number}.weight": torch.ones(4) for number in range(20_000)}
+    flat = flatten(state)
+    assert len(flat.skeleton) < sum(len(name) + 8 for name in state)
+    again = rebuild(flat.skeleton, flat.published)
+    assert list(again) == list(state) and all(again[name] is state[name] for name in state)

@@ -1,0 +1,419 @@
+"""torchstore's interface in one process: what is put comes back, whole, in slices, and in place."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast.store.torchstore as ts
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
+from holdfast.comms.memory_plane import Handle, memory
+from holdfast.comms.transport.liveness import this_process
+from holdfast.store.torchstore import api
+from holdfast.store.torchstore.errors import NoSuchKey, NoSuchSlice, NotInitialized, ObjectRefused
+from holdfast.store.torchstore.service.messages import Locate, Located
+from holdfast.store.torchstore.service.records import WholeTensor
+
+run = asyncio.run
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+def put(key: str, value: Any) -> None:
+    run(ts.put(key, value))
+
+
+def get(key: str, *args: Any, **kwargs: Any) -> Any:
+    return run(ts.get(key, *args, **kwargs))
+
+
+def a_slice(offsets: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> ts.TensorSlice:
+    return ts.TensorSlice(offsets=offsets, coordinates=(), global_shape=whole, local_shape=shape, mesh_shape=())
+
+
+pytestmark = pytest.mark.usefixtures("store")
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (1000, 7)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_comes_back_as_it_was_put(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * 10).to(dtype)
+    put("k", tensor)
+    found = get("k")
+    assert found.dtype == dtype and found.shape == tensor.shape
+    assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(4000.0).view(40, 100).t(),
+        torch.arange(4000.0).view(40, 100)[:, 3:50],
+        torch.randn(900, dtype=torch.complex64).conj(),
+        torch.ones(1).expand(1000),
+        nn.Parameter(torch.randn(2000)),
+    ],
+    ids=["transposed", "columns", "conjugate", "expanded", "parameter"],
+)
+def test_strides_conjugation_and_gradients_do_not_matter(tensor: torch.Tensor) -> None:
+    put("k", tensor)
+    found = get("k")
+    assert torch.equal(found, tensor) and not found.requires_grad and found.is_contiguous()
+
+
+def test_a_put_overwrites_what_was_there_and_copies_what_it_gets() -> None:
+    tensor = torch.ones(5000)
+    put("k", tensor)
+    tensor.zero_()
+    assert get("k").sum() == 5000
+    put("k", torch.arange(3, dtype=torch.int32))
+    assert get("k").tolist() == [0, 1, 2]
+
+
+def test_a_target_is_filled_and_returned() -> None:
+    tensor = torch.randn(60, 50)
+    put("k", tensor)
+    plain, columns, other = torch.zeros(60, 50), torch.zeros(50, 60).t(), torch.zeros(60, 50, dtype=torch.float64)
+    for target in (plain, columns, other, nn.Parameter(torch.zeros(60, 50))):
+        assert get("k", target) is target
+        assert torch.equal(target.float(), tensor)
+
+
+def test_a_target_of_another_shape_is_left_as_it_was() -> None:
+    put("k", torch.ones(1))
+    target = torch.zeros(10)
+    with pytest.raises(Mismatch, match=r"target of shape \(10,\) for elements of shape \(1,\)"):
+        get("k", target)
+    assert target.sum() == 0
+
+
+def test_a_slice_comes_alone_and_in_place() -> None:
+    tensor = torch.arange(100 * 200.0).view(100, 200)
+    put("k", tensor)
+    wanted = a_slice((10, 20), (30, 40), (100, 200))
+    assert torch.equal(get("k", tensor_slice_spec=wanted), tensor[10:40, 20:60])
+    buffer = torch.empty(30, 40)
+    assert get("k", inplace_tensor=buffer, tensor_slice_spec=wanted) is buffer
+    assert torch.equal(buffer, tensor[10:40, 20:60])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"),
+    [
+        (a_slice((90, 0), (20, 1), (100, 200)), Mismatch),
+        (a_slice((0,), (1,), (100, 200)), Mismatch),
+        (a_slice((0, 0), (1, 1), (100, 201)), NoSuchSlice),
+        (a_slice((0,), (1,), (100,)), NoSuchSlice),
+    ],
+)
+def test_a_slice_that_the_tensor_does_not_have_is_refused(wanted: ts.TensorSlice, error: type[Exception]) -> None:
+    put("k", torch.zeros(100, 200))
+    with pytest.raises(error):
+        get("k", tensor_slice_spec=wanted)
+
+
+def test_a_slice_and_a_target_have_one_shape() -> None:
+    put("k", torch.zeros(10))
+    with pytest.raises(ValueError, match="does not fit"):
+        get("k", torch.zeros(3), a_slice((0,), (2,), (10,)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, None, True, "text", b"bytes"], 3: {"nested": (1, (2,))}},
+        (1, 2),
+        {1, 2, 3},
+        None,
+        "",
+        1 << 70,
+        {"path": ("model", 0, "weight")},
+        "long " * 10_000,
+    ],
+    ids=["nested", "tuple", "set", "none", "text", "big number", "mapping", "long"],
+)
+def test_an_object_comes_back_equal(value: Any) -> None:
+    put("k", value)
+    found = get("k")
+    assert found == value and type(found) is type(value)
+
+
+def test_an_object_may_hold_tensors() -> None:
+    value = {"small": torch.ones(3), "large": torch.randn(5000), "n": 1}
+    put("k", value)
+    found = get("k")
+    assert torch.equal(found["large"], value["large"]) and torch.equal(found["small"], value["small"])
+
+
+def test_an_object_that_would_have_to_be_pickled_is_refused() -> None:
+    class Own:
+        pass
+
+    for value in (Own(), {"deep": [Own()]}, print):
+        with pytest.raises(ObjectRefused, match="never pickled"):
+            put("k", value)
+    assert not run(ts.exists("k"))
+
+
+def test_an_object_is_not_read_into_a_tensor() -> None:
+    put("k", {"a": 1})
+    with pytest.raises(Mismatch, match="holds an object"):
+        get("k", torch.zeros(1))
+
+
+def test_a_key_changes_its_kind_only_after_a_delete() -> None:
+    put("k", torch.zeros(2))
+    with pytest.raises(Mismatch, match="delete the key"):
+        put("k", "text")
+    run(ts.delete("k"))
+    put("k", "text")
+    assert get("k") == "text"
+
+
+def test_a_batch_is_put_and_got_whole() -> None:
+    batch = {f"t{i}": torch.randn(100 * i) for i in range(30)} | {"object": {"rank": 0}}
+    run(ts.put_batch(batch))
+    found = run(ts.get_batch(list(batch)))
+    assert list(found) == list(batch) and found["object"] == {"rank": 0}
+    assert all(torch.equal(found[f"t{i}"], batch[f"t{i}"]) for i in range(30))
+    target = torch.zeros(100)
+    filled = run(ts.get_batch({"t1": target, "t2": None}))
+    assert filled["t1"] is target and torch.equal(target, batch["t1"]) and torch.equal(filled["t2"], batch["t2"])
+
+
+def test_a_batch_with_faults_names_them_all_and_does_nothing() -> None:
+    with pytest.raises(Mismatch, match=r"2 keys are wrong.*'meta'.*'code'"):
+        run(ts.put_batch({"fine": torch.ones(1), "meta": torch.ones(1, device="meta"), "code": print}))
+    assert run(ts.keys()) == []
+    run(ts.put_batch({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}))
+    targets = [torch.zeros(2), torch.zeros(1), torch.zeros(1)]
+    with pytest.raises(Mismatch, match=r"2 keys are wrong.*'b'.*'c'"):
+        run(ts.get_batch(dict(zip("abc", targets, strict=True))))
+    assert all(not target.any() for target in targets)
+    with pytest.raises(NoSuchKey, match=r"'x'.*'y'"):
+        run(ts.get_batch(["a", "x", "y"]))
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: ts.put_batch({}), ValueError),
+        (lambda: ts.get_batch([]), ValueError),
+        (lambda: ts.get_batch(["a", "a"]), ValueError),
+        (lambda: ts.get_batch("ab"), TypeError),
+        (lambda: ts.delete_batch("ab"), TypeError),
+        (lambda: ts.get("k", "no tensor"), TypeError),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(call: Any, error: type[Exception]) -> None:
+    put("k", torch.zeros(1))
+    with pytest.raises(error):
+        run(call())
+
+
+def test_keys_exists_and_delete() -> None:
+    run(ts.put_batch({key: torch.zeros(1) for key in ("v0.x", "v0.x.z", "v0.y", "v1.x")}))
+    assert sorted(run(ts.keys())) == ["v0.x", "v0.x.z", "v0.y", "v1.x"]
+    assert sorted(run(ts.keys("v0.x"))) == ["v0.x", "v0.x.z"]
+    run(ts.delete("v0.x"))
+    assert not run(ts.exists("v0.x")) and run(ts.exists("v0.y"))
+    with pytest.raises(KeyError, match=r"v0\.x"):
+        get("v0.x")
+    with pytest.raises(KeyError):
+        run(ts.delete("v0.x"))
+    run(ts.delete_batch(["v0.y", "v0.y", "missing"]))
+    run(ts.delete_batch([]))
+    assert sorted(run(ts.keys())) == ["v0.x.z", "v1.x"]
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    with pytest.raises(Unsupported, match="meta"):
+        put("k", torch.zeros(2, device="meta"))
+
+
+def test_several_calls_may_run_at_once() -> None:
+    async def many() -> list[torch.Tensor]:
+        await asyncio.gather(*(ts.put(f"k{i}", torch.full((2000,), i)) for i in range(20)))
+        return list(await asyncio.gather(*(ts.get(f"k{i}") for i in range(20))))
+
+    assert [int(each[0]) for each in run(many())] == list(range(20))
+
+
+def test_a_cancelled_get_has_stopped_writing_when_it_returns() -> None:
+    target = torch.zeros(4 << 20)
+    put("k", torch.ones(4 << 20))
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(ts.get("k", target))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        before = target.clone()
+        await asyncio.sleep(0.05)
+        assert torch.equal(before, target)
+
+    run(cancelled())
+    assert get("k").sum() == 4 << 20
+
+
+# -- state dicts
+
+
+def model_and_optimizer() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 30)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_a_state_dict_comes_back_with_its_structure() -> None:
+    state = model_and_optimizer()
+    run(ts.put_state_dict(state, "v0"))
+    found = run(ts.get_state_dict("v0"))
+    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert found["optimizer"]["state"].keys() == {"0", "1", "2", "3"}, "text, as torch's flatten_state_dict makes it"
+    assert torch.equal(found["model"]["2.weight"], state["model"]["2.weight"])
+    assert torch.equal(get("v0/model.2.weight"), state["model"]["2.weight"]), "under torchstore's names"
+
+
+def test_a_state_dict_is_read_in_place() -> None:
+    state = model_and_optimizer()
+    run(ts.put_state_dict(state, "v0"))
+    model = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 10))
+    mine = {"model": model.state_dict(), "optimizer": state["optimizer"]}
+    found = run(ts.get_state_dict("v0", mine))
+    assert found["model"]["0.weight"] is mine["model"]["0.weight"]
+    assert torch.equal(model[0].weight, state["model"]["0.weight"])
+
+
+def test_strict_refuses_other_names_before_anything_is_read() -> None:
+    run(ts.put_state_dict({"a": torch.ones(2), "b": torch.ones(2)}, "v0"))
+    mine = {"a": torch.zeros(2), "c": torch.zeros(2)}
+    with pytest.raises(Mismatch, match="it lacks c; it adds b"):
+        run(ts.get_state_dict("v0", mine))
+    assert not mine["a"].any()
+    found = run(ts.get_state_dict("v0", mine, strict=False))
+    assert found["a"] is mine["a"] and mine["a"].all() and found.keys() == {"a", "b"}
+
+
+def test_a_state_dict_that_was_not_put_is_reported() -> None:
+    with pytest.raises(RuntimeError, match="no state dict was put under 'v9'"):
+        run(ts.get_state_dict("v9"))
+
+
+def test_floating_point_weights_travel_in_another_dtype() -> None:
+    run(ts.put_state_dict({"w": torch.randn(2000), "n": torch.tensor(3)}, "v0", transfer_dtype=torch.bfloat16))
+    found = run(ts.get_state_dict("v0"))
+    assert found["w"].dtype == torch.bfloat16 and found["n"].dtype == torch.int64
+
+
+def test_with_direct_rdma_readers_get_the_values_of_the_last_put() -> None:
+    weights, mine = torch.ones(2000), {"w": torch.zeros(2000)}
+    with pytest.raises(HoldfastError, match="the first call needs one"):
+        run(ts.put_state_dict(None, "v0", direct_rdma=True))
+    run(ts.put_state_dict({"w": weights}, "v0", direct_rdma=True))
+    weights.fill_(2.0)
+    run(ts.put_state_dict(None, "v0", direct_rdma=True))
+    assert run(ts.get_state_dict("v0", mine, direct_rdma=True)) == mine
+    assert mine["w"].sum() == 4000
+
+
+# -- the life of a store
+
+
+def test_a_store_is_initialised_once() -> None:
+    with pytest.raises(RuntimeError, match="already initialized"):
+        run(ts.initialize())
+
+
+def test_stores_of_other_names_are_apart() -> None:
+    run(ts.initialize(store_name="other"))
+    try:
+        run(ts.put("k", torch.ones(1), store_name="other"))
+        assert run(ts.exists("k", store_name="other")) and not run(ts.exists("k"))
+    finally:
+        run(ts.shutdown("other"))
+    with pytest.raises(NotInitialized, match="'other'"):
+        run(ts.keys(store_name="other"))
+
+
+def test_a_store_that_is_started_anew_is_empty_and_found_by_the_same_client() -> None:
+    put("k", torch.ones(3000))
+    run(ts.shutdown())
+    run(ts.shutdown())
+    run(ts.initialize())
+    assert run(ts.keys()) == []
+    put("k", torch.ones(3000))
+
+
+def test_memory_of_replaced_values_is_used_again() -> None:
+    for turn in range(5):
+        put("k", torch.full((6 << 20,), float(turn)))
+        assert get("k")[-1] == turn
+    held = run(ts.client())
+    assert held is run(ts.client()) and held.store_name == api.DEFAULT_TORCHSTORE_NAME
+    ts.reset_client()
+    assert run(ts.client()) is not held
+
+
+def test_several_volumes_need_a_strategy() -> None:
+    with pytest.raises(RuntimeError, match="strategy"):
+        run(ts.initialize(2, store_name="other"))
+    with pytest.raises(TypeError):
+        run(ts.initialize(2, strategy="LocalRankStrategy", store_name="other"))  # type: ignore[arg-type]
+
+
+# -- the bytes
+
+
+def put_and_get_all_kinds() -> None:
+    tensor = torch.randn(3000, 1000)
+    run(ts.put_batch({"large": tensor, "small": torch.ones(700), "tiny": torch.ones(3)}))
+    assert torch.equal(get("large"), tensor) and get("small").sum() == 700
+    wanted = a_slice((2500, 900), (400, 50), (3000, 1000))
+    assert torch.equal(get("large", tensor_slice_spec=wanted), tensor[2500:2900, 900:950])
+    columns = torch.zeros(1000, 3000).t()
+    assert torch.equal(get("large", columns), tensor)
+
+
+def test_a_plane_that_cannot_map_reads_and_writes_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, handle: Handle) -> torch.Tensor:
+        raise Unsupported("mapping")
+
+    monkeypatch.setattr("holdfast.backends.shm.memory_plane.ShmPlane.map_writable", refuse)
+    put_and_get_all_kinds()
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
+def test_bytes_that_are_damaged_in_the_store_are_not_taken_for_those_that_were_put(sliced: bool) -> None:
+    put_and_get_all_kinds()
+    client = run(ts.client())
+    found = client._call("locate", Locate(this_process(), ("large",)), Located)
+    content = found.contents["large"][0]
+    assert isinstance(content, WholeTensor) and content.block.at is not None
+    with memory("shm") as plane:
+        chunk = plane.map_writable(found.chunks[content.block.at.chunk])
+        chunk[content.block.at.offset + 4 * (2600 * 1000 + 910)] ^= 1
+        del chunk
+    wanted = a_slice((2500, 900), (400, 50), (3000, 1000)) if sliced else None
+    with pytest.raises(CorruptData, match="damaged"):
+        get("large", tensor_slice_spec=wanted)
+    elsewhere = a_slice((0, 0), (2, 2), (3000, 1000))
+    assert get("large", tensor_slice_spec=elsewhere).shape == (2, 2)

@@ -1,0 +1,271 @@
+"""A torchstore store and its processes: what was put survives its putter, and a reader never sees half a value."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast.store.torchstore as ts
+from holdfast.comms.errors import HoldfastError, Mismatch, Unsupported
+from holdfast.store.torchstore.access.local_client import LocalClient
+from holdfast.store.torchstore.discovery.announcement import Announcement, find, resolve
+from holdfast.store.torchstore.errors import NotInitialized
+from support.children import Child
+from support.samples.torchstore_processes import (
+    a_caller,
+    a_filler_that_stops,
+    a_putter,
+    an_overwriter,
+    an_spmd_rank,
+)
+from support.waiting import eventually
+
+run = asyncio.run
+Start = Callable[..., Child]
+LARGE = 20 << 20
+
+
+def call(child: Child, name: str, *args: Any, **kwargs: Any) -> Any:
+    child.tell((name, args, kwargs))
+    kind, value = child.hear()
+    assert kind == "result", value
+    return value
+
+
+@pytest.mark.usefixtures("store")
+def test_what_was_put_survives_the_kill_of_its_putter(start: Start) -> None:
+    putter = start(a_putter, "k", LARGE, 7)
+    putter.hear()
+    putter.kill()
+    assert torch.equal(run(ts.get("k")), torch.full((LARGE,), 7, dtype=torch.uint8))
+
+
+@pytest.mark.usefixtures("store")
+def test_a_reader_of_a_key_that_is_overwritten_gets_one_value_whole(start: Start) -> None:
+    run(ts.put("k", torch.ones(LARGE, dtype=torch.uint8)))
+    writers = [start(an_overwriter, "k", LARGE) for _ in range(2)]
+    target, seen = torch.zeros(LARGE, dtype=torch.uint8), set()
+    for _ in range(40):
+        run(ts.get("k", target))
+        low, high = torch.aminmax(target)
+        assert low == high, f"bytes of two values: {low} and {high}"
+        seen.add(int(low))
+    for writer in writers:
+        writer.tell("enough")
+        assert writer.hear() > 0
+    assert len(seen) > 1
+
+
+@pytest.mark.usefixtures("store")
+def test_memory_that_a_dead_process_was_filling_is_used_again(start: Start) -> None:
+    run(ts.put("other", torch.zeros(10)))
+    filler = start(a_filler_that_stops, LARGE)
+    taken = filler.hear()
+    filler.kill()
+
+    def taken_again() -> bool:
+        again = start(a_filler_that_stops, LARGE)
+        where = again.hear()
+        again.kill()
+        return bool(where == taken)
+
+    eventually(taken_again)
+
+
+def test_processes_that_were_started_before_the_store_find_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTNAME", "here")
+    child = start(a_caller)
+    child.tell(("keys", (), {}))
+    kind, said = child.hear()
+    assert kind == "error" and "NotInitialized" in said
+    run(ts.initialize(strategy=ts.HostStrategy()))
+    try:
+        call(child, "put", "k", [1, 2])
+        assert run(ts.get("k")) == [1, 2]
+    finally:
+        run(ts.shutdown())
+    child.tell(None)
+    child.end()
+
+
+def test_each_rank_puts_into_its_volume_and_readers_get_that_of_the_first(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    run(ts.initialize(2, strategy=ts.LocalRankStrategy(ts.TransportType.Gloo)))
+    try:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        run(ts.put("k", 1))
+        monkeypatch.setenv("RANK", "0")
+        run(ts.put("k", 0))
+        assert run(ts.get("k")) == 1
+        monkeypatch.setenv("RANK", "2")
+        with pytest.raises(KeyError, match=r"no storage volume '2'"):
+            run(ts.put("k", 2))
+        monkeypatch.delenv("RANK")
+        monkeypatch.delenv("LOCAL_RANK")
+        with pytest.raises(KeyError, match="LOCAL_RANK"):
+            run(ts.put("k", 3))
+        assert run(ts.client()).strategy.default_transport_type is ts.TransportType.Gloo
+    finally:
+        run(ts.shutdown())
+
+
+class ByParity(ts.TorchStoreStrategy):
+    """A strategy of a user."""
+
+    @classmethod
+    def get_client_id(cls) -> str:
+        return "even"
+
+
+def test_a_strategy_of_a_user_is_imported_by_name(start: Start) -> None:
+    run(ts.initialize(2, strategy=ByParity()))
+    try:
+        run(ts.put("k", 1))
+        assert isinstance(run(ts.client()).strategy, ByParity)
+    finally:
+        run(ts.shutdown())
+
+    class Local(ByParity):
+        pass
+
+    with pytest.raises(Mismatch, match="top level of a module"):
+        run(ts.initialize(2, strategy=Local()))
+
+
+def test_a_process_may_end_a_store_of_another(start: Start) -> None:
+    run(ts.initialize())
+    child = start(a_caller)
+    call(child, "put", "k", [1, 2])
+    assert run(ts.get("k")) == [1, 2]
+    call(child, "shutdown")
+    with pytest.raises(NotInitialized):
+        run(ts.keys())
+    run(ts.initialize())
+    assert run(ts.keys()) == [] and call(child, "keys") == []
+    run(ts.shutdown())
+    child.tell(None)
+    child.end()
+
+
+def test_a_store_ends_with_the_process_that_owns_it(start: Start) -> None:
+    owner = start(a_caller)
+    call(owner, "initialize", store_name="theirs")
+    call(owner, "put", "k", {"a": 1}, store_name="theirs")
+    reference = _reference_of(owner.pid)
+    found = resolve("theirs", reference)
+    assert found is not None and found.owner.pid == owner.pid
+    client = LocalClient(found)
+    assert run(client.get("k")) == {"a": 1}
+    owner.kill()
+    with pytest.raises(NotInitialized, match="shut down, or its process has ended"):
+        run(client.get("k"))
+    client.close()
+    assert resolve("theirs", reference) is None
+    with pytest.raises(NotInitialized):
+        LocalClient(found)
+
+
+def _reference_of(pid: int) -> str:
+    """The reference of the store that a process owns, as its fork inherits no other."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        if str(entry.readlink()).startswith("/memfd:holdfast-torchstore-"):
+            return f"{pid}:0:{entry.name}"
+    raise AssertionError(f"process {pid} announces no store")
+
+
+def test_a_process_without_the_key_gets_nothing() -> None:
+    run(ts.initialize())
+    try:
+        found = find("torchstore")
+        assert found is not None
+        with pytest.raises(HoldfastError, match="key"):
+            LocalClient(Announcement(found.store_name, found.address, bytes(32), found.owner))
+    finally:
+        run(ts.shutdown())
+
+
+@pytest.mark.parametrize("strategy", ["LocalRankStrategy", "HostStrategy"])
+def test_ranks_share_a_store_that_all_of_them_initialise(start: Start, tmp_path: Any, strategy: str) -> None:
+    ranks = [start(an_spmd_rank, rank, 3, str(tmp_path), strategy, 2) for rank in range(3)]
+    for rank in ranks:
+        assert rank.hear(60.0) == [False, 0, 1, 2, False, 10, 11, 12]
+        rank.end()
+
+
+PROGRAM = """
+import asyncio, os
+import torch
+import torch.distributed as dist
+import holdfast.store.torchstore as ts
+
+async def value(key):
+    while not await ts.exists(key):
+        await asyncio.sleep(0.01)
+    return int((await ts.get(key))[0])
+
+async def main():
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if {grouped}:
+        dist.init_process_group("gloo")
+    await ts.initialize_spmd(strategy=ts.LocalRankStrategy())
+    await ts.put(f"rank{{rank}}", torch.full((2000,), rank))
+    total = sum([await value(f"rank{{other}}") for other in range(size)])
+    await ts.put(f"done{{rank}}", torch.tensor([total]))
+    assert [await value(f"done{{other}}") for other in range(size)] == [total] * size
+    await ts.put(f"read{{rank}}", torch.tensor([rank]))
+    if rank == 0:  # the store ends with its owner: the others have to be done by then
+        assert [await value(f"read{{other}}") for other in range(size)] == list(range(size))
+    print(f"rank {{rank}} of {{size}}: {{total}}", flush=True)
+    await ts.shutdown()
+    if {grouped}:
+        dist.destroy_process_group()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["no group", "default group"])
+def test_ranks_that_torchrun_starts_share_a_store(tmp_path: Path, grouped: bool) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.format(grouped=grouped))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    found = subprocess.run(
+        [*launch, str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert sorted(found.stdout.split("\n")) == ["", "rank 0 of 2: 1", "rank 1 of 2: 1"]
+
+
+def test_a_job_of_several_hosts_is_refused() -> None:
+    env = ts.spmd.SPMDEnv(0, 0, 4, 2, "127.0.0.1", 1)
+    with pytest.raises(Unsupported, match="over 2 hosts"):
+        run(ts.initialize_spmd(strategy=ts.LocalRankStrategy(), env=env))
+    with pytest.raises(RuntimeError, match="needs a strategy"):
+        run(ts.initialize_spmd(env=env))
+
+
+def test_the_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match=r"lacks RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR"):
+        ts.spmd.SPMDEnv.from_env()
+    for name, value in (("RANK", 3), ("LOCAL_RANK", 1), ("WORLD_SIZE", 8), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    env = ts.spmd.SPMDEnv.from_env(master_addr="host", master_port=29600)
+    assert env == ts.spmd.SPMDEnv(3, 1, 8, 2, "host", 29600) and (env.num_hosts, env.group_rank) == (4, 1)
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    with pytest.raises(ValueError, match=r"world_size \(9\) must be divisible"):
+        ts.spmd.SPMDEnv.from_env(master_addr="host", master_port=29600)

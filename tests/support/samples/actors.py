@@ -1,0 +1,71 @@
+"""Actors for tests of engines and services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+from holdfast.rl.engine.endpoint import endpoint
+
+
+class Counter:
+    """An actor with methods of every kind."""
+
+    def __init__(self, start: int = 0, log: str = "") -> None:
+        self.value, self._log = start, log
+
+    def add(self, n: int = 1) -> int:
+        """Add slowly: two at a time would lose one."""
+        before = self.value
+        time.sleep(0.001)
+        self.value = before + n
+        return self.value
+
+    @endpoint(idempotent=True)
+    async def echo(self, x: object, seconds: float = 0.0) -> object:
+        """Give `x` back, after a while."""
+        await asyncio.sleep(seconds)
+        return x
+
+    @endpoint(idempotent=True)
+    async def who(self) -> int:
+        """The process."""
+        return os.getpid()
+
+    async def variable(self, name: str) -> str | None:
+        """A variable of the environment."""
+        return os.environ.get(name)
+
+    def block(self, seconds: float) -> float:
+        """Keep the thread of sync methods busy."""
+        time.sleep(seconds)
+        return seconds
+
+    async def fail(self, error: BaseException) -> None:
+        """Raise `error`."""
+        raise error
+
+    def lock(self) -> object:
+        """Give what cannot be sent."""
+        return (each for each in ())
+
+    async def leave(self, status: int) -> None:
+        """End the process."""
+        os._exit(status)
+
+    def close(self) -> None:
+        """Leave a note that this was called."""
+        if self._log:
+            Path(self._log).write_text("closed")
+
+
+class Stillborn:
+    """An actor that cannot be made."""
+
+    def __init__(self, how: str) -> None:
+        if how == "raise":
+            raise ValueError("no such model")
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,115 @@
+"""State dicts for tests: strategies that draw them, and an exact comparison."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+Tensor = torch.Tensor
+
+DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2, torch.uint16, torch.int1, torch.int4, torch.uint4, torch.uint7,
+]  # fmt: skip
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The bytes of a tensor's elements, in order."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize)
+    plain = tensor.view(width) if width else tensor
+    return bytes(torch.empty(plain.shape, dtype=plain.dtype).copy_(plain).view(-1).view(torch.uint8).numpy())
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two state dicts are equal to the bit and the type; mappings are equal to dicts."""
+    if isinstance(one, Tensor):
+        kinds = (isinstance(one, nn.Parameter), one.requires_grad, one.dtype, one.shape)
+        return kinds == (isinstance(other, nn.Parameter), other.requires_grad, other.dtype, other.shape) and (
+            bits(one) == bits(other)
+        )
+    if isinstance(one, dict):
+        return (
+            type(other) is dict
+            and [(type(key), repr(key)) for key in one] == [(type(key), repr(key)) for key in other]
+            and all(map(same, one.values(), other.values()))
+        )
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float):
+        return struct.pack(">d", one) == struct.pack(">d", other)
+    if isinstance(one, complex):
+        return same(one.real, other.real) and same(one.imag, other.imag)
+    return bool(one == other)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Tensors of many dtypes and shapes, some of them Parameters or leaves."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    made = torch.empty(shape, dtype=dtype)
+    raw = torch.tensor(list(draw(st.binary(min_size=made.nbytes, max_size=made.nbytes))), dtype=torch.uint8)
+    if dtype == torch.bool:
+        raw &= 1
+    if made.nbytes:
+        made = raw.view(dtype).view(shape)
+    kind = draw(st.sampled_from(["tensor", "leaf", "parameter", "frozen parameter"]))
+    if kind == "tensor" or (kind != "frozen parameter" and not (dtype.is_floating_point or dtype.is_complex)):
+        return made
+    return made.requires_grad_() if kind == "leaf" else nn.Parameter(made, requires_grad=kind == "parameter")
+
+
+values = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=1 << 200)
+    | st.floats()
+    | st.complex_numbers()
+    | st.text()
+    | st.binary()
+    | st.sampled_from(DTYPES)
+    | st.lists(st.integers(0, 9), max_size=3).map(torch.Size)
+)
+_word = st.text("abc", min_size=1, max_size=2)
+_inner_keys = _word | st.integers(-(1 << 63), (1 << 63) - 1) | st.booleans() | st.none() | st.floats(allow_nan=False)
+
+
+def state_dicts(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[dict[str, Any]]:
+    """Nested state dicts with tensors and values; names may clash."""
+    nested = st.recursive(
+        leaves if leaves is not None else tensors() | values,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(_inner_keys, inner, max_size=3)
+        ),
+        max_leaves=12,
+    )
+    return st.dictionaries(_word, nested, max_size=4)
+
+
+def named_leaves(state: Any, name: str = "") -> list[str]:
+    """The dotted names of all tensors and values; a tuple without tensors is one value."""
+    if isinstance(state, tuple) and type(state) is tuple and not holds_tensors(state):
+        return [name]
+    if isinstance(state, dict) or type(state) in (list, tuple):
+        pairs = state.items() if isinstance(state, dict) else enumerate(state)
+        return [leaf for key, item in pairs for leaf in named_leaves(item, f"{name}.{key}" if name else str(key))]
+    return [name]
+
+
+def holds_tensors(state: Any) -> bool:
+    if isinstance(state, Tensor):
+        return True
+    if isinstance(state, dict) or type(state) in (list, tuple):
+        return any(map(holds_tensors, state.values() if isinstance(state, dict) else state))
+    return False
