@@ -23,7 +23,7 @@ from holdfast.comms.work import DONE, Work
 Tensor = torch.Tensor
 
 
-class Collectives:
+class CollectiveCalls:
     """The ops of `Communicator`, its only subclass. A base class, since delegation would repeat 14 signatures."""
 
     def __init__(self, transport: Transport, check: ArgumentChecks, executor: Executor) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from holdfast.comms import objects
-from holdfast.comms.collectives import Collectives
+from holdfast.comms.collectives import CollectiveCalls
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
@@ -32,7 +32,7 @@ from holdfast.comms.work import Work
 Tensor = torch.Tensor
 
 
-class Communicator(Collectives):
+class Communicator(CollectiveCalls):
     """The connected ranks of one epoch. Made by `holdfast.comms.connect`; a context manager.
 
     Ops run in the order they are issued, and every rank must issue the same. Each takes `timeout` (seconds; default:

@@ -57,7 +57,7 @@ class ErrorFeedback:
         return self._residual
 
     def undo(self) -> None:
-        """Return to the residual before the last op, whose result is discarded because the op failed elsewhere."""
+        """Return to the residual before the last op: its result is discarded, because the op failed elsewhere."""
         self._residual = self._before
 
     def begin(self, elements: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A memory plane whose regions processes of the host map, whatever moves the bytes between hosts.
+"""A memory plane with regions that processes of the same host map. Subclasses move bytes between hosts.
 
 A region in memory of `empty(mappable=True)` has a row in the `region_table` of its owner; its address names the memfd
 and the row. A reader that finds the row's generation after it has opened the memfd has opened that region.
@@ -25,7 +25,7 @@ from holdfast.comms.transport.liveness import this_host
 
 
 class MappablePlane(CheckedPlane):
-    """A memory plane whose handles tell where a region lies on its host."""
+    """A memory plane with handles that tell where a region lies on its host."""
 
     can_map = True
 

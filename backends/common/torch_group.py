@@ -24,7 +24,7 @@ _log = logging.getLogger("holdfast.backends")
 
 
 class TorchGroup(Transport):
-    """A transport whose ops are those of a c10d backend in `_group`."""
+    """A transport that performs its ops with the c10d backend `_group`."""
 
     _look_seconds: ClassVar[float | None] = None
     """Seconds between calls of `_own_failure`; None: never."""

@@ -236,7 +236,7 @@ class GlooTransport(TorchGroup):
     def _wait(self, work: Any, deadline: float) -> None:
         """Wait for a collective. If it does not end soon after an abort, abandon it, and the group with it.
 
-        Gloo sometimes forgets an op whose connections were closed under it. Not for sends and receives: a timeout of
+        Gloo sometimes forgets an op if its connections are closed under it. Not for sends and receives: a timeout of
         such a wait closes all connections of the group.
         """
         aborted = False

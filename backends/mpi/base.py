@@ -64,7 +64,7 @@ def _released(request: MPI.Request) -> bool:
     return True
 
 
-class _Message:
+class _P2PMessage:
     """A send or receive under way, with its tensor."""
 
     __slots__ = ("peer", "receives", "request", "tensor")
@@ -290,28 +290,30 @@ class MpiMessages(MessageTransport):
     def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
         return self._post(self._comm.Irecv, tensor, src, tag, True)
 
-    def _post(self, call: Callable[..., MPI.Request], tensor: Tensor, peer: int, tag: int, receives: bool) -> _Message:
+    def _post(
+        self, call: Callable[..., MPI.Request], tensor: Tensor, peer: int, tag: int, receives: bool
+    ) -> _P2PMessage:
         if self._error is not None:
             raise self._error.again()
         try:
             request = call([buffer_of(tensor), MPI.BYTE], peer, tag)
         except MPI.Exception as error:
             raise self._explain("recv" if receives else "send", self._op, error) from error
-        return _Message(request, tensor, peer, receives)
+        return _P2PMessage(request, tensor, peer, receives)
 
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
         self._rounds += 1
         for number, message in enumerate(posted):
-            assert isinstance(message, _Message)
+            assert isinstance(message, _P2PMessage)
             try:
                 self._complete_one(message, deadline, op, seq)
             except BaseException:
                 for later in posted[number + 1 :]:
-                    assert isinstance(later, _Message)
+                    assert isinstance(later, _P2PMessage)
                     _abandoned.append((later.request, later.tensor))
                 raise
 
-    def _complete_one(self, message: _Message, deadline: float, op: str, seq: int) -> None:
+    def _complete_one(self, message: _P2PMessage, deadline: float, op: str, seq: int) -> None:
         status = MPI.Status() if message.receives else None
         self._finish(message.request, op, seq, deadline, (message.peer,), message.tensor, status)
         if status is None:

@@ -6,8 +6,8 @@ abandoned and revoked, and report failures, so windows use messages.
 
 A request is a frame on one tag of MPI_COMM_WORLD. Its reply comes on a tag of its own number; so do the bytes of large
 puts and gets, straight out of and into the exposed memory. MPI_COMM_WORLD is used for two reasons: a communicator that
-is freed must have no message under way (Open MPI gives it to the next one, whose own messages it then loses), and its
-messages arrive when the communicator is revoked.
+is freed must have no message under way (Open MPI gives it to the next one, and then loses messages of that one), and
+messages of MPI_COMM_WORLD arrive when the communicator is revoked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reductions on a device whose library supports few of them, expressed by those of NCCL and RCCL.
+"""Expresses the reductions that NCCL and RCCL lack by those that they have, on the device.
 
 These reduce bytes, 32- and 64-bit integers and floats, by sum, product, minimum and maximum, and drop NaNs when they
 compare. All else is converted: narrow integers are widened, unsigned ones get the top bit flipped, booleans become

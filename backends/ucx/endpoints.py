@@ -61,7 +61,7 @@ class Connections:
         return PeerLink(key, self.worker.connect(address, key), name_of(address))
 
     def drop(self, link: PeerLink) -> None:
-        """Drop a link. One whose failure UCX would not report is destroyed with the worker."""
+        """Drop a link. If UCX would not report the link's failure, the link is destroyed with the worker."""
         if self.worker.reports_failures:
             self.worker.disconnect(link.endpoint)
         else:

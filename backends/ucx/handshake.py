@@ -135,7 +135,7 @@ class _Handshake:
         return self._missing
 
     def _met(self, rank: int) -> bool:
-        """Whether a new link to `rank`, whose hello came, works both ways; the lower rank confirms that."""
+        """Whether a new link works both ways, after the hello of `rank` came; the lower rank confirms that."""
         if rank < self._context.rank:
             met = self._notices.mets.get(rank)
             return met is not None and met.worker == self._transport.links[rank].worker

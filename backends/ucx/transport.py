@@ -257,7 +257,7 @@ class UcxTransport(MessageTransport):
             raise PeerFailed((rank,), f"its connection broke: {why}")
 
     def _broken(self) -> list[tuple[int, str]]:
-        """The ranks whose connection broke before they left, and why."""
+        """The ranks that lost their connection before they left, and why."""
         if self.connections is None or not (broken := self.connections.broken):
             return []
         return [
@@ -293,7 +293,7 @@ class UcxTransport(MessageTransport):
         return kind(self._side, self, tensor, deadline)
 
     def _check_live(self) -> Iterable[int]:
-        """The ranks whose connection broke. Raises if this communicator has ended, here or elsewhere."""
+        """The ranks that lost their connection. Raises if this communicator has ended, here or elsewhere."""
         self._check()
         if self._lock.acquire(blocking=False):
             try:

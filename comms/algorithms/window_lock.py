@@ -62,5 +62,5 @@ class WindowLock:
             self._release()
 
     def _held_by(self) -> int:
-        """The rank that holds the lock, if it has written its rank already; else the rank whose lock it is."""
+        """The rank that holds the lock, if it has written its rank already; else the rank that owns the lock."""
         return (self._header[self._holder] or self._target + 1) - 1

@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 def total(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """The reduction of the tensors, in memory of its own.
 
-    Raises `Unsupported` for several tensors whose reduction depends on the number of ranks, or is not a sum of sparse
-    ones.
+    Raises `Unsupported` for several tensors if their reduction depends on the number of ranks, and for several sparse
+    ones unless they are summed.
     """
     result = tensors[0].detach().clone()
     if len(tensors) == 1:

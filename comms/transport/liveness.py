@@ -172,7 +172,7 @@ class Liveness:
                 self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> tuple[int, ...]:
-        """The ranks whose process has ended, in order. From any thread."""
+        """The ranks of processes that have ended, in order. From any thread."""
         if (error := self._over()) is not None:
             raise again(error)
         with self._lock:

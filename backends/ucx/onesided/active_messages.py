@@ -1,7 +1,7 @@
 """Read, write and add to a peer's memory by active messages, as over TCP, where UCX only emulates one-sided ops.
 
 The emulation (UCX 1.22) ends the process: that of an owner which comes to answer a peer that died with two requests
-under way, and that of a survivor whose atomic could not leave before its target died. Active messages end with a
+under way, and that of a survivor if its atomic could not leave before the target died. Active messages end with a
 status.
 
 The requester sends a header, and the bytes of a write. The owner's handler, called inside its progress, carries out the

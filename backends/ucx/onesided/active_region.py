@@ -42,7 +42,7 @@ class ActiveTable:
 
 
 class ActiveRegion:
-    """A region whose owner carries out reads and writes. The plane's lock is held around each call."""
+    """A region with an owner that carries out reads and writes. The plane's lock is held around each call."""
 
     def __init__(self, owner: Owner, address: UcxAddress, messages: ActiveMessages) -> None:
         self.owner, self.address, self._messages = owner, address, messages

@@ -31,7 +31,7 @@ from holdfast.comms.transport.base import Transport
 
 
 class ActiveSide(OneSidedWorker):
-    """The one-sided worker of a rank whose peers carry out its requests."""
+    """The one-sided worker of a rank that has its requests carried out by its peers."""
 
     messages: ActiveMessages
 
@@ -103,7 +103,7 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
         return True
 
     def _count_notes(self, sender: int) -> None:
-        """Count the notes of this sender whose preceding writes are all done now."""
+        """Count the notes of this sender that follow only writes that are done now."""
         done, held = self._done[sender], self._held[sender]
         for word, value, after in held:
             if after <= done:

@@ -1,4 +1,4 @@
-"""Windows whose memory UCX reads and writes itself: the registered tensor of every rank, and a header.
+"""Windows in memory that UCX itself reads and writes: the registered tensor of every rank, and a header.
 
 A header is memory allocated by UCX. It holds what the others write to its rank, a lock for atomics, and one word a peer
 that means "I am writing into your memory". How these are written differs: `near_window` over shared memory,
@@ -45,7 +45,7 @@ class RemotePart:
 
 
 class RegisteredWindow(UcxWindow[OneSidedWorker, RemotePart]):
-    """A window whose memory is registered with UCX, which reads and writes it itself."""
+    """A window in memory that is registered with UCX, which reads and writes it itself."""
 
     def _prepare(self) -> None:
         sweep()

@@ -185,7 +185,7 @@ class NearWindow(RegisteredWindow):
                 yield_cpu() if turns < YIELDS else time.sleep(SLEEP_SECONDS)
 
     def _rank_of(self, token: int, otherwise: int) -> int:
-        """The rank whose process has this token."""
+        """The rank of the process with this token; `otherwise` if there is none."""
         peers = self._side.peers
         return next((rank for rank, peer in enumerate(peers) if writer_token(peer) == token), otherwise)
 

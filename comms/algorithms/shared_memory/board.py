@@ -11,7 +11,7 @@ A row, in 8-byte words, with the hot words on cache lines of their own:
     2   reduced     the number of result blocks that it has staged
     3   taken       the number of the others' result blocks that it has taken
     4   near        1 if its last reads were from near cores (see core_locality.h)
-    5   in_place    a bit for each class of large op whose inputs it prefers to read in place (see copy_mode.h)
+    5   in_place    a bit for each class of large op for which it prefers to read inputs in place (see copy_mode.h)
     6   unstaged    1 + the blocks of all earlier ops, if the others may read its inputs in place in this op
     8   asleep      1 while this rank sleeps
     16  futex       in the first row: the word on which all ranks sleep, incremented to wake some of them
@@ -126,9 +126,9 @@ class Board:
     """One rank's view of the board in `memory`.
 
     `memory` is a writable buffer of `layout_of(rows).nbytes` bytes; `size` of its rows are used, by default all. `dead`
-    returns the ranks whose processes are known to be gone; it is called only while waiting. `journal` is told of long
-    waits. `pids`, in rank order, are processes whose memory this one may read. `error` is what `fail` was given, if
-    anything.
+    returns the ranks of processes that are known to be gone; it is called only while waiting. `journal` is told of
+    long waits. `pids`, in rank order, are the processes that let this one read their memory. `error` is what `fail`
+    was given, if anything.
     """
 
     def __init__(
@@ -229,8 +229,8 @@ class Board:
         """Do not yield in waits for phases before `phase` (default: all, this one included); sleep instead. From any
         thread.
 
-        A process that is no rank may hold the processor, such as a dead one whose memory is being freed. Yielding to it
-        takes until the next timer tick, up to 4 ms; a sleeping rank is woken at once.
+        A process that is no rank may hold the processor, such as a dead one while the kernel frees its memory. Yielding
+        to it takes until the next timer tick, up to 4 ms; a sleeping rank is woken at once.
         """
         self.native.stop_spinning(_ALL_BITS if phase is None else phase)
 

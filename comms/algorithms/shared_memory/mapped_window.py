@@ -1,11 +1,11 @@
-"""A window whose parts this process has all mapped: puts and gets are copies, signals are counters.
+"""A window with all parts mapped by this process: puts and gets are copies, signals are counters.
 
 Each rank alone writes its header: its state, and how often it has signalled each other rank. An atomic update holds the
-target's lock (`WindowLock`), whose holder writes its rank there.
+target's lock (`WindowLock`); the lock's holder writes its rank there.
 
-Headers are `Words`, whose memory order provides the window's guarantees: a signal is written after all puts before it,
-and read before all gets after it; a get checks the window again after reading it, and an owner marks its window closed
-before it writes to the memory again.
+Headers are `Words`. The memory order of these provides the window's guarantees: a signal is written after all puts
+before it, and read before all gets after it; a get checks the window again after reading it, and an owner marks its
+window closed before it writes to the memory again.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ static PyObject *board_fetch(Board *self, PyObject *const *args, Py_ssize_t coun
 }
 
 /* collect(op, index, into): copy an input of every other rank out of its slot. `into` has (address, nbytes) for each
- * rank; if it is empty, nothing is copied. -1 if done, -2 if slots do not hold all inputs, else a rank whose input has another
- * size. */
+ * rank; if it is empty, nothing is copied. -1 if done, -2 if slots do not hold all inputs, else a rank with an input of
+ * another size. */
 static PyObject *board_collect(Board *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[2];
     if (count != 3) {

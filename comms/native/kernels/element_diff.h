@@ -336,7 +336,7 @@ static uint64_t diff_pieces_into(const diff_piece *pieces, uint64_t count, uint8
 }
 
 /* Make pieces from their bases, with the checksums of those of DIGEST_LEAST bytes or more, which are taken while the bytes
- * are in the cache; returns how many are done: it stops before one whose record is not its own. */
+ * are in the cache; returns how many are done: it stops before a piece that fails `has_own_record`. */
 static uint64_t patch_pieces_into(const patch_piece *pieces, uint64_t count, uint64_t *sums) {
     for (uint64_t i = 0; i < count; i++) {
         const patch_piece *piece = &pieces[i];
