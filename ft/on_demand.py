@@ -8,7 +8,7 @@ from typing import Any
 
 
 def on_demand(homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names are in the modules `homes` (name -> module).
+    """The `__getattr__` of a package that has its public names in the modules `homes` (name -> module).
 
     An AttributeError from within such a module becomes an ImportError, with it as the cause: `from PACKAGE import NAME`
     reports any AttributeError as "cannot import name", without its cause.

@@ -1,4 +1,4 @@
-"""A process's part in a job whose steps are transactions: committed on all ranks or on none.
+"""A process's part in a job. Its steps are transactions: committed on all ranks or on none.
 
 with ft.Session(min_size=2) as session:
     session.attach("model", model)

@@ -30,7 +30,7 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 class GuardedCommand(TyperCommand):
-    """A command that refuses infinite and NaN options, and whose internal errors have a status of their own."""
+    """A command that refuses infinite and NaN options, and exits with a status of its own on internal errors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)

@@ -44,7 +44,7 @@ class UnknownVersion(BadFrame):
 
 
 class ForgedFrame(BadFrame):
-    """A frame whose MAC is wrong: forged, altered, replayed or out of order."""
+    """A frame with a wrong MAC: forged, altered, replayed or out of order."""
 
 
 class TruncatedFrame(BadFrame):

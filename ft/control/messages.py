@@ -11,7 +11,7 @@ from holdfast.ft.control.errors import BadFrame
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
+class CallRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
     """A call; `id` is the caller's own count and comes back with the answer."""
 
     id: Number
@@ -27,7 +27,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """A call whose handler raised: the name of the error's type, and its message."""
+    """The reply to a call if its handler raised: the name of the error's type, and its message."""
 
     id: Number
     kind: str
@@ -47,7 +47,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     body: bytes
 
 
-Message = Request | Reply | Failure | Cancel | Notice
+Message = CallRequest | Reply | Failure | Cancel | Notice
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

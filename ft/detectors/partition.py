@@ -4,7 +4,7 @@ Each suspicion is an edge between an observer and a member that it does not hear
 passes the time, the statements of all processes, and the processes that this one watches. There are four conclusions:
 
 - This process is cut off if it hears less than half of the job. It stops at once, and leaves the next epoch to the
-  others. A cut-off side cannot be told from a side whose peers have all died, so if no new epoch begins for a while,
+  others. A cut-off side cannot be told from a side that has lost all its peers, so if no new epoch begins for a while,
   this process proposes one itself, and the register decides. If it hears the others again before that, it resigns: it
   has stopped, they have not, and so it must be replaced.
 - Another process has stopped if its suspicions show that it is cut off. It is condemned before this process proposes.
@@ -133,7 +133,7 @@ class SuspicionGraph:
         return _outweighed(view, len(view.hosts[self._me.peer.host]) + len(self._watched), silent)
 
     def _stopped(self, view: View) -> set[str]:
-        """The members whose suspicions show that they are cut off, and so must have stopped."""
+        """The members that are cut off, as their own suspicions show, and so must have stopped."""
         silent: dict[str, list[str]] = {}
         for (observer, member), edge in self._edges.items():
             if not edge.reported:

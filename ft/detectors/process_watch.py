@@ -43,7 +43,7 @@ class _Followed:
 
 
 class ProcessWatch:
-    """Watches the processes of members, by pidfds whose start time was checked. Belongs to one event loop.
+    """Watches the processes of members, by pidfds; the start time of each is checked. Belongs to one event loop.
 
     `on_deaths` is called in the loop, once for all processes that are found to have ended at a time. Members of other
     hosts, and those that are threads of this process, are not watched.

@@ -225,7 +225,7 @@ def _needed(view: View | None) -> int:
 
 
 def _waiting(row: ProcessRow, needed: int) -> ProcessRow:
-    """`row` with the state of a process whose job waits for `needed` members."""
+    """`row` with the state of a process in a job that waits for `needed` members."""
     if row.state not in ("running", "spare"):
         return row
     return msgspec.structs.replace(row, state=f"waits for {needed} member{'s' * (needed > 1)}")

@@ -1,4 +1,4 @@
-"""Finds ranks whose call differs from the others: the first op with different calls, and its minority.
+"""Finds ranks with calls that differ from those of the others: the first op with different calls, and its minority.
 
 The majority is right. In a tie the past decides: a job repeats its calls in each step, so the expected call is the one
 that earlier followed the same last three, two or one calls.

@@ -1,4 +1,4 @@
-"""A child process whose guardian ends all its descendants when it or this process ends."""
+"""A child process with a guardian, which ends all its descendants when it or this process ends."""
 
 from __future__ import annotations
 

@@ -66,9 +66,10 @@ LOOK = 0.25
 class LaunchPlan:
     """The processes to start: `size` + `spares` of `command`. They may run for `grace` seconds after the job.
 
-    `min_size` and `shards` are defaults for sessions whose script does not set them; `check` turns agreement checks on.
-    `here`: how many of the `size` members this host starts (None: all). Up to `restarts` processes that die are started
-    again, as spares. With `detach`, the processes outlive the launcher. After SIGTERM they may run for `leave` seconds.
+    `min_size` and `shards` are defaults for sessions of scripts that do not set them; `check` turns agreement checks
+    on. `here`: how many of the `size` members this host starts (None: all). Up to `restarts` processes that die are
+    started again, as spares. With `detach`, the processes outlive the launcher. After SIGTERM they may run for `leave`
+    seconds.
     """
 
     command: tuple[str, ...]
@@ -212,7 +213,7 @@ class Launcher:
         return bool(self._due) or any(process.returncode is None for process in self._processes)
 
     def _start_due(self, now: float) -> None:
-        """Start the processes whose delay is over, in place of those that died."""
+        """Start the processes that have waited for their delay, in place of those that died."""
         for due in [each for each in self._due if each <= now]:
             self._due.remove(due)
             self._start_process()

@@ -13,7 +13,7 @@ from holdfast.ft.membership.view_delta import ViewDelta, delta_between, last_del
 
 
 def announce_as_proposer(view: View, me: Member, spares: tuple[Member, ...], shape: Shape) -> tuple[Effect, ...]:
-    """The announcement of `me`, whose proposal `view` won: in a large job to its host, beside what it forwards."""
+    """The announcement of `view` by its proposer `me`: in a large job to its host, beside what it forwards."""
     mesh = shape.is_mesh(view)
     others = (*view.members, *spares) if mesh else host_mates(view, me)
     to = tuple(m for m in others if m.id != me.id)

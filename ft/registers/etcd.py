@@ -244,7 +244,7 @@ class EtcdCell(Cell):
             raise RegisterAway(self._url, "this handle is closed")
 
     def _check_cluster(self, client: etcd3gw.Etcd3Client, answer: Answer, floor: int) -> None:
-        """Check that all endpoints are of one cluster, whose revisions only grow. `floor` is the newest known."""
+        """Check that all endpoints are of one cluster and that its revisions only grow. `floor` is the newest known."""
         try:
             cluster, revision = str(answer["header"]["cluster_id"]), int(answer["header"]["revision"])
         except (KeyError, TypeError, ValueError):

@@ -23,7 +23,7 @@ def _sqlite(url: str, name: str) -> Cell:
 
 
 def _tcp(url: str, name: str) -> Cell:
-    """tcp://host:port/name: a torch TCPStore; easy, but open to all who reach the port, and lost with its server"""
+    """tcp://host:port/name: a torch TCPStore; easy, but open to all that reach the port, and lost with its server"""
     from holdfast.ft.registers.tcp import TcpCell
 
     return TcpCell(url, name)

@@ -43,7 +43,7 @@ _SCHEMA = b"HFT1"
 _PAUSES = (0.001, 0.025)  # seconds between two polls of a `wait`: at first, and at most
 
 _opening = threading.Lock()
-_servers: weakref.WeakValueDictionary[tuple[str, int], _Server] = weakref.WeakValueDictionary()
+_servers: weakref.WeakValueDictionary[tuple[str, int], _StoreServer] = weakref.WeakValueDictionary()
 
 
 def parse(url: str) -> tuple[str, int, str]:
@@ -58,7 +58,7 @@ def parse(url: str) -> tuple[str, int, str]:
     return host, port, unquote(parts.path.strip("/"))
 
 
-class _Server:
+class _StoreServer:
     """A TCPStore that this process serves, on one interface; it ends with the last reference to it."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -80,7 +80,7 @@ def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
 
     Raises OSError if the address cannot be bound.
     """
-    server = _Server(host, port)
+    server = _StoreServer(host, port)
     name = f"[{host}]" if ":" in host else host
     try:
         yield f"tcp://{name}:{server.port}"
@@ -88,7 +88,7 @@ def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
         del server
 
 
-def _server_at(host: str, port: int) -> _Server | None:
+def _server_at(host: str, port: int) -> _StoreServer | None:
     """The store that this process serves there, started now if there is none; None if another process serves it.
 
     Raises OSError if no process serves it and this one cannot.
@@ -104,7 +104,7 @@ def _server_at(host: str, port: int) -> _Server | None:
             except ConnectionRefusedError:
                 pass
             with contextlib.suppress(OSError):
-                server = _servers[host, port] = _Server(host, port)
+                server = _servers[host, port] = _StoreServer(host, port)
                 return server
             time.sleep(0.05)
         with socket.create_connection((host, port), CONNECT_SECONDS):

@@ -187,7 +187,7 @@ class RendezvousTable:
                 waiters.remove(waiter)
 
     def _arrived(self, epoch: int, keys: Iterable[str]) -> list[_Waiter]:
-        """Remove and return the waits whose last missing key is among `keys`."""
+        """Remove and return the waits that lack no key any more, now that `keys` are here."""
         waiters = self._waiters.get(epoch)
         if not waiters:
             return []

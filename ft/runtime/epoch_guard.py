@@ -233,9 +233,10 @@ class EpochGuard:
                     self._changed.wait(left)
 
     def next_view(self, newer_than: int, timeouts: Timeouts, failure: HoldfastError | None = None) -> View:
-        """Wait for a view newer than `newer_than` that has this process, as long as a rebuild and a join may take.
+        """Wait for a view newer than `newer_than` that has this process.
 
-        A spare (`newer_than` is 0) waits as long as the job runs. The timeout's cause is the `failure` before it.
+        The wait ends after the time that a rebuild and a join may take. A spare (`newer_than` is 0) waits as long as
+        the job runs. The timeout's cause is the `failure` before it.
         """
         while True:
             try:

@@ -35,7 +35,7 @@ def within(part: Box, box: Box) -> Box:
 
 
 def moved(part: Box, start: Box, to: Box) -> Box:
-    """`part` of a box whose first corner is that of `start`, once the corner is that of `to`."""
+    """`part` of a box that begins where `start` does, once the box is moved to begin where `to` does."""
     return tuple(
         (low - begin + at, high - begin + at) for (low, high), (begin, _), (at, _) in zip(part, start, to, strict=True)
     )

@@ -54,7 +54,7 @@ class ShardSums:
     It is a sum, not an average: divide each shard's loss by `attempt.total_shards`."""
 
     def __init__(self, attempt: Attempt, data: DeviceMesh | None = None) -> None:
-        """`data` is the mesh whose ranks divide the shards, if that is not all ranks.
+        """`data` is the mesh of the ranks that divide the shards, if that is not all ranks.
 
         Raises ValueError for a `data` of more than one dimension that does not hold all ranks.
         """
@@ -140,7 +140,7 @@ class ShardSums:
     # -- fully sharded
 
     def fully_sharded(self, model: nn.Module) -> nn.Module:
-        """`model`, to whose modules `fully_shard` was applied, over this attempt's epoch.
+        """`model`, after `fully_shard` was applied to its modules, over this attempt's epoch.
 
         Gradients are summed, not averaged: divide the loss by `attempt.total_shards`. Raises ValueError if
         `fully_shard` was applied to no module."""
@@ -250,7 +250,7 @@ class _ShardedSum:
 
 
 def _communicator(comm: Communicator, data: DeviceMesh) -> Communicator:
-    """The communicator of the ranks of `data`, whose order divides the shards."""
+    """The communicator of the ranks of `data`; their order divides the shards."""
     if data.mesh.flatten().tolist() == list(range(comm.size)):
         return comm
     if data.ndim != 1:

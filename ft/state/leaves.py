@@ -128,7 +128,7 @@ def encode_local_shards(
 
 
 def place(leaf: Leaf, local: torch.Tensor, mesh: Mesh, devices: Any) -> torch.Tensor:
-    """The whole tensor of `leaf` whose part on this rank is `local`; `devices` is the DeviceMesh that `mesh` describes.
+    """The whole tensor of `leaf`, with `local` as this rank's part; `devices` is the DeviceMesh that `mesh` describes.
 
     Raises `Mismatch` for a leaf placed on dimensions that the mesh does not have.
     """
@@ -192,8 +192,8 @@ def _dimensions(path: str, devices: Any, mesh: Mesh, rank: int) -> tuple[str, ..
 def _cuts(path: str, placements: Sequence[Any], on: tuple[str, ...], mesh: Mesh, dims: int) -> Cuts:
     """The cuts of a tensor with these placements, in order.
 
-    A `_StridedShard` is cut after those dimensions to its right whose sizes multiply to its split factor, a `Shard`
-    before all of them.
+    A `_StridedShard` is cut after those dimensions to its right that give its split factor as the product of their
+    sizes, a `Shard` before all of them.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

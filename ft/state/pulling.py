@@ -1,7 +1,7 @@
 """Transfers replicated state to newcomers, which read it from the memory of all ranks that have it.
 
 The ranks that hold the state offer it: the location of its bytes and their checksums. The first of them adds the
-description. A newcomer reads each block from a rank whose checksum equals that of the first, and loads only when it has
+description. A newcomer reads each block from a rank that has the same checksum as the first, and loads only when it has
 all blocks. The other ranks wait for it, so that no rank's state changes meanwhile.
 """
 
@@ -64,7 +64,7 @@ class Pulled:
     """The result of a transfer on a newcomer: the state after `done` steps is loaded.
 
     `moved` are bytes by source rank, `kept` the bytes that an earlier transfer had brought, `lost` the reasons why
-    ranks were lost as sources, `unlike` the ranks whose state differs from that of the first."""
+    ranks were lost as sources, `unlike` the ranks that differ from the first in their state."""
 
     done: int
     moved: Mapping[int, int]

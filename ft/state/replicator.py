@@ -435,7 +435,7 @@ class StateReplicator:
 
 
 def _state_of(thing: transfer.Stateful) -> dict[str, Any]:
-    """The state of `thing`; of a module the parameters themselves, whose version counters show changes."""
+    """The state of `thing`; of a module the parameters themselves, because their version counters show changes."""
     if isinstance(thing, torch.nn.Module):
         state: dict[str, Any] = thing.state_dict(keep_vars=True)
         return state

@@ -31,7 +31,7 @@ START_SECONDS = 10.0
 
 
 class HostNameTaken(HoldfastError):
-    """Another host of the job, whose agent is alive at `address`, has the name `node`."""
+    """The name `node` is taken by another host of the job, with a live agent at `address`."""
 
     def __init__(self, node: str, address: str) -> None:
         self.node, self.address = node, address
