@@ -20,7 +20,7 @@ from holdfast.ft.control.channel import HANDSHAKE_SECONDS, join_address, pause_b
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, RemoteError
 from holdfast.ft.control.frames import DEFAULT_LIMIT, AuthenticatedSession, DiallerHandshake
-from holdfast.ft.control.messages import CallRequest, Cancel, Failure, Reply, decode, encode
+from holdfast.ft.control.messages import Cancel, Failure, Reply, RpcRequest, decode, encode
 
 _CHUNK = 1 << 16
 
@@ -79,7 +79,7 @@ class RpcClient:
             self._made += 1
             call = self._calls[self._made] = _Call(self._made, method, started + timeout)
         try:
-            self._send(encode(CallRequest(call.id, method, body)), call.deadline)
+            self._send(encode(RpcRequest(call.id, method, body)), call.deadline)
             answer = self._wait(call)
         finally:
             with self._state:

@@ -11,7 +11,7 @@ from holdfast.ft.control.errors import BadFrame
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class CallRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
+class RpcRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
     """A call; `id` is the caller's own count and comes back with the answer."""
 
     id: Number
@@ -47,7 +47,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     body: bytes
 
 
-Message = CallRequest | Reply | Failure | Cancel | Notice
+Message = RpcRequest | Reply | Failure | Cancel | Notice
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

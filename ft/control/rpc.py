@@ -13,7 +13,7 @@ from holdfast.ft.control.channel import HANDSHAKE_SECONDS, MAX_PENDING, Listener
 from holdfast.ft.control.connection import Connection
 from holdfast.ft.control.errors import CallTimeout, ControlError, FrameTooLarge, RemoteError
 from holdfast.ft.control.frames import DEFAULT_LIMIT
-from holdfast.ft.control.messages import CallRequest, Cancel, Failure, Notice, Reply, decode, encode
+from holdfast.ft.control.messages import Cancel, Failure, Notice, Reply, RpcRequest, decode, encode
 
 Handler = Callable[[str, bytes], Awaitable[bytes] | bytes]
 """(peer's identity, body) -> body. Runs in the event loop; a handler that does not return at once must be async."""
@@ -60,7 +60,7 @@ class RpcConnection:
         self._made += 1
         call, started = self._made, time.monotonic()
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._connection.post(encode(CallRequest(call, method, body)))
+        self._connection.post(encode(RpcRequest(call, method, body)))
         self._calls[call] = (method, answer)
         try:
             async with asyncio.timeout(timeout):
@@ -102,7 +102,7 @@ class RpcConnection:
             self._connection.drop(error)
             return
         match message:
-            case CallRequest():
+            case RpcRequest():
                 self._serve(message)
             case Notice():
                 self._notice(message)
@@ -122,7 +122,7 @@ class RpcConnection:
         else:
             answer.set_exception(RemoteError(self.peer, method, message.kind, message.message))
 
-    def _serve(self, request: CallRequest) -> None:
+    def _serve(self, request: RpcRequest) -> None:
         try:
             result = self._handler(request.method)(self.peer, request.body)
         except Exception as error:

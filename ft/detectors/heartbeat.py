@@ -1,6 +1,6 @@
 """`heartbeat`: processes of this host beat in shared memory; a silent one is checked for being stopped.
 
-SilenceTracker alone proves nothing: a process that holds its GIL for long, is swapped out or starved is silent too. A
+Silence alone proves nothing: a process that holds its GIL for long, is swapped out or starved is silent too. A
 process that is stopped at every look is ended. For one that is silent but runs, this process vouches to other hosts,
 which cannot look.
 """
