@@ -1,4 +1,4 @@
-"""The form in which a part travels to readers that ask for a cast: what the cast shrinks, in fewer bytes.
+"""The form of a part for readers that ask for a cast: what the cast shrinks, in fewer bytes.
 
 A form is a region like that of a part, with a manifest of its own. Its tensors are named by the positions that those of
 the part have in the part's layout. What the cast does not shrink is not in it: readers read that from the part.

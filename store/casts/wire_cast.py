@@ -24,7 +24,7 @@ CastName = Literal["bf16", "fp8"]
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """A tensor as it travels: of its shape, in fewer bytes, and for fp8 the exponents of the blocks of its rows."""
+    """A tensor as it travels. `values` have its shape, in fewer bytes; fp8 has exponents too, one a block of a row."""
 
     values: torch.Tensor
     exponents: torch.Tensor | None = None

@@ -41,7 +41,7 @@ def announce_cast(catalog: Catalog, number: int, part: int, digest: bytes, form:
 
 
 def decline_cast(catalog: Catalog, number: int, part: int, form: CastForm, why: str) -> Catalog:
-    """Pass over the maker of a form: it cannot pack it, is too slow, or what it packed cannot be read."""
+    """Pass over the maker of a form, which cannot pack it, is too slow, or packed what cannot be read."""
     version, shard = catalog.version(number), catalog.shard(number, part)
     known = None if shard is None else shard.cast(form.cast)
     if version is None or shard is None or known is None:

@@ -70,11 +70,11 @@ class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CastForm(msgspec.Struct, frozen=True, array_like=True):
-    """A part in a cast that readers asked for, in the memory of the holder `maker`, which packs it on request.
+    """A part in a cast that readers asked for, in the memory of the holder `maker`.
 
-    `handle` is None until it is packed; `digest` and `manifest_at` are those of the form. `maker` is "" if no holder
-    can pack it. `declined` are the holders that could not, each with the reason.
-    See `holdfast.store.catalog.part_casts`.
+    The maker packs it on request. `handle` is None until it is packed; `digest` and `manifest_at` are those of the
+    form. `maker` is "" if no holder can pack it. `declined` are the holders that could not, each with the reason. See
+    `holdfast.store.catalog.part_casts`.
     """
 
     cast: str

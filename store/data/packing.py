@@ -169,7 +169,7 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _locate(plan: _PackPlan, sources: Sequence[torch.Tensor], memory: torch.Tensor) -> tuple[Words, Flags]:
     """The addresses of the sources (in the order of the layout), and which of them have been copied into place.
 
-    Those whose bytes do not lie in order are copied now.
+    Those that do not have their bytes in order are copied now.
     """
     addresses = np.zeros(len(sources), np.uint64)
     copied = np.zeros(len(sources), bool)

@@ -1,4 +1,4 @@
-"""Tensors that several parts of a version have: their bytes must be equal, and they are read from any of the parts."""
+"""Tensors that several parts of a version have. Their bytes must be equal; readers read them from any of the parts."""
 
 from __future__ import annotations
 

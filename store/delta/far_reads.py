@@ -1,4 +1,4 @@
-"""Hosts whose processes read parts without mapping them: publishers make deltas for these.
+"""Hosts with processes that read parts without mapping them: publishers make deltas for these.
 
 Holders, followers and pins are in the catalogue with their processes; one that only reads is noted here, by its host.
 Such a host may be gone without a word, so a note counts for the next versions only, and is renewed.

@@ -1,4 +1,4 @@
-"""A thread that beats for this host in the register, and marks other hosts whose beats have ended as away."""
+"""A thread that beats for this host in the register, and marks other hosts with ended beats as away."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class HostWatcher:
 
 
 def _hosts(catalog: Catalog) -> frozenset[str]:
-    """The hosts whose processes beat."""
+    """The hosts of all holders that are not leaving: these beat."""
     return frozenset(holder.peer.host for holder in catalog.holders if not holder.leaving)
 
 

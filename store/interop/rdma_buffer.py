@@ -53,7 +53,7 @@ class RDMABuffer:
 
     @property
     def backend(self) -> str:
-        """The backend whose memory plane moves the bytes."""
+        """The backend that moves the bytes, by its memory plane."""
         return self._handle.plane
 
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Compares a part that is being published with the other parts of its version: tensors that both have must be equal."""
+"""Compares a part that is being published with the other parts of its version. Tensors that both have must be equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank publishes of a state dict: which part of how many, and the blocks or whole tensors to pack into it."""
+"""What a rank publishes of a state dict: which part of how many, and its blocks or whole tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from holdfast.store.sharding.placements import Blocks
 
 @dataclass(frozen=True, slots=True)
 class PublishedPart:
-    """Part `part` of `parts` by the mesh of a state dict, and its `blocks`; None stands for all tensors, as they are.
+    """Part `part` of `parts`, by the mesh of a state dict, and its `blocks`.
 
-    `shares` is that of `given`.
+    Without `blocks` (None) it has all tensors, as they are. `shares` is that of `given`.
     """
 
     flat: FlatState

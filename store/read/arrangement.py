@@ -68,9 +68,9 @@ def arrange(
 
 
 def arrange_whole(flat: FlatState, skeleton: Skeleton) -> Arrangement | None:
-    """Arrange to fill dense tensors of the same names and shapes as in the version: the usual case, without a loop.
+    """Arrange to fill dense tensors of the same names and shapes as in the version.
 
-    None if there are others, or they share memory.
+    The usual case, without a loop. None if there are others, or they share memory.
     """
     if flat.plain is None or flat.locals is not flat.tensors or flat.ties or flat.plain.share_memory:
         return None

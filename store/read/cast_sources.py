@@ -1,4 +1,4 @@
-"""Finds the casts of parts for a reader: asks for them in the catalogue, and waits until holders have packed them."""
+"""Finds the casts of parts for a reader. It asks the catalogue for them, and waits until holders have packed them."""
 
 from __future__ import annotations
 

@@ -110,9 +110,9 @@ class VersionReader:
         self._carry_out(self._plans.get(layouts, wanted, into, self._reader, key), into)
 
     def fill_whole(self, names: tuple[str, ...], into: Mapping[str, torch.Tensor], key: Hashable) -> bool:
-        """Fill dense tensors of the same shapes with the whole tensors `names`; False if they are not all in one part.
+        """Fill dense tensors of the same shapes with the whole tensors `names`.
 
-        `key` stands for `names`.
+        False, and nothing moves, if they are not all in one part. `key` stands for `names`.
         """
         plan = self._plans.whole([manifest.layout for manifest in self.manifests], names, key)
         if plan is not None:

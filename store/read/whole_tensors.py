@@ -26,7 +26,7 @@ from holdfast.store.sharding.plan import BoxTarget
 def plan_whole_tensors(
     layout: RegionLayout, wanted: Sequence[BoxTarget], into: Mapping[str, LocalTensor]
 ) -> PartPlan | None:
-    """Plan to fill dense tensors with whole tensors of the only part; None if that is not all that is wanted."""
+    """Plan to fill dense tensors with whole tensors of the only part. None if anything else is wanted."""
     numbers, places = layout.whole_numbers, {name: place for place, name in enumerate(into)}
     fits: dict[tuple[object, ...], bool] = {}
     taken: list[int] = []
