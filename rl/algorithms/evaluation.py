@@ -18,7 +18,7 @@ from holdfast.rl.rewards.reward import Judge, Score
 class EvaluationScore(msgspec.Struct, frozen=True, kw_only=True):
     """The mean reward of held-out prompts; `oldest` and `newest` are the versions that drew the completions.
 
-    An episode whose reward failed counts 0; `failed` says how many there were.
+    An episode with a failed reward counts 0; `failed` says how many there were.
     """
 
     version: int

@@ -75,7 +75,7 @@ class Buffer(Protocol):
         ...
 
     async def take(self, step: int, /) -> Batch:
-        """Wait for the batch whose first update is `step`."""
+        """Wait for the batch that begins with update `step`."""
         ...
 
     def commit(self) -> None:

@@ -1,6 +1,6 @@
 """The replay buffer as a pure state machine: admission of groups, choice of batches, and the staleness bound.
 
-**Claim.** A group whose oldest token has version v is trained by no update s with s - v > `bound`, in any order of
+**Claim.** If a group's oldest token has version v, no update s with s - v > `bound` trains the group, in any order of
 `begin`, `finish`, `lose`, `fail`, `serve`, `take` and `commit`; and a batch that waits is filled once the generators
 have finished what they began.
 
@@ -82,9 +82,9 @@ class ReadyGroup(msgspec.Struct, frozen=True):
 class BufferState(msgspec.Struct, frozen=True, kw_only=True):
     """The whole buffer; methods return the next state. Encoded, it is what a run resumes from.
 
-    `served` is the version that all generators have reached, `batch` the next batch to train, `begun` the lowest
-    prompt number that was never begun, `failed` the count of prompts without a usable group. `again` are prompts whose
-    generation was lost, `in_flight` those being generated, `ready` the groups in the order of their prompts, and
+    `served` is the version that all generators have reached, `batch` the next batch to train, `begun` the lowest prompt
+    number that was never begun, `failed` the count of prompts without a usable group. `again` are prompts to generate
+    again, after a loss, `in_flight` those being generated, `ready` the groups in the order of their prompts, and
     `taken` the prompts of the batch that is being trained.
     """
 

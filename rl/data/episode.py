@@ -76,7 +76,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The episodes of one prompt, whose rewards are compared with each other."""
+    """The episodes of one prompt. Their rewards are compared with each other."""
 
     number: int
     prompt: Prompt

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class FailedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of a prompt whose episodes failed, so that none or one is left, and why."""
+    """The number of a prompt that has no or one episode left, since the others failed, and why."""
 
     number: int
     reasons: tuple[str, ...]
@@ -84,7 +84,7 @@ class ReplayBuffer:
         self._set(self._state.lose(number))
 
     async def take(self, step: int) -> Batch:
-        """Wait for the groups of the batch whose first update is `step`. Taking it again gives the same batch."""
+        """Wait for the groups of the batch that begins with update `step`. Taking it again gives the same batch."""
         number = step // self._state.rule.updates
         state = await self._until(lambda: self._state.take(number), f"step {step} waits for its groups")
         self._set(state)

@@ -1,4 +1,4 @@
-"""Actors on other hosts: an observer there sees their ends and kills them, as this process has no pidfd of them."""
+"""Actors on other hosts. This process has no pidfd of them, so an observer there sees their ends and kills them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Environment(ABC):
         """Take an action. An action that makes no sense is answered by an observation that says so."""
 
     def state(self) -> Mapping[str, Any]:
-        """The environment's own part of the state: values of JSON, for people who look on."""
+        """The environment's own part of the state: values of JSON, for people to look at."""
         return {}
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)

@@ -31,14 +31,14 @@ class TextCodec(Protocol):
     """How texts become tokens and tokens texts: a tokenizer, with whatever a chat template puts around a turn."""
 
     def encode(self, text: str, turn: int) -> Sequence[int]:
-        """The tokens of an observation. EpisodeTurn 0 is the prompt; the policy goes on right behind them."""
+        """The tokens of an observation. Turn 0 is the prompt; the policy goes on right behind them."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of what the policy drew; a stop token at the end is left out before."""
 
 
 class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn of the policy: what it drew, as tokens and as the text that it did, and what the environment answered."""
+    """A turn of the policy: the completion that it drew, its text as the action, and the environment's answer."""
 
     completion: Completion
     action: str

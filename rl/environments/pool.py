@@ -58,7 +58,7 @@ class EnvironmentPool(SessionSource):
         connect_timeout: float = 5.0,
         texts: TextFields = TEXT,
     ) -> None:
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, _PooledServer] = {}
         self.client_options = _ClientOptions(timeout=timeout, connect_timeout=connect_timeout, texts=texts)
         self._limit = limit
         self._changed = asyncio.Event()
@@ -72,7 +72,7 @@ class EnvironmentPool(SessionSource):
         if not wanted:
             raise UnknownEnvironment("", "a pool needs at least one server")
         known = {server.address: server for server in self._servers.values()}
-        self._servers = {url: known.get(address) or _Server(url, address) for address, url in wanted.items()}
+        self._servers = {url: known.get(address) or _PooledServer(url, address) for address, url in wanted.items()}
         self._change()
 
     def status(self) -> tuple[ServerStatus, ...]:
@@ -112,7 +112,7 @@ class EnvironmentPool(SessionSource):
         await asyncio.gather(*self._probes, return_exceptions=True)
         await super().close()
 
-    def _pick(self) -> _Server | None:
+    def _pick(self) -> _PooledServer | None:
         now = time.monotonic()
         usable = [
             each
@@ -142,12 +142,12 @@ class EnvironmentPool(SessionSource):
     def _change(self) -> None:
         self._changed.set()
 
-    def freed(self, server: _Server) -> None:
+    def freed(self, server: _PooledServer) -> None:
         """A session at this server is closed."""
         server.sessions -= 1
         self._change()
 
-    def failed(self, server: _Server, error: EnvironmentFailed, *, answered: bool) -> None:
+    def failed(self, server: _PooledServer, error: EnvironmentFailed, *, answered: bool) -> None:
         """A session at this server failed, by its own answer or without one.
 
         A server that does not answer is down, and one that can begin no episode. A step that fails says nothing.
@@ -163,7 +163,7 @@ class EnvironmentPool(SessionSource):
             self._probes.add(probe)
             probe.add_done_callback(self._probes.discard)
 
-    async def _probe(self, server: _Server) -> None:
+    async def _probe(self, server: _PooledServer) -> None:
         """Mark a server as up once it begins an episode, or says that it has no place for one more."""
         pause = FIRST_PROBE
         while server in self._servers.values():
@@ -182,7 +182,7 @@ class EnvironmentPool(SessionSource):
             return
 
 
-class _Server:
+class _PooledServer:
     """What a pool knows of a server."""
 
     def __init__(self, url: str, address: str) -> None:
@@ -194,7 +194,7 @@ class _Server:
 class _PooledClient(EnvironmentClient):
     """A client that tells its pool when it fails and when it is closed."""
 
-    def __init__(self, pool: EnvironmentPool, server: _Server) -> None:
+    def __init__(self, pool: EnvironmentPool, server: _PooledServer) -> None:
         super().__init__(server.url, **pool.client_options)
         self._pool, self._server = pool, server
         server.sessions += 1

@@ -44,7 +44,7 @@ class _LogitsOf(torch.nn.Module):
 
 
 def export(model: torch.nn.Module, length: int, vocabulary: int) -> tuple[bytes, float]:
-    """The program for 1 to `length` tokens, in XNNPACK where it can; and the share of its nodes that are there."""
+    """The program for 1 to `length` tokens, and the share of its nodes that XNNPACK runs. It runs all that it can."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.devtools.backend_debug import get_delegation_info
     from executorch.exir import to_edge_transform_and_lower

@@ -43,9 +43,9 @@ def export_file(model: PreTrainedModel, metadata: Mapping[str, str], out: Path) 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a hidden path beside `path`, whose file is moved there once it is on the disk; after an error none is left.
+    """Yield a hidden path beside `path` for a file, which is moved to `path` once it is on the disk.
 
-    Raises `CopyFailed` if `path` exists or cannot be made.
+    After an error no file is left. Raises `CopyFailed` if `path` exists or cannot be made.
     """
     with disk_errors(path):
         if path.exists():

@@ -1,1 +1,1 @@
-"""Generators: draw completions from a causal language model whose weights follow the store."""
+"""Generators draw completions from a causal language model. Its weights follow the store."""

@@ -1,7 +1,7 @@
 """Draws tokens from logits. What a sample draws depends on its own seed and logits alone.
 
-The log-probs are those of the distribution at the request's temperature, before `top_p` cuts its tail off. This is the
-distribution whose log-probs a trainer computes, as in TRL; so a token's ratio is 1 under the weights that drew it. At
+The log-probs are those of the distribution at the request's temperature, before `top_p` cuts its tail off. A trainer
+computes log-probs of the same distribution, as in TRL; so a token's ratio is 1 under the weights that drew it. At
 temperature 0 the likeliest token is taken, and its log-prob is that at temperature 1.
 """
 

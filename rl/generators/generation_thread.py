@@ -57,7 +57,7 @@ class GenerationThread:
         return self._batch.running, len(self._queue)
 
     def submit(self, request: SamplingRequest) -> Reply:
-        """Queue a request whose version, if it names one, is here. Raises `GeneratorClosed`."""
+        """Queue a request. If it names a version, that one must be here. Raises `GeneratorClosed`."""
         reply: Reply = Future()
         with self._changed:
             if self._closed:

@@ -104,10 +104,10 @@ class ServedWeights:
                 self._changed.notify_all()
 
     def update(self, version: int | None, timeout: float) -> int:
-        """Wait for `version` (None: the newest one) in the store, read it, and serve it if it is the newest here.
+        """Wait for `version` in the store (None: the newest one), read it, and return its number.
 
-        Returns its number. An error, typed, leaves the generator not ready until an update worked, unless the version
-        is merely not there: `VersionGone`, `StoreTimeout` of the wait.
+        It is served if it is the newest here. An error, typed, leaves the generator not ready until an update worked,
+        unless the version is merely not there: `VersionGone`, `StoreTimeout` of the wait.
         """
         deadline = time.monotonic() + timeout
         if version is not None and self.has(version):

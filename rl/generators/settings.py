@@ -15,7 +15,7 @@ WeightUpdate = Literal["swap", "drain"]
 class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a generator runs.
 
-    In mode "fixed" each request is one static batch, whose completions are a function of the request and the weights.
+    In mode "fixed" each request is one static batch; its completions are a function of the request and the weights.
     In mode "continuous" up to `slots` samples of any requests share a running batch, and newer weights are swapped in
     between two tokens ("swap"), or once the running samples are drawn ("drain"). A sample has at most `length` tokens
     with its prompt (0: as many as the model can). `models` are the versions that can be here at once. With `follow`,

@@ -34,7 +34,7 @@ class SlotCache:
         """The logits that follow `tokens` (rows, n), one sequence a row, in the first slots.
 
         `positions` (rows, n) are those of the tokens; `start` is the first one if all rows have the same. `last` are
-        the columns whose logits are wanted (a number: the last so many).
+        the columns to return logits of (a number: the last so many).
         """
         rows, count = tokens.shape
         span = int(positions.max()) + 1 if start is None else start + count

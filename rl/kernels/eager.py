@@ -21,7 +21,7 @@ def token_logprobs(
 
 
 def policy_loss(logprobs: Tensor, inputs: LossInputs, form: LossForm) -> Tensor:
-    """The clipped surrogate loss of sequences whose new log-probabilities are `logprobs` (n, length)."""
+    """The clipped surrogate loss of sequences with the new log-probabilities `logprobs` (n, length)."""
     mask = inputs.mask
     length = mask.sum(1, keepdim=True).clamp(min=1)
     logprobs = logprobs.masked_fill(~mask, 0.0)

@@ -96,7 +96,7 @@ def gain_rows(
     by_length: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The gain of a sequence and its gradient: a pass for sums over the whole sequence, and one for its tokens."""
+    """The gain of a sequence and its gradient. One pass sums over the whole sequence, the next takes its tokens."""
     row = tl.program_id(0).to(tl.int64)
     start = row * length
     advantage = tl.load(advantages + row)

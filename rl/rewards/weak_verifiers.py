@@ -8,7 +8,7 @@ truth have (Jaffe, Nadler and Kluger 2015, arXiv:1407.7644), for different i, j,
     third moment (i, j, k)  = p (1 - p) (1 - 2p) d_i d_j d_k
 
 The first is a matrix of rank one off its diagonal, which gives a_i = sqrt(p (1 - p)) d_i; with these, the second gives
-p, so no labels and no class balance are needed. Pairs whose covariance is far above the fit are dependent: they are
+p, so no labels and no class balance are needed. Pairs with a covariance far above the fit are dependent: they are
 left out of both, and verifiers that are linked by such pairs share one voice.
 """
 
@@ -34,9 +34,10 @@ _DEPENDENT = 0.12
 
 
 class VerifierWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Estimates from votes: for each verifier the log-odds that a vote of 1, or 0, adds; 0 if it was dropped.
+    """Estimates from votes: the log-odds that a vote of each verifier adds.
 
-    `right` is the share of right answers, `hits` and `false_alarms` P(1 | right) and P(1 | wrong) of each verifier.
+    A vote of 1 and one of 0 add different log-odds; a verifier that was dropped adds 0. `right` is the share of right
+    answers, `hits` and `false_alarms` P(1 | right) and P(1 | wrong) of each verifier.
     """
 
     right: float

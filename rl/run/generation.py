@@ -32,7 +32,7 @@ UPDATE_SECONDS = 120.0
 
 
 class ServedGenerator(TransformersGenerator):
-    """A generator whose calls may be tried elsewhere: completions are a function of the request and the weights."""
+    """A generator with calls that may be repeated elsewhere: request and weights determine the completions."""
 
     def __init__(self, source: ModelSource, store: str, settings: GeneratorSettings) -> None:
         faultpoints.arm_from_environment()
@@ -48,7 +48,7 @@ class ServedGenerator(TransformersGenerator):
 
 
 class ServedVllmGenerator(VllmGenerator):
-    """A vLLM generator whose calls may be tried elsewhere: completions are drawn anew there."""
+    """A vLLM generator with calls that may be repeated elsewhere: completions are drawn anew there."""
 
     @endpoint(idempotent=True)
     async def generate(self, request: SamplingRequest) -> list[Completion]:

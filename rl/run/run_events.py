@@ -15,7 +15,7 @@ class RunEvent(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, forb
 
 
 class ProcessStarted(RunEvent, frozen=True, tag="process_started"):
-    """A process was started. `replaces` names the dead process whose work it takes over.
+    """A process was started. `replaces` names the dead process that it takes over from.
 
     `clock` is what the host's monotonic clock showed at `time`; only the driver says it.
     """

@@ -30,7 +30,7 @@ class RunTelemetry:
         return time.monotonic() - self._zero
 
     def at(self, monotonic: float) -> float:
-        """The time of an event whose `time.monotonic()` is known."""
+        """The time of an event at `monotonic`, a value of `time.monotonic()`."""
         return monotonic - self._zero
 
     def emit(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""An actor whose memory keeps replicas of versions for all others to read."""
+"""An actor that keeps replicas of versions in its memory, for all others to read."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class RouteChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Router:
-    """Chooses among replicas; remembers whose turn it is."""
+    """Chooses the replica for a call: the next in turn, the least loaded, or that of a key."""
 
     def __init__(self) -> None:
         self._last = -1

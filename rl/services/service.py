@@ -52,7 +52,7 @@ class ServiceEndpoint:
     async def route(self, *args: Any, **kwargs: Any) -> Any:
         """Call one replica.
 
-        An idempotent call whose replica is lost goes to others; a call that passed its `deadline` costs the replica.
+        If its replica is lost, an idempotent call goes to others; a call that passed its `deadline` costs the replica.
         Raises `ReplicaLost`, `Overloaded`, `NoReplica`, `ServiceFailed`, and `EndpointFailed` if the method raised.
         """
         self._counts.calls += 1

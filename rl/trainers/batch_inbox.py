@@ -38,7 +38,7 @@ class BatchInbox:
             self._changed.notify_all()
 
     def take(self, step: int, over: Callable[[], None], timeout: float) -> Batch:
-        """Wait for the batch whose first update is `step`; it stays. `over` is called meanwhile, and may raise.
+        """Wait for the batch that begins with update `step`; it stays. `over` is called meanwhile, and may raise.
 
         Raises `NoBatch`.
         """

@@ -203,7 +203,7 @@ def _first_row(tensor: Any) -> int:
 
 
 class ShardedUpdate:
-    """An update of a policy whose parameters are DTensors, inside of an attempt."""
+    """An update of a policy with DTensors as parameters, inside of an attempt."""
 
     def __init__(self, settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> None:
         self._settings, self._loss, self._work = settings, loss, work

@@ -88,7 +88,7 @@ class TrainerActor:
         return await asyncio.shield(asyncio.wrap_future(self._position))
 
     async def train(self, batch: Batch) -> StepReport | None:
-        """Train on a batch with the other members, who get the same one; returns once it is committed.
+        """Train on a batch with the other members, which get the same one; returns once it is committed.
 
         Returns None if this trainer does not take part before a later batch comes: a spare. A batch that is committed
         already is not trained on again. Raises `TrainerEnded` if the steps end, with the cause as its `__cause__`.

@@ -141,7 +141,7 @@ class Training:
         return self._layout.attempt(attempt, forwards, self._finish_publication)
 
     def _updates(self, step: int, attempt: ft.Attempt) -> list[UpdateTokens]:
-        """The updates of the batch whose first one is `step`."""
+        """The updates of the batch that begins with update `step`."""
         if self._batch is None or self._batch[0].step != step:
             batch = self._take(step, lambda: self._revocations.check(attempt.epoch))
             updates = self._settings.updates

@@ -27,7 +27,7 @@ class UpdateTokens:
     def shard(self, shard: int, shards: int, micro_batch: int) -> list[TrainingTokens]:
         """The forwards of one of `shards` shards; every shard has equally many.
 
-        A forward that would have no episode has one whose mask is false everywhere.
+        A forward that would have no episode has one with a mask that is false everywhere.
         """
         edges = _edges(len(self.tokens.tokens), shards)
         most = max(end - begin for begin, end in edges)

@@ -1,4 +1,4 @@
-"""`textarena:NAME`: any game of TextArena, whose players the policy plays in turn."""
+"""`textarena:NAME`: any game of TextArena; the policy plays its players in turn."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _global_random = threading.Lock()
 class TextArenaEnvironment(Environment):
     """A game of TextArena by its id. With `players` over 1 the policy plays each when it is that one's turn.
 
-    An observation's field `player` says whose turn it is. The reward comes with the last step, and is player 0's; the
-    others' are in the field `rewards`.
+    An observation's field `player` is the player that moves next. The reward comes with the last step, and is player
+    0's; the others' are in the field `rewards`.
     """
 
     def __init__(self, name: str, players: int = 1) -> None:

@@ -41,7 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended, and what it wrote: no more than the limit, and nothing in it is to be trusted."""
+    """How a run ended, and what it wrote, up to the limit. Nothing in it is to be trusted."""
 
     reason: Reason
     stdout: str = ""

@@ -1,4 +1,4 @@
-"""Unit tests of untrusted code, whose verdict the code cannot forge: it never meets the expected result.
+"""Unit tests of untrusted code. The code cannot forge the verdict, because it never meets the expected result.
 
 Each test is a run of its own. The code gets the input of that test and says what it makes of it; the comparison is
 done outside. Whatever else it does (it exits, patches `assert`, searches the memory of its process), no test passes

@@ -20,7 +20,7 @@ _SEALED = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_
 
 
 class Program:
-    """What a run executes: code, and perhaps the call of a function whose value is encoded on descriptor 3."""
+    """What a run executes: code, and perhaps the call of a function. Its value is encoded on descriptor 3."""
 
     def __init__(self, code: str, function: str = "", arguments: tuple[object, ...] = ()) -> None:
         self.text = json.dumps(

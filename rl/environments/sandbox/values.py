@@ -1,4 +1,4 @@
-"""Compare values by their encoded texts, so that what a run says is never turned into an object of this process."""
+"""Compares values by their encoded texts, so that no output of a run becomes an object of this process."""
 
 from __future__ import annotations
 

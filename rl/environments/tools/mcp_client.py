@@ -49,7 +49,7 @@ class _Error(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class _Message(msgspec.Struct, frozen=True):
+class _JsonRpcMessage(msgspec.Struct, frozen=True):
     """A response, a request of the server, or a notification."""
 
     id: int | str | None = None
@@ -73,7 +73,7 @@ class _Page(msgspec.Struct, frozen=True):
     next: str | None = msgspec.field(default=None, name="nextCursor")
 
 
-_messages = msgspec.json.Decoder(_Message)
+_messages = msgspec.json.Decoder(_JsonRpcMessage)
 
 
 class McpClient:
@@ -157,7 +157,7 @@ class McpClient:
                 why = f"{message.error.message} ({message.error.code})"
                 raise EnvironmentRefused(self._name, method, why)
 
-    def _answer(self, message: _Message, deadline: float) -> None:
+    def _answer(self, message: _JsonRpcMessage, deadline: float) -> None:
         """A request of the server: it may ask whether we live, and nothing else."""
         if message.id is None:
             return
@@ -172,7 +172,7 @@ class McpClient:
         except OSError as error:
             raise self._failure(str(message.get("method")), error) from error
 
-    def _receive(self, call: str, deadline: float) -> _Message:
+    def _receive(self, call: str, deadline: float) -> _JsonRpcMessage:
         while (end := self._unread.find(b"\n")) < 0:
             if len(self._unread) > _MOST_BYTES:
                 raise EnvironmentLied(self._name, call, f"a message has more than {_MOST_BYTES:,} bytes")

@@ -1,1 +1,1 @@
-"""A generator that draws completions with vLLM, whose weights come from the store."""
+"""A generator that draws completions with vLLM, and gets its weights from the store."""

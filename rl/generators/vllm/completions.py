@@ -27,7 +27,7 @@ def sampling_parameters(request: SamplingRequest, seed: int) -> Any:
 
 
 def completion_of(output: Any) -> Completion:
-    """A completion from vLLM's, whose versions are spans of its tokens."""
+    """A completion from vLLM's, which gives versions as spans of tokens."""
     tokens = tuple(output.token_ids)
     logprobs = tuple(found[token].logprob for token, found in zip(tokens, output.logprobs or (), strict=True))
     spans = output.weight_versions or ()

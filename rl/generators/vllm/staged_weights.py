@@ -17,8 +17,8 @@ class StagedWeights:
 
     `parameters` may be on the meta device. `config` is the model's, as transformers has it. vLLM's joined tensors
     (qkv_proj, gate_up_proj) are filled in place from those of the publisher; of each, this rank's slice alone is read.
-    What a version does not fill, the padding of the vocabulary, is zero. Raises `Unsupported` for models whose names in
-    vLLM are not known, and ValueError for heads that `size` ranks cannot share.
+    What a version does not fill, the padding of the vocabulary, is zero. Raises `Unsupported` for models with
+    unknown names in vLLM, and ValueError for heads that `size` ranks cannot share.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], config: Any, rank: int = 0, size: int = 1) -> None:

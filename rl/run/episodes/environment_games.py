@@ -85,7 +85,8 @@ class GameInPlay:
 class EnvironmentGames:
     """The groups of a run, each from the seed of its number; `limit` is that of an episode's tokens.
 
-    `on_failure` is called with each failure. Groups whose episodes all fail, one after another, raise `RunFailed`.
+    `on_failure` is called with each failure. Groups that lose all their episodes, one group after another, raise
+    `RunFailed`.
     """
 
     def __init__(

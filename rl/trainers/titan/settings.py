@@ -44,7 +44,7 @@ class TitanSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mesh_of(size: int, replicate: int, tensor: int) -> dict[str, int]:
-    """The mesh of `size` trainers, by TorchTitan's names: the degrees that were asked for, or 1 if they do not fit."""
+    """The mesh of `size` trainers, by TorchTitan's names. A degree that does not fit becomes 1."""
     tensor = tensor if size % tensor == 0 else 1
     replicate = replicate if size // tensor % replicate == 0 else 1
     return {"dp_replicate": replicate, "fsdp": size // tensor // replicate, "tp": tensor}

@@ -81,7 +81,7 @@ def fatal(machine: str) -> Mapping[str, int]:
 
 
 def conditional(machine: str) -> Mapping[str, int]:
-    """The calls whose arguments decide, and the two that the launcher itself makes."""
+    """The calls that pass or fail by their arguments, and the two that the launcher itself makes."""
     return _numbers(_CONDITIONAL, machine)
 
 
