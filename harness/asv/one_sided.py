@@ -67,7 +67,7 @@ class BesideUcx:
         return bench.ratios[0].median
 
 
-class Memory:
+class PlaneMemory:
     """Peak memory of a process that exposes 64 MiB and reads it."""
 
     def peakmem_read(self) -> None:

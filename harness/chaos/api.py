@@ -138,7 +138,7 @@ def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> ScenarioFaul
 
 
 def kill(who: Any = None, **when: Any) -> ScenarioFault:
-    """SIGKILL of `who`: a rank, "random", "coordinator", "last", "spare", "joiner", or a list of them."""
+    """SIGKILL of a process or more: a rank, "random", "coordinator", "last", "spare", "joiner", or a list of them."""
     return fault("kill", who=who, **when)
 
 

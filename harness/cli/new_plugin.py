@@ -30,7 +30,7 @@ def new_plugin(
         holdfast new-plugin mybackend --directory ~/src/mybackend
 
     The package has a pyproject.toml with the entry point, a module with a
-    transport whose messages are files in a shared folder, and a test that
+    transport that sends files through a shared folder, and a test that
     runs the conformance kit. Install it, and holdfast finds it:
 
         pip install -e holdfast-mybackend

@@ -59,7 +59,7 @@ def train(
 
 @app.command()
 def resume(directory: RunFolder = Path("run"), set_: Sets = None, json: Json = False) -> None:
-    """Go on with a run whose driver has ended, from its last checkpoint.
+    """Go on with a run from its last checkpoint, after its driver has ended.
 
     [bold]Examples[/bold]
 

@@ -46,7 +46,7 @@ _MACHINES = {
 }
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
@@ -93,7 +93,7 @@ def install(supervisor: int) -> int:
     """
     numbers = machine()
     program = ctypes.create_string_buffer(_filter(numbers))
-    described = _Program((len(program) - 1) // 8, ctypes.addressof(program))
+    described = _FilterProgram((len(program) - 1) // 8, ctypes.addressof(program))
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(supervisor), 0, 0, 0)
     flags = _NEW_LISTENER | _SPEC_ALLOW

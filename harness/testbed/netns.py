@@ -1,4 +1,4 @@
-"""Network namespaces as hosts: each with an address of its own, joined by a switch whose cables can be pulled.
+"""Network namespaces as hosts: each with an address of its own, joined by a switch. Their cables can be pulled.
 
 with Network(3) as network:
     network.cut(2)          # its cable is pulled: nothing gets in or out, and no end is told

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, whose Accelerate wraps the model in DDP, on two ranks over holdfast: a job of torchrun.
+"""The Trainer of transformers on two ranks over holdfast; its Accelerate wraps the model in DDP. A job of torchrun.
 
 torchrun --nproc-per-node 2 hf_trainer.py --directory saved [--backend gloo] [--kill-step 5]
 """

@@ -1,4 +1,4 @@
-"""The frame of each example: a process group over holdfast or gloo, a rank that dies, and a report at the end."""
+"""The frame of each example: a process group over holdfast or gloo, and a report at the end. A rank may kill itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`python -m holdfast.harness.bench.rl.kills [local|monarch] [KILLS]`: kills replicas in a row under six clients.
 
-Prints how long a call was away whose replica was killed, how long until the replacement served, whether a call was
-lost, and how the descriptors of the driver grew.
+Prints how long a call took if its replica was killed, how long until the replacement served, whether a call was lost,
+and how the descriptors of the driver grew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BALLAST = 16 << 20
 _SETTLE_SECONDS = 0.05
 
 
-class Worker:
+class BallastActor:
     """An actor of the size of one with torch and a small model."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ async def measure(engine: Engine, name: str, kills: int) -> KillFigures:
     """Kill one of three replicas again and again. Raises if a call is lost, or answered wrongly."""
     events: list[ReplicaEvent] = []
     began = time.monotonic()
-    options = served(Worker, num_replicas=REPLICAS, engine=engine, observer=events.append)
+    options = served(BallastActor, num_replicas=REPLICAS, engine=engine, observer=events.append)
     async with await options.as_service() as service:
         start = time.monotonic() - began
         over = False

@@ -34,16 +34,16 @@ The coordinator is rank 0, where all others meet in a rebuild; the joiner is the
 
 
 class ProcessFault(FaultType, frozen=True, kw_only=True):
-    """A fault of one or several processes: `who` is a rank, a role, or a list of them.
+    """A fault of one or several processes: a rank, a role, or a list of them.
 
-    Without `who`: the process that reached the point of `at`.
+    Without any: the process that reached the point of `at`.
     """
 
     who: Who = None
 
     @property
     def names(self) -> tuple[int | str, ...]:
-        """`who` as a list."""
+        """The named processes, as a list."""
         return () if self.who is None else self.who if isinstance(self.who, tuple) else (self.who,)
 
     def check(self, scenario: Scenario) -> None:

@@ -39,12 +39,12 @@ class Meetings:
         self._meetings: dict[str, SimulatedOp] = {}
 
     def enter(
-        self, process: SimulatedProcess, view: View, op: str, value: Any, who: Sequence[str] | None, then: Then
+        self, process: SimulatedProcess, view: View, op: str, value: Any, members: Sequence[str] | None, then: Then
     ) -> None:
-        """Let `process` enter an op of the communicator of `view`, between the members `who`."""
+        """Let `process` enter an op of the communicator of `view`, between `members` (None: all members)."""
         meeting = self._meetings.get(op)
         if meeting is None:
-            expected = tuple(who) if who is not None else tuple(member.id for member in view.members)
+            expected = tuple(members) if members is not None else tuple(member.id for member in view.members)
             meeting = self._meetings[op] = SimulatedOp(expected, self._world.process_of(expected[0]).host)
         meeting.waiting.append((process, then))
         self._arrive(process, meeting, value)
@@ -59,9 +59,9 @@ class Meetings:
 
     def _arrived(self, member_id: str, meeting: SimulatedOp, value: Any) -> None:
         meeting.values[member_id] = value
-        if not meeting.complete and all(who in meeting.values for who in meeting.expected):
+        if not meeting.complete and all(member in meeting.values for member in meeting.expected):
             meeting.complete = True
-            values = [meeting.values[who] for who in meeting.expected]
+            values = [meeting.values[member] for member in meeting.expected]
             for process, then in meeting.waiting:
                 self._release(process, meeting, values, then)
             meeting.waiting.clear()
