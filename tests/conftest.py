@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["shm", "gloo", "ucx", "mpi"])
 def process_backend(request: pytest.FixtureRequest) -> str:
-    """Each backend whose ranks are processes, so that they can be killed."""
+    """Each backend with processes as ranks, so that they can be killed."""
     return str(request.param)
 
 

@@ -288,7 +288,7 @@ def test_communicators_leave_no_descriptors_threads_and_maps(tls: str) -> None:
 
 @pytest.fixture
 def start(tls: str, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]) -> Callable[..., Child]:
-    """A function that starts child processes whose UCX uses these transports."""
+    """A function that starts child processes, in which UCX uses these transports."""
     monkeypatch.setenv("UCX_TLS", tls)
     return start
 

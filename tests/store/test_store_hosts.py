@@ -168,7 +168,7 @@ def test_replicas_are_made_again_when_a_host_is_back(network: Network, open_on: 
 
 @pytest.mark.parametrize("plane", ["ucx"], indirect=True)
 def test_publishing_goes_on_when_all_processes_of_a_host_are_killed(open_on: Open) -> None:
-    """The failure domains fall to one, which is an event; a store that is opened on the host raises them again."""
+    """The failure domains fall to one, which is an event. A store that is opened on the host raises them again."""
     publisher, mate, gone = open_on(0), open_on(0), open_on(1)
     assert publisher.publish(1, 1.0, MIB).error == ""
     assert publisher.hosts(1) == {publisher.host, gone.host}

@@ -17,7 +17,7 @@ from holdfast.backends.shm import memory_plane as shm_memory
 
 @pytest.mark.parametrize("regions", [1, 9, 40])
 def test_memory_that_is_read_again_is_mapped_once(regions: int) -> None:
-    """A reader of a mesh maps all memory that its publishers reuse in turn, some of it for each of them."""
+    """A reader maps each memory of its publishers once, however often they reuse it in turn."""
     with shm_memory.open_plane() as owner, shm_memory.open_plane() as reader, ExitStack() as opened:
         exposed = [opened.enter_context(owner.expose(owner.empty(4096, mappable=True))) for _ in range(regions)]
         mapped = [[reader.map(region.handle, lasting=False) for region in exposed] for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A register whose lock another process holds: it delays decisions, and nothing else."""
+"""Another process holds the lock of a register: that delays decisions, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree along which members pass on what each says to all, and the relay that does it in few messages."""
+"""Members pass on what each says to all along a tree; the relay does it in few messages."""
 
 from __future__ import annotations
 

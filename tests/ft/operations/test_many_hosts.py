@@ -1,4 +1,4 @@
-"""`holdfast run` on several hosts: what does not fit is refused at once, what dies comes back, what must go leaves."""
+"""`holdfast run` on several hosts: a misfit is refused at once, the dead come back, the unwanted leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job under a real SLURM: sbatch of one agent for each node, a rank killed, and the job asked to leave."""
+"""Under a real SLURM, sbatch starts one agent a node. The job loses a rank, and leaves when asked to."""
 
 from __future__ import annotations
 

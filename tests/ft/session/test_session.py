@@ -135,7 +135,7 @@ def test_the_job_survives_two_kills_at_once() -> None:
 def test_survivors_adopt_the_next_view_before_its_message_arrives() -> None:
     """The next view is announced inside their ops; the messages about it arrive later.
 
-    A member whose proposal won learns of the next death before its own core has heard of its win.
+    The member that won with its proposal learns of the next death before its own core has heard of the win.
     """
 
     def written_to_late(session: Session, steps: int) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def invoke(*arguments: str) -> Any:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a report on two runs: a kill at a point of the protocol, and an expectation that cannot hold."""
+    """The folder of a report on two runs: one kills at a point of the protocol, one expects the impossible."""
     folder = tmp_path_factory.mktemp("chaos")
     (folder / "kill.toml").write_text(KILL)
     (folder / "too-much.toml").write_text(KILL.replace("ranks = 2\nrebuilds", "ranks = 5\nrebuilds"))

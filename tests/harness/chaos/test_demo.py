@@ -1,4 +1,4 @@
-"""`holdfast demo`: faults in every role of a run on Monarch, recovery from each, a report, and an end in order."""
+"""`holdfast demo`: a run on Monarch recovers from faults in every role, reports them, and ends in order."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from support.waiting import becomes_true
 
 
 class Custom(Exception):
-    """An error whose constructor takes other arguments than it keeps."""
+    """An error with a constructor that takes other arguments than it keeps."""
 
     def __init__(self, code: int, *, hint: str) -> None:
         super().__init__(f"code {code}")

@@ -1,4 +1,4 @@
-"""A configuration is read from TOML with overrides; everything that is wrong with it is said at once, with its line."""
+"""A configuration is read from TOML with overrides. All that is wrong with it is said at once, with its line."""
 
 from __future__ import annotations
 

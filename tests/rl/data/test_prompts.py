@@ -1,4 +1,4 @@
-"""Prompts come in an order that the seed decides, each once an epoch, and a resumed run skips and repeats none."""
+"""Prompts come in an order that the seed decides, each once an epoch. A resumed run skips and repeats none."""
 
 from __future__ import annotations
 

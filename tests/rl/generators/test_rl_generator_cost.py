@@ -49,7 +49,7 @@ DEMO = ModelSource(
 
 
 def test_a_request_costs_no_more_than_a_loop_without_cache_and_seeds() -> None:
-    """64 samples of two tokens, with a seed each: the plain loop runs each prompt once, and draws all at once."""
+    """64 samples of two tokens, with a seed each. The plain loop runs each prompt once, and draws all at once."""
     model = DEMO.build()
     prompts = torch.randint(14, (8, 6), generator=torch.Generator().manual_seed(0))
     rows = tuple(map(tuple, prompts.tolist()))

@@ -253,7 +253,7 @@ def test_weights_change_between_two_tokens_or_after_the_batch(
 def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the_kept_cache(
     generators: Generators, store: WeightStore
 ) -> None:
-    """One token after the swap, whose keys of earlier tokens are of the weights before."""
+    """One token after the swap: it attends to keys that the weights before the swap made of earlier tokens."""
     publish(store, 1)
     gate = Gate()
     generator = generators(source(), store=store.url, mode="continuous", between=gate)
@@ -281,7 +281,7 @@ def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the_kept_
 def test_a_request_gets_exactly_the_version_that_it_names(
     generators: Generators, store: WeightStore, mode: Mode
 ) -> None:
-    """It waits for a version to come, goes back to one that is still there, and is refused one that is gone."""
+    """It waits for a version to come, and goes back to one that is still there. One that is gone is refused."""
     generator = generators(source(), store=store.url, mode=mode, follow=False)
     asked = {version: request((1, 2, 3), samples=3, version=version) for version in (1, 2, 3)}
 

@@ -1,4 +1,4 @@
-"""Versions of a run that are on disk are found without any process of it, and evaluated as the run evaluates them."""
+"""Versions of a run on disk are found without any process of it, and evaluated as in the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run on real processes: equal to the bit with and without faults, and whoever dies, the driver included."""
+"""A whole run on real processes has the same bits with and without faults, in any process, the driver included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One warm sandbox for the tests of a module; they are skipped, with the reason, where its walls are not allowed."""
+"""One warm sandbox for the tests of a module. They are skipped, with the reason, where its walls are not allowed."""
 
 from __future__ import annotations
 

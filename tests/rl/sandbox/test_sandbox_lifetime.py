@@ -1,4 +1,4 @@
-"""What dies with what: runs with their sandbox, a sandbox with its job; and a run that dies costs itself alone."""
+"""Runs die with their sandbox, a sandbox with its job. A run that dies costs itself alone."""
 
 from __future__ import annotations
 

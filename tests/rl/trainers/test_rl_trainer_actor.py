@@ -195,7 +195,7 @@ def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) 
 
 
 def test_the_best_version_is_kept_on_disk(site: Site, tmp_path: Path) -> None:
-    """As a folder that a generator loads; the one before goes, and a version that is not the best is let go."""
+    """A generator can load its folder. The best version before it goes; one that is not the best is released."""
     states = {version: ModelSource(config=SOURCE.config, seed=version).build().state_dict() for version in range(3)}
 
     async def scenario() -> None:

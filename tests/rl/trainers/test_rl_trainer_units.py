@@ -145,7 +145,7 @@ class Gone(HoldfastError):
 
 
 class Trainer:
-    """A process whose call does what its script says for each batch."""
+    """A process that does for each batch what its script says."""
 
     def __init__(self, *script: Any) -> None:
         self.script, self.batches = list(script), []

@@ -46,7 +46,7 @@ def a_holder(pipe: Connection, url: str, host: str, plane: str, packs_at_once: b
 
 
 class Holders:
-    """Two holders, a publisher whose replicas they take over, and a reader on a host of its own."""
+    """Two holders, a publisher that leaves its replicas to them, and a reader on a host of its own."""
 
     def __init__(self, url: str, start: Callable[..., Child], hosts: tuple[str, str], plane: str, packs: bool) -> None:
         self.children = [start(a_holder, url, host, plane, packs) for host in hosts]

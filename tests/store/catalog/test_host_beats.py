@@ -60,7 +60,7 @@ def test_each_host_finds_by_its_own_turns_that_another_is_silent(before: int, si
 
 
 def test_an_observer_without_the_register_counts_nothing() -> None:
-    """All hosts are cut off from it for a while: each takes its turn after it is back, whoever is first."""
+    """All hosts are cut off from it for a while. After it is back each takes its turn, in any order."""
     world = World()
     for _ in range(3):
         for host in reversed(HOSTS):

@@ -272,7 +272,7 @@ def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
 
 
 def a_reader_that_counts(pipe: Connection, url: str) -> None:
-    """Get the versions that it is told to over TCP, as on another host; send how many bytes were read for each."""
+    """Get the versions that `pipe` names over TCP, as on another host. Send how many bytes each took."""
     os.environ.update({liveness.HOST: "south", "UCX_TLS": "tcp,self"})
     liveness.this_host.cache_clear()
     count = [0]
@@ -294,7 +294,7 @@ def a_reader_that_counts(pipe: Connection, url: str) -> None:
 def test_a_process_on_another_host_that_only_reads_gets_deltas_too(
     start: Callable[..., Child], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The catalogue knows of it by its first get, which notes the host; the next version has a delta for it."""
+    """Its first get notes the host in the catalogue, so the next version has a delta for it."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     far = start(a_reader_that_counts, url)
     with WeightStore(url, plane="ucx", replicas=1) as store:

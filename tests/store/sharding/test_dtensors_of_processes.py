@@ -119,7 +119,7 @@ def test_the_blocks_of_four_processes_are_their_local_tensors_and_make_up_the_wh
 
 
 def gathered_without_waiting() -> list[str]:
-    """A tensor whose gather is under way is waited for by all that look at its local tensor."""
+    """All that look at a local tensor wait for it while its gather is under way."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

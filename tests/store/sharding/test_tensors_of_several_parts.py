@@ -105,7 +105,7 @@ def test_a_reader_refuses_parts_that_publishers_could_not_compare(
 
 
 def test_replicas_of_a_tensor_parallel_model_publish_the_same_boxes_and_buffers(store: WeightStore) -> None:
-    """DDP over a mesh whose DTensors lie on the tensor-parallel dimension only: both replicas give all they have."""
+    """DDP over a mesh, with DTensors on the tensor-parallel dimension only: both replicas give all they have."""
     weight, buffer = torch.arange(12.0).view(4, 3), torch.arange(5.0)
 
     def publish(version: int, rank: int, added: float = 0.0) -> None:
