@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 OpTensors = torch.Tensor | tuple[torch.Tensor, ...] | None
-"""The tensors whose dtype and shape must agree on all ranks."""
+"""The tensors that must agree on all ranks, in dtype and shape."""
 
 
 class OpDescription(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ from holdfast.comms.transport.liveness import this_host, this_process
 LOCK_SECONDS = 5.0
 
 READERS = 256
-"""The number of regions whose readers a plane caches."""
+"""The number of regions for which a plane caches readers."""
 
 _Words = ctypes.c_uint64 * 4
 

@@ -20,7 +20,7 @@ from holdfast.comms.system.local_causes import unopenable_file
 from holdfast.comms.transport.base import Peer
 
 BOARD_SLOTS = 4
-"""The number of consecutive epochs whose boards do not overlap."""
+"""The number of consecutive epochs with boards that do not overlap."""
 
 MOST_RANKS = 4096
 

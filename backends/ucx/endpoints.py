@@ -17,7 +17,7 @@ from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker
 from holdfast.comms.transport.base import Peer
 
 _EPOCHS = 8
-"""The number of past epochs whose late messages are removed from the queue."""
+"""The number of past epochs. Their late messages are removed from the queue."""
 _SENT_BYTES = 1 << 24
 """The most memory of unfinished sends with which a worker is kept for the next epoch."""
 _DEAD = 64

@@ -16,7 +16,7 @@ PATIENCE = 1.0
 """Seconds after which an op that has not ended counts as blocked, in a running job."""
 
 _LEFT_BY_MISMATCH = f"{LEFT}{Mismatch.__name__}: "
-"""Evidence of a mismatch whose ops are no longer recorded: either rank that it names may be the one that is wrong."""
+"""Evidence of a mismatch between ops that are no longer recorded: either rank that it names may be wrong."""
 
 
 def find_stops(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:

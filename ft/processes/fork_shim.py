@@ -20,7 +20,7 @@ from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.launch.held_directory import HeldDirectory
 
 SOCKET = "HOLDFAST_FORK_SOCKET"
-"""The variable with the path of the Unix socket, for shims whose command does not know it."""
+"""The variable with the path of the Unix socket, for shims that are not told it by their command."""
 
 _SHIM = """
 import json,os,signal,socket,sys

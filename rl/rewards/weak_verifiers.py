@@ -28,7 +28,7 @@ Matrix = NDArray[np.float64]
 
 _LEAST_ANSWERS = 50
 _LEAST_SKILL = 0.05
-"""Verifiers whose correlation with the truth is smaller are dropped, as are those that always vote alike."""
+"""Verifiers with a smaller correlation with the truth are dropped, as are those that always vote alike."""
 _DEPENDENT = 0.12
 """The correlation beyond the fit from which on two verifiers count as dependent; at least 4 standard errors."""
 

@@ -32,7 +32,7 @@ from holdfast.rl.trainers.weights_digest import weights_digest
 from holdfast.rl.work_log import WorkLog
 
 Take = Callable[[int, Callable[[], None]], Batch]
-"""Returns the batch whose first update is a step; calls the function meanwhile, which raises if the epoch is over."""
+"""Returns the batch that begins with an update; calls the function meanwhile, which raises if the epoch is over."""
 
 
 class RevokedEpochs:

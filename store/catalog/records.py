@@ -18,7 +18,7 @@ from holdfast.store.errors import NoSuchVersion
 LAYOUT = 2
 """The layout of the records. A release refuses catalogues of any other."""
 KEPT = ""
-"""The publisher of a part whose publishers closed or died after publishing: it stays as long as it has a replica."""
+"""The publisher of a part after its publishers have closed or died: the part stays as long as it has a replica."""
 
 Spread = Literal["auto", "processes", "hosts"]
 """Where the replicas of a part must lie: in different processes, which with "hosts" are on different hosts.

@@ -18,7 +18,7 @@ from holdfast.store.catalog.part_casts import settled_casts
 from holdfast.store.catalog.records import KEPT, Catalog, Past, Pin, Shard, Version
 
 REMEMBERED = 16
-"""The number of past versions whose numbers the catalogue keeps."""
+"""The number of past versions that the catalogue keeps the numbers of."""
 
 
 def with_version(catalog: Catalog, version: Version) -> Catalog:

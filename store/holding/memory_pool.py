@@ -19,7 +19,7 @@ from holdfast.store.errors import StoreFull
 
 ROUNDING = 64 << 10
 MOST_SPARE = 4
-"""The number of dropped parts whose memory is kept for the next ones."""
+"""The number of dropped parts that leave their memory to the next ones."""
 LOOK_SECONDS = 0.05
 """Seconds between two looks for memory that readers have let go: no event tells of it."""
 

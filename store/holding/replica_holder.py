@@ -47,7 +47,7 @@ Observe = Callable[[str, dict[str, object]], None]
 
 Publishers emit "copied", "announced" and "published" (version, part, bytes); holders "replica_made" (version, part),
 "cast_made" (version, part, cast), "holders_died" (pids) and, as readers do, "replica_corrupt" (version, part, holder).
-The store whose change removed a visible version emits "lost" (version) if its last replica went with a holder, else
+The store that removed a visible version emits "lost" (version) if its last replica went with a holder, else
 "retired" (version). The store that found that a host is away, or back, emits "host_away" or "host_back" (host, hosts):
 replicas are spread over `hosts` hosts from then on.
 """

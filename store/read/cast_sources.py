@@ -20,7 +20,7 @@ STALLED_SECONDS = 5.0
 SLOW_CAST = 20e6
 """Bytes a second. A holder that casts more slowly, after `STALLED_SECONDS`, is passed over."""
 PATIENT_ROUND = 2
-"""The round of `PartSource` whose patience a holder of a form gets, before another holder packs one."""
+"""The round of `PartSource`: a holder of a form gets its patience, before another holder packs one."""
 
 
 class CastSources:

@@ -26,7 +26,7 @@ Nearest = Callable[[Catalog, Version, Shard, float], Replica | None]
 """A callback that finds, or makes, a copy of a part on the reader's host before a deadline, if readers share one."""
 
 _agreeing: Recent[bool] = Recent(16)
-"""Versions whose parts were found to agree, by the digests of the parts."""
+"""Versions with parts that were found to agree, by the digests of the parts."""
 
 
 class VersionReader:

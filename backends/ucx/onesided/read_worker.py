@@ -27,7 +27,7 @@ BLOCK_BYTES, FAR_BLOCK_BYTES = 2 << 20, 16 << 20
 ATTEMPTS = 3
 """The number of attempts for a block, each over a new connection."""
 REMEMBERED = 256
-"""The number of remote regions whose keys a read worker caches."""
+"""The number of remote regions for which a read worker caches keys."""
 
 
 class ReadWorker:

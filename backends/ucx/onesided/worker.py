@@ -35,7 +35,7 @@ _SLEEP_SECONDS = 0.0001
 
 
 CheckLive = Callable[[], Iterable[int]]
-"""Raises what ended the communicator; else returns the ranks whose connection is known to be broken."""
+"""Raises what ended the communicator; else returns the ranks with a connection that is known to be broken."""
 
 
 class OneSidedWorker:

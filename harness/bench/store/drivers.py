@@ -229,7 +229,7 @@ DRIVERS: dict[str, type[HoldfastStoreDriver | MemcpyDriver | SafetensorsDriver |
     SAFETENSORS: SafetensorsDriver,
     DCP: DcpDriver,
 }
-"""The contestants whose workers are processes of their own. Those of torchstore are actors of Monarch."""
+"""The contestants with processes of their own as workers. Those of torchstore are actors of Monarch."""
 
 
 def torchstore_home() -> Path:

@@ -31,7 +31,7 @@ ROLE = "environment"
 START_SECONDS = 60.0
 """Seconds in which a server must have tried its environment, and listen."""
 LEASE_SECONDS = 3600.0
-"""How long a server keeps an episode whose policy does not go on."""
+"""How long a server keeps an episode while the policy does not go on."""
 _MARGIN = 2.0
 """Seconds by which a client waits longer than the server, which knows more of what hangs."""
 _LOOK_SECONDS = 1.0

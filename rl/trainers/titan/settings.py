@@ -13,7 +13,7 @@ Reshard = Literal["default", "always", "never"]
 Recompute = Literal["none", "selective", "full"]
 
 FAMILIES = ("llama", "qwen3")
-"""The types of transformers' configurations whose models TorchTitan defines too."""
+"""The types of transformers' configurations for models that TorchTitan defines too."""
 
 
 class TitanSettings(msgspec.Struct, frozen=True, kw_only=True):
