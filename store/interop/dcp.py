@@ -51,7 +51,7 @@ def export_version(
     It needs no process group. The directory appears whole, once it is on the disk, or not at all. About 256 MiB, or
     the largest tensor, are in memory. `alone` says that no other process writes there now.
 
-    Raises `NoSuchVersion`, `DiskFull`, `CopyFailed`.
+    Raises `NoSuchVersion`, `NoRoomOnDisk`, `CopyFailed`.
     """
     target = Path(directory).absolute()
     with VersionSource(store, version, timeout, progress) as source, new_directory(target, alone=alone) as draft:

@@ -46,7 +46,7 @@ def export_version(
     A tensor larger than that has a file of its own. The directory appears whole, once it is on the disk, or not at
     all. At most 64 MiB, or the largest tensor, are in memory. `alone` says that no other process writes there now.
 
-    Raises `NoSuchVersion`, `Unsupported` for a dtype that the format lacks, `DiskFull`, `CopyFailed`.
+    Raises `NoSuchVersion`, `Unsupported` for a dtype that the format lacks, `NoRoomOnDisk`, `CopyFailed`.
     """
     target = Path(directory).absolute()
     with VersionSource(store, version, timeout, progress) as source:

@@ -40,7 +40,8 @@ class DiskRetention:
     copy that fails harms nothing: the next version is tried.
 
     `observe` is called, in that thread, with "disk_copied" (version, path, bytes, seconds), "disk_failed" (version,
-    path, error, why) and "disk_removed" (version, path); `error` is the name of the error's type, such as "DiskFull".
+    path, error, why) and "disk_removed" (version, path); `error` is the name of the error's type, such as
+    "NoRoomOnDisk".
     """
 
     def __init__(
