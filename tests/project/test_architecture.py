@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -160,6 +161,13 @@ def test_no_two_test_modules_have_one_name() -> None:
     """The folders of tests are no packages: pytest imports only the first of two."""
     names = Counter(path.name for path in TESTS.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_module_beside_a_program_hides_an_installed_one() -> None:
+    """Python looks first in the folder of the program: there `requests.py` hides the package `requests`."""
+    installed = sys.stdlib_module_names | set(importlib.metadata.packages_distributions())
+    beside = [path for top in (TESTS, ROOT / "examples") for path in top.rglob("*.py")]
+    assert [str(path) for path in beside if path.stem in installed] == []
 
 
 def test_every_module_has_a_docstring() -> None:

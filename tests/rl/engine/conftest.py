@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.engine.local import LocalEngine
-from support.rl.monarch import start_monarch_once
+from support.rl.started_monarch import start_monarch_once
 
 
 @pytest.fixture(params=["local", "monarch"])

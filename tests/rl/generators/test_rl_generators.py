@@ -22,7 +22,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.settings import GeneratorSettings, Mode
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.store import StoreTimeout, WeightStore
-from support.rl.requests import greedy
+from support.rl.greedy_request import greedy
 from support.waiting import eventually
 
 VOCABULARY = 17

@@ -17,7 +17,7 @@ from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Evaluated, ProcessStarted, StepTrained
-from support.rl.monarch import start_monarch_once
+from support.rl.started_monarch import start_monarch_once
 from support.rl.training_runs import Killer, run
 
 pytestmark = pytest.mark.timeout(300)

@@ -22,7 +22,7 @@ from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessStarted, RunResumed, StepTrained
 from holdfast.rl.trainers.weights_digest import weights_digest
-from support.rl.monarch import start_monarch_once
+from support.rl.started_monarch import start_monarch_once
 from support.rl.training_runs import Killer, run
 from support.waiting import becomes_true
 

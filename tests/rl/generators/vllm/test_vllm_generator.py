@@ -24,7 +24,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.store import WeightStore
-from support.rl.requests import greedy
+from support.rl.greedy_request import greedy
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
