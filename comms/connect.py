@@ -27,7 +27,7 @@ from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, OfferExchange, connected_nonces
 from holdfast.comms.rendezvous.offers import Offer, shorten
 from holdfast.comms.system import forks
-from holdfast.comms.system.environment import flag
+from holdfast.comms.system.environment import flag, own_address
 from holdfast.comms.system.keys import job_key
 from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.comms.transport.base import Context, Peer, Transport
@@ -136,6 +136,7 @@ def connect(
                     store=meeting.store,
                     peers=tuple(each.peer for each in meeting.offers),
                     deadline=deadline,
+                    address=own_address(),
                 ),
                 timeout,
                 check=any(each.check for each in meeting.offers),

@@ -154,8 +154,9 @@ def installed_version() -> str:
 @functools.cache
 def _warn_of_torchrun() -> None:
     _log.warning(
-        "torchrun ends or restarts all workers of an agent when one of them fails, so that one death reaches healthy "
-        "ranks: start one agent for each process, with --nproc-per-node 1 --max-restarts 0"
+        "torchrun ends all workers of an agent when one of them fails, and with --max-restarts above 0 it starts those "
+        "of all agents again, so that one death reaches healthy ranks: start one agent for each process, with "
+        "--nproc-per-node 1 --max-restarts 0"
     )
 
 

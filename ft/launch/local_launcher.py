@@ -32,6 +32,7 @@ from holdfast.ft.console.console import console
 from holdfast.ft.console.output import LineSplitter
 from holdfast.ft.console.units import counted
 from holdfast.ft.console.visible import visible, visible_but_colours
+from holdfast.ft.environment.listen_address import LOOPBACK
 from holdfast.ft.launch import run_report
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.guarded_process import GuardedProcess
@@ -43,7 +44,7 @@ from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch as launch_ranks
 from holdfast.ft.launch.restarts import RestartBudget
 from holdfast.ft.launch.run_report import LastErrorLine
-from holdfast.ft.launch.torch_environment import TorchEnvironment
+from holdfast.ft.launch.torch_environment import ReservedPort, TorchEnvironment
 from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.termination import TERMINATED
@@ -108,7 +109,8 @@ class LaunchPlan:
 class Launcher:
     """The processes of one job on this host, from start to end. `start` is the launcher that the plan's backend needs.
 
-    `watch` follows the job where other hosts take part in it. `log` gives the file for the output of a process.
+    `torch` has the variables of each process for torch.distributed. `watch` follows the job where other hosts take part
+    in it. `log` gives the file for the output of a process.
     """
 
     def __init__(
@@ -117,10 +119,12 @@ class Launcher:
         contract: LocalContract,
         console: Console,
         start: Launch,
+        torch: TorchEnvironment,
         watch: JobWatch | None = None,
         log: Callable[[int], Path] | None = None,
     ) -> None:
         self._plan, self._contract, self._console, self._launch = plan, contract, console, start
+        self._torch = torch
         self._watch, self._log = watch, log
         self._selector = selectors.DefaultSelector()
         self._processes: list[GuardedProcess] = []
@@ -138,15 +142,14 @@ class Launcher:
 
         128 + SIGTERM if `leave` has ended them before that.
         """
-        with TorchEnvironment(self._plan.size) as self._torch:
-            try:
-                self._start()
-                self._follow()
-            finally:
-                self._end()
-                self._selector.close()
-                for file in self._logs.values():
-                    file.close()
+        try:
+            self._start()
+            self._follow()
+        finally:
+            self._end()
+            self._selector.close()
+            for file in self._logs.values():
+                file.close()
         return self._verdict()
 
     def leave(self) -> None:
@@ -168,9 +171,9 @@ class Launcher:
             self._start_process()
 
     def _start_process(self) -> None:
-        number, alone = len(self._processes), self._plan.here is None
+        number = len(self._processes)
         shared = {} if self._plan.detach else self._launch.environ(number)  # its folder goes with the launcher
-        own = {**(self._torch.of(number) if alone else {}), **shared}
+        own = {**self._torch.of(number), **shared}
         log = None if self._log is None else self._log(number)
         process = GuardedProcess(self._plan.command, {**self._environ, **own}, log if self._plan.detach else None)
         self._processes.append(process)
@@ -189,6 +192,8 @@ class Launcher:
         while self._running():
             self._turn(LOOK)
             now = time.monotonic()
+            if self._leaving is not None:
+                self._due.clear()
             self._start_due(now)
             if self._leaving is not None and now >= self._leaving + self._plan.leave:
                 return
@@ -415,7 +420,12 @@ def launch(plan: LaunchPlan, log_directory: Path | None = None, host: HostPlan |
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(HeldDirectory("holdfast-run-"))
         signals = stack.enter_context(_Signals())
-        agent = None if host is None else stack.enter_context(HostAgent(host, plan.job))
+        agent = None if host is None else stack.enter_context(HostAgent(host, plan.job, plan.members_here, plan.size))
+        if agent is None:
+            port = stack.enter_context(ReservedPort(LOOPBACK)).number
+            torch = TorchEnvironment(plan.size, plan.size, 0, LOOPBACK, port)
+        else:
+            torch = agent.torch
         contract = LocalContract.create(
             plan.job,
             folder.path,
@@ -433,7 +443,7 @@ def launch(plan: LaunchPlan, log_directory: Path | None = None, host: HostPlan |
             start = stack.enter_context(closing(launch_ranks(launcher, plan.size + plan.spares)))
             watch = None if agent is None else agent.watch
             log = None if log_directory is None else partial(_output_file, log_directory, node)
-            job = Launcher(plan, contract, out, start, watch, log)
+            job = Launcher(plan, contract, out, start, torch, watch, log)
             signals.leave = job.leave
             return job.run()
         except KeyboardInterrupt:

@@ -1,40 +1,54 @@
-"""The variables of torch's `env://` for each process of a job that is started on this machine."""
+"""The variables of torch's `env://` for each process of a job that is started on this host."""
 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from types import TracebackType
 
-HOST = "127.0.0.1"
 
+class ReservedPort:
+    """A port of this host for rank 0 to listen at, for as long as this context lasts. Raises OSError."""
 
-class TorchEnvironment:
-    """Reserves a port for rank 0 to listen at, for as long as this context lasts."""
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 binds it beside this socket
+            self._socket.bind((host, 0))
+        except BaseException:
+            self._socket.close()
+            raise
+        self.number: int = self._socket.getsockname()[1]
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 binds it beside this socket
-        self._port.bind((HOST, 0))
-
-    def of(self, number: int) -> dict[str, str]:
-        """The variables of process `number`; none for spares, which are in no torch group."""
-        if number >= self._size:
-            return {}
-        rank, size = str(number), str(self._size)
-        return {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(self._port.getsockname()[1]),
-        }
-
-    def __enter__(self) -> TorchEnvironment:
+    def __enter__(self) -> ReservedPort:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._port.close()
+        self._socket.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEnvironment:
+    """Of `size` ranks this host has `count`, from `first` on; rank 0 listens at `host`, an address, and `port`."""
+
+    size: int
+    count: int
+    first: int
+    host: str
+    port: int
+
+    def of(self, number: int) -> dict[str, str]:
+        """The variables of this host's process `number`; none for spares, which are in no torch group."""
+        if number >= self.count:
+            return {}
+        return {
+            "RANK": str(self.first + number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.count),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }

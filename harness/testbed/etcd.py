@@ -19,6 +19,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,8 +29,10 @@ import requests
 from etcd3gw.exceptions import Etcd3Exception
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.control.channel import join_address
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.harness.testbed.netns import EnterNamespace
 
 START_SECONDS = 30.0
 LARGEST_REQUEST = 8 << 20
@@ -62,9 +65,9 @@ class Certificates:
 class EtcdCluster:
     """Nodes numbered from 0. A context manager: `close` ends all of them.
 
-    With `tls` clients must show certificates. `host` is the interface they listen on, `enter` is called in each new
-    process before it becomes etcd. Nothing is flushed to disk (`--unsafe-no-fsync`): tests are about the death of
-    processes, not of the machine.
+    With `tls` clients must show certificates. `host` is the interface they listen on; with `enter` they are on that
+    host of a network, and so is what waits for their leader. Nothing is flushed to disk (`--unsafe-no-fsync`): tests
+    are about the death of processes, not of the machine.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class EtcdCluster:
         folder: Path,
         *,
         host: str = "127.0.0.1",
-        enter: Callable[[], None] | None = None,
+        enter: EnterNamespace | None = None,
         tls: Certificates | None = None,
     ) -> None:
         self._folder, self._host, self._enter, self._tls = folder, host, enter, tls
@@ -87,7 +90,7 @@ class EtcdCluster:
     @property
     def endpoints(self) -> list[str]:
         """The "host:port" of each node."""
-        return [f"{self._host}:{port}" for port in self._ports]
+        return [join_address(self._host, port) for port in self._ports]
 
     @property
     def url(self) -> str:
@@ -96,9 +99,9 @@ class EtcdCluster:
 
     def start(self, node: int) -> None:
         """Start a node, also again after a kill, with its old data."""
-        peer = f"http://{self._host}:{self._peer_ports[node]}"
+        peer = f"http://{join_address(self._host, self._peer_ports[node])}"
         client = f"{'https' if self._tls else 'http'}://{self.endpoints[node]}"
-        members = ",".join(f"n{i}=http://{self._host}:{port}" for i, port in enumerate(self._peer_ports))
+        members = ",".join(f"n{i}=http://{join_address(self._host, port)}" for i, port in enumerate(self._peer_ports))
         command = [
             *(str(self._program), "--name", f"n{node}", "--data-dir", str(self._folder / f"n{node}")),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
@@ -135,6 +138,10 @@ class EtcdCluster:
 
     def leader(self, timeout: float = START_SECONDS) -> int:
         """The leading node; waits for one. Raises `HoldfastError` after `timeout` seconds."""
+        with ThreadPoolExecutor(1, "etcd-leader", initializer=self._enter and self._enter.move_thread) as thread:
+            return thread.submit(self._leader, timeout).result()
+
+    def _leader(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for node in self._processes:
@@ -169,8 +176,7 @@ class EtcdCluster:
         try:
             for node in range(len(self._ports)):
                 self.start(node)
-            if self._enter is None:
-                self.leader()
+            self.leader()
         except BaseException:
             self.close()
             raise
@@ -190,7 +196,7 @@ def _begin(parent: int, enter: Callable[[], None] | None) -> None:
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
+    sockets = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
     try:
         for each in sockets:
             each.bind((host, 0))

@@ -28,6 +28,7 @@ _CLONE_NEWNET = 0x40000000
 _NOWHERE = "02:00:00:00:00:ff"
 """A hardware address that no host has: packets to it are lost silently."""
 _PERMANENT = 0x80
+_NO_DUPLICATE_SEARCH = 0x02  # IFA_F_NODAD: else an address of IPv6 cannot be bound for a second
 
 T = TypeVar("T")
 
@@ -40,29 +41,34 @@ class EnterNamespace:
     name: str
 
     def __call__(self) -> None:
+        self.move_thread()
+        os.environ[HOST] = self.name
+        this_host.cache_clear()
+
+    def move_thread(self) -> None:
+        """Move the calling thread alone: the sockets that it makes from now on are that host's."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _setns(fd)
         finally:
             os.close(fd)
-        os.environ[HOST] = self.name
-        this_host.cache_clear()
 
 
 class Network:
     """`hosts` hosts, numbered from 0, on one network. A context manager, used from one thread.
 
-    `addresses` are those of the hosts. Raises `Unsupported` if this process may not make namespaces, or without
-    pyroute2.
+    `addresses` are those of the hosts: IPv4, or with `ipv6` IPv6 alone. Raises `Unsupported` if this process may not
+    make namespaces, or without pyroute2.
     """
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, *, ipv6: bool = False) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"hosts={hosts}: from 1 to 200")
         why = missing()
         if why is not None:
             raise Unsupported("network namespaces as hosts", why)
-        self.addresses = tuple(f"10.77.0.{number + 1}" for number in range(hosts))
+        self._ipv6 = ipv6
+        self.addresses = tuple(f"{'fd77::' if ipv6 else '10.77.0.'}{number + 1}" for number in range(hosts))
         self._spaces: list[int] = []
 
     def __enter__(self) -> Network:
@@ -166,10 +172,12 @@ class Network:
             ip.link("set", index=_index(ip, f"port{number}"), master=switch, state="up")
 
     def _configure(self, ip: Any, number: int) -> None:
-        with suppress(OSError):  # else libraries may choose a link-local address, which is not ready for seconds
-            Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
+        if not self._ipv6:
+            with suppress(OSError):  # else libraries may choose a link-local address, which is not ready for seconds
+                Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
         ip.link("set", index=_index(ip, "lo"), state="up")
-        ip.addr("add", index=_index(ip, "eth0"), address=self.addresses[number], prefixlen=24)
+        given = {"prefixlen": 64, "flags": _NO_DUPLICATE_SEARCH} if self._ipv6 else {"prefixlen": 24}
+        ip.addr("add", index=_index(ip, "eth0"), address=self.addresses[number], **given)
         ip.link("set", index=_index(ip, "eth0"), state="up")
 
     def _plug(self, host: int, *, plugged: bool) -> None:

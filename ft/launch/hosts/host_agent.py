@@ -12,8 +12,9 @@ from holdfast.comms.system.keys import load_key
 from holdfast.ft.environment.listen_address import choose_address
 from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.ft.environment.placement import placement
-from holdfast.ft.launch.hosts.host_registry import HostRegistry, check_view
+from holdfast.ft.launch.hosts.host_registry import HostRanks, HostRegistry, check_view
 from holdfast.ft.launch.hosts.job_watch import JobWatch
+from holdfast.ft.launch.torch_environment import ReservedPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,14 @@ def host_name(environ: Mapping[str, str]) -> str:
 
 
 class HostAgent:
-    """Registers this host, and follows the job. A context manager.
+    """Registers this host, which starts `members` of the `size` members of a job, and follows the job.
 
-    `address` is where the other hosts reach this one, `interface` the interface that has it. Raises `AddressNeeded`,
-    `NoSuchInterface`, `KeyRefused`, `RegisterAway`, and what `HostRegistry` and `check_view` raise.
+    A context manager. `address` is where the other hosts reach this one, `interface` the interface that has it; `torch`
+    has the variables of its processes for torch.distributed. Raises `AddressNeeded`, `NoSuchInterface`, `KeyRefused`,
+    `RegisterAway`, and what `HostRegistry` and `check_view` raise.
     """
 
-    def __init__(self, plan: HostPlan, job: str) -> None:
+    def __init__(self, plan: HostPlan, job: str, members: int, size: int) -> None:
         here = local_addresses()
         why = f"the job is on {plan.nodes} hosts" if plan.nodes > 1 else ""
         self.address = choose_address(plan.interface, why, here)
@@ -56,8 +58,11 @@ class HostAgent:
         with contextlib.ExitStack() as undo:
             self.watch = undo.enter_context(contextlib.closing(JobWatch(plan.register)))
             check_view(plan.register, self.watch.view, job, key)
-            registry = HostRegistry(plan.register, job, key, plan.node, self.address)
+            port = undo.enter_context(ReservedPort(self.address)).number
+            asked = HostRanks(members, size, port)
+            registry = HostRegistry(plan.register, job, key, plan.node, self.address, asked)
             undo.enter_context(contextlib.closing(registry))
+            self.torch = registry.torch
             self._undo = undo.pop_all()
 
     def __enter__(self) -> HostAgent:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.comms.transport.liveness import this_host
+from holdfast.ft.control.channel import split_address
 from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.errors import ControlError, WrongKey
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer
+from holdfast.ft.launch.torch_environment import TorchEnvironment
 from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway, open_cell
 from holdfast.ft.runtime.runtime import new_identity
@@ -41,12 +44,27 @@ class HostNameTaken(HoldfastError):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """What a host asks for: up to `count` of the job's `size` ranks. If it gets rank 0, that listens at `port`."""
+
+    count: int
+    size: int
+    port: int
+
+
 class HostEntry(msgspec.Struct, frozen=True):
-    """A host of the job: its agent's identity and address, and which machine it is."""
+    """A host of the job: its agent's identity and address, and which machine it is.
+
+    For programs of torch.distributed it has `count` ranks from `first` on. Rank 0 listens at `port`.
+    """
 
     agent: str
     address: str
     machine: str
+    first: int = 0
+    count: int = 0
+    port: int = 0
 
 
 class HostTable(msgspec.Struct, frozen=True):
@@ -61,12 +79,15 @@ class HostTable(msgspec.Struct, frozen=True):
 class HostRegistry:
     """This host's entry, from construction to `close`.
 
-    Raises `Mismatch` for a register of another job or another version of holdfast, `WrongKey`, `HostNameTaken`, and
-    `RegisterAway`.
+    `torch` has the variables for this host's processes: the first host that comes has the lowest ranks, and a host that
+    comes back gets its own again. Raises `Mismatch` for a register of another job or another version of holdfast,
+    `WrongKey`, `HostNameTaken`, and `RegisterAway`.
     """
 
-    def __init__(self, url: str, job: str, key: bytes, node: str, address: str) -> None:
-        self._node, self._job, self._key = node, job, key
+    def __init__(
+        self, url: str, job: str, key: bytes, node: str, address: str, ranks: HostRanks = HostRanks(0, 0, 0)
+    ) -> None:
+        self._node, self._job, self._key, self._ranks = node, job, key, ranks
         self._url = url
         self._mine = HostTable(job, key_check(key, job), installed_version())
         self._agent = f"host-{new_identity()}"
@@ -76,9 +97,13 @@ class HostRegistry:
             undo.callback(self._thread.close)
             self._server = self._thread.run(self._listen(address), START_SECONDS)
             undo.callback(lambda: self._thread.run(self._server.close(), START_SECONDS))
-            self._entry = HostEntry(self._agent, self._server.address, this_host())
-            self._change(self._enter)
+            self._entry = HostEntry(self._agent, self._server.address, this_host(), port=ranks.port)
+            table = self._change(self._enter)
             undo.callback(self._leave)
+            mine = table.hosts[node]
+            master = next((each for each in table.hosts.values() if each.count and each.first == 0), mine)
+            host, _ = split_address(master.address)
+            self.torch = TorchEnvironment(ranks.size, mine.count, mine.first, host, master.port)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -94,7 +119,10 @@ class HostRegistry:
         there = table.hosts.get(self._node)
         if there is not None and there.agent != self._agent and self._runs(there):
             raise HostNameTaken(self._node, there.address)
-        return msgspec.structs.replace(table, hosts=table.hosts | {self._node: self._entry})
+        others = {node: entry for node, entry in table.hosts.items() if node != self._node}
+        first, count = _free_ranks(self._ranks, there, others.values())
+        entry = msgspec.structs.replace(self._entry, first=first, count=count)
+        return msgspec.structs.replace(table, hosts=others | {self._node: entry})
 
     def _runs(self, there: HostEntry) -> bool:
         """Whether the agent of an entry is alive. Raises `WrongKey` if it has another key."""
@@ -116,14 +144,15 @@ class HostRegistry:
         with contextlib.suppress(HoldfastError):
             self._change(without)
 
-    def _change(self, change: Callable[[HostTable], HostTable]) -> None:
-        """Replace the table by what `change` makes of it; again if another host was faster."""
+    def _change(self, change: Callable[[HostTable], HostTable]) -> HostTable:
+        """Replace the table by what `change` makes of it, and return that; again if another host was faster."""
         deadline = time.monotonic() + ENTER_SECONDS
         while time.monotonic() < deadline:
             version, data = self._cell.read()
             table = self._checked(data) if version else self._mine
-            if self._cell.compare_and_set(version, msgspec.msgpack.encode(change(table))):
-                return
+            table = change(table)
+            if self._cell.compare_and_set(version, msgspec.msgpack.encode(table)):
+                return table
         raise RegisterAway(self._url, f"the hosts of the job change it all the time, for {ENTER_SECONDS:g} s")
 
     def _checked(self, data: bytes) -> HostTable:
@@ -133,6 +162,23 @@ class HostRegistry:
             raise CorruptData(f"what {self._url} holds is no table of hosts: {error}; use another register") from error
         check_job(self._url, (table.job, table.key_check, table.version), self._mine)
         return table
+
+
+def _free_ranks(asked: HostRanks, before: HostEntry | None, others: Iterable[HostEntry]) -> tuple[int, int]:
+    """The first rank and the number of ranks for a host; (0, 0) if the `others` have all.
+
+    It gets those that it had `before`, else the first gap between those of the others that is wide enough. The last
+    host may get fewer than it asks for.
+    """
+    if before is not None and before.count and before.count == min(asked.count, asked.size - before.first):
+        return before.first, before.count
+    start = 0
+    for first, count in sorted((each.first, each.count) for each in others if each.count):
+        if start + asked.count <= first:
+            break
+        start = max(start, first + count)
+    count = min(asked.count, asked.size - start)
+    return (start, count) if count > 0 else (0, 0)
 
 
 def check_view(url: str, view: View | None, job: str, key: bytes) -> None:

@@ -30,14 +30,14 @@ from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.ft.launch.restarts import MOST_SECONDS, RestartBudget
 from holdfast.ft.membership.view import Job, View
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
+from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.settings import listen_address
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.cli.app import app
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
 from holdfast.harness.testbed.netns import Network
+from support.hosts import start_holdfast
 from support.source_tree import ROOT
 from support.waiting import becomes_true
 
@@ -242,22 +242,11 @@ class HostProcesses:
         return self.folder / f"logs-{host}"
 
     def start(self, host: int, *more: str) -> ForkedProcess:
-        """The command, in a process that is forked: it has all that it imports."""
-        entry, ranks = self.network.entry(host), RANKS[host % len(RANKS)]
+        """Start the agent of a host, which brings its ranks."""
+        ranks = RANKS[host % len(RANKS)]
         options = ["--nproc", str(ranks), "--node", f"n{host}", "--logs", str(self.logs(host)), *more]
         arguments = [*self._options, *options, self._script, str(self.gate)]
-
-        def target(channel: ProcessChannel) -> None:
-            from holdfast.harness.cli.app import app  # here, or it would be sent by value
-
-            entry()
-            try:
-                app(arguments)
-            except SystemExit as end:
-                os._exit(end.code if isinstance(end.code, int) else 1)
-
-        name = f"agent-{len(self._started)}"
-        agent = zygote().spawn(target, name=name, output=self.folder / f"{name}.log", environ={"COLUMNS": "200"})
+        agent = start_holdfast(self.network, host, arguments, self.folder / f"agent-{len(self._started)}.log")
         self._started.append(agent)
         self.agents[host] = agent
         return agent
@@ -307,8 +296,17 @@ def three_hosts(folder: Path, key: Path) -> Iterator[HostProcesses]:
 @pytest.mark.timeout(900)
 def test_a_host_is_lost_comes_back_and_another_leaves_in_good_order(tmp_path: Path, key: Path) -> None:
     with three_hosts(tmp_path, key) as hosts:
-        hosts.start(3, "--node", "n1", "--interface", "eth0")
-        assert "host name 'n1' is taken" in hosts.ends(3, 2)
+        create_key(tmp_path / "other.key")
+        for options, words in (
+            (("--node", "n1"), "host name 'n1' is taken"),
+            (("--key-file", str(tmp_path / "other.key")), "belongs to job 'hosts' with another key"),
+            (("--job", "other"), "belongs to job 'hosts', not to 'other'"),
+        ):
+            hosts.start(3, *options)
+            assert words in " ".join(hosts.ends(3, 2).split())
+        refused = time.monotonic()
+        hosts.until(lambda: len(hosts.committed(refused)) > 2, "none of that disturbs the others")
+        assert hosts.sizes()[-1:] == [sum(RANKS)]
 
         hosts.network.cut(2)
         lost = time.monotonic()

@@ -149,14 +149,23 @@ def test_arguments_come_before_variables_and_these_before_the_scheduler(
         settle(tmp_path, host="127.0.0.1", interface="lo")
 
 
-def test_torchrun_with_several_workers_for_an_agent_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("workers", "restarts", "warned"), [("4", "0", True), ("1", "3", True), ("1", "0", False), ("1", "", False)]
+)
+def test_torchrun_is_warned_of_where_it_would_end_or_restart_healthy_ranks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    workers: str,
+    restarts: str,
+    warned: bool,
 ) -> None:
     settings._warn_of_torchrun.cache_clear()
-    for name, value in (TORCHRUN | {"WORLD_SIZE": "4"}).items():
+    agent = {"WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    for name, value in (TORCHRUN | agent | {"TORCHELASTIC_MAX_RESTARTS": restarts}).items():
         monkeypatch.setenv(name, value)
-    assert settle(tmp_path).scheduled == 4
-    assert "--nproc-per-node 1 --max-restarts 0" in caplog.text
+    assert settle(tmp_path).scheduled == int(workers)
+    assert ("--nproc-per-node 1 --max-restarts 0" in caplog.text) == warned
 
 
 # -- addresses
