@@ -22,6 +22,8 @@ REDIAL_SECONDS = 0.005
 """Delay from the end of a connection to the first new dial."""
 RETRY_SECONDS = 0.1
 DIAL_SECONDS = 5.0
+CLOSE_SECONDS = 1.0
+"""How long the others may take to close their ends."""
 REFUSED = os.strerror(errno.ECONNREFUSED)
 
 _log = logging.getLogger("holdfast.ft")
@@ -142,14 +144,15 @@ class MemberConnections:
         self._closed = True
         for task in (*self._dials.values(), *self._delivering):
             task.cancel()
-        for link in [*self._links.values(), *self._dialled]:
+        dialled = list(self._dialled)  # a link that ends leaves the list at once
+        for link in [*self._links.values(), *dialled]:
             link.close()
-        for link in self._dialled:
-            try:
-                async with asyncio.timeout(1.0):
-                    await link.wait_closed()
-            except TimeoutError:
-                link.abort()
+        ends = {asyncio.ensure_future(link.wait_closed()): link for link in dialled}
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=CLOSE_SECONDS)  # of all at once: some hosts may be gone
+            for end in late:
+                end.cancel()
+                ends[end].abort()
         await self._server.close()
 
     def _linked(self, link: RpcConnection) -> None:
