@@ -3,8 +3,8 @@
 with SlurmCluster(2, folder) as slurm:
     job = slurm.call("sbatch", "--parsable", "job.sbatch")
 
-Needs root and Debian's packages (`apt install slurm-wlm munge`); nothing has to be configured or running. All files are
-in one folder, and the daemons end with the thread that started them.
+Needs root and Debian's packages (`apt install slurmctld slurmd munge slurm-client`); nothing has to be configured or
+running. All files are in one folder, and the daemons end with the thread that started them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from holdfast.ft.processes.parent_death import die_with_parent
 from holdfast.harness.testbed.etcd import free_ports
 
 START_SECONDS = 60.0
+REQUEUE_SECONDS = 10
+"""How long a requeued job waits before it may start again: the lifetime of its credential; 120 by default."""
 _PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "munged", "sbatch", "srun", "scancel", "sinfo")
 
 
@@ -33,7 +35,7 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "it takes root"
     absent = [name for name in _PROGRAMS if _program(name) is None]
-    return f"there is no {', '.join(absent)}: apt install slurm-wlm munge" if absent else None
+    return f"there is no {', '.join(absent)}: apt install slurmctld slurmd munge slurm-client" if absent else None
 
 
 class SlurmCluster:
@@ -76,7 +78,7 @@ class SlurmCluster:
             self._start("slurmctld", "-D")
             for name in self._names:
                 self._start("slurmd", "-D", "-N", name, "-d", str(_program("slurmstepd")))
-            self._wait(lambda: self._states() == {"idle"}, "the nodes")
+            self._wait(lambda: self.states() == {"idle"}, "the nodes")
         except BaseException:
             self.close()
             raise
@@ -99,9 +101,11 @@ class SlurmCluster:
                 process.wait()
         self._processes.clear()
 
-    def _states(self) -> set[str]:
+    def states(self, *nodes: str) -> set[str]:
+        """The states of these nodes, or of all, such as "idle" and "draining"; empty if no controller answers."""
+        chosen = ("--nodes", ",".join(nodes)) if nodes else ()
         try:
-            return set(self.call("sinfo", "--noheader", "--Node", "--format=%T").split())
+            return set(self.call("sinfo", "--noheader", "--Node", "--format=%T", *chosen).split())
         except HoldfastError:
             return set()
 
@@ -135,7 +139,7 @@ class SlurmCluster:
             f"SlurmctldHost={here}(127.0.0.1)",
             "SlurmUser=root",
             "SlurmdUser=root",
-            f"AuthInfo=socket={self._socket}",
+            f"AuthInfo=socket={self._socket},cred_expire={REQUEUE_SECONDS}",
             *([f"PluginDir={plugins.parent}"] if plugins is not None else []),
             f"StateSaveLocation={self._folder / 'state'}",
             f"SlurmdSpoolDir={self._folder}/%n",
