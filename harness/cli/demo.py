@@ -36,10 +36,11 @@ def demo(
 
         holdfast demo --steps 60 --json
 
-    A driver, two trainers and a spare, two generators and two holders of weights, all separate processes on Monarch,
-    learn sums of three digits (7+8+5= is 20). SIGKILL takes a trainer in the middle of an all_reduce, a generator
-    between two tokens, and a holder of weights; SIGSTOP stops another generator. It is the scenario rl-demo: the same
-    faults, checks and report as holdfast chaos run rl-demo has.
+    A driver, two trainers and a spare, two generators, two holders of weights and two servers of an environment, all
+    separate processes on Monarch, learn sums of three digits (7+8+5= is 20). SIGKILL takes a trainer in the middle of
+    an all_reduce, a generator between two tokens, a server in which a part of the episodes is played, and a holder of
+    weights; SIGSTOP stops another server and another generator. It is the scenario rl-demo: the same faults, checks
+    and report as holdfast chaos run rl-demo has.
 
     Exit status: 0 only if held-out exact match is over 85% at the end, no step, prompt or version of the weights was
     lost, and every invariant held; 1 if not; 2 if the run could not be done; 130 if interrupted.

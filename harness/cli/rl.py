@@ -84,11 +84,11 @@ def evaluate(
         Path | None, typer.Option(metavar="DIR", help="A folder that transformers loads, instead of a version.")
     ] = None,
     prompts: Annotated[
-        int, typer.Option(min=0, show_default="as many as the run", help="How many held-out prompts.")
+        int, typer.Option(min=0, show_default="as many as the run", help="How many held-out prompts, or episodes.")
     ] = 0,
     json: Json = False,
 ) -> None:
-    """Evaluate a version of a run on the held-out prompts of its configuration.
+    """Evaluate a version of a run on the held-out prompts of its configuration, or on episodes in its environment.
 
     [bold]Examples[/bold]
 
@@ -98,7 +98,8 @@ def evaluate(
 
         holdfast rl eval examples/rl/arithmetic.toml --model exported
 
-    On disk are version 0, those of the newest checkpoints, and the best one. No process of the run is needed.
+    On disk are version 0, those of the newest checkpoints, and the best one. No process of the run is needed, and
+    episodes are played in this one, or at environment.addresses. Checkpoints of TorchTitan need an interpreter with it.
     """
     from holdfast.harness.training.evaluation import evaluate_here
 

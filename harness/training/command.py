@@ -40,6 +40,7 @@ PRELOAD = (
     "holdfast.rl.trainers.trainer_actor",
     "holdfast.rl.generators.transformers_generator",
     "holdfast.rl.run.weight_holder",
+    "holdfast.rl.run.episodes.environment_servers",
 )
 """Modules that are slow to import, so the processes of a run share one import of them."""
 

@@ -64,13 +64,13 @@ def evaluate_here(target: Path, version: str | None, model: Path | None, prompts
     if json:
         print_json(found)
         return
-    _show(console(), found)
+    _show(console(), found, "held-out prompt" if config.has_prompts else "held-out episode")
 
 
-def _show(out: Console, found: EvaluatedVersion) -> None:
+def _show(out: Console, found: EvaluatedVersion, what: str) -> None:
     result = found.result
     out.print(
-        f"{found.weights}: {counted(len(result.answers), 'held-out prompt')}, {counted(result.tokens, 'token')} in "
+        f"{found.weights}: {counted(len(result.answers), what)}, {counted(result.tokens, 'token')} in "
         f"{coarse_seconds(result.seconds)}; weights {found.digest[:16]}"
     )
     scores = FoldingTable(box=None, pad_edge=False, show_header=False)

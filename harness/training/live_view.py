@@ -113,6 +113,8 @@ def _words(event: Event) -> str:
             return f"{event.name}: ready after {coarse_seconds(event.seconds)}"
         case ProcessLost():
             return f"{event.name}: lost, {event.how}"
+        case EpisodeFailed(again=True):
+            return f"an episode of prompt {event.prompt} goes on in another environment: {event.reason}"
         case EpisodeFailed():
             return f"an episode of prompt {event.prompt} failed: {event.reason}"
         case Evaluated():

@@ -58,9 +58,13 @@ def _summary(facts: RunFacts) -> str:
         parts.append(f"On the way {counted(len(facts.lost), 'process', 'processes')} died, each replaced by another.")
     if facts.resumes:
         again = counted(facts.repeated, "step")
-        parts.append(f"The driver was resumed {counted(len(facts.resumes), 'time')}, and {again} trained again.")
-    if facts.failed:
-        parts.append(f"{counted(len(facts.failed), 'failed episode')} left out.")
+        without = f" after {coarse_seconds(facts.downtime)} without one" if facts.downtime else ""
+        times = counted(len(facts.resumes), "time")
+        parts.append(f"The driver was resumed {times}{without}, and {again} trained again.")
+    if left_out := sum(not each.again for each in facts.failed):
+        parts.append(f"{counted(left_out, 'failed episode')} left out.")
+    if gone_on := sum(each.again for each in facts.failed):
+        parts.append(f"{counted(gone_on, 'episode')} went on in another environment.")
     return " ".join(parts)
 
 
@@ -80,6 +84,10 @@ def _figures(facts: RunFacts) -> tuple[Figure, ...]:
         figures.append(
             Figure("Tokens a second", f"{tokens / facts.seconds:,.0f}", f"drawn by the policy; {tokens:,} in all")
         )
+    if facts.drivers > 1:
+        share = facts.downtime / facts.seconds if facts.seconds else 0.0
+        words = f"without a driver, {share:.0%} of the run; {counted(facts.drivers, 'driver')}"
+        figures.append(Figure("Downtime", coarse_seconds(facts.downtime), words))
     behind = [each for step in facts.steps.values() for each in step.staleness]
     if behind:
         figures.append(

@@ -11,6 +11,7 @@ from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.model import (
     Bar,
     Curve,
+    Fate,
     Learning,
     Point,
     ProcessorUse,
@@ -19,6 +20,7 @@ from holdfast.harness.report.model import (
     RoleUse,
     Span,
 )
+from holdfast.harness.training.run_clock import RunClock
 from holdfast.rl.run.run_events import (
     Activity,
     EpisodeFailed,
@@ -57,17 +59,26 @@ class RunFacts:
     failed: list[EpisodeFailed] = field(default_factory=list)
     resumes: list[RunResumed] = field(default_factory=list)
     processor: dict[str, list[ProcessorTime]] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)
+    """When processes ended that a later driver found gone."""
     repeated: int = 0
     """How many steps were trained again after a resume: those since the last saved state."""
     seconds: float = 0.0
+    drivers: int = 1
+    downtime: float = 0.0
+    """Seconds between drivers, which are a part of `seconds`."""
 
     @staticmethod
     def of(events: Iterable[Event]) -> RunFacts:
         """The facts of these events, in their order."""
-        facts = RunFacts()
-        for event in events:
+        facts, clock = RunFacts(), RunClock()
+        for event in map(clock.place, events):
+            if isinstance(event, ProcessStarted) and event.role == "driver":
+                gone = facts.started.keys() - facts.lost.keys() - facts.ends.keys()
+                facts.ends |= dict.fromkeys(gone, facts.seconds)
             facts.seconds = max(facts.seconds, event.time + (event.seconds if isinstance(event, Activity) else 0.0))
             facts._add(event)
+        facts.drivers, facts.downtime = max(1, clock.drivers), clock.downtime
         return facts
 
     def _add(self, event: Event) -> None:
@@ -202,16 +213,15 @@ class RunFacts:
         return covered([(each.time, each.time + each.seconds) for each in self.activities if each.process == process])
 
     def _lane(self, started: ProcessStarted) -> ProcessRecord:
-        lost = self.lost.get(started.name)
-        return ProcessRecord(
-            name=started.name,
-            role=started.role,
-            pid=started.pid,
-            born=started.time,
-            ended=self.seconds if lost is None else lost.time,
-            fate="finished" if lost is None else "killed" if "SIGKILL" in lost.how else "lost",
-            note=f"in place of {started.replaces}" if started.replaces else "",
-        )
+        lost, notes = self.lost.get(started.name), [f"in place of {started.replaces}"] if started.replaces else []
+        fate: Fate = "finished"
+        ended = self.ends.get(started.name, self.seconds)
+        if lost is not None:
+            ended, fate = lost.time, "killed" if "SIGKILL" in lost.how else "lost"
+        elif started.name in self.ends:
+            fate = "lost"
+            notes += [] if started.role == "driver" else ["ended with its driver"]
+        return ProcessRecord(started.name, started.role, started.pid, started.time, ended, fate, ", ".join(notes))
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

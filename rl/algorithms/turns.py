@@ -9,7 +9,7 @@ from typing import Protocol
 
 from holdfast.rl.algorithms.episode import teaches
 from holdfast.rl.algorithms.evaluation import HeldOutResult
-from holdfast.rl.algorithms.protocols import Buffer, Policy
+from holdfast.rl.algorithms.protocols import Buffer, Generation, Policy
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.episode import Completion, Episode, Group
 from holdfast.rl.data.replay_buffer import FailedGroup
@@ -64,20 +64,23 @@ class HeldOutGames:
 
     async def play(self, policy: Policy, exact: int | None) -> HeldOutResult:
         """See `HeldOut`."""
-        starts = range(0, self._count, self._sampling.group)
-        found = [
-            each for part in await asyncio.gather(*(self._part(policy, exact, at) for at in starts)) for each in part
-        ]
+        found = await self.episodes(policy.generate, exact)
         drawn = [v for each in found for v, mine in zip(each.versions, each.mask, strict=True) if mine]
         return HeldOutResult(
             rewards=tuple(each.reward for each in found), failed=self._count - len(found), versions=tuple(drawn)
         )
 
-    async def _part(self, policy: Policy, exact: int | None, first: int) -> Sequence[Episode]:
+    async def episodes(self, generation: Generation, exact: int | None) -> list[Episode]:
+        """The episodes, without those that failed."""
+        starts = range(0, self._count, self._sampling.group)
+        parts = await asyncio.gather(*(self._part(generation, exact, at) for at in starts))
+        return [each for part in parts for each in part]
+
+    async def _part(self, generation: Generation, exact: int | None, first: int) -> Sequence[Episode]:
         async with self._games.held_out(first, min(self._sampling.group, self._count - first)) as game:
             while waiting := game.waiting:
                 request = self._sampling.greedy_turn(tuple(waiting.values()), exact)
-                await game.act(await policy.generate.route(request))
+                await game.act(await generation.route(request))
             return game.episodes()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.rl.config.extra_environment import ExtraNotInstalled, extra_python
 from holdfast.rl.config.named_code import file_of
-from holdfast.rl.config.run_config import CriterionConfig, ModelConfig, RunConfig, TitanConfig
+from holdfast.rl.config.run_config import CriterionConfig, EnvironmentConfig, ModelConfig, RunConfig, TitanConfig
 from holdfast.rl.config.toml_text import Key
 from holdfast.rl.data.buffer_state import StalenessRule
 from holdfast.rl.data.errors import StalenessUnreachable
@@ -81,7 +81,7 @@ def _data(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
         )
     if config.model.path and not (folder / config.model.path).is_dir():
         yield (("model", "path"),), f"there is no folder {folder / config.model.path}"
-    if not config.model.path and data.task == "jsonl" and not config.environment.name:
+    if not config.model.path and data.task == "jsonl" and config.has_prompts:
         yield (
             (("model", "path"), ("data", "task")),
             "the small Llama has the 14 characters of the arithmetic task; name a model with a tokenizer of its own",
@@ -89,7 +89,7 @@ def _data(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
 
 
 def _rewards(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
-    if not config.reward and not config.environment.name:
+    if not config.reward and config.has_prompts:
         yield (("reward",), ("environment", "name")), "an episode needs a reward or an environment"
     for number, each in enumerate(config.reward):
         yield from _criterion(config, each, folder, ("reward", number))
@@ -155,8 +155,8 @@ def _environment(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
     environment, group = config.environment, config.sampling.group
     name, addresses = ("environment", "name"), ("environment", "addresses")
     if not environment.name:
-        for field in ("addresses", "arguments"):
-            if getattr(environment, field):
+        for field in ("addresses", "arguments", "share"):
+            if getattr(environment, field) != getattr(EnvironmentConfig(), field):
                 yield (("environment", field), name), "it belongs to an environment without a name"
         return
     kind, _, code = environment.name.partition(":")
@@ -180,6 +180,18 @@ def _environment(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
             (("environment", "sessions"), ("environment", "servers"), ("sampling", "group")),
             f"{places} episodes can be played at the same time, and a group has sampling.group = {group}",
         )
+    if environment.max_tokens and environment.max_tokens <= config.sampling.max_new_tokens:
+        yield (
+            (("environment", "max_tokens"), ("sampling", "max_new_tokens")),
+            f"no room for a turn of sampling.max_new_tokens = {config.sampling.max_new_tokens}",
+        )
+    if not config.has_prompts:
+        yield from _environment_alone(config)
+
+
+def _environment_alone(config: RunConfig) -> Iterator[Contradiction]:
+    """What belongs to prompts, where all groups are played in an environment."""
+    name = ("environment", "name")
     if config.data.task == "jsonl":
         yield (name, ("data", "task")), 'the environment makes the prompts: it has no use for task = "jsonl"'
     if config.reward not in ((), (CriterionConfig(),)):
@@ -190,11 +202,6 @@ def _environment(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
         yield (
             (("evaluation", "prompts"), ("evaluation", "every"), name),
             "say how many held-out episodes to play: an environment has no end of them",
-        )
-    if environment.max_tokens and environment.max_tokens <= config.sampling.max_new_tokens:
-        yield (
-            (("environment", "max_tokens"), ("sampling", "max_new_tokens")),
-            f"no room for a turn of sampling.max_new_tokens = {config.sampling.max_new_tokens}",
         )
 
 

@@ -112,6 +112,9 @@ class EnvironmentConfig(_Section, frozen=True, kw_only=True):
     ] = 1
     addresses: Annotated[tuple[str, ...], Meta(description="Servers that run already, such as `ws://host:8123`.")] = ()
     sessions: Annotated[int, Meta(ge=1, description="Episodes that a server plays at the same time.")] = 64
+    share: Annotated[
+        float, Meta(gt=0, le=1, description="The share of groups that are played in it; the others are prompts.")
+    ] = 1.0
     max_turns: Annotated[int, Meta(ge=1, description="The limit of an episode's turns.")] = 8
     max_tokens: Annotated[
         int, Meta(ge=0, description="The limit of an episode's tokens, with the prompt; 0: the model's.")
@@ -250,3 +253,8 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there are groups of prompts and a reward: all, or those that an environment leaves."""
+        return not self.environment.name or self.environment.share < 1.0

@@ -54,6 +54,11 @@ class PromptSource:
         """The number of problems of an epoch."""
         return len(self._problems)
 
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest prompt."""
+        return max(map(len, self._tokens))
+
     def prompt(self, number: int) -> Prompt:
         """The prompt at position `number` of the data order."""
         epoch, place = divmod(number, len(self._problems))

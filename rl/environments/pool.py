@@ -44,6 +44,9 @@ class EnvironmentPool(SessionSource):
 
     A session that fails marks its server as down, unless the failure is one of that episode alone. From then on a task
     in the background looks whether it takes connections again; until then it gets no session.
+
+    With `keep`, a session that is freed stays open for the next lease: a connection costs more than a short episode.
+    Its place stays taken at the server, so keep none at servers that others use too.
     """
 
     attempts = 3
@@ -57,8 +60,10 @@ class EnvironmentPool(SessionSource):
         limit: int = 64,
         connect_timeout: float = 5.0,
         texts: TextFields = TEXT,
+        keep: bool = False,
     ) -> None:
         self._servers: dict[str, _PooledServer] = {}
+        self._keep = keep
         self.client_options = _ClientOptions(timeout=timeout, connect_timeout=connect_timeout, texts=texts)
         self._limit = limit
         self._changed = asyncio.Event()
@@ -73,13 +78,15 @@ class EnvironmentPool(SessionSource):
             raise UnknownEnvironment("", "a pool needs at least one server")
         known = {server.address: server for server in self._servers.values()}
         self._servers = {url: known.get(address) or _PooledServer(url, address) for address, url in wanted.items()}
+        for address in known.keys() - wanted.keys():
+            self._drop_idle(known[address])
         self._change()
 
     def status(self) -> tuple[ServerStatus, ...]:
         """Each server, as this pool sees it."""
         return tuple(
             ServerStatus(
-                url=url, up=each.up, sessions=each.sessions, failures=each.failures, last_failure=each.last_failure
+                url=url, up=each.up, sessions=each.in_use, failures=each.failures, last_failure=each.last_failure
             )
             for url, each in self._servers.items()
         )
@@ -92,6 +99,8 @@ class EnvironmentPool(SessionSource):
             if server is None:
                 await self._wait_for_change(deadline)
                 continue
+            if server.idle:
+                return server.idle.pop()
             client = _PooledClient(self, server)
             try:
                 await client.connect()
@@ -105,8 +114,19 @@ class EnvironmentPool(SessionSource):
             else:
                 return client
 
+    async def give_back(self, session: EnvironmentSession) -> None:
+        """Keep a session for the next lease, or close it."""
+        if not (self._keep and isinstance(session, _PooledClient) and session.usable and self._has(session.server)):
+            await session.close()
+            return
+        session.server.idle.append(session)
+        self._change()
+
     async def close(self) -> None:
         """Stop looking for servers, and wait until all released sessions are closed."""
+        self._keep = False
+        for server in self._servers.values():
+            self._drop_idle(server)
         for probe in self._probes:
             probe.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
@@ -117,9 +137,17 @@ class EnvironmentPool(SessionSource):
         usable = [
             each
             for each in self._servers.values()
-            if each.up and each.sessions < self._limit and each.busy_until <= now
+            if each.up and (each.idle or (each.sessions < self._limit and each.busy_until <= now))
         ]
-        return min(usable, key=lambda server: server.sessions, default=None)
+        return min(usable, key=lambda server: server.in_use, default=None)
+
+    def _has(self, server: _PooledServer) -> bool:
+        return server.up and server in self._servers.values()
+
+    def _drop_idle(self, server: _PooledServer) -> None:
+        """Close the sessions that are kept at a server."""
+        while server.idle:
+            self.release(server.idle.pop())
 
     async def _wait_for_change(self, deadline: float) -> None:
         """Wait until a session is freed or a server is back. Raises EnvironmentFailed at the deadline."""
@@ -159,6 +187,7 @@ class EnvironmentPool(SessionSource):
         server.failures += 1
         if server.up and not (answered and error.call == "step"):
             server.up = False
+            self._drop_idle(server)
             probe = asyncio.ensure_future(self._probe(server))
             self._probes.add(probe)
             probe.add_done_callback(self._probes.discard)
@@ -189,6 +218,12 @@ class _PooledServer:
         self.url, self.address = url, address
         self.up, self.busy_until = True, 0.0
         self.sessions, self.failures, self.last_failure = 0, 0, ""
+        self.idle: list[_PooledClient] = []
+
+    @property
+    def in_use(self) -> int:
+        """Its sessions without those that are kept for the next lease."""
+        return self.sessions - len(self.idle)
 
 
 class _PooledClient(EnvironmentClient):
@@ -196,16 +231,16 @@ class _PooledClient(EnvironmentClient):
 
     def __init__(self, pool: EnvironmentPool, server: _PooledServer) -> None:
         super().__init__(server.url, **pool.client_options)
-        self._pool, self._server = pool, server
+        self._pool, self.server = pool, server
         server.sessions += 1
 
     def _abandon(self, error: BaseException) -> None:
         super()._abandon(error)
         if isinstance(error, EnvironmentFailed):
-            self._pool.failed(self._server, error, answered=self._answered)
+            self._pool.failed(self.server, error, answered=self._answered)
 
     async def _close(self, failed: bool) -> None:
         try:
             await super()._close(failed)
         finally:
-            self._pool.freed(self._server)
+            self._pool.freed(self.server)

@@ -50,6 +50,11 @@ class EnvironmentSession(ABC):
         """Where the episode stands. Raises EnvironmentFailed."""
         return await self._call("state", self._state)
 
+    @property
+    def usable(self) -> bool:
+        """Whether another episode may begin."""
+        return self._phase not in ("failed", "closed") and not self._calling
+
     async def close(self) -> None:
         """Free the session, whatever state it is in. Further calls are refused."""
         if self._phase != "closed":

@@ -33,6 +33,10 @@ class SessionSource(ABC):
     async def lease(self) -> EnvironmentSession:
         """A fresh session in a place that it takes. Raises EnvironmentFailed."""
 
+    async def give_back(self, session: EnvironmentSession) -> None:
+        """Free a leased session that has not failed."""
+        await session.close()
+
     def release(self, session: EnvironmentSession) -> None:
         """Free a leased session; does not wait."""
         task = asyncio.ensure_future(session.close())
@@ -94,4 +98,4 @@ class LeasedSession(EnvironmentSession):
     async def _close(self, failed: bool) -> None:
         leased, self._leased = self._leased, None
         if leased is not None:
-            await leased.close()
+            await (leased.close() if failed else self._source.give_back(leased))

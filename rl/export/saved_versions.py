@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from holdfast.comms.errors import CorruptData, HoldfastError
@@ -73,7 +74,11 @@ class SavedVersions:
         raise NoSavedVersion(place, version, self.numbers, self.best)
 
     def model(self, number: int) -> PreTrainedModel:
-        """The model of a saved version, adapters merged. Raises `ModelMisfit`, `CorruptData`, `CopyFailed`."""
+        """The model of a saved version, adapters merged.
+
+        Raises `ModelMisfit`, `CorruptData`, `CopyFailed`, and `ExtraNotInstalled` for a checkpoint of TorchTitan, whose
+        names only an interpreter with TorchTitan translates.
+        """
         folder = self._folder(number)
         return self._of_checkpoint(self._checkpoints[number]) if folder is None else folder.build()
 
@@ -110,6 +115,11 @@ class SavedVersions:
             if name.startswith(prefix)
         }
         settings = trainer_settings(self._config, self._source(), path)
+        if settings.titan is not None:
+            from holdfast.rl.trainers.titan.model import TitanModel
+
+            tensors = TitanModel(settings.source, settings.titan).renamed(tensors)
+            settings = msgspec.structs.replace(settings, titan=None)
         policy = build_policy(settings)
         _load(policy, tensors, path)
         if settings.lora is None:

@@ -1,23 +1,30 @@
-"""Evaluates saved weights on the held-out prompts of a configuration, by the run's own generator and reward."""
+"""Evaluates saved weights on the held-out prompts or episodes of a configuration, as the run itself does."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.algorithms.evaluation import judged
+from holdfast.rl.algorithms.protocols import Generation
+from holdfast.rl.algorithms.turns import HeldOutGames
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.reward import Judge, Score
+from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure, places
+from holdfast.rl.run.episodes.environment_servers import open_source
+from holdfast.rl.run.episodes.episode_codec import codec_of
 from holdfast.rl.run.generation import generator_settings
-from holdfast.rl.run.policy_source import Task, task_of
+from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
 
 
 class NothingHeldOut(HoldfastError):
@@ -25,7 +32,10 @@ class NothingHeldOut(HoldfastError):
 
 
 class HeldOutAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, the reference, and what the model answered; `failure` says why there is no reward."""
+    """A prompt, the reference, and what the model answered; `failure` says why there is no reward.
+
+    In an environment the prompt is what it showed first, and the answer is all that followed.
+    """
 
     prompt: str
     reference: str
@@ -46,6 +56,10 @@ class VersionEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[HeldOutAnswer, ...]
 
 
+_Answers = tuple[list[HeldOutAnswer], int]
+"""Answers, and the number of tokens that the model drew for them."""
+
+
 class _OneGenerator:
     """A generator in this process, as the endpoint of a policy."""
 
@@ -59,9 +73,8 @@ class _OneGenerator:
 
 def held_out_prompts(config: RunConfig, task: Task, count: int = 0) -> tuple[Prompt, ...]:
     """The first `count` held-out prompts (0: all of them), as a run evaluates them. Raises `NothingHeldOut`."""
-    if config.environment.name:
-        why = f"the run plays {config.environment.name!r}: it is evaluated while it trains, and not by this command"
-        raise NothingHeldOut(why)
+    if not config.has_prompts:
+        raise NothingHeldOut(f"the run plays in {config.environment.name!r}, and has no prompts")
     if task.held_out is None:
         raise NothingHeldOut("the configuration has no held-out prompts: name a file of them in data.held_out")
     if not config.reward:
@@ -71,27 +84,26 @@ def held_out_prompts(config: RunConfig, task: Task, count: int = 0) -> tuple[Pro
 
 
 async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0) -> VersionEvaluation:
-    """Evaluate the weights of `source` on `count` held-out prompts (0: as many as the run does).
+    """Evaluate the weights of `source` on `count` held-out prompts or episodes (0: as many as the run does).
 
-    Raises `NothingHeldOut`, `BadDataset`, and the errors of a generator.
+    Raises `NothingHeldOut`, `BadDataset`, `UnknownEnvironment`, and the errors of a generator.
     """
-    if config.environment.name:
-        raise NothingHeldOut(f"environment {config.environment.name} plays in a run alone: see its evaluations there")
-    task = task_of(config)
-    prompts = held_out_prompts(config, task, count or config.evaluation.prompts)
-    judge = Judge(await reward_of(config), task.tokenizer)
+    count = count or config.evaluation.prompts
     settings = generator_settings(config)
-    generator = TransformersGenerator(source, None, settings)
+    work: Callable[[Generation], Awaitable[_Answers]]
+    if config.has_prompts:
+        task = task_of(config)
+        prompts = held_out_prompts(config, task, count)
+        judge = Judge(await reward_of(config), task.tokenizer)
+        work = partial(_judged_answers, judge, prompts, config.sampling, settings.slots)
+    elif count:
+        work = partial(_played_answers, config, source, count)
+    else:
+        raise NothingHeldOut("the configuration does not say how many episodes to play: give a number")
     began = time.perf_counter()
-    answers: list[HeldOutAnswer] = []
-    tokens = 0
+    generator = TransformersGenerator(source, None, settings)
     try:
-        for at in range(0, len(prompts), settings.slots):
-            some = prompts[at : at + settings.slots]
-            completions, scores = await judged(_OneGenerator(generator), judge, some, config.sampling, None)
-            tokens += sum(len(each.tokens) for each in completions)
-            for prompt, completion, score in zip(some, completions, scores, strict=True):
-                answers.append(_answer(prompt, judge.text(completion), score))
+        answers, tokens = await work(_OneGenerator(generator))
     finally:
         generator.close()
     parts = sorted({name for each in answers for name in each.parts})
@@ -103,6 +115,45 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
         seconds=time.perf_counter() - began,
         answers=tuple(answers),
     )
+
+
+async def _judged_answers(
+    judge: Judge, prompts: Sequence[Prompt], sampling: Sampling, slots: int, generation: Generation
+) -> _Answers:
+    answers: list[HeldOutAnswer] = []
+    tokens = 0
+    for at in range(0, len(prompts), slots):
+        some = prompts[at : at + slots]
+        completions, scores = await judged(generation, judge, some, sampling, None)
+        tokens += sum(len(each.tokens) for each in completions)
+        for prompt, completion, score in zip(some, completions, scores, strict=True):
+            answers.append(_answer(prompt, judge.text(completion), score))
+    return answers, tokens
+
+
+async def _played_answers(config: RunConfig, source: ModelSource, count: int, generation: Generation) -> _Answers:
+    """Play in this process, or at the addresses of the configuration."""
+    failures: list[str] = []
+
+    def failed(failure: EpisodeFailure) -> None:
+        if not failure.again:
+            failures.append(failure.reason)
+
+    environment = config.environment
+    here = msgspec.structs.replace(environment, servers=0, sessions=max(places(environment), config.sampling.group))
+    config = msgspec.structs.replace(config, environment=here)
+    tokenizer = tokenizer_of(config)
+    limit = environment.max_tokens or source.longest_sequence()
+    async with await open_source(here) as sessions:
+        games = EnvironmentGames(sessions, codec_of(tokenizer, beside_prompts=False), config, limit, failed)
+        episodes = await HeldOutGames(games, count, config.sampling).episodes(generation, None)
+    answers = [
+        HeldOutAnswer(prompt=each.prompt.text, reference="", answer=tokenizer.decode(each.tokens), reward=each.reward)
+        for each in episodes
+    ]
+    unsaid = ["the policy drew no token"] * (count - len(episodes) - len(failures))
+    answers += [HeldOutAnswer(prompt="", reference="", answer="", failure=why) for why in (*failures, *unsaid)]
+    return answers, sum(sum(each.mask) for each in episodes)
 
 
 def _answer(prompt: Prompt, text: str, score: Score | RewardFailed) -> HeldOutAnswer:

@@ -44,20 +44,14 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
         The global random state is kept. Raises `ModelMisfit`.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        if bool(self.path) == bool(self.config):
-            raise ModelMisfit(self.name, "it has both a path and a config, or neither", "give one of them")
+        config = self.read_config()
         make: Any = AutoModelForCausalLM
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ModelMisfit(self.name, f"dtype {self.dtype!r} is no floating type of torch", "try 'float32'")
         try:
-            if self.path:
-                config = AutoConfig.from_pretrained(self.path, local_files_only=True)
-            else:
-                config = AutoConfig.for_model(**self.config)
-            self._check_vocabulary(config)
             with _building, _without_progress_bars(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
                 if self.path:
@@ -66,31 +60,23 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
                     model = make.from_config(config, dtype=dtype)
                 model = model.to(self.device)
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ModelMisfit(self.name, why, "give a causal model that transformers knows") from error
+            raise self._unknown(error) from error
         built: PreTrainedModel = model.eval()
         return built
 
-    def longest_sequence(self) -> int:
-        """The number of tokens, prompt included, that the model can attend to. Raises `ModelMisfit`."""
+    def read_config(self) -> Any:
+        """The configuration of transformers. Raises `ModelMisfit` without one, or if it does not fit the tokenizer."""
         from transformers import AutoConfig
 
-        if self.path:
-            return longest_of(AutoConfig.from_pretrained(self.path, local_files_only=True), self.name)
-        return longest_of(AutoConfig.for_model(**self.config), self.name)
-
-    def save_config(self, folder: Path) -> None:
-        """Write the model's configuration to a folder of its weights, so that transformers loads them from there."""
-        from transformers import AutoConfig
-
-        if self.path:
-            AutoConfig.from_pretrained(self.path, local_files_only=True).save_pretrained(folder)
-            return
-        config: Any = AutoConfig.for_model(**self.config)
-        config.architectures = [type(self.build()).__name__]
-        config.save_pretrained(folder)
-
-    def _check_vocabulary(self, config: Any) -> None:
+        if bool(self.path) == bool(self.config):
+            raise ModelMisfit(self.name, "it has both a path and a config, or neither", "give one of them")
+        try:
+            if self.path:
+                config = AutoConfig.from_pretrained(self.path, local_files_only=True)
+            else:
+                config = AutoConfig.for_model(**self.config)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise self._unknown(error) from error
         size = getattr(config, "vocab_size", None)
         if isinstance(size, int) and size < self.vocabulary:
             raise ModelMisfit(
@@ -98,6 +84,22 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
                 f"it has {size} tokens, and its tokenizer {self.vocabulary}",
                 "take the model's own tokenizer, or give the model a larger vocab_size",
             )
+        return config
+
+    def longest_sequence(self) -> int:
+        """The number of tokens, prompt included, that the model can attend to. Raises `ModelMisfit`."""
+        return longest_of(self.read_config(), self.name)
+
+    def save_config(self, folder: Path) -> None:
+        """Write the model's configuration to a folder of its weights, so that transformers loads them from there."""
+        config = self.read_config()
+        if not self.path:
+            config.architectures = [type(self.build()).__name__]
+        config.save_pretrained(folder)
+
+    def _unknown(self, error: Exception) -> ModelMisfit:
+        why = f"{type(error).__name__}: {error}"
+        return ModelMisfit(self.name, why, "give a causal model that transformers knows")
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:

@@ -37,15 +37,19 @@ class _Joined:
 
 
 class BatchedRequests:
-    """An endpoint that joins requests for `route`, up to `size` prompts."""
+    """An endpoint that joins requests for `route`, up to `size` prompts, but those that are to be `alone`."""
 
-    def __init__(self, route: Route, size: int) -> None:
-        self._route, self._size = route, size
+    def __init__(
+        self, route: Route, size: int, alone: Callable[[SamplingRequest], bool] = lambda request: False
+    ) -> None:
+        self._route, self._size, self._alone = route, size, alone
         self._open: dict[SamplingRequest, _Joined] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def route(self, request: SamplingRequest) -> Sequence[Completion]:
         """The completions of a request. Raises what `route` raises for the one that it is a part of."""
+        if self._alone(request):
+            return await self._route(request)
         loop = asyncio.get_running_loop()
         if not self._open:
             loop.call_soon(self._send_all)

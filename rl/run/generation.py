@@ -93,7 +93,7 @@ class Generators:
         self._recorders = {role: ProcessRecorder(role, telemetry) for role in ("holder", "generator")}
         self._services: dict[str, Service] = {}
         # A turn of a group is a request of its own: what else is asked at that time must not change its bits.
-        self.generate = BatchedRequests(self._route, 1 if config.environment.name else config.sampling.batch)
+        self.generate = BatchedRequests(self._route, config.sampling.batch, alone=lambda request: request.samples == 1)
         self.update = _Update(self)
 
     async def start_holders(self, keep: int) -> None:

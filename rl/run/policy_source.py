@@ -11,6 +11,7 @@ from holdfast.rl.data import arithmetic
 from holdfast.rl.data.prompts import Problem, PromptSource, Tokenizer, read_problems
 from holdfast.rl.data.seeds import seed_of
 from holdfast.rl.data.text_tokenizer import TextTokenizer
+from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
 
 SMALL_LLAMA = {
@@ -41,13 +42,17 @@ class Task:
 
 
 class PretrainedTokenizer:
-    """The tokenizer in a model's folder."""
+    """The tokenizer in a model's folder. Raises `ModelMisfit`."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoTokenizer
 
         make: Any = AutoTokenizer
-        self._tokenizer: Any = make.from_pretrained(str(path), local_files_only=True)
+        try:
+            self._tokenizer: Any = make.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            why = f"its folder has no tokenizer: {type(error).__name__}: {str(error).splitlines()[0]}"
+            raise ModelMisfit(repr(str(path)), why, "save the model's own tokenizer beside it") from error
         self.vocabulary = len(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -65,7 +70,7 @@ def policy_source(config: RunConfig) -> ModelSource:
     """The policy before any training."""
     model = config.model
     if not model.path:
-        small = SMALL_TEXT_LLAMA if config.environment.name else SMALL_LLAMA
+        small = SMALL_LLAMA if config.has_prompts else SMALL_TEXT_LLAMA
         return ModelSource(config=small, seed=config.seed, dtype=model.dtype)
     path = Path(model.path)
     return ModelSource(path=str(path), dtype=model.dtype, vocabulary=PretrainedTokenizer(path).vocabulary)
@@ -93,4 +98,4 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     """The tokenizer of a configuration's policy."""
     if config.model.path:
         return PretrainedTokenizer(Path(config.model.path))
-    return TextTokenizer() if config.environment.name else arithmetic.CharacterTokenizer()
+    return arithmetic.CharacterTokenizer() if config.has_prompts else TextTokenizer()

@@ -17,7 +17,7 @@ class RunEvent(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, forb
 class ProcessStarted(RunEvent, frozen=True, tag="process_started"):
     """A process was started. `replaces` names the dead process that it takes over from.
 
-    `clock` is what the host's monotonic clock showed at `time`; only the driver says it.
+    `clock` and `wall` are what the host's monotonic clock and its wall clock showed at `time`; only the driver says it.
     """
 
     name: str
@@ -25,6 +25,7 @@ class ProcessStarted(RunEvent, frozen=True, tag="process_started"):
     pid: int
     replaces: str = ""
     clock: float = 0.0
+    wall: float = 0.0
 
 
 class ProcessLost(RunEvent, frozen=True, tag="process_lost"):

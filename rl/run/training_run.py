@@ -14,7 +14,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,12 @@ from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
 from holdfast.rl.engine.engine import Engine
-from holdfast.rl.run.episodes.episode_sources import EnvironmentEpisodes, EpisodeSource, PromptEpisodes
+from holdfast.rl.run.episodes.episode_sources import (
+    EnvironmentEpisodes,
+    EpisodeSource,
+    MixedEpisodes,
+    PromptEpisodes,
+)
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.generation import Generators
 from holdfast.rl.run.policy_source import policy_source
@@ -52,6 +57,7 @@ from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.rl.run.trainer_processes import KEEP, TrainerProcesses, trainer_settings
 from holdfast.rl.run.work_collector import Ask, WorkCollector
 from holdfast.rl.services.metrics import metrics_if_asked
+from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.trainers.best_version import BestVersion
 from holdfast.store import WeightStore
 
@@ -102,7 +108,7 @@ class TrainingRun:
         faultpoints.arm_from_environment()
         clock = time.monotonic()
         began = ProcessStarted(
-            time=self.telemetry.at(clock), name="driver", role="driver", pid=os.getpid(), clock=clock
+            time=self.telemetry.at(clock), name="driver", role="driver", pid=os.getpid(), clock=clock, wall=time.time()
         )
         self.telemetry.emit(began)
         config, directory = self._config, self._directory
@@ -130,9 +136,12 @@ class TrainingRun:
 
     def _episodes(self) -> EpisodeSource:
         """Where the episodes come from."""
-        if self._config.environment.name:
-            return EnvironmentEpisodes(self._config, self._engine, self.telemetry)
-        return PromptEpisodes(self._config, self.telemetry)
+        config, telemetry = self._config, self.telemetry
+        if not config.environment.name:
+            return PromptEpisodes(config, telemetry)
+        games = EnvironmentEpisodes(config, self._engine, telemetry)
+        share = config.environment.share
+        return MixedEpisodes(PromptEpisodes(config, telemetry), games, share) if config.has_prompts else games
 
     async def _train(
         self, episodes: EpisodeSource, trainers: TrainerProcesses, generators: Generators, best: BestVersion
@@ -162,15 +171,20 @@ class TrainingRun:
         self._done = position.step
         roles: dict[str, Ask] = {"trainer": trainers.work}
         roles |= {role: partial(generators.work, role) for role in ("generator", "holder")}
-        collector = WorkCollector(self.telemetry, roles, partial(self._say, trainers, generators))
-        with metrics_if_asked(generators.status):
+        roles["environment"] = episodes.work
+
+        def services() -> tuple[ServiceStatus, ...]:
+            return (*generators.status(), *episodes.status())
+
+        collector = WorkCollector(self.telemetry, roles, partial(self._say, trainers, services))
+        with metrics_if_asked(services):
             async with collector.collecting():
                 if config.algorithm.mode == "synchronous":
                     await synchronous(*loop)
                 else:
                     await asynchronous(*loop, config.algorithm.concurrency)
                 digest = await trainers.digest()
-        await self._say(trainers, generators, ended=True)
+        await self._say(trainers, services, ended=True)
         return RunResult(digest=digest, steps=config.steps, seconds=self.telemetry.now(), best=evaluation.best)
 
     # -- what happens in the loop
@@ -198,7 +212,9 @@ class TrainingRun:
             self._directory.append_group(group)
         self.telemetry.emit(WeightsPublished(time=now, version=report.version))
 
-    async def _say(self, trainers: TrainerProcesses, generators: Generators, ended: bool = False) -> None:
+    async def _say(
+        self, trainers: TrainerProcesses, services: Callable[[], tuple[ServiceStatus, ...]], ended: bool = False
+    ) -> None:
         """Write what is known of the processes to the file that `holdfast top` reads."""
         status = RunStatus(
             time=time.time(),
@@ -206,7 +222,7 @@ class TrainingRun:
             step=self._done,
             steps=self._config.steps,
             trainers=await trainers.rows(),
-            services=generators.status(),
+            services=services(),
             ended=ended,
         )
         write_status(self._directory.status_file, status)

@@ -87,7 +87,12 @@ def _prompts(record: TrainingRecord) -> CheckResult:
     for prompt, times in counts.items():
         if times > 1:
             found.violated(0.0, f"prompt {prompt} was trained {counted(times, 'time')}")
-    failed = {event.prompt for driver in record.drivers for event in driver if isinstance(event, EpisodeFailed)}
+    failed = {
+        event.prompt
+        for driver in record.drivers
+        for event in driver
+        if isinstance(event, EpisodeFailed) and not event.again
+    }
     skipped = [each for each in range(max(counts, default=-1) + 1) if each not in counts and each not in failed]
     admitted = loop.staleness // loop.updates * loop.groups
     if len(skipped) > admitted:

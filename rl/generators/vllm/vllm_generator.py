@@ -32,6 +32,7 @@ from holdfast.rl.generators.served_weights import await_visible
 from holdfast.rl.generators.transformers_generator import GeneratorHealth
 from holdfast.rl.generators.vllm.completions import completion_of, sampling_parameters
 from holdfast.rl.generators.vllm.settings import VllmSettings
+from holdfast.rl.work_log import SharedSpan, WorkLog, WorkReport, processor_with_descendants
 from holdfast.store import Layout, WeightStore
 
 ENVIRONMENT = {
@@ -78,6 +79,8 @@ class VllmGenerator:
         self._no_exact = asyncio.Event()
         self._no_exact.set()
         self._running: set[asyncio.Task[Any]] = set()
+        self._work = WorkLog(processor_with_descendants)
+        self._generating = SharedSpan(self._work, "generate")
         self._requests = self._tokens = 0
 
     @property
@@ -120,7 +123,8 @@ class VllmGenerator:
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                     await self._no_exact.wait()
-                    await self._switch(version, deadline)
+                    with self._generating.paused("update", version):
+                        await self._switch(version, deadline)
             except Exception as error:
                 failure = await self._failed(version, error)
                 self._failure = failure
@@ -149,6 +153,10 @@ class VllmGenerator:
             tokens=self._tokens,
             failure=failure,
         )
+
+    async def work(self) -> WorkReport:
+        """What this generator did since the last call, and the processor time of vLLM's processes with its own."""
+        return self._work.report()
 
     def close(self) -> None:
         """End vLLM's processes, and leave the store. Idempotent."""
@@ -201,14 +209,15 @@ class VllmGenerator:
                 self._no_exact.set()
 
     async def _draw_all(self, request: SamplingRequest) -> list[Completion]:
-        self._check_ready()
+        version = self._check_ready()
         prompts = [prompt for prompt in request.prompts for _ in range(request.samples)]
         drawing = [
             asyncio.ensure_future(self._draw(prompt, seed, request))
             for prompt, seed in zip(prompts, request.seeds, strict=True)
         ]
         try:
-            return list(await asyncio.gather(*drawing))
+            with self._generating.doing(version):
+                return list(await asyncio.gather(*drawing))
         finally:
             for each in drawing:
                 each.cancel()

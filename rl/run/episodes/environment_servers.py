@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from urllib.parse import urlencode
 
 from holdfast.ft import faultpoints
@@ -25,7 +26,8 @@ from holdfast.rl.services.errors import ServiceFailed
 from holdfast.rl.services.options import PreparedReplica
 from holdfast.rl.services.servable import served
 from holdfast.rl.services.service import Service
-from holdfast.rl.services.status import ReplicaEvent
+from holdfast.rl.services.status import ReplicaEvent, ServiceStatus
+from holdfast.rl.work_log import WorkLog, WorkReport
 
 ROLE = "environment"
 START_SECONDS = 60.0
@@ -64,6 +66,10 @@ class ServedEnvironment:
             self._open.callback(looking.cancel)
         return self._server.url
 
+    async def work(self) -> WorkReport:
+        """The processor time of this server."""
+        return WorkLog().report()
+
     async def close(self) -> None:
         """End the server, and with it all sessions. Idempotent."""
         await self._open.aclose()
@@ -93,15 +99,6 @@ class EnvironmentServers:
         if not self._config.addresses:
             environment_factory(self.name)
 
-    async def _look(self, url: str) -> str:
-        """Begin an episode at a server; why it cannot, or nothing."""
-        try:
-            async with EnvironmentClient(url, timeout=self._config.timeout) as client:
-                await client.reset(0)
-        except EnvironmentFailed as error:
-            return str(error)
-        return ""
-
     async def start(self) -> SessionSource:
         """Start what must run. Raises `UnknownEnvironment`."""
         config, name = self._config, self.name
@@ -120,16 +117,22 @@ class EnvironmentServers:
             except ServiceFailed as error:
                 raise UnknownEnvironment(name, f"no server of it can be started: {error}") from error
             self._recorder.see_first(self._service)
-        if config.addresses and all(found := await asyncio.gather(*map(self._look, config.addresses))):
-            raise UnknownEnvironment(name, f"no server of it can be used: {'; '.join(found)}")
-        if urls := tuple(self._urls.values()) or config.addresses:
-            timeout = config.timeout + _MARGIN
-            self._pool = self._source = EnvironmentPool(urls, timeout=timeout, limit=config.sessions)
+            # No other client has a use for its own servers, so sessions are kept.
+            self._source = self._pool = _pool(config, tuple(self._urls.values()), keep=True)
         else:
-            await asyncio.to_thread(check_environment, name)
-            factory = environment_factory(name)
-            self._source = LocalPool(factory, name, timeout=config.timeout, limit=config.sessions)
+            self._source = await open_source(config)
         return self._source
+
+    def status(self) -> tuple[ServiceStatus, ...]:
+        """The service of the servers that it started, if there are any. May be called from any thread."""
+        return () if self._service is None else (self._service.status(),)
+
+    async def work(self) -> Mapping[str, WorkReport]:
+        """The processor time of each server that it started, without those that do not answer."""
+        if self._service is None:
+            return {}
+        found = await self._service.work.fanout()
+        return {each.replica: each.value for each in found if each.error is None}
 
     async def close(self) -> None:
         """End all servers. Idempotent."""
@@ -152,6 +155,31 @@ class EnvironmentServers:
         """Tell the pool of the servers; while there is none, it looks for the last ones."""
         if self._pool is not None and self._urls:
             self._pool.set_servers(self._urls.values())
+
+
+async def open_source(config: EnvironmentConfig) -> SessionSource:
+    """Sessions at servers that run already, or else in this process. Raises `UnknownEnvironment`."""
+    name = full_name(config)
+    if not config.addresses:
+        await asyncio.to_thread(check_environment, name)
+        return LocalPool(environment_factory(name), name, timeout=config.timeout, limit=config.sessions)
+    if all(found := await asyncio.gather(*(_why_not(url, config.timeout) for url in config.addresses))):
+        raise UnknownEnvironment(name, f"no server of it can be used: {'; '.join(found)}")
+    return _pool(config, config.addresses, keep=False)
+
+
+def _pool(config: EnvironmentConfig, urls: tuple[str, ...], *, keep: bool) -> EnvironmentPool:
+    return EnvironmentPool(urls, timeout=config.timeout + _MARGIN, limit=config.sessions, keep=keep)
+
+
+async def _why_not(url: str, timeout: float) -> str:
+    """Begin an episode at a server; why it cannot, or nothing."""
+    try:
+        async with EnvironmentClient(url, timeout=timeout) as client:
+            await client.reset(0)
+    except EnvironmentFailed as error:
+        return str(error)
+    return ""
 
 
 def full_name(config: EnvironmentConfig) -> str:

@@ -23,6 +23,14 @@ class LineCodec:
         return self._tokenizer.decode(tokens)
 
 
-def codec_of(tokenizer: Tokenizer) -> TextCodec:
-    """The codec for a policy's tokenizer."""
-    return LineCodec(tokenizer)
+class PromptCodec(LineCodec):
+    """The first observation is encoded as a prompt is, for a policy that learns from prompts too."""
+
+    def encode(self, text: str, turn: int) -> Sequence[int]:
+        """The tokens of an observation."""
+        return super().encode(text, turn) if turn else self._tokenizer.encode(text)
+
+
+def codec_of(tokenizer: Tokenizer, *, beside_prompts: bool) -> TextCodec:
+    """The codec for a policy's tokenizer; `beside_prompts`: other groups of the run are prompts."""
+    return PromptCodec(tokenizer) if beside_prompts else LineCodec(tokenizer)

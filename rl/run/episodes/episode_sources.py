@@ -1,21 +1,22 @@
-"""What the episodes of a run come from: prompts and a reward, or an environment."""
+"""What the episodes of a run come from: prompts and a reward, an environment, or both."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from holdfast.rl.algorithms.episode import generate_episode
 from holdfast.rl.algorithms.evaluation import HeldOut, HeldOutPrompts
-from holdfast.rl.algorithms.protocols import Policy
-from holdfast.rl.algorithms.turns import HeldOutGames, play_episodes
+from holdfast.rl.algorithms.protocols import Data, Policy
+from holdfast.rl.algorithms.turns import GroupNumbers, HeldOutGames, play_episodes
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.prompts import PromptNumbers, PromptStream
 from holdfast.rl.data.replay_buffer import ReplayBuffer
 from holdfast.rl.engine.engine import Engine
+from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
@@ -27,6 +28,10 @@ from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
 from holdfast.rl.run.run_events import EpisodeFailed
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.run.warm_up import warmed_up
+from holdfast.rl.services.status import ServiceStatus
+from holdfast.rl.work_log import WorkReport
+
+T = TypeVar("T")
 
 
 class EpisodeSource(Protocol):
@@ -52,6 +57,14 @@ class EpisodeSource(Protocol):
         """The episodes of an evaluation, if there are any."""
         ...
 
+    def status(self) -> tuple[ServiceStatus, ...]:
+        """The services that it needs, now. May be called from any thread."""
+        ...
+
+    async def work(self) -> Mapping[str, WorkReport]:
+        """What its processes did since the last call, without those that do not answer."""
+        ...
+
 
 class PromptEpisodes:
     """Completions of prompts, judged by a reward."""
@@ -64,6 +77,11 @@ class PromptEpisodes:
         """The policy after its supervised steps."""
         config = self._config
         self._task = task = await asyncio.to_thread(task_of, config)
+        most = await asyncio.to_thread(policy.longest_sequence)
+        longest = max(source.longest for source in (task.train, task.held_out) if source is not None)
+        if (tokens := longest + config.sampling.max_new_tokens) > most:
+            why = f"the longest prompt and sampling.max_new_tokens make {tokens} tokens, and it attends to {most}"
+            raise ModelMisfit(policy.name, why, "shorten the prompts, or lower sampling.max_new_tokens")
         self._judge = Judge(await reward_of(config), task.tokenizer, self._failed)
         warm = partial(warmed_up, policy, config.model, task.problems, task.tokenizer, config.seed, folder)
         return await asyncio.to_thread(warm)
@@ -76,9 +94,16 @@ class PromptEpisodes:
 
     def episode(self, policy: Policy, buffer: ReplayBuffer) -> Callable[[], Awaitable[None]]:
         """See `generate_episode`."""
-        config, prompts = self._config, PromptStream(self._task.train, buffer)
+        return partial(self._episode, PromptStream(self._task.train, buffer), policy, buffer)
+
+    async def group(self, number: int, policy: Policy, buffer: ReplayBuffer) -> None:
+        """Add the group of a prompt that has begun."""
+        await self._episode(_Begun(self._task.train.prompt(number)), policy, buffer)
+
+    async def _episode(self, prompts: Data, policy: Policy, buffer: ReplayBuffer) -> None:
+        config = self._config
         settings = (config.sampling, config.seed, config.objective.redraws)
-        return partial(generate_episode, prompts, policy, self._judge, buffer, *settings)
+        await generate_episode(prompts, policy, self._judge, buffer, *settings)
 
     def held_out(self) -> HeldOut | None:
         """The first held-out prompts."""
@@ -87,6 +112,14 @@ class PromptEpisodes:
             return None
         prompts = [source.prompt(number) for number in range(min(wanted or len(source), len(source)))]
         return HeldOutPrompts(self._judge, prompts, self._config.sampling)
+
+    def status(self) -> tuple[ServiceStatus, ...]:
+        """There is no service."""
+        return ()
+
+    async def work(self) -> Mapping[str, WorkReport]:
+        """There is no process."""
+        return {}
 
     def _failed(self, failed: RewardFailed) -> None:
         self._telemetry.emit(EpisodeFailed(time=self._telemetry.now(), prompt=failed.number, reason=str(failed)))
@@ -104,7 +137,8 @@ class EnvironmentEpisodes:
         """The policy as it is."""
         self._servers.check()
         self._limit = self._config.environment.max_tokens or await asyncio.to_thread(policy.longest_sequence)
-        self._codec = codec_of(await asyncio.to_thread(tokenizer_of, self._config))
+        tokenizer = await asyncio.to_thread(tokenizer_of, self._config)
+        self._codec = codec_of(tokenizer, beside_prompts=self._config.has_prompts)
         return policy
 
     async def start(self) -> None:
@@ -119,15 +153,88 @@ class EnvironmentEpisodes:
 
     def episode(self, policy: Policy, buffer: ReplayBuffer) -> Callable[[], Awaitable[None]]:
         """See `play_episodes`."""
+        return partial(self._episode, PromptNumbers(buffer), policy, buffer)
+
+    async def group(self, number: int, policy: Policy, buffer: ReplayBuffer) -> None:
+        """Play a group that has begun."""
+        await self._episode(_Begun(number), policy, buffer)
+
+    async def _episode(self, numbers: GroupNumbers, policy: Policy, buffer: ReplayBuffer) -> None:
         config = self._config
         settings = (config.sampling, config.seed, config.objective.redraws)
-        return partial(play_episodes, PromptNumbers(buffer), policy, self._games, buffer, *settings)
+        await play_episodes(numbers, policy, self._games, buffer, *settings)
 
     def held_out(self) -> HeldOut | None:
         """Episodes of other seeds."""
         return HeldOutGames(self._games, self._config.evaluation.prompts, self._config.sampling)
 
+    def status(self) -> tuple[ServiceStatus, ...]:
+        """The service of servers, if the run has started any."""
+        return self._servers.status()
+
+    async def work(self) -> Mapping[str, WorkReport]:
+        """The processor time of each server."""
+        return await self._servers.work()
+
     def _failed(self, failed: EpisodeFailure) -> None:
         now = self._telemetry.now()
         event = EpisodeFailed(time=now, prompt=failed.number, reason=failed.reason, again=failed.again)
         self._telemetry.emit(event)
+
+
+class MixedEpisodes:
+    """A `share` of the groups is played in an environment, the others begin with prompts. Evaluations have prompts."""
+
+    def __init__(self, prompts: PromptEpisodes, games: EnvironmentEpisodes, share: float) -> None:
+        self._prompts, self._games, self._share = prompts, games, share
+
+    async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
+        """The policy after its supervised steps."""
+        return await self._games.prepare(await self._prompts.prepare(policy, folder), folder)
+
+    async def start(self) -> None:
+        """Start the servers, and begin an episode. Raises `UnknownEnvironment`."""
+        await self._games.start()
+
+    async def close(self) -> None:
+        """End the servers. Idempotent."""
+        await self._games.close()
+
+    def episode(self, policy: Policy, buffer: ReplayBuffer) -> Callable[[], Awaitable[None]]:
+        """See `generate_episode` and `play_episodes`."""
+        numbers = PromptNumbers(buffer)
+
+        async def episode() -> None:
+            number = await numbers.sample()
+            source = self._games if is_played(number, self._share) else self._prompts
+            await source.group(number, policy, buffer)
+
+        return episode
+
+    def held_out(self) -> HeldOut | None:
+        """The first held-out prompts."""
+        return self._prompts.held_out()
+
+    def status(self) -> tuple[ServiceStatus, ...]:
+        """The service of servers, if the run has started any."""
+        return self._games.status()
+
+    async def work(self) -> Mapping[str, WorkReport]:
+        """The processor time of each server."""
+        return await self._games.work()
+
+
+def is_played(number: int, share: float) -> bool:
+    """Whether a group is one of the `share` that is played in an environment: these are spread evenly."""
+    return int((number + 1) * share) > int(number * share)
+
+
+class _Begun(Generic[T]):
+    """A group that has begun already, for what would begin the next one."""
+
+    def __init__(self, group: T) -> None:
+        self._group = group
+
+    async def sample(self) -> T:
+        """The group."""
+        return self._group

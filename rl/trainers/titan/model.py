@@ -70,7 +70,11 @@ class TitanModel:
 
     def published(self, model: torch.nn.Module) -> dict[str, Any]:
         """The state dict under transformers' names, each rank with its shards; collective for a Llama."""
-        state = dict(model.state_dict())
+        return self.renamed(model.state_dict())
+
+    def renamed(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors with TorchTitan's names under those of transformers; collective for DTensors of a Llama."""
+        state = dict(tensors)
         placed = {
             name: each for name, each in state.items() if name.endswith(PERMUTED) and hasattr(each, "full_tensor")
         }

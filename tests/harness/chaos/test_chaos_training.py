@@ -21,7 +21,7 @@ from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import BadScenario, parse
 from holdfast.rl.config.load import parse_config
-from holdfast.rl.run.run_events import Event, RunResumed, StepTrained, WeightsPublished, WeightsServed
+from holdfast.rl.run.run_events import EpisodeFailed, Event, RunResumed, StepTrained, WeightsPublished, WeightsServed
 
 STEPS = 16
 RUN = f"""
@@ -204,6 +204,18 @@ def test_prompts_that_are_trained_twice_or_left_out_are_seen(seed: int) -> None:
         for each in committed(0, 6)
     ]
     assert violated((tuple(jumped),)) == {training.PROMPTS}, "more than the staleness admits to be unfinished"
+
+
+def test_a_prompt_whose_episode_went_on_elsewhere_is_trained_and_one_that_failed_need_not_be() -> None:
+    jumped = tuple(
+        msgspec.structs.replace(each, prompts=tuple(prompt + 5 for prompt in each.prompts))
+        if isinstance(each, StepTrained)
+        else each
+        for each in committed(0, 6)
+    )
+    for again, wrong in ((False, ()), (True, (training.PROMPTS,))):
+        failures = tuple(EpisodeFailed(time=0.0, prompt=prompt, reason="gone", again=again) for prompt in range(5))
+        assert violated((failures + jumped,)) == set(wrong)
 
 
 def test_stale_tokens_lost_versions_and_left_processes_are_seen() -> None:

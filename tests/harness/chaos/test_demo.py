@@ -63,7 +63,7 @@ def demonstrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, An
 def test_every_role_is_struck_and_recovers(demonstrated: tuple[dict[str, Any], Path]) -> None:
     summary, _ = demonstrated
     struck = [fault["process"].split("-")[0] for fault in summary["faults"]]
-    assert struck == ["trainer", "generator", "holder", "generator"]
+    assert struck == ["trainer", "generator", "environment", "holder", "environment", "generator"]
     for fault in summary["faults"]:
         times = list(fault["recovery"].values())
         assert next(iter(fault["recovery"])) == "detected", fault
@@ -86,7 +86,7 @@ def test_the_report_shows_the_run_and_its_episodes(demonstrated: tuple[dict[str,
     assert "holdfast demo --seed 3 --steps 24" in page
     assert "class=" in (folder / "rl-demo-episodes.html").read_text()
     (run,) = load_report(folder).runs
-    assert {life.role for life in run.lives} >= {"driver", "trainer", "generator", "holder"}
+    assert {life.role for life in run.lives} >= {"driver", "trainer", "generator", "holder", "environment"}
     assert {span.process for span in run.spans} <= {life.name for life in run.lives}
 
 

@@ -20,6 +20,7 @@ from holdfast.rl.run.run_events import (
     Evaluated,
     Event,
     ProcessLost,
+    ProcessorTime,
     ProcessStarted,
     RunResumed,
     StepTrained,
@@ -59,6 +60,8 @@ def a_run() -> list[Event]:
         ProcessLost(time=9.0, name="generator-0", role="generator", pid=12, how="was ended by SIGKILL"),
         ProcessStarted(time=9.1, name="generator-1", role="generator", pid=13, replaces="generator-0"),
         EpisodeFailed(time=9.2, prompt=7, reason="the environment died"),
+        EpisodeFailed(time=9.2, prompt=8, reason="the environment died", again=True),
+        EpisodeFailed(time=9.3, prompt=8, reason="the environment died", again=True),
         Evaluated(time=21.0, version=40, reward=0.9, best=True),
     ]
     return sorted(events, key=lambda event: event.time)
@@ -70,6 +73,7 @@ def test_the_report_of_a_run_shows_all_that_its_events_say(tmp_path: Path) -> No
             directory.append(event)
     report = report_of(tmp_path, title="A run", configuration=(("seed", "0"),))
     assert "10.0% to 90.0%" in report.summary and "1 process died" in report.summary
+    assert report.summary.endswith("1 failed episode left out. 2 episodes went on in another environment.")
     assert all(rate.value == pytest.approx(200.0) for rate in report.learning.tokens)
     assert [bar.count for bar in report.learning.staleness] == [40, 40]
     assert sum(bar.count for bar in report.learning.latencies) == 40
@@ -86,6 +90,45 @@ def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -
     facts = RunFacts.of(events)
     assert sorted(facts.steps) == list(range(12)) and facts.repeated == 4
     assert facts.steps[6].time == 17.0
+
+
+def driver(time: float, wall: float) -> list[Event]:
+    """A driver that starts at a time on the run's axis and at one of the wall clock, and its trainer."""
+    begun = ProcessStarted(time=time, name="driver", role="driver", pid=1, wall=wall)
+    return [begun, ProcessStarted(time=time, name="trainer-0", role="trainer", pid=11)]
+
+
+def test_the_time_between_two_drivers_is_a_part_of_the_run(tmp_path: Path) -> None:
+    """The second one writes on from the last event of the first, whose processes ended with it."""
+
+    def used(time: float, seconds: float) -> ProcessorTime:
+        return ProcessorTime(time=time, process="trainer-0", role="trainer", seconds=seconds)
+
+    events = [*driver(0.0, 1000.0), trained(0, 2.0), used(3.0, 9.0)]
+    events += [*driver(3.0, 1010.0), RunResumed(time=3.0, step=1), used(4.0, 0.5), trained(1, 5.0), used(6.0, 2.5)]
+    facts = RunFacts.of(events)
+    assert (facts.downtime, facts.seconds, facts.steps[1].time) == (7.0, 13.0, 12.0)
+    lanes = {each.name: (each.born, each.ended, each.fate, each.note) for each in facts.lanes()}
+    assert lanes == {
+        "driver": (0.0, 3.0, "lost", ""),
+        "driver/2": (10.0, 13.0, "finished", ""),
+        "trainer-0": (0.0, 3.0, "lost", "ended with its driver"),
+        "trainer-0/2": (10.0, 13.0, "finished", ""),
+    }
+    assert [use.seconds for use in facts.processor_uses()] == [2.0], "each process has a clock of its own"
+    with RunDirectory(tmp_path).open() as directory:
+        directory.append_all(events)
+    report = report_of(tmp_path, title="A run")
+    assert "resumed 1 time after 7 s without one, and 0 steps trained again" in report.summary
+    assert [(each.value, each.note) for each in report.figures if each.label == "Downtime"] == [
+        ("7 s", "without a driver, 54% of the run; 2 drivers")
+    ]
+    assert "trainer-0/2" in render(report)
+
+
+def test_a_clock_that_was_set_back_leaves_no_gap_between_drivers() -> None:
+    facts = RunFacts.of([*driver(0.0, 1000.0), trained(0, 2.0), *driver(2.0, 900.0), trained(1, 3.0)])
+    assert (facts.downtime, facts.seconds) == (0.0, 3.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))

@@ -268,6 +268,33 @@ def test_servers_are_exchanged_while_sessions_run() -> None:
     run(body())
 
 
+def test_a_session_that_is_kept_plays_the_next_episode_and_ends_with_its_server() -> None:
+    async def body() -> None:
+        with server_process("misbehaving") as server:
+            async with EnvironmentPool([server.url], keep=True, timeout=20.0) as pool:
+                first = await pool.lease()
+                assert await episode(first, 0) == 4
+                await pool.give_back(first)
+                async with pool.session() as session:
+                    assert await episode(session, 1) == 4
+                second = await pool.lease()
+                assert second is first and pool.status()[0].sessions == 1
+                await second.reset(0)
+                with pytest.raises(EnvironmentDied):
+                    await second.step("raise")
+                await pool.give_back(second)
+                third = await pool.lease()
+                assert third is not first, "one that failed is never used again"
+                await pool.give_back(third)
+                server.kill()
+                server.start()
+                async with pool.session() as session:
+                    assert await episode(session, 2) == 4, "the one that was kept is lost, and another takes its place"
+                assert pool.status()[0].sessions == 0
+
+    run(body())
+
+
 @pytest.mark.parametrize("urls", [[], ["nowhere"]])
 def test_a_pool_without_servers_is_refused(urls: list[str]) -> None:
     async def body() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.rl.data import arithmetic
 from holdfast.rl.environments.builtin.arithmetic import ArithmeticEnvironment
 from holdfast.rl.environments.builtin.game_2048 import (
     MOVES,
@@ -129,6 +130,20 @@ def test_2048_takes_the_last_word_and_says_what_it_cannot_read() -> None:
         boards.append(game.step(action).fields["board"])
     assert boards[0] == boards[1]
     assert render(((2, 0), (16, 4))) == " 2  .\n16  4"
+
+
+@given(st.integers(0, 2**40))
+def test_arithmetic_with_a_split_asks_the_problems_of_the_task_and_no_others(seed: int) -> None:
+    for split, problems in (("train", arithmetic.training()), ("held_out", arithmetic.held_out())):
+        environment = ArithmeticEnvironment(split=split)  # type: ignore[arg-type]
+        question = environment.reset(seed).text
+        answer = {each.prompt: each.answer for each in problems}[question]
+        for text, reward in ((f" {answer} ", 1.0), (f"{answer}0", 0.0), (str(int(answer) + 100), 0.0)):
+            assert environment.reset(seed).text == question
+            observation = environment.step(Action(text))
+            assert (observation.reward, observation.done) == (reward, True)
+    with pytest.raises(UnknownEnvironment, match="leave terms and digits"):
+        ArithmeticEnvironment(digits=2, split="train")
 
 
 @given(st.integers(0, 2**40), TEXT)

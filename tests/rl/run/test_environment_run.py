@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
+from holdfast.harness.cli.app import app
 from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.data import arithmetic
 from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.environments.errors import UnknownEnvironment
+from holdfast.rl.export.saved_versions import SavedVersions
+from holdfast.rl.export.version_evaluation import evaluate_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Evaluated, ProcessStarted, StepTrained
+from holdfast.rl.run.run_status import read_status
+from support.rl.console import WIDE
 from support.rl.started_monarch import start_monarch_once
 from support.rl.training_runs import Killer, run
 
@@ -103,6 +111,48 @@ def test_the_weights_have_the_same_bits_when_servers_are_killed_and_stopped(
     assert replaced == ["", *killer.struck], "each is replaced by the next"
     trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, StepTrained)]
     assert trained == list(range(STEPS))
+
+
+def test_saved_weights_are_evaluated_in_the_environment_as_in_the_run(tmp_path: Path) -> None:
+    config = configured(steps=4)
+    best = run(config, tmp_path).best
+    saved = SavedVersions(config, RunDirectory(tmp_path))
+    assert best is not None and saved.best == best.version
+    found = asyncio.run(evaluate_source(config, saved.source(saved.find("best"), tmp_path / "scratch")))
+    assert (found.reward, found.failed, len(found.answers)) == (best.reward, 0, 6)
+    assert {each.prompt for each in found.answers} == {"guess a number from 1 to 5"}
+    assert found.tokens >= 6 and all(each.answer for each in found.answers)
+    shown = CliRunner().invoke(app, ["rl", "eval", str(tmp_path), "--prompts", "3"], env=WIDE)
+    assert shown.exit_code == 0 and "3 held-out episodes" in shown.output, shown.output
+
+
+MIXED = {
+    "environment__name": "arithmetic",
+    "environment__arguments": '{split="train"}',
+    "environment__share": 0.25,
+    "environment__max_turns": 1,
+    "model__warmup_steps": 4,
+    "sampling__max_new_tokens": 2,
+    "steps": 4,
+}
+
+
+def test_a_share_of_the_groups_is_played_beside_prompts_and_outlives_the_servers_too(tmp_path: Path) -> None:
+    quiet = run(configured(**MIXED, environment__servers=0), tmp_path / "quiet")
+    killer = Killer({0: ("environment", signal.SIGKILL), 2: ("environment", signal.SIGSTOP)})
+    result = run(configured(**MIXED), tmp_path / "struck", killer)
+    assert result.digest == quiet.digest
+    assert len(killer.struck) == 2 and set(killer.struck) <= killer.lost
+    groups = {group.number: group for group in RunDirectory(tmp_path / "struck").groups()}
+    assert sorted(groups) == list(range(16))
+    known = {problem.prompt: problem.answer for problem in arithmetic.training()}
+    for number, group in groups.items():
+        assert group.prompt.text in known, "no problem is one that is held out"
+        played = not group.prompt.answer
+        assert played == (number % 4 == 3), "every fourth group"
+    status = read_status(RunDirectory(tmp_path / "struck").status_file)
+    assert status is not None and [each.name for each in status.services] == ["holder", "generator", "environment"]
+    assert status.services[-1].lost == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ from holdfast.rl.run.run_status import RunStatus, TrainerRow, write_status
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.run.work_collector import WorkCollector
 from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
-from holdfast.rl.work_log import WorkLog, WorkReport
+from holdfast.rl.work_log import SharedSpan, WorkLog, WorkReport, processor_with_descendants
 from support.rl.console import WIDE
 
 
@@ -48,6 +50,42 @@ def test_a_span_has_the_processor_time_of_its_own_thread_also_if_it_fails() -> N
     assert spans["generate"].number == 7 and spans["generate"].cpu >= 0.05
     assert spans["publish"].cpu < 0.05 <= spans["publish"].seconds, "waiting is no processor time"
     assert log.report().spans == (), "each span is reported once"
+
+
+def test_tasks_that_do_the_same_at_the_same_time_have_one_span_which_other_work_divides() -> None:
+    used = iter(range(100))
+    log = WorkLog(lambda: float(next(used)))
+    span = SharedSpan(log, "generate")
+
+    async def task(begin: asyncio.Event) -> None:
+        with span.doing(3):
+            await begin.wait()
+
+    async def body() -> None:
+        begin = asyncio.Event()
+        tasks = [asyncio.create_task(task(begin)) for _ in range(4)]
+        await asyncio.sleep(0)
+        with span.paused("update", 4):
+            await asyncio.sleep(0)
+        begin.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(body())
+    assert [(each.what, each.number) for each in log.report().spans] == [
+        ("generate", 3),
+        ("update", 4),
+        ("generate", 4),
+    ]
+
+
+def test_the_processor_time_of_children_counts_where_they_do_the_work() -> None:
+    before = processor_with_descendants()
+    program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert processor_with_descendants() - before >= 0.25
+        child.communicate(b"\n")
 
 
 def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_its_own(
