@@ -9,9 +9,10 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.generators.errors import BadRequest, GenerationTimeout, GeneratorNotReady, ModelMisfit
+from holdfast.rl.generators.errors import GenerationTimeout, GeneratorNotReady, ModelMisfit
 from holdfast.rl.generators.generation_thread import GenerationThread
 from holdfast.rl.generators.models import ModelSource, longest_sequence
+from holdfast.rl.generators.request_limits import RequestLimits
 from holdfast.rl.generators.served_weights import ServedWeights
 from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.work_log import WorkLog, WorkReport
@@ -47,17 +48,17 @@ class TransformersGenerator:
         self._settings = settings
         probe = source.build()
         most = longest_sequence(probe)
-        self._length = settings.length or most
-        if self._length > most:
-            raise ModelMisfit(source.name, f"length={self._length}, and it attends to {most}", "lower `length`")
-        self._vocabulary = int(probe.config.vocab_size)
+        length = settings.length or most
+        if length > most:
+            raise ModelMisfit(source.name, f"length={length}, and it attends to {most}", "lower `length`")
+        self._limits = RequestLimits(length, int(probe.config.vocab_size))
         built = [probe]
         self._store = None if store is None else WeightStore(store, hold=settings.hold)
         self._work = WorkLog()
         self._weights = ServedWeights(
             lambda: built.pop() if built else source.build(), self._store, settings.models, self._work
         )
-        self._thread = GenerationThread(self._weights, settings, self._length, between, self._work)
+        self._thread = GenerationThread(self._weights, settings, length, between, self._work)
         self._requests = self._tokens = 0
         if settings.follow:
             self._weights.follow()
@@ -73,7 +74,7 @@ class TransformersGenerator:
         If the request names a version, wait for exactly that one. Raises `GeneratorNotReady`, `VersionGone`,
         `BadRequest`, `GenerationTimeout`, `GeneratorClosed`, and `StoreTimeout` if the version does not come.
         """
-        self._check(request)
+        self._limits.check(request)
         began = time.monotonic()
         if request.version is None:
             self._weights.check_ready()
@@ -128,17 +129,3 @@ class TransformersGenerator:
         self._weights.close()
         if self._store is not None:
             self._store.close()
-
-    def _check(self, request: SamplingRequest) -> None:
-        longest = max(map(len, request.prompts)) + request.max_new_tokens
-        if longest > self._length:
-            raise BadRequest(
-                f"its longest prompt and max_new_tokens make {longest} tokens, and a sample has at most {self._length}",
-                "shorten the prompt, or lower max_new_tokens",
-            )
-        highest = max(map(max, request.prompts))
-        if highest >= self._vocabulary:
-            raise BadRequest(
-                f"a prompt has token {highest}, and the model {self._vocabulary} tokens",
-                "take the model's own tokenizer",
-            )

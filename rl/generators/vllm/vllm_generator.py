@@ -28,6 +28,7 @@ from holdfast.rl.generators.errors import (
     VersionGone,
 )
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.request_limits import RequestLimits
 from holdfast.rl.generators.served_weights import await_visible
 from holdfast.rl.generators.transformers_generator import GeneratorHealth
 from holdfast.rl.generators.vllm.completions import completion_of, sampling_parameters
@@ -70,7 +71,7 @@ class VllmGenerator:
         )
         watch.start()
         config = self._engine.model_config
-        self._length, self._vocabulary = int(config.max_model_len), int(config.get_vocab_size())
+        self._limits = RequestLimits(int(config.max_model_len), int(config.get_vocab_size()))
         self._url, self._joined = store, False
         self._served: int | None = None
         self._failure: HoldfastError | None = None
@@ -167,17 +168,7 @@ class VllmGenerator:
     # -- requests
 
     def _check(self, request: SamplingRequest) -> None:
-        longest = max(map(len, request.prompts)) + request.max_new_tokens
-        if longest > self._length:
-            raise BadRequest(
-                f"its longest prompt and max_new_tokens make {longest} tokens, and a sample has at most {self._length}",
-                "shorten the prompt, or lower max_new_tokens",
-            )
-        if (highest := max(map(max, request.prompts))) >= self._vocabulary:
-            raise BadRequest(
-                f"a prompt has token {highest}, and the model {self._vocabulary} tokens",
-                "take the model's own tokenizer",
-            )
+        self._limits.check(request)
         if request.top_p < 1.0 and request.temperature > 0.0:
             raise BadRequest(f"top_p={request.top_p}, and vLLM has no log-probs before that cut", "draw with top_p=1.0")
 
