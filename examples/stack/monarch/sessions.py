@@ -1,4 +1,4 @@
-"""A job whose members are Monarch actors, each with a session in a process of its own.
+"""A job with Monarch actors as members, each with a session in a process of its own.
 
     export HOLDFAST_JOB=job HOLDFAST_REGISTER=sqlite:///tmp/job.sqlite HOLDFAST_KEY_FILE=job.key HOLDFAST_SIZE=2
     python examples/stack/monarch/sessions.py [ACTORS STEPS]
@@ -21,7 +21,7 @@ from monarch.actor import Actor, endpoint, this_host
 from holdfast import ft
 
 
-class Trainer(Actor):
+class JobMember(Actor):
     """One member of the job, from the call of `train` to its return."""
 
     @endpoint
@@ -46,7 +46,7 @@ async def end_of(trainer: Any, steps: int) -> str:
 async def main(actors: int, steps: int) -> None:
     monarch.actor.unhandled_fault_hook = lambda failure: None  # or the death of an actor ends this process
     procs = [this_host().spawn_procs(per_host={"trainer": 1}, name=f"trainer{number}") for number in range(actors)]
-    trainers = [each.spawn("trainer", Trainer) for each in procs]
+    trainers = [each.spawn("trainer", JobMember) for each in procs]
     for end in sorted(await asyncio.gather(*(end_of(each, steps) for each in trainers))):
         print(end, flush=True)
 

@@ -222,7 +222,7 @@ def torchrun(tmp_path: Path, key: Path) -> Iterator[TorchrunAgents]:
 @needs_hosts
 @pytest.mark.timeout(300)
 def test_a_rank_under_torchrun_on_two_hosts_dies_and_the_other_goes_on(torchrun: TorchrunAgents) -> None:
-    """The one that dies is on the host whose agent serves torchrun's own store."""
+    """The one that dies is on the host of the agent that serves torchrun's own store."""
     victim = torchrun.events(0, "joined")[0]["pid"]
     os.kill(victim, signal.SIGKILL)
     torchrun.until_size(1, 1)
