@@ -15,7 +15,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup test lint types unit torch-suite demo bench peers openenv-peer store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup test lint types unit torch-suite demo demo-hosts bench peers openenv-peer store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -46,6 +46,9 @@ torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gl
 
 demo: $(STAMP)  ## reinforcement learning: train, break it four times, see it recover, write report/report.html
 	$(BIN)/holdfast demo
+
+demo-hosts: $(STAMP)  ## the same on three hosts (network namespaces: as root), one of which is lost (BACKEND=ucx|gloo)
+	$(BIN)/holdfast demo --hosts 3 $(if $(BACKEND),--backend $(BACKEND))
 
 bench: $(STAMP)  ## all_reduce over shm beside gloo and Open MPI, interleaved
 	$(BIN)/holdfast bench all_reduce --backends shm,gloo -n 2 --sizes 8:64M --peers

@@ -6,6 +6,7 @@ The weight store uses it. A backend that supports it returns a `MemoryPlane` fro
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -139,14 +140,15 @@ class MemoryPlane(ABC):
 
 
 def memory(name: str = "auto") -> MemoryPlane:
-    """Open the memory plane of the backend `name`, or with "auto" the best one between processes.
+    """Open the memory plane of the backend `name`, or with "auto" the best one between processes of this host.
 
-    Raises `BackendUnavailable`, with the reasons, if there is none. "auto" never takes a plane that works within one
-    process only.
+    HOLDFAST_PLANE says what "auto" means. Raises `BackendUnavailable`, with the reasons, if there is none. "auto" never
+    takes a plane that works within one process only.
     """
     from holdfast.comms.plugins.registry import registry
 
     known = registry()
+    name = os.environ.get("HOLDFAST_PLANE", name) if name == "auto" else name
     if name != "auto":
         backend = known.backend(name)
         if isinstance(backend.status, Unavailable):

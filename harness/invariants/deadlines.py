@@ -26,7 +26,7 @@ class Deadlines(Checker):
         if event.kind == "fault":
             if event.text("what") in ("pause", "stop"):
                 self._stopped[event.text("target")] = event.time
-            elif event.text("what") == "kill":
+            elif event.text("what") in ("kill", "host-lost"):
                 self._gone.add(event.text("target"))
         elif event.kind == "died":
             self._gone.add(event.process)

@@ -66,8 +66,8 @@ class EtcdCluster:
     """Nodes numbered from 0. A context manager: `close` ends all of them.
 
     With `tls` clients must show certificates. `host` is the interface they listen on; with `enter` they are on that
-    host of a network, and so is what waits for their leader. Nothing is flushed to disk (`--unsafe-no-fsync`): tests
-    are about the death of processes, not of the machine.
+    host of a network, and so is what waits for their leader. Both may be sequences: one for each node. Nothing is
+    flushed to disk (`--unsafe-no-fsync`): tests are about the death of processes, not of the machine.
     """
 
     def __init__(
@@ -75,13 +75,17 @@ class EtcdCluster:
         nodes: int,
         folder: Path,
         *,
-        host: str = "127.0.0.1",
-        enter: EnterNamespace | None = None,
+        host: str | Sequence[str] = "127.0.0.1",
+        enter: EnterNamespace | Sequence[EnterNamespace] | None = None,
         tls: Certificates | None = None,
     ) -> None:
-        self._folder, self._host, self._enter, self._tls = folder, host, enter, tls
+        self._folder, self._tls = folder, tls
+        self._hosts = [host] * nodes if isinstance(host, str) else list(host)
+        self._enter = [enter] * nodes if enter is None or isinstance(enter, EnterNamespace) else list(enter)
+        if not len(self._hosts) == len(self._enter) == nodes:
+            raise ValueError(f"{nodes} nodes: give the host of each, or one for all")
         self._program = binary()
-        ports = free_ports(2 * nodes, "127.0.0.1" if enter else host)
+        ports = free_ports(2 * nodes, "127.0.0.1" if enter else self._hosts[0])
         self._ports: Sequence[int] = ports[:nodes]
         self._peer_ports: Sequence[int] = ports[nodes:]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -90,7 +94,7 @@ class EtcdCluster:
     @property
     def endpoints(self) -> list[str]:
         """The "host:port" of each node."""
-        return [join_address(self._host, port) for port in self._ports]
+        return [join_address(host, port) for host, port in zip(self._hosts, self._ports, strict=True)]
 
     @property
     def url(self) -> str:
@@ -99,9 +103,10 @@ class EtcdCluster:
 
     def start(self, node: int) -> None:
         """Start a node, also again after a kill, with its old data."""
-        peer = f"http://{join_address(self._host, self._peer_ports[node])}"
+        peers = [f"http://{join_address(host, port)}" for host, port in zip(self._hosts, self._peer_ports, strict=True)]
+        peer = peers[node]
         client = f"{'https' if self._tls else 'http'}://{self.endpoints[node]}"
-        members = ",".join(f"n{i}=http://{join_address(self._host, port)}" for i, port in enumerate(self._peer_ports))
+        members = ",".join(f"n{number}={url}" for number, url in enumerate(peers))
         command = [
             *(str(self._program), "--name", f"n{node}", "--data-dir", str(self._folder / f"n{node}")),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
@@ -120,7 +125,7 @@ class EtcdCluster:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "GOMAXPROCS": "1"},
-                preexec_fn=functools.partial(_begin, os.getpid(), self._enter),
+                preexec_fn=functools.partial(_begin, os.getpid(), self._enter[node]),
             )
 
     def kill(self, node: int) -> None:
@@ -138,7 +143,8 @@ class EtcdCluster:
 
     def leader(self, timeout: float = START_SECONDS) -> int:
         """The leading node; waits for one. Raises `HoldfastError` after `timeout` seconds."""
-        with ThreadPoolExecutor(1, "etcd-leader", initializer=self._enter and self._enter.move_thread) as thread:
+        first = self._enter[0]
+        with ThreadPoolExecutor(1, "etcd-leader", initializer=first and first.move_thread) as thread:
             return thread.submit(self._leader, timeout).result()
 
     def _leader(self, timeout: float) -> int:
@@ -152,7 +158,7 @@ class EtcdCluster:
         raise HoldfastError(f"the etcd nodes have elected no leader within {timeout:g} s")
 
     def _status(self, node: int) -> dict[str, dict[str, str]] | None:
-        host, port = self._host, self._ports[node]
+        host, port = self._hosts[node], self._ports[node]
         with requests.Session() as session:
             session.trust_env = False
             if self._tls is not None:

@@ -3,6 +3,7 @@
 with Network(3) as network:
     network.cut(2)          # its cable is pulled: nothing gets in or out, and no end is told
     network.heal(2)
+    network.lose(2)         # the same, and all of its processes are killed
 
 Needs root, and pyroute2 (`pip install 'holdfast[netns]'`); no system package. The namespaces have no names, and only
 descriptors of this process hold them: they end with it, however it ends, once the processes in them have ended.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from holdfast.comms.errors import Unsupported
+from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.transport.liveness import HOST, this_host
 
 _CLONE_NEWNET = 0x40000000
@@ -29,6 +32,7 @@ _NOWHERE = "02:00:00:00:00:ff"
 """A hardware address that no host has: packets to it are lost silently."""
 _PERMANENT = 0x80
 _NO_DUPLICATE_SEARCH = 0x02  # IFA_F_NODAD: else an address of IPv6 cannot be bound for a second
+LOSE_SECONDS = 10.0
 
 T = TypeVar("T")
 
@@ -97,11 +101,41 @@ class Network:
         """The call that moves a process to a host; valid while this network is open."""
         return EnterNamespace(f"/proc/{os.getpid()}/fd/{self._spaces[host]}", f"netns-{os.getpid()}-{host}")
 
+    def processes(self, host: int) -> list[int]:
+        """The ids of the processes that are on a host now."""
+        space = os.fstat(self._spaces[host])
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                there = (folder / "ns" / "net").stat()
+                if (there.st_dev, there.st_ino) == (space.st_dev, space.st_ino):
+                    found.append(int(folder.name))
+        return found
+
+    def host_of(self, pid: int) -> int | None:
+        """The host that a process is on; None if it is on none of them, or has ended."""
+        return next((host for host in range(len(self.addresses)) if pid in self.processes(host)), None)
+
     # Faults -------------------------------------------------------------------------------------------------------
 
     def cut(self, host: int) -> None:
         """Pull the cable: nothing gets in or out. The host's own interface stays up, so its processes see no event."""
         self._plug(host, plugged=False)
+
+    def lose(self, host: int) -> None:
+        """Pull the cable, then kill all processes of the host: the others hear nothing of their ends.
+
+        Raises `HoldfastError` for processes that are there after `LOSE_SECONDS` all the same.
+        """
+        self.cut(host)
+        deadline = time.monotonic() + LOSE_SECONDS
+        while pids := self.processes(host):
+            if time.monotonic() > deadline:
+                raise HoldfastError(f"processes {pids} of host {host} do not end within {LOSE_SECONDS:g} s of SIGKILL")
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.002)
 
     def mute(self, host: int) -> None:
         """Lose what the host sends; it still hears the others."""

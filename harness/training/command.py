@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.ft.environment.listen_address import choose_address
+from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.harness.report import write
 from holdfast.harness.training import episodes_page
 from holdfast.harness.training.live_view import LiveView
@@ -46,13 +49,21 @@ PRELOAD = (
 
 
 def engine_of(config: RunConfig, logs: Path) -> Engine:
-    """The engine that a configuration names; processes write their output to files in `logs`."""
+    """The engine that a configuration names; processes of this host write their output to files in `logs`.
+
+    Raises `AddressNeeded` for a run on several hosts without HOLDFAST_INTERFACE.
+    """
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     if config.engine.kind == "local":
         return LocalEngine(logs=logs, preload=PRELOAD)
     from holdfast.rl.engine.monarch import MonarchEngine
 
-    return MonarchEngine(logs=logs, preload=PRELOAD)
+    hosts = config.engine.hosts
+    if not hosts:
+        return MonarchEngine(logs=logs, preload=PRELOAD)
+    why = f"the run is on {counted(len(hosts), 'host')}"
+    listen = choose_address(os.environ.get("HOLDFAST_INTERFACE", ""), why, local_addresses())
+    return MonarchEngine(logs=logs, preload=PRELOAD, listen=listen, silence=config.engine.silence)
 
 
 def run_here(config: RunConfig, directory: Path, folder: Path, json: bool) -> None:

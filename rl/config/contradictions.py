@@ -24,6 +24,7 @@ def contradictions(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
     yield from _rewards(config, folder)
     yield from _environment(config, folder)
     yield from _roles(config)
+    yield from _hosts(config)
     yield from _generators(config, folder)
     yield from _titan(config, folder)
 
@@ -225,8 +226,24 @@ def _roles(config: RunConfig) -> Iterator[Contradiction]:
             (("store", "copies"), ("store", "holders")),
             f"more copies than store.holders = {config.store.holders}",
         )
-    if config.engine.hosts and config.engine.kind == "local":
-        yield (("engine", "hosts"), ("engine", "kind")), "the local engine starts processes on this host alone"
+
+
+def _hosts(config: RunConfig) -> Iterator[Contradiction]:
+    engine, hosts = config.engine, ("engine", "hosts")
+    if not engine.hosts:
+        return
+    if engine.kind == "local":
+        yield (hosts, ("engine", "kind")), "the local engine starts processes on this host alone"
+        return
+    for number, each in enumerate(engine.hosts):
+        if not re.fullmatch(r"tcp://[^/\s]+:\d+", each):
+            yield (hosts,), f"{each!r} is no address of a host, such as tcp://10.0.0.2:26600 (number {number + 1})"
+    if engine.register.partition("://")[0] in ("", "sqlite", "memory"):
+        yield (("engine", "register"), hosts), "a file is on one host: use a register that all hosts reach, as etcd is"
+    if config.trainer.backend == "shm":
+        yield (("trainer", "backend"), hosts), "shm is memory of one host: use gloo or ucx"
+    if config.store.plane in ("auto", "shm"):
+        yield (("store", "plane"), hosts), "the plane of one host reads no other host's memory: use ucx or nixl"
 
 
 def _generators(config: RunConfig, folder: Path) -> Iterator[Contradiction]:

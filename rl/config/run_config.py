@@ -202,13 +202,26 @@ class StoreConfig(_Section, frozen=True, kw_only=True):
 
     holders: Annotated[int, Meta(ge=1, description="Processes that hold versions.")] = 2
     copies: Annotated[int, Meta(ge=1, description="Copies of each version.")] = 2
+    plane: Annotated[
+        str, Meta(description="The memory plane that moves weights; between hosts ucx or nixl. auto: this host's best.")
+    ] = "auto"
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True):
     """What starts the processes."""
 
     kind: Annotated[Literal["monarch", "local"], Meta(description="Monarch, or processes of this host.")] = "monarch"
-    hosts: Annotated[tuple[str, ...], Meta(description="Addresses of hosts; none: this host.")] = ()
+    hosts: Annotated[
+        tuple[str, ...],
+        Meta(description="Hosts that the processes are spread over, such as `tcp://10.0.0.2:26600`; none: this host."),
+    ] = ()
+    register: Annotated[
+        str,
+        Meta(description="The register that all hosts reach, such as `etcd://etcd-1:2379/run`; empty: a file."),
+    ] = ""
+    silence: Annotated[
+        float, Meta(gt=0, description="Seconds after which a host that does not answer is away, its processes with it.")
+    ] = 5.0
     restarts: Annotated[int, Meta(ge=0, description="Processes that may be lost before the run fails.")] = 100
 
 

@@ -70,6 +70,9 @@ class Engine(Protocol):
         `on_exit` is called once, however the process ends. Raises `ActorStartFailed`.
         """
 
+    def on_host_away(self, told: Callable[[str], None]) -> None:
+        """Call `told` in the event loop with a host, as `this_host` is there, that is away from now on."""
+
     async def close(self) -> None:
         """End all processes. Idempotent."""
 

@@ -22,6 +22,14 @@ class ActorStartFailed(HoldfastError):
         super().__init__(f"actor {name} did not start: {why}")
 
 
+class HostAway(ActorStartFailed):
+    """An actor could not be started on a host that does not answer. `host` is its address."""
+
+    def __init__(self, name: str, host: str, why: str) -> None:
+        self.host = host
+        super().__init__(name, f"host {host} is away ({why}); start it on another one")
+
+
 class ActorDied(HoldfastError):
     """The process of an actor has ended. `name` and `pid` say which, `how` it ended."""
 

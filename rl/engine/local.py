@@ -141,6 +141,9 @@ class LocalEngine(EngineContext):
             raise
         return found
 
+    def on_host_away(self, told: Callable[[str], None]) -> None:
+        """See `Engine.on_host_away`. There is no host but this one."""
+
     async def close(self) -> None:
         """See `Engine.close`."""
         await asyncio.gather(*[each.stop() for each in tuple(self._processes)])

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from holdfast.rl.engine.death_watch import DeathWatch
 from holdfast.rl.engine.engine import EngineContext, OnExit
 from holdfast.rl.engine.errors import ActorStartFailed, NoEngine
 from holdfast.rl.engine.monarch_calls import MonarchCalls, exit_code, plain_name, stop_procs
+from holdfast.rl.engine.monarch_host import PRELOAD, listen_on
 from holdfast.rl.engine.monarch_remote import RemoteHost, RemoteProcess
 from holdfast.rl.engine.monarch_worker import become_proc
 from holdfast.rl.engine.spawning import ChildProcess, spawned
@@ -72,13 +73,21 @@ class MonarchProcess(MonarchCalls):
 class MonarchEngine(EngineContext):
     """Implements `Engine`. Processes write to `logs`, by name; the default is a directory that `close` removes.
 
-    `environ` is added to the environment of all processes, `preload` names modules to import in the zygote.
+    `environ` is added to the environment of all processes, `preload` names modules to import in the zygotes.
+    `listen` is the address where other hosts reach this process, needed if there are any; what Monarch listens on stays
+    for the life of the process. A host that has not answered for `silence` seconds is away, its processes with it.
     """
 
     def __init__(
-        self, logs: Path | None = None, environ: Mapping[str, str] | None = None, preload: tuple[str, ...] = ()
+        self,
+        logs: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        preload: tuple[str, ...] = (),
+        listen: str | None = None,
+        silence: float = 5.0,
     ) -> None:
-        self._monarch = _monarch()
+        self._monarch = _monarch(listen)
+        self._silence = silence
         self._own = HeldDirectory("holdfast-actors-") if logs is None else None
         self._logs = logs if logs is not None or self._own is None else self._own.path
         self._environ, self._preload = dict(environ or {}), preload
@@ -87,6 +96,7 @@ class MonarchEngine(EngineContext):
         self._processes: dict[str, MonarchProcess] = {}
         self._hosts: dict[str, RemoteHost] = {}
         self._remote: set[RemoteProcess] = set()
+        self._on_host_away: list[Callable[[str], None]] = []
 
     async def start(
         self,
@@ -104,7 +114,9 @@ class MonarchEngine(EngineContext):
         if host:
             if python is not None:
                 raise ActorStartFailed(name, f"python={python!r} cannot be chosen on another host: {host}")
-            own = merged(self._environ, environ)
+            if self._monarch.listen is None:
+                raise ActorStartFailed(name, f"{host} cannot reach this process: MonarchEngine(listen=ADDRESS)")
+            own = merged({PRELOAD: ",".join(self._preload)}, self._environ, environ)
             remote = await self._host(host).start(name, actor, pack(ObjectRecipe(actor, args, kwargs)), own, on_exit)
             self._remote.add(remote)
             return remote
@@ -144,6 +156,10 @@ class MonarchEngine(EngineContext):
             raise
         return found
 
+    def on_host_away(self, told: Callable[[str], None]) -> None:
+        """See `Engine.on_host_away`."""
+        self._on_host_away.append(told)
+
     async def close(self) -> None:
         """See `Engine.close`. Monarch itself stays, with its threads and sockets, until this process ends."""
         await asyncio.gather(*[each.stop() for each in (*self._processes.values(), *self._remote)])
@@ -157,8 +173,15 @@ class MonarchEngine(EngineContext):
 
     def _host(self, address: str) -> RemoteHost:
         if address not in self._hosts:
-            self._hosts[address] = RemoteHost(address, self._monarch.attach(address), self._monarch.BootstrapCommand)
+            monarch = self._monarch
+            self._hosts[address] = RemoteHost(
+                address, monarch.attach(address), monarch.BootstrapCommand, self._silence, self._host_away
+            )
         return self._hosts[address]
+
+    def _host_away(self, identity: str) -> None:
+        for told in self._on_host_away:
+            told(identity)
 
     async def _server(self) -> ShimServer:
         if self._shims is None:
@@ -192,9 +215,12 @@ class MonarchEngine(EngineContext):
 class _Monarch:
     """What is used of Monarch. An unhandled fault would end this process: pidfds have told of the death before."""
 
-    def __init__(self) -> None:
+    def __init__(self, listen: str | None) -> None:
+        self.listen = listen
         os.environ.setdefault("MONARCH_FILE_LOG", "error")  # its log file grows without end
         actor: Any = import_module("monarch.actor")
+        if listen is not None:
+            listen_on(listen)
         actor.unhandled_fault_hook = lambda failure: _log.debug("Monarch: %s", failure)
         self.this_host = actor.this_host
         self._attach = actor.attach_to_workers
@@ -208,11 +234,15 @@ class _Monarch:
 _loaded: _Monarch | None = None
 
 
-def _monarch() -> _Monarch:
+def _monarch(listen: str | None) -> _Monarch:
     global _loaded
     if _loaded is None:
         try:
-            _loaded = _Monarch()
+            _loaded = _Monarch(listen)
         except ImportError as error:
             raise NoEngine(f"Monarch is not installed: {error}; pip install 'holdfast[rl]'") from error
+    if listen is not None and _loaded.listen != listen:
+        raise NoEngine(
+            f"Monarch listens on {_loaded.listen or 'this host alone'} in this process already, not {listen}"
+        )
     return _loaded

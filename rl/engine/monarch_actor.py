@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from holdfast.comms.transport.liveness import this_host
 from holdfast.rl.engine.actor_host import ActorHost, Answer
 from holdfast.rl.engine.death_watch import DeathWatch
 
@@ -45,6 +46,14 @@ class MonarchBody(Actor):  # type: ignore[misc]
 class HostObserver(Actor):  # type: ignore[misc]
     """Watches and kills the other processes of its host for a `MonarchEngine` elsewhere."""
 
+    def __init__(self) -> None:
+        self._watched: dict[int, int] = {}
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def beat(self) -> str:
+        """Answer at once, with what `this_host` is here."""
+        return this_host()
+
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def watch(self, pid: int) -> str:
         """Return how a process ends, when it does."""
@@ -55,17 +64,20 @@ class HostObserver(Actor):  # type: ignore[misc]
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         watching = DeathWatch(pid, pidfd, ended.set_result)
         watching.follow_threads()
+        self._watched[pid] = pidfd
         try:
             return await ended or f"process {pid} ended"
         finally:
             watching.close()
+            del self._watched[pid]
             os.close(pidfd)
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def kill(self, pid: int) -> None:
-        """Send SIGKILL."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        """Send SIGKILL to a process that is watched; a number that another process has by now means none."""
+        if (pidfd := self._watched.get(pid)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 async def _answer(begin: Callable[[Answer], None]) -> bytes:

@@ -1,7 +1,8 @@
 """`python -m holdfast.rl.engine.monarch_host tcp://10.0.0.2:26600`: offers this host to `MonarchEngine`s elsewhere.
 
-Monarch's host, and a zygote of this host that its procs are forked from. Any client that reaches the address may run
-code here: Monarch does not authenticate, so bind it to a trusted network only.
+Monarch's host, and a zygote of this host that its procs are forked from. Sessions and libraries in these processes
+listen on the same address. Any client that reaches it may run code here: Monarch does not authenticate, so bind it to a
+trusted network only.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from functools import partial
+from collections.abc import Callable
 from importlib import import_module
+from urllib.parse import urlsplit
 
 from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.environment.listen_address import address_of
+from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.fork_shim import SOCKET, ForkRequest, ShimServer
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.rl.engine.monarch_calls import exit_code
 from holdfast.rl.engine.monarch_worker import become_proc
+
+PRELOAD = "HOLDFAST_ACTOR_PRELOAD"
+"""The variable with the modules, separated by commas, that the zygote of a host imports before it forks an actor."""
 
 
 class HostForks:
@@ -42,8 +49,7 @@ class HostForks:
 
     async def _serve(self, request: ForkRequest) -> None:
         try:
-            spawn = partial(zygote().spawn, become_proc, name=request.token, output=self._folder.path / "actors.log")
-            process = await asyncio.to_thread(spawn, environ=request.environ)
+            process = await asyncio.to_thread(self._fork, request)
         except StartFailed as error:
             print(f"cannot fork: {error}", file=sys.stderr, flush=True)
             request.end(1)
@@ -56,22 +62,42 @@ class HostForks:
         loop.remove_reader(process.pidfd)
         request.end(await asyncio.to_thread(exit_code, process))
 
+    def _fork(self, request: ForkRequest) -> ForkedProcess:
+        source, output = zygote(), self._folder.path / "actors.log"
+        source.preload(*filter(None, request.environ.get(PRELOAD, "").split(",")))
+        return source.spawn(become_proc, name=request.token, output=output, environ=request.environ)
+
     def _left(self, token: str) -> None:
         if (process := self._processes.pop(token, None)) is not None:
             process.kill()
 
 
-def main(address: str) -> None:
-    """Serve until this process is ended."""
+def listen_on(address: str) -> None:
+    """Have what Monarch serves in this process listen on an address of this host, at ports that the kernel picks."""
+    import_module("monarch.actor").enable_transport(f"tcp://{address}:0")
+
+
+def environment_of(address: str) -> dict[str, str]:
+    """The variables by which the processes of this host listen on it. Raises `NoSuchInterface`, ValueError."""
+    available = local_addresses()
+    own = address_of(urlsplit(address).hostname or "", available)
+    interface = next(each.interface for each in available if str(each.address) == own)
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {"HOLDFAST_INTERFACE": own, **{name: os.environ.get(name, interface) for name in names}}
+
+
+def main(address: str, serving: Callable[[str], object] = lambda line: print(line, flush=True)) -> None:
+    """Serve until this process is ended. `serving` is called once it does."""
+    os.environ.update(environment_of(address))
     zygote().preload("holdfast.rl.engine.actor_host")
     forks, loop = HostForks(), LoopThread("holdfast-host-forks")
     loop.run(forks.start(), 30.0)
     os.environ[SOCKET] = forks.path
     os.environ.setdefault("MONARCH_FILE_LOG", "error")
-    actor = import_module("monarch.actor")
-    serving = actor.start_worker_loop_forever(ca="trust_all_connections", address=address)
-    print(f"serving {address}", flush=True)
-    serving.get()
+    listen_on(os.environ["HOLDFAST_INTERFACE"])
+    hosting = import_module("monarch.actor").start_worker_loop_forever(ca="trust_all_connections", address=address)
+    serving(f"serving {address}")
+    hosting.get()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,28 @@
-"""Actors on other hosts. This process has no pidfd of them, so an observer there sees their ends and kills them."""
+"""Actors on other hosts. This process has no pidfd of them, so an observer there sees their ends and kills them.
+
+The observer also beats for its host. When that is silent for too long, all of its processes have ended as far as this
+process is concerned; if the host is heard again, they are killed there before it is given others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.ft.processes.fork_shim import shim_command
 from holdfast.rl.engine.calls_in_flight import START_SECONDS
 from holdfast.rl.engine.engine import OnExit
+from holdfast.rl.engine.errors import ActorStartFailed, HostAway
 from holdfast.rl.engine.monarch_calls import MonarchCalls, plain_name, stop_procs
 
 _KILL_SECONDS = 5.0
+_PID_SECONDS = 30.0
+_BEATS = 4
+"""The unanswered beats in a row, all within the time of silence, after which a host is away."""
 
 
 class RemoteProcess(MonarchCalls):
@@ -25,17 +34,27 @@ class RemoteProcess(MonarchCalls):
         self._host = host
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def begin(self, recipe: bytes, timeout: float) -> None:
+    async def begin(self, observer: Any, recipe: bytes, timeout: float) -> None:
         """Make the actor, and have its process observed. Raises `ActorStartFailed`."""
-        self._observer = await self._host.observer()
+        self._observer = observer
         await self._make(recipe, timeout)
-        self.pid = await self._body.pid.call_one()
+        try:
+            async with asyncio.timeout(_PID_SECONDS):
+                self.pid = await self._body.pid.call_one()
+        except TimeoutError:
+            raise ActorStartFailed(self.name, f"its host {self.host} does not say its pid") from None
         self._start(self._observe())
 
     def kill(self) -> None:
         """See `ActorProcess.kill`. One that its host does not kill in time is given up."""
         if self.alive:
             self._start(self._kill())
+
+    def lose(self, why: str) -> None:
+        """Its host is away: it has ended, whatever it does there. Monarch would wait long for that host to end it."""
+        if self.alive:
+            self._ended(why)
+            self._gone.set()
 
     async def _observe(self) -> None:
         try:
@@ -45,6 +64,8 @@ class RemoteProcess(MonarchCalls):
         await self._over(how)
 
     async def _kill(self) -> None:
+        if not self.pid:  # it never said which process it is: Monarch ends it
+            return await self._over("it was given up before it was ready")
         try:
             async with asyncio.timeout(_KILL_SECONDS):
                 await self._observer.kill.call_one(self.pid)
@@ -64,42 +85,114 @@ class RemoteProcess(MonarchCalls):
 
 
 class RemoteHost:
-    """A host that runs `holdfast.rl.engine.monarch_host`."""
+    """A host that runs `holdfast.rl.engine.monarch_host`. It is away when it has not answered for `silence` seconds.
 
-    def __init__(self, address: str, mesh: Any, command: Any) -> None:
-        self.address = address
-        self._mesh, self._command = mesh, command
+    `on_away` is then called with what `this_host` was there.
+    """
+
+    def __init__(self, address: str, mesh: Any, command: Any, silence: float, on_away: Callable[[str], None]) -> None:
+        self.address, self._identity, self._on_away = address, "", on_away
+        self._mesh, self._command, self._silence = mesh, command, silence
         self._procs: Any = None
         self._observing: Any = None
+        self._away = ""
+        self._alive: set[RemoteProcess] = set()
+        self._unfenced: set[int] = set()
         self._lock = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(
         self, name: str, kind: type[Any], recipe: bytes, environ: Mapping[str, str], on_exit: OnExit | None
     ) -> RemoteProcess:
-        """Start an actor there. Raises `ActorStartFailed`."""
+        """Start an actor there. Raises `ActorStartFailed`, `HostAway`."""
+        observer = await self._observer(name)
+        self._check(name)
         found = RemoteProcess(name, kind, self, self._spawn(name, environ), on_exit)
+        self._alive = {found, *(each for each in self._alive if each.alive)}
         try:
-            await found.begin(recipe, START_SECONDS)
+            await found.begin(observer, recipe, START_SECONDS)
         except BaseException:
+            self._alive.discard(found)
             await asyncio.shield(found.stop(0.0))
+            self._check(name)
             raise
         return found
 
-    async def observer(self) -> Any:
-        """The actor there that watches and kills processes."""
-        from holdfast.rl.engine.monarch_actor import HostObserver
-
-        async with self._lock:
-            if self._observing is None:
-                self._procs = self._spawn("observer", {})
-                self._observing = self._procs.spawn("observer", HostObserver)
-        return self._observing
-
     async def close(self) -> None:
         """End the observer. The host stays."""
-        if self._procs is not None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._procs is not None and not self._away:
             await stop_procs(self._procs)
+
+    async def _observer(self, name: str) -> Any:
+        """The actor there that watches and kills processes. Raises `HostAway` if the host does not answer."""
+        async with self._lock:
+            self._check(name)
+            if self._observing is None:
+                self._procs = self._spawn("observer", {})
+                observer = self._procs.spawn("observer", _observer_type())
+                try:
+                    async with asyncio.timeout(START_SECONDS):
+                        self._identity = str(await observer.beat.call_one())
+                except Exception as error:
+                    why = "it did not answer" if isinstance(error, TimeoutError) else str(error)
+                    raise HostAway(name, self.address, why) from error
+                self._observing = observer
+                self._watching = asyncio.create_task(self._watch())
+        return self._observing
+
+    def _check(self, name: str) -> None:
+        if self._away:
+            raise HostAway(name, self.address, self._away)
+
+    async def _watch(self) -> None:
+        """Beat for ever: counted, so that a pause of this process is not taken for one of the host."""
+        missed, interval = 0, self._silence / _BEATS
+        while True:
+            answered = asyncio.create_task(self._beat(interval))
+            await asyncio.gather(answered, asyncio.sleep(min(interval, 0.25)))
+            missed = 0 if answered.result() else missed + 1
+            if missed >= _BEATS and not self._away:
+                self._lose(f"it has answered no beat for {self._silence:.3g} s")
+            elif self._away and not missed:
+                await self._take_back()
+
+    async def _beat(self, seconds: float) -> bool:
+        until = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout_at(until):
+                await self._observing.beat.call_one()
+        except Exception:  # Monarch may say at once that it cannot be reached
+            await asyncio.sleep(until - asyncio.get_running_loop().time())
+            return False
+        return True
+
+    def _lose(self, why: str) -> None:
+        self._away = why
+        lost = [each for each in self._alive if each.alive]
+        self._alive.clear()
+        self._unfenced |= {each.pid for each in lost if each.pid}
+        for each in lost:
+            each.lose(f"its host {self.address} is away: {why}")
+        self._on_away(self._identity)
+
+    async def _take_back(self) -> None:
+        """Kill what the host still has of the processes that were given up, then use it again."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_KILL_SECONDS):
+                for pid in tuple(self._unfenced):
+                    await self._observing.kill.call_one(pid)
+                    self._unfenced.discard(pid)
+                self._away = ""
 
     def _spawn(self, name: str, environ: Mapping[str, str]) -> Any:
         command = self._command(sys.executable, None, shim_command(secrets.token_hex(16)), dict(environ))
         return self._mesh.spawn_procs(per_host={"replica": 1}, name=plain_name(name), bootstrap_command=command)
+
+
+def _observer_type() -> Any:
+    from holdfast.rl.engine.monarch_actor import HostObserver
+
+    return HostObserver

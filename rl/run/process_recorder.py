@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.rl.run.run_events import ProcessLost, ProcessStarted
+from holdfast.rl.run.run_events import CallTakenOver, ProcessLost, ProcessStarted
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.services.service import Service
 from holdfast.rl.services.status import ReplicaEvent
@@ -26,6 +26,8 @@ class ProcessRecorder:
         elif event.kind == "lost" and name in self._pids:
             how = event.detail.splitlines()[0] if event.detail else "ended"
             self._telemetry.emit(ProcessLost(time=at, name=name, role=role, pid=self._pids.pop(name), how=how))
+        elif event.kind == "took_over":
+            self._telemetry.emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
 
     def see_first(self, service: Service) -> None:
         """Record the replicas with which a service began."""

@@ -78,6 +78,20 @@ class WeightsServed(RunEvent, frozen=True, tag="weights_served"):
     seconds: float
 
 
+class CallTakenOver(RunEvent, frozen=True, tag="call_taken_over"):
+    """A process answered a call that the process `lost` had before it died; the call took `seconds` in all."""
+
+    process: str
+    lost: str
+    seconds: float
+
+
+class CopiesRestored(RunEvent, frozen=True, tag="copies_restored"):
+    """After the loss of a holder, each of the `versions` in the store has all of its copies again."""
+
+    versions: int
+
+
 class Evaluated(RunEvent, frozen=True, tag="evaluated"):
     """The mean reward of a version on the held-out prompts; `best` if no version before was better."""
 
@@ -132,6 +146,8 @@ Event = (
     | StepTrained
     | WeightsPublished
     | WeightsServed
+    | CallTakenOver
+    | CopiesRestored
     | Evaluated
     | EpisodeFailed
     | Activity

@@ -18,6 +18,7 @@ from holdfast.rl.engine.engine import ActorProcess, Engine
 from holdfast.rl.engine.errors import ActorDied, ActorStartFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.run.hosts import HostTurns
 from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
@@ -77,7 +78,7 @@ class TrainerProcesses:
         self.group = TrainerGroup((ActorDied,))
         self._config, self._engine, self._settings, self._store = config, engine, settings, store
         self._environ, self._telemetry, self._failed = dict(environ), telemetry, failed
-        self._numbers = itertools.count()
+        self._numbers, self._hosts = itertools.count(), HostTurns(config.engine.hosts)
         self._alive: dict[str, ActorProcess] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._lost, self._closing = 0, False
@@ -150,16 +151,19 @@ class TrainerProcesses:
     async def _start(self, replaces: str = "") -> None:
         name, now = f"{ROLE}-{next(self._numbers)}", self._telemetry.now
         began = now()
-        process = await self._engine.start(
-            name,
-            TrainerActor,
-            self._settings,
-            self._store,
-            replicas=self._config.store.copies,
-            keep=KEEP + self._config.algorithm.staleness,
-            environ=self._environ,
-            python=self._python,
-            on_exit=lambda how: self._exited(name, how),
+        process = await self._hosts.start(
+            lambda host: self._engine.start(
+                name,
+                TrainerActor,
+                self._settings,
+                self._store,
+                replicas=self._config.store.copies,
+                keep=KEEP + self._config.algorithm.staleness,
+                environ=self._environ,
+                python=self._python,
+                host=host,
+                on_exit=lambda how: self._exited(name, how),
+            )
         )
         self._alive[name] = process
         self._telemetry.emit(ProcessStarted(time=began, name=name, role=ROLE, pid=process.pid, replaces=replaces))

@@ -43,6 +43,7 @@ from holdfast.rl.run.episodes.episode_sources import (
 )
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.generation import Generators
+from holdfast.rl.run.hosts import between_hosts, new_register
 from holdfast.rl.run.policy_source import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
@@ -55,6 +56,7 @@ from holdfast.rl.run.run_events import (
 from holdfast.rl.run.run_status import RunStatus, write_status
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.rl.run.trainer_processes import KEEP, TrainerProcesses, trainer_settings
+from holdfast.rl.run.weight_holder import CopiesWatch
 from holdfast.rl.run.work_collector import Ask, WorkCollector
 from holdfast.rl.services.metrics import metrics_if_asked
 from holdfast.rl.services.status import ServiceStatus
@@ -118,20 +120,27 @@ class TrainingRun:
         directory.config_file.write_text(resolved(config))
         with tempfile.TemporaryDirectory(prefix="job-", dir=directory.path) as job:
             contract = LocalContract.create(
-                JOB, Path(job), config.trainer.backend, config.trainer.replicas, logs=directory.new_session_logs()
+                JOB,
+                Path(job),
+                config.trainer.backend,
+                config.trainer.replicas,
+                new_register(config.engine.register),
+                logs=directory.new_session_logs(),
             )
-            url = contract.register_url
+            url, environ = contract.register_url, {**contract.environ(), **between_hosts(config)}
             settings = trainer_settings(config, source, directory.checkpoints)
-            trainers = TrainerProcesses(
-                config, self._engine, settings, url, contract.environ(), self.telemetry, self._fail
-            )
-            generators = Generators(config, self._engine, source, url, contract.environ(), self.telemetry)
+            trainers = TrainerProcesses(config, self._engine, settings, url, environ, self.telemetry, self._fail)
+            generators = Generators(config, self._engine, source, url, environ, self.telemetry)
             async with contextlib.AsyncExitStack() as undo:
-                store = undo.enter_context(await asyncio.to_thread(partial(WeightStore, url, hold=False)))
+                opened = partial(WeightStore, url, hold=False, plane=config.store.plane)
+                store = undo.enter_context(await asyncio.to_thread(opened))
                 best = BestVersion(store, directory.best, source)
                 undo.push_async_callback(generators.close)
                 undo.push_async_callback(trainers.close)
                 undo.push_async_callback(episodes.close)
+                copies = CopiesWatch(store, config.store.copies, self.telemetry)
+                self._engine.on_host_away(copies.host_away)
+                await undo.enter_async_context(copies.watching())
                 return await self._until_failure(self._train(episodes, trainers, generators, best))
 
     def _episodes(self) -> EpisodeSource:

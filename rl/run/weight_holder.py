@@ -1,9 +1,21 @@
-"""An actor that keeps replicas of versions in its memory, for all others to read."""
+"""An actor that keeps replicas of versions in its memory, for all others to read, and a watch over those copies."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from holdfast.comms.errors import HoldfastError
+from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost
+from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.work_log import WorkLog, WorkReport
 from holdfast.store import WeightStore
+from holdfast.store.catalog import transitions
+
+ROLE = "holder"
+LOOK_SECONDS = 0.1
 
 
 class WeightHolder:
@@ -23,3 +35,64 @@ class WeightHolder:
     def close(self) -> None:
         """Leave the store. Idempotent."""
         self._store.close()
+
+
+class CopiesWatch:
+    """After the loss of a holder, looks into the store until each version has `copies` among the others again.
+
+    It tells the store of hosts that are away: the holders would count beats in the register for eight seconds. A host
+    that beats there after all is counted again.
+    """
+
+    def __init__(self, store: WeightStore, copies: int, telemetry: RunTelemetry) -> None:
+        self._store, self._copies, self._telemetry = store, copies, telemetry
+        self._pids, self._away = set[int](), set[str]()
+        self._lost = set[str]()
+        self._changed = asyncio.Event()
+
+    def host_away(self, host: str) -> None:
+        """Count no copy on a host, which is named as `this_host` is there."""
+        self._away.add(host)
+        self._changed.set()
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Watch until the end of the block, and emit `CopiesRestored` after each loss, or several at once."""
+        self._telemetry.observe(self._hear)
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, ProcessLost) and event.role == ROLE:
+            self._pids.add(event.pid)
+            self._changed.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while (versions := await asyncio.to_thread(self._restored)) is None:
+                await asyncio.sleep(LOOK_SECONDS)
+            self._telemetry.emit(CopiesRestored(time=self._telemetry.now(), versions=versions))
+
+    def _restored(self) -> int | None:
+        """The number of visible versions, if all of them have their copies without the lost holders; else None."""
+        pids, away = set(self._pids), set(self._away)
+        try:
+            if away:
+                with contextlib.closing(self._store.open_catalog()) as catalog:
+                    catalog.change(lambda now: transitions.hosts_away(now, away))
+            versions = self._store.versions()
+            holders = [each for version in versions for each in self._store.holders(version)]
+            self._lost |= {each.id for each in holders if each.pid in pids or each.peer.host in away}
+            self._pids, self._away = self._pids - pids, self._away - away
+            kept = Counter[tuple[int, int]]()
+            for version, part, holder in self._store.inspect().replicas():
+                kept[version, part] += holder not in self._lost
+        except HoldfastError:  # the register is away for a moment, or a version was let go meanwhile
+            return None
+        return len(versions) if all(count >= self._copies for count in kept.values()) else None

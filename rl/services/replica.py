@@ -18,7 +18,7 @@ _STOP_SECONDS = 10.0
 
 
 class ServiceReplica:
-    """The processes that one slot of a service has now.
+    """The processes that one slot of a service has now, on the host that is `moves` after the slot's own.
 
     `on_lost(replica, served)` is called at most once, with whether it was in service.
     """
@@ -30,9 +30,10 @@ class ServiceReplica:
         options: ServiceOptions,
         gpus: tuple[str, ...],
         on_lost: Callable[[ServiceReplica, bool], None],
+        moves: int = 0,
     ) -> None:
         self.name, self.slot, self.options = name, slot, options
-        self.host = options.hosts[slot % len(options.hosts)] if options.hosts else ""
+        self.host = options.hosts[(slot + moves) % len(options.hosts)] if options.hosts else ""
         self.health: Health = "starting"
         self.version: int | None = None
         self.why = ""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from holdfast.comms.errors import HoldfastError, again, describe
 from holdfast.rl.engine.engine import Engine
+from holdfast.rl.engine.errors import HostAway
 from holdfast.rl.services.errors import Overloaded, ServiceClosed, ServiceFailed
 from holdfast.rl.services.gpus import gpus_of
 from holdfast.rl.services.options import ServiceOptions
@@ -28,6 +29,8 @@ class Slot:
     replica: ServiceReplica
     gpus: tuple[str, ...] = ()
     fillings: int = 0
+    moves: int = 0
+    """How often its host was away when a replica was to start there."""
     leaving: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is ready for the first time, and when the service has failed."""
@@ -84,7 +87,7 @@ class ReplicaSet:
             else:
                 taken = ()
             for place, number in enumerate(missing):
-                slot = Slot(number, self._new(number, 0, ()))
+                slot = Slot(number, self._new(number, 0, (), 0))
                 slot.gpus = taken[place * self.options.procs : (place + 1) * self.options.procs]
                 self.slots[number] = slot
                 slot.task = asyncio.create_task(self._keep(slot))
@@ -135,6 +138,10 @@ class ReplicaSet:
                 waiting.set_result(found)
                 del self._waiting[waiting]
 
+    def took_over(self, replica: ServiceReplica, lost: str, seconds: float) -> None:
+        """Tell that a replica answered a call, which a lost one had before."""
+        self._tell(replica, "took_over", lost, seconds)
+
     async def close(self) -> None:
         """End all replicas; waiting calls raise `ServiceClosed`. Idempotent."""
         self._end(ServiceClosed(self.name))
@@ -151,15 +158,19 @@ class ReplicaSet:
     async def _keep(self, slot: Slot) -> None:
         failures = 0
         while not slot.leaving:
-            replica = slot.replica = self._new(slot.number, slot.fillings, slot.gpus)
+            replica = slot.replica = self._new(slot.number, slot.fillings, slot.gpus, slot.moves)
             slot.fillings += 1
             try:
                 await replica.start(self._engine, self._actor, self._args, self._kwargs)
                 await self._bring_up(replica)
             except Exception as error:
-                failures += 1
                 self._tell(replica, "start_failed", describe(error))
                 await replica.stop()
+                if isinstance(error, HostAway):
+                    slot.moves += 1
+                    if slot.moves % len(self.options.hosts):
+                        continue
+                failures += 1
                 if failures >= self.options.start_failures:
                     self._end(ServiceFailed(self.name, failures, describe(error)))
                     return
@@ -219,9 +230,9 @@ class ReplicaSet:
         self._free_gpus(slot)
         self.slots.pop(slot.number, None)
 
-    def _new(self, number: int, filling: int, gpus: tuple[str, ...]) -> ServiceReplica:
+    def _new(self, number: int, filling: int, gpus: tuple[str, ...], moves: int) -> ServiceReplica:
         name = f"{self.name}-{number}" + (f".{filling}" if filling else "")
-        return ServiceReplica(name, number, self.options, gpus, self._was_lost)
+        return ServiceReplica(name, number, self.options, gpus, self._was_lost, moves)
 
     def _was_lost(self, replica: ServiceReplica, served: bool) -> None:
         if served:
@@ -238,7 +249,11 @@ class ReplicaSet:
             slot.ready.set()
 
     def _tell(
-        self, replica: ServiceReplica, kind: Literal["ready", "lost", "start_failed", "stopped"], detail: str = ""
+        self,
+        replica: ServiceReplica,
+        kind: Literal["ready", "lost", "start_failed", "stopped", "took_over"],
+        detail: str = "",
+        seconds: float = 0.0,
     ) -> None:
         if self.options.observer is not None:
             self.options.observer(
@@ -249,6 +264,7 @@ class ReplicaSet:
                     slot=replica.slot,
                     kind=kind,
                     detail=detail,
+                    seconds=seconds,
                 )
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -57,6 +58,7 @@ class ServiceEndpoint:
         """
         self._counts.calls += 1
         replica: ServiceReplica | None = None
+        began, lost = time.monotonic(), ""
         bound = asyncio.timeout(self.timeout)
         try:
             async with bound:
@@ -67,12 +69,16 @@ class ServiceEndpoint:
                         if replica.health == "lost":  # since it was chosen: it never had the call
                             continue
                         tries += 1
-                        return await self._ask(replica, args, kwargs)
+                        answer = await self._ask(replica, args, kwargs)
+                        if lost:
+                            self._replicas.took_over(replica, lost, time.monotonic() - began)
+                        return answer
                     except Exception as error:
                         if not is_loss(error):
                             raise
                         self._may_try_again(replica, tries, error)
                         self._counts.retried += 1
+                        lost = lost or replica.name
                     finally:
                         self._replicas.release(replica)
         except TimeoutError:

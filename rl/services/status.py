@@ -41,14 +41,18 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a replica, at `time` (monotonic seconds)."""
+    """What happened to a replica, at `time` (monotonic seconds).
+
+    "took_over": it answered a call that the replica `detail` had before it was lost; the call took `seconds` in all.
+    """
 
     time: float
     service: str
     replica: str
     slot: int
-    kind: Literal["ready", "lost", "start_failed", "stopped"]
+    kind: Literal["ready", "lost", "start_failed", "stopped", "took_over"]
     detail: str = ""
+    seconds: float = 0.0
 
 
 class ReplicaResult(msgspec.Struct, frozen=True, kw_only=True):

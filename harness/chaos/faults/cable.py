@@ -1,4 +1,4 @@
-"""Faults of the cables between hosts that are network namespaces. Need root."""
+"""Faults of hosts that are network namespaces, and of the cables between them. Need root."""
 
 from __future__ import annotations
 
@@ -7,11 +7,44 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from holdfast.harness.chaos.faults.process import ProcessFault
-from holdfast.harness.chaos.scenario.fault_type import Undo
+from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.run.fault_context import FaultContext
     from holdfast.harness.chaos.scenario.scenario import Scenario
+
+
+HOSTS_NEEDED = 'needs job.hosts = "namespaces", or workload.hosts of reinforcement learning (as root)'
+
+
+class HostLost(FaultType, frozen=True, kw_only=True):
+    """A host is lost: its cable is pulled, and its processes are killed, so that no other host is told.
+
+    `host` is its number; by default it is the last one. In reinforcement learning the driver is on host 0.
+    """
+
+    summary: ClassVar[str] = "a host is lost"
+    host: Annotated[int, Meta(ge=0)] | None = None
+
+    def check(self, scenario: Scenario) -> None:
+        count = scenario.own_hosts
+        if count == 0:
+            raise ValueError(f"host-lost {HOSTS_NEEDED}")
+        if self.host is not None and self.host >= count:
+            raise ValueError(f"host = {self.host}: there are hosts 0 to {count - 1}")
+        if self.host == 0 and scenario.workload.family == "rl":
+            raise ValueError("host = 0: the driver is there, and nothing would resume it on another host")
+
+    def inject(self, context: FaultContext) -> Undo | None:
+        hosts = context.hosts()
+        number = len(hosts.network.addresses) - 1 if self.host is None else self.host
+        there = context.everybody() & set(hosts.network.processes(number))
+        context.note("host-lost", context.found(there), host=number)
+        hosts.network.lose(number)
+        return None
+
+    def words(self) -> str:
+        return self.summary if self.host is None else f"host {self.host} is lost"
 
 
 class LinkCut(ProcessFault, frozen=True, kw_only=True):
@@ -27,8 +60,8 @@ class LinkCut(ProcessFault, frozen=True, kw_only=True):
 
     def check(self, scenario: Scenario) -> None:
         ProcessFault.check(self, scenario)
-        if scenario.workload.family != "session" or scenario.job.hosts != "namespaces":
-            raise ValueError('link-cut needs job.hosts = "namespaces" (as root)')
+        if scenario.own_hosts == 0:
+            raise ValueError(f"link-cut {HOSTS_NEEDED}")
 
     def inject(self, context: FaultContext) -> Undo | None:
         victims = self.victims(context)

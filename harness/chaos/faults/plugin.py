@@ -11,7 +11,7 @@ from holdfast.comms.plugins.spec import hookimpl
 @hookimpl
 def holdfast_faults() -> Mapping[str, Callable[..., Any]]:
     from holdfast.harness.chaos.faults import disk, link, process, register
-    from holdfast.harness.chaos.faults.cable import LinkCut
+    from holdfast.harness.chaos.faults.cable import HostLost, LinkCut
     from holdfast.harness.chaos.faults.memory import CorruptMemory
 
     return {
@@ -28,6 +28,7 @@ def holdfast_faults() -> Mapping[str, Callable[..., Any]]:
         "corrupt": link.Corrupt,
         "reset": link.Reset,
         "link-cut": LinkCut,
+        "host-lost": HostLost,
         "register-away": register.RegisterOutage,
         "disk-full": disk.DiskFull,
         "corrupt-memory": CorruptMemory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 
 from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.harness.chaos.judge.compare import ComparedFigure, compared
-from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, InjectedFault
+from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, HostLoss, InjectedFault
 from holdfast.harness.report.model import Figure, ReportedFault
 from holdfast.harness.report.progress import OUTAGE, draw_progress
 from holdfast.harness.report.render import draw_learning, environment
@@ -163,6 +164,7 @@ def figures_of(run: ChaosRun) -> tuple[Figure, ...]:
     for name, note in (("detected", "median, from the fault"), ("rebuilt", "median"), ("resumed", "median, next step")):
         if name in run.percentiles:
             found.append(Figure(name.capitalize(), coarse_seconds(run.percentiles[name].p50), note))
+    found += [figure for loss in run.host_losses for figure in _figures_of(loss)]
     if run.reference_digest:
         same = run.digest == run.reference_digest
         found.append(
@@ -177,3 +179,18 @@ def figures_of(run: ChaosRun) -> tuple[Figure, ...]:
     looked = sum(finding.looked for finding in run.findings)
     found.append(Figure("Violations", f"{broken}", f"{counted(looked, 'event')} checked", "bad" if broken else "good"))
     return tuple(found)
+
+
+def _figures_of(loss: HostLoss) -> Iterator[Figure]:
+    """How long the loss of a host kept the trainers, the generators and the copies of the weights."""
+
+    def figure(what: str, seconds: float | None, note: str) -> Figure:
+        if seconds is None:
+            return Figure(f"Host lost to {what}", "never", note, "bad")
+        return Figure(f"Host lost to {what}", coarse_seconds(seconds), note)
+
+    yield figure("next step", loss.step, "committed in a new epoch")
+    elsewhere = f"{counted(loss.calls, 'call')} of the lost host answered elsewhere"
+    last = "" if loss.calls_answered is None else f", the last after {coarse_seconds(loss.calls_answered)}"
+    yield figure("next answered call", loss.answer, elsewhere + last)
+    yield figure("all copies", loss.copies, "each version of the weights has its copies again")

@@ -61,6 +61,22 @@ class LinkTotals(msgspec.Struct, frozen=True, kw_only=True):
     reset: int
 
 
+class HostLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """What followed the loss of a host in a run of reinforcement learning, in seconds since then.
+
+    `processes` were on it. `step`: the next step was committed, in a new epoch. `answer`: the next call to a generator
+    was answered. `calls` that the lost processes had were answered by others, the last of them after `calls_answered`.
+    `copies`: each version of the weights had all of its copies again. None: it did not happen.
+    """
+
+    processes: tuple[str, ...]
+    step: float | None
+    answer: float | None
+    calls: int
+    calls_answered: float | None
+    copies: float | None
+
+
 class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one scenario. `failures` are the differences from the expected outcome."""
 
@@ -96,6 +112,7 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     """Of a run of reinforcement learning."""
     episodes: tuple[GroupRows, ...] = ()
     """The newest episodes of such a run, in words."""
+    host_losses: tuple[HostLoss, ...] = ()
     configuration: dict[str, str] = {}
     repeat: str = ""
     output: str = ""

@@ -13,12 +13,21 @@ from holdfast.harness.invariants import CheckResult, Violation
 from holdfast.harness.training.episodes_page import GroupRows, rows_of
 from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.run.policy_source import task_of
-from holdfast.rl.run.run_events import EpisodeFailed, RunResumed, StepTrained, WeightsPublished, WeightsServed
+from holdfast.rl.run.run_events import (
+    CopiesRestored,
+    EpisodeFailed,
+    ProcessLost,
+    RunResumed,
+    StepTrained,
+    WeightsPublished,
+    WeightsServed,
+)
 
 STEPS = "every step once"
 PROMPTS = "every prompt once"
 STALENESS = "staleness is bounded"
 VERSIONS = "no version is lost"
+COPIES = "versions get their copies again"
 RECOVERY = "steps go on after each fault"
 NOTHING_LEFT = "no process is left"
 
@@ -36,6 +45,7 @@ def examine(record: TrainingRecord, faults: Sequence[float], progress: float) ->
         _prompts(record),
         _staleness(record),
         _versions(record),
+        _copies(record, progress),
         _recovery(record, faults, progress),
         _nothing_left(record),
     ]
@@ -121,6 +131,22 @@ def _versions(record: TrainingRecord) -> CheckResult:
         found.violated(0.0, f"versions {missing[:5]} were not published")
     if last not in served:
         found.violated(0.0, f"no generator served version {last}, the last one")
+    return found.result()
+
+
+def _copies(record: TrainingRecord, progress: float) -> CheckResult:
+    found = _Finding(
+        COPIES, f"{progress:.3g} s after the loss of a holder, each version has all copies again, or the run ends."
+    )
+    for driver in record.drivers:
+        ends = max((event.time for event in driver), default=0.0)
+        restored = [event.time for event in driver if isinstance(event, CopiesRestored)]
+        for event in driver:
+            if isinstance(event, ProcessLost) and event.role == "holder":
+                found.looked += 1
+                after = min((time for time in restored if time > event.time), default=ends)
+                if after - event.time > progress:
+                    found.violated(event.time, f"the copies that {event.name} held were not made again")
     return found.result()
 
 

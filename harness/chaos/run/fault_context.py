@@ -17,6 +17,7 @@ from holdfast.harness.chaos.run.hosts import Hosts
 from holdfast.harness.chaos.run.registers import RegisterServer
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkRule
+from holdfast.harness.testbed.actor_hosts import ActorHosts
 
 
 class NoTargetProcess(HoldfastError):
@@ -83,7 +84,7 @@ class FaultContext:
         self,
         processes: ProcessSet,
         links: Links | None,
-        hosts: Hosts | None,
+        hosts: Hosts | ActorHosts | None,
         log: EventLog,
         clock: Callable[[], float],
         register: RegisterServer | None = None,
@@ -140,10 +141,10 @@ class FaultContext:
         numbers = links.add(rules)
         return lambda: links.remove(numbers)
 
-    def hosts(self) -> Hosts:
+    def hosts(self) -> Hosts | ActorHosts:
         """The network namespaces of the job's hosts. Raises `HoldfastError` for a job without."""
         if self._hosts is None:
-            raise HoldfastError('this job has no hosts of its own: job.hosts = "namespaces"')
+            raise HoldfastError('this job has no hosts of its own: job.hosts = "namespaces", or workload.hosts')
         return self._hosts
 
     def register_file(self) -> Path:

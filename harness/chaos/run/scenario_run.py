@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from holdfast.harness.cluster.spares import standing_by
 from holdfast.harness.invariants import Event, merge
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
+from holdfast.harness.testbed.actor_hosts import ActorHosts
 from holdfast.rl.run.telemetry import Observer
 
 LOOK_SECONDS = 0.01
@@ -131,11 +132,14 @@ class ScenarioRun:
         with contextlib.ExitStack() as undo:
             gate = undo.enter_context(PointGate(self._directory))
             links = undo.enter_context(Links(self._seed)) if scenario.job.links else None
-            hosts = undo.enter_context(self._hosts()) if scenario.job.hosts == "namespaces" else None
+            environ = self._gate_environ(gate)
+            hosts = self._hosts(environ) if scenario.own_hosts else None
+            if hosts is not None:
+                undo.enter_context(hosts)
             server = serve(scenario.job, self._directory)
             register = undo.enter_context(server).url if server is not None else None
             raw.began = time.monotonic()
-            processes = self._process_set(gate, links, hosts, register)
+            processes = self._process_set(environ, links, hosts, register)
             undo.callback(processes.close)
             log = undo.enter_context(contextlib.closing(EventLog("chaos", processes.events_directory)))
             self._links, self._context = links, FaultContext(processes, links, hosts, log, time.monotonic, server)
@@ -160,24 +164,34 @@ class ScenarioRun:
             ]
         return raw
 
-    def _hosts(self) -> Hosts:
-        (self._directory / "hosts").mkdir(mode=0o700)
-        return Hosts(self._scenario.job.ranks + self._scenario.job.spares, self._directory / "hosts")
+    def _gate_environ(self, gate: PointGate) -> dict[str, str]:
+        """The variables by which processes ask at the points where a fault may wait for them."""
+        triggers = tuple(each.planned.when for each in self._raw.faults if each.planned.when.seconds is None)
+        return gate_address(gate.path, triggers).environ() if triggers else {}
+
+    def _hosts(self, environ: Mapping[str, str]) -> Hosts | ActorHosts:
+        count, folder = self._scenario.own_hosts, self._directory / "hosts"
+        folder.mkdir(mode=0o700)
+        return ActorHosts(count, folder, environ) if self._scenario.workload.family == "rl" else Hosts(count, folder)
 
     def _process_set(
-        self, gate: PointGate, links: Links | None, hosts: Hosts | None, register: str | None
+        self,
+        environ: Mapping[str, str],
+        links: Links | None,
+        hosts: Hosts | ActorHosts | None,
+        register: str | None,
     ) -> DrivenProcessSet:
         scenario = self._scenario
-        triggers = tuple(each.planned.when for each in self._raw.faults if each.planned.when.seconds is None)
-        environ = gate_address(gate.path, triggers).environ() if triggers else {}
         if isinstance(scenario.workload, ReinforcementLearning):
             (self._directory / "training").mkdir(mode=0o700)
             folder = self._directory / "training"
-            return TrainingProcesses(scenario.workload.config, folder, environ, self._observe)
+            assert hosts is None or isinstance(hosts, ActorHosts)
+            return TrainingProcesses(scenario.workload.config, folder, environ, self._observe, hosts)
         if isinstance(scenario.workload, StoreWorkload):
             (self._directory / "store").mkdir(mode=0o700)
             return StoreProcesses(scenario, scenario.workload, self._directory / "store", register)
         assert self._body is not None
+        assert hosts is None or isinstance(hosts, Hosts)
         prelude: list[Step] = [links.prepare()] if links is not None else []
         return SessionProcesses(scenario, self._body, self._args, prelude, hosts, register, environ)
 
@@ -277,6 +291,9 @@ class ScenarioRun:
                     self._log.emit("healed", number=fault.planned.number)
 
 
+KILLED = ("kill", "host-lost")
+"""The notes of faults whose victims are dead from then on."""
+
 FOR_GOOD = 1e6
 """Seconds reported for a pause without an end."""
 
@@ -294,7 +311,7 @@ def _fates(faults: Sequence[FaultOutcome]) -> list[Event]:
         for noted in each.noted:
             for victim in noted.victims:
                 fields: dict[str, object]
-                if noted.what == "kill":
+                if noted.what in KILLED:
                     kind, fields = "died", {"why": "SIGKILL"}
                 elif noted.what == "pause":
                     kind, fields = "stopped", {"seconds": each.planned.lasts or FOR_GOOD}

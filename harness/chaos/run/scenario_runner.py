@@ -15,9 +15,10 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.harness.chaos.judge import checks, measure, training, verdict
+from holdfast.harness.chaos.judge.host_loss import host_losses
 from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, Speed
 from holdfast.harness.chaos.run.process_set import EXITED_WELL
-from holdfast.harness.chaos.run.scenario_run import RawRun, ScenarioRun, Watch
+from holdfast.harness.chaos.run.scenario_run import KILLED, RawRun, ScenarioRun, Watch
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
 from holdfast.harness.chaos.scenario.workload import AllReduce, Python, ReinforcementLearning, StoreWorkload
@@ -241,6 +242,7 @@ def _judged(
         links=_links(raw, names),
         learning=learning,
         episodes=episodes,
+        host_losses=() if raw.training is None else host_losses(raw.training, raw.faults),
         configuration=_configuration(scenario),
         repeat=repeat,
         output=raw.output[-20000:] if found else "",
@@ -273,7 +275,7 @@ def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
         victim.process.pid: noted
         for each in raw.faults
         for noted in each.noted
-        if noted.what in ("kill", "pause", "cut", "partition", "link-cut")
+        if noted.what in (*KILLED, "pause", "cut", "partition", "link-cut")
         for victim in noted.victims
     }
     working = {event.pid for event in raw.events if event.kind in ("attempt", "committed")}
@@ -281,7 +283,7 @@ def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
     for life in raw.lives:
         well = not life.ended or life.how == EXITED_WELL
         ended = life.ended or raw.ended
-        if (fault := faults.get(life.pid)) is not None and fault.what == "kill":
+        if (fault := faults.get(life.pid)) is not None and fault.what in KILLED:
             ended = min(ended, fault.time)
         role = life.role if life.role != "rank" or life.pid in working else "spare"
         found.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from holdfast.harness.chaos.run.process_set import (
 )
 from holdfast.harness.chaos.workloads.training import driver_of
 from holdfast.harness.invariants import Event, read_directory
+from holdfast.harness.testbed.actor_hosts import DRIVER, ActorHosts
 from holdfast.harness.training.command import PRELOAD
 from holdfast.harness.training.run_event_tail import RunEventTail
 from holdfast.rl.config.run_config import RunConfig
@@ -64,14 +65,25 @@ class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
 class TrainingProcesses(DrivenProcessSet):
     """A driver in a process of its own, in the empty folder `directory`, and all that it starts.
 
-    `observe` is called with each event of the run.
+    `observe` is called with each event of the run. With `hosts` the driver is on the first of them.
     """
 
     def __init__(
-        self, config: RunConfig, directory: Path, environ: Mapping[str, str], observe: Observer = lambda event: None
+        self,
+        config: RunConfig,
+        directory: Path,
+        environ: Mapping[str, str],
+        observe: Observer = lambda event: None,
+        hosts: ActorHosts | None = None,
     ) -> None:
         super().__init__()
         self._observe = observe
+        self._enter: Callable[[], None] | None = None
+        if hosts is not None:
+            engine = msgspec.structs.replace(config.engine, hosts=hosts.addresses, register=hosts.register)
+            config = msgspec.structs.replace(config, engine=engine)
+            self._enter = hosts.entry(DRIVER)
+            environ = {**environ, "HOLDFAST_INTERFACE": hosts.network.addresses[DRIVER]}
         self._config, self.directory, self.events_directory = config, directory, directory / "events"
         self._temporary = directory / "tmp"
         for folder in (self.events_directory, self._temporary):
@@ -207,7 +219,7 @@ class TrainingProcesses(DrivenProcessSet):
     def _start_driver(self) -> None:
         name = _numbered("driver", len(self._drivers))
         process = zygote().spawn(
-            driver_of(self._config, self._run.path),
+            driver_of(self._config, self._run.path, self._enter),
             name=name,
             output=self.directory / f"driver-{len(self._drivers)}.log",
             environ=self._environ,
@@ -287,7 +299,7 @@ def _numbered(name: str, driver: int) -> str:
 def _placed(event: run_events.Event, zero: float, driver: int) -> run_events.Event:
     """An event on `time.monotonic()`, with unique names of processes."""
     changed: dict[str, object] = {"time": event.time + zero}
-    for name in ("name", "process", "replaces"):
+    for name in ("name", "process", "replaces", "lost"):
         if value := getattr(event, name, ""):
             changed[name] = _numbered(value, driver)
     return msgspec.structs.replace(event, **changed)

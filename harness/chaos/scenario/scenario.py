@@ -184,6 +184,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     limit: float = 120.0
     minutes: float | None = None
 
+    @property
+    def own_hosts(self) -> int:
+        """How many network namespaces are hosts of its processes; 0 if these are on this host."""
+        if isinstance(self.workload, ReinforcementLearning):
+            return self.workload.hosts if self.workload.hosts > 1 else 0
+        return self.job.ranks + self.job.spares if self.job.hosts == "namespaces" else 0
+
 
 class _Document(_Strict, frozen=True, kw_only=True):
     """The TOML document; the type of each fault decodes its table."""

@@ -95,11 +95,12 @@ class ReinforcementLearning(_Kind, frozen=True, kw_only=True, tag="rl"):
     """What `holdfast rl train` does, its driver in a process of its own that is resumed when it dies.
 
     `run` is the configuration, with the tables of docs/reference/rl-config.md; paths count from the folder of the
-    scenario's file.
+    scenario's file. `hosts`: so many network namespaces are its hosts, with a node of etcd on each (as root).
     """
 
     family: ClassVar[Family] = "rl"
     run: dict[str, Any] = {}
+    hosts: Annotated[int, Meta(ge=1, le=8)] = 1
 
     @property
     def config(self) -> RunConfig:
@@ -112,8 +113,12 @@ class ReinforcementLearning(_Kind, frozen=True, kw_only=True, tag="rl"):
         return self.config.steps
 
     def config_in(self, folder: Path) -> RunConfig:
-        """The configuration with paths relative to `folder`. Raises `BadConfig`."""
-        return parse_config(dump(self.run), "workload.run", folder=folder)
+        """The configuration with paths relative to `folder`, and with names for its hosts. Raises `BadConfig`."""
+        run = self.run
+        if self.hosts > 1:
+            names = [f"tcp://host-{number}:26600" for number in range(self.hosts)]
+            run = {**run, "engine": {**run.get("engine", {}), "hosts": names, "register": "etcd://host-0:2379/run"}}
+        return parse_config(dump(run), "workload.run", folder=folder)
 
     def placed(self, folder: Path) -> Self:
         config = placed(self.config_in(folder), folder)

@@ -13,13 +13,17 @@ from holdfast.harness.training.command import train_here
 from holdfast.rl.config.run_config import RunConfig
 
 
-def driver_of(config: RunConfig, directory: Path) -> Callable[[ProcessChannel], None]:
+def driver_of(
+    config: RunConfig, directory: Path, enter: Callable[[], None] | None = None
+) -> Callable[[ProcessChannel], None]:
     """The target of the driver's process: begins or resumes the run in `directory`, then sends its result.
 
-    A failure of the run is sent in words.
+    A failure of the run is sent in words. `enter` moves the process to its host first.
     """
 
     def target(channel: ProcessChannel) -> None:
+        if enter is not None:
+            enter()
         tempfile.tempdir = None  # the zygote may have asked for it before this process had its environment
         try:
             result: dict[str, Any] = {"digest": train_here(config, directory).digest}

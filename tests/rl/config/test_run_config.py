@@ -26,6 +26,7 @@ EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
 PYTHON = '[[reward]]\nkind = "python"\nfunction = '
 ENSEMBLE = '[[reward]]\nkind = "ensemble"\nanswers = "absent.jsonl"\nverifiers = '
 GUESS = '[evaluation]\nprompts = 8\n[environment]\nname = "guess"\n'
+HOSTS = '[engine]\nhosts = ["tcp://a:1"]\n'
 
 
 def refused(text: str, *overrides: str, folder: Path = Path()) -> list[str]:
@@ -152,6 +153,12 @@ kind = "fancy"
             "run.toml:4: titan.config: write it as torchtitan.models.",
         ),
         ('[engine]\nkind = "local"\nhosts = ["a"]', "run.toml:3: engine.hosts: the local engine"),
+        (HOSTS.replace("tcp:", "udp:"), "run.toml:2: engine.hosts: 'udp://a:1' is no address of a host"),
+        (HOSTS, "run.toml:2: engine.register: a file is on one host"),
+        (HOSTS + 'register = "sqlite:///a"', "run.toml:3: engine.register: a file is on one host"),
+        (HOSTS, "run.toml:2: trainer.backend: shm is memory of one host"),
+        (HOSTS, "run.toml:2: store.plane: the plane of one host reads no other host's memory"),
+        (HOSTS + "silence = 0", "run.toml:3: engine.silence: 0 is not allowed"),
         ('[environment]\naddresses = ["ws://a:1"]', "run.toml:2: environment.addresses: it belongs"),
         ('[[reward]]\nkind = "python"', "run.toml:2: reward[0].function: a criterion of kind 'python' needs it"),
         ('[[reward]]\nfunction = "a.py:b"', "run.toml:2: reward[0].function: a criterion of kind 'exact' has none"),

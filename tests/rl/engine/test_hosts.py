@@ -26,16 +26,24 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREA
 DRIVER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from holdfast.rl.engine.errors import ActorDied, ActorStartFailed
+from holdfast.rl.engine.errors import ActorDied, ActorStartFailed, HostAway
 from holdfast.rl.engine.monarch import MonarchEngine
 from holdfast.rl.services.servable import served
 from support.samples.actors import Counter, Stillborn
+
+def family(parent):
+    found = [parent]
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        text = path.read_text()
+        if int(text.rpartition(")")[2].split()[1]) == parent:
+            found += family(int(text.split()[0]))
+    return found
 
 def zygote_of(pid):
     return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
 
 async def main(first, second):
-    async with asyncio.timeout(200.0), MonarchEngine() as engine:
+    async with asyncio.timeout(200.0), MonarchEngine(listen="127.0.0.1", silence=2.0) as engine:
 {body}
 
 asyncio.run(main(*sys.argv[1:]))

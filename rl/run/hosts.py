@@ -1,0 +1,51 @@
+"""What a run on several hosts has besides one on this host: a register elsewhere, and transports between hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.engine.engine import ActorProcess
+from holdfast.rl.engine.errors import HostAway
+
+UCX_TLS = "UCX_TLS"
+MANY_HOSTS = "tcp,self"
+"""The transports of UCX that every network has."""
+
+
+def new_register(url: str) -> str | None:
+    """The register of one driver of a run: each driver has a job of its own, under a name that no other one has.
+
+    None without a URL: a file.
+    """
+    if not url:
+        return None
+    place, mark, options = url.partition("?")
+    return f"{place}-{secrets.token_hex(6)}{mark}{options}"
+
+
+def between_hosts(config: RunConfig) -> dict[str, str]:
+    """The variables by which the run's processes reach other hosts. UCX has them in this process too."""
+    planes = {} if config.store.plane == "auto" else {"HOLDFAST_PLANE": config.store.plane}
+    if not config.engine.hosts:
+        return planes
+    return {**planes, UCX_TLS: os.environ.setdefault(UCX_TLS, MANY_HOSTS)}
+
+
+class HostTurns:
+    """Gives each new process the next host in turn, or the one after that if it is away."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._turns: Sequence[str | None] = hosts or (None,)
+        self._next = itertools.cycle(self._turns)
+
+    async def start(self, start: Callable[[str | None], Awaitable[ActorProcess]]) -> ActorProcess:
+        """Await `start` with a host. Raises `HostAway` if all of them are, and what `start` raises."""
+        for _ in self._turns[1:]:
+            with contextlib.suppress(HostAway):
+                return await start(next(self._next))
+        return await start(next(self._next))
