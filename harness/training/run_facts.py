@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +42,9 @@ MODEL_WORK = ("forward_backward", "generate", "optimizer")
 
 _RATES = 120
 """The number of moments at which the rate of tokens is given, at most."""
+
+_STEPS_OF_A_RATE = 5
+"""The number of steps that a rate is averaged over, at least."""
 
 
 @dataclass(slots=True)
@@ -154,13 +156,13 @@ class RunFacts:
         steps = sorted(self.steps.values(), key=lambda step: step.time)
         if len(steps) < 2:
             return ()
-        first, last = steps[0].time, steps[-1].time
-        parts = min(_RATES, len(steps) - 1)
-        width = (last - first) / parts or 1e-9
-        sums = [0] * parts
-        for step in steps[1:]:
-            sums[min(parts - 1, max(0, math.ceil((step.time - first) / width - 1e-6) - 1))] += step.tokens
-        return tuple(RateSample(first + (index + 0.5) * width, total / width) for index, total in enumerate(sums))
+        size = max(_STEPS_OF_A_RATE, -(-(len(steps) - 1) // _RATES))
+        found = []
+        for at in range(0, len(steps) - 1, size):
+            before, part = steps[at], steps[at + 1 : at + 1 + size]
+            seconds = part[-1].time - before.time or 1e-9
+            found.append(RateSample(before.time + seconds / 2, sum(each.tokens for each in part) / seconds))
+        return tuple(found)
 
     def lanes(self) -> tuple[ProcessRecord, ...]:
         """Each process from its start to its end, by role."""

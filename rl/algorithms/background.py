@@ -12,9 +12,9 @@ async def running(work: Callable[[], Awaitable[None]], tasks: int) -> AsyncItera
     """Run `tasks` copies of `work` until the block ends; the first error of any ends all, and is raised."""
     first: list[BaseException] = []
 
-    async def noted(body: Awaitable[None]) -> None:
+    async def noted() -> None:
         try:
-            await body
+            await work()
         except BaseException as error:
             if not first:
                 first.append(error)
@@ -22,7 +22,7 @@ async def running(work: Callable[[], Awaitable[None]], tasks: int) -> AsyncItera
 
     try:
         async with asyncio.TaskGroup() as group:
-            begun = [group.create_task(noted(work())) for _ in range(tasks)]
+            begun = [group.create_task(noted()) for _ in range(tasks)]
             try:
                 yield
             except BaseException as error:

@@ -16,7 +16,7 @@ REQUIREMENTS = sorted(STACK.glob("*/requirements.txt"))
 
 def pins(path: Path) -> dict[str, str]:
     """The versions in a file of requirements, by name."""
-    lines = [line for line in path.read_text().splitlines() if line and not line.startswith(("#", "-"))]
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     assert not [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+-]+", line)], "every version is pinned"
     return {
         re.sub(r"[-_.]+", "-", name).lower(): version for name, _, version in (each.partition("==") for each in lines)
