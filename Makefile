@@ -15,7 +15,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup test lint types unit torch-suite demo demo-hosts bench peers openenv-peer store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test lint types unit torch-suite demo demo-hosts bench peers openenv-peer store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -85,16 +85,19 @@ $(PEERS)/torchstore/.set-up: $(STAMP)
 	touch $@
 
 # Systems whose packages force other versions of ours (examples/stack): a virtual environment each, which has holdfast from
-# this tree, as .venv has it. `make extra-vllm` sets one up; what uninstall.txt names is removed again.
+# this tree, and torch's files, as .venv has them. `make extra-vllm` sets one up; what uninstall.txt names is removed again.
 EXTRAS := $(VENV)/extras
 SITE = $$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+extras: $(patsubst examples/stack/%/requirements.txt,extra-%,$(wildcard examples/stack/*/requirements.txt))  ## all of them (9 GB)
 
 .PRECIOUS: $(EXTRAS)/%/.set-up
 extra-%: $(EXTRAS)/%/.set-up ;
 
 $(EXTRAS)/%/.set-up: examples/stack/%/requirements.txt $(STAMP)
 	test -x $(EXTRAS)/$*/bin/python || $(BIN)/python -m venv $(EXTRAS)/$*
-	$(EXTRAS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	cp -alf $(addprefix $(call SITE,$(BIN))/,torch torch-*.dist-info torchgen functorch) $(call SITE,$(EXTRAS)/$*/bin)
+	$(EXTRAS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	test ! -f examples/stack/$*/uninstall.txt || \
 	  $(EXTRAS)/$*/bin/python -m pip uninstall --quiet --yes -r examples/stack/$*/uninstall.txt
 	cp -r $(call SITE,$(BIN))/__editable__*holdfast* $(call SITE,$(BIN))/holdfast-*.dist-info $(call SITE,$(EXTRAS)/$*/bin)
