@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.ft.console.units import counted
 from holdfast.ft.diagnosis.evidence import ProcessState, life
 from holdfast.ft.diagnosis.jobs import JobFiles
 from holdfast.ft.membership.view import View
@@ -228,7 +229,7 @@ def _waiting(row: ProcessRow, needed: int) -> ProcessRow:
     """`row` with the state of a process in a job that waits for `needed` members."""
     if row.state not in ("running", "spare"):
         return row
-    return msgspec.structs.replace(row, state=f"waits for {needed} member{'s' * (needed > 1)}")
+    return msgspec.structs.replace(row, state=f"waits for {counted(needed, 'member')}")
 
 
 def _state(recording: Recording, alive: ProcessState, rank: int | None) -> str:
