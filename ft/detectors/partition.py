@@ -6,7 +6,8 @@ passes the time, the statements of all processes, and the processes that this on
 - This process is cut off if it hears less than half of the job. It stops at once, and leaves the next epoch to the
   others. A cut-off side cannot be told from a side that has lost all its peers, so if no new epoch begins for a while,
   this process proposes one itself, and the register decides. If it hears the others again before that, it resigns: it
-  has stopped, they have not, and so it must be replaced.
+  has stopped, they have not, and so it must be replaced. While the job is forming there is nothing to stop, and it
+  stays.
 - Another process has stopped if its suspicions show that it is cut off. It is condemned before this process proposes.
 - Some pairs may be unable to reach each other while most observers have no suspicion (a single link is cut). After a
   while the fewest members that are in all such pairs are condemned: those with the most suspicions, and of equals the
@@ -144,6 +145,9 @@ class SuspicionGraph:
         view, since = self._view, self._cut_off_since
         assert view is not None and since is not None
         if not silent or not self._in_minority(view, silent):
+            if view.phase == "forming":
+                self._cut_off_since = None
+                return ()
             self._resigned = True
             return (Resign(f"it was cut off for {now - since:.2f} s and had stopped"),)
         if now - since < PATIENCE * self._timeouts.suspect:

@@ -32,7 +32,7 @@ from holdfast.ft.detectors.progress import ProgressDetector
 from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled
-from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view import Job, Member, Phase, View
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.harness.bench.recovery.evictions import HOGS, measure
@@ -42,17 +42,17 @@ from support.hosts import be_alone_on_host
 TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
 
 
-def view_of(hosts: Sequence[str]) -> View:
+def view_of(hosts: Sequence[str], phase: Phase = "running") -> View:
     """A view with a member p0, p1, ... on each of these hosts."""
     members = tuple(Member(f"p{rank}", "x:1", Peer(host, 100 + rank, 0)) for rank, host in enumerate(hosts))
-    return View(3, "running", members, Job("job", len(hosts), 1, 1, ("gloo",), "gloo"), "test")
+    return View(3, phase, members, Job("job", len(hosts), 1, 1, ("gloo",), "gloo"), "test")
 
 
 # -- observers: three hosts of two ranks, seen by one process
 
 
-def observers(rank: int, hosts: str = "AABBCC") -> SuspicionGraph:
-    view = view_of(hosts)
+def observers(rank: int, hosts: str = "AABBCC", phase: Phase = "running") -> SuspicionGraph:
+    view = view_of(hosts, phase)
     mine = SuspicionGraph(view.members[rank], TIMES)
     mine.follow(view, [m for m in view.members if m is not view.members[rank]])
     return mine
@@ -84,6 +84,16 @@ def test_a_member_that_was_cut_off_resigns_when_it_hears_the_others_again() -> N
     for member in range(4):
         small.clear("p4", f"p{member}")
     assert [type(verdict) for _, verdict in judged(small, 2.0, 0.3)] == [Resign]
+
+
+def test_while_the_job_is_forming_a_member_that_hears_the_others_again_stays() -> None:
+    small = observers(4, phase="forming")
+    for began in (0.0, 1.0):
+        from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], began)
+        assert [type(verdict) for _, verdict in judged(small, began + 0.3, began)] == [CutOff]
+        for member in range(4):
+            small.clear("p4", f"p{member}")
+        assert judged(small, began + 0.9, began + 0.3) == []
 
 
 def test_the_small_side_proposes_when_the_large_side_does_not() -> None:
