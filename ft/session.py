@@ -308,6 +308,7 @@ class Session:
 
     def _enter_job(self, runtime: Runtime) -> None:
         """Wait until this process is in a running view or the job is over, and build its first communicator."""
+        runtime.ready()
         view = self._next_view(0)
         if view.phase != "running":
             self._over = True
@@ -428,9 +429,8 @@ class Session:
 
     def _build(self, view: View) -> Decision:
         """Connect the members of `view` and agree on what becomes of the open step."""
-        assert self._runtime is not None
         rank = view.rank_of(self._identity)
-        assert rank is not None
+        assert self._runtime is not None and rank is not None
         if self._comms.comm is not None:
             self._group.drop()
             self._replicator.drop()

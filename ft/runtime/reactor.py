@@ -79,7 +79,8 @@ _log = logging.getLogger("holdfast.ft")
 class Reactor:
     """The membership of one process. Made and used in one event loop.
 
-    `step` is passed to fault points. `was_spare` is True once this process has waited outside of a running view.
+    `step` is passed to fault points. `was_spare` is True once this process has been outside of a running view: there it
+    tells the members of itself once it is `ready`, or they would wait for it while it still prepares its steps.
     """
 
     def __init__(
@@ -121,6 +122,8 @@ class Reactor:
         self._following = False
         self._register_client = RegisterClient(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
         self._announced_self_to: dict[str, Member] = {}
+        self._spare_since = 0
+        self._is_ready = self._told_spare = False
         self._deferred: tuple[Death, ...] = ()
         self._announced: tuple[int, frozenset[str]] = (0, frozenset())
         self._unreported_win: CasWon | None = None
@@ -268,12 +271,11 @@ class Reactor:
                 for word in seen:
                     self._tell(to, messages.testimony(word))
             case AnnounceSelf(view, to):
-                if not self.was_spare:
-                    self.was_spare = True
-                    self._events.emit("spare", epoch=view.epoch, to=[member.id for member in to])
+                self.was_spare = True
                 self._announced_self_to = {member.id: member for member in to}
-                for member in to:
-                    self._announce_self(member)
+                self._spare_since = view.epoch
+                if self._is_ready:
+                    self._announce_selves()
             case Install(view):
                 self._install(view)
             case Evicted(view, reason):
@@ -387,8 +389,23 @@ class Reactor:
         if self._detectors is not None:
             self._detectors.linked(member_id)
         self.sharing.linked(member_id)
-        if member_id in self._announced_self_to:
+        if self._is_ready and member_id in self._announced_self_to:
             self._announce_self(self._announced_self_to[member_id])
+
+    def ready(self) -> None:
+        """This process can do steps from now on. Idempotent."""
+        if not self._is_ready:
+            self._is_ready = True
+            self._announce_selves()
+
+    def _announce_selves(self) -> None:
+        """Tell the members that this process can take a place among them, if it has none."""
+        to = list(self._announced_self_to.values())
+        if to and not self._told_spare:
+            self._told_spare = True
+            self._events.emit("spare", epoch=self._spare_since, to=[member.id for member in to])
+        for member in to:
+            self._announce_self(member)
 
     def _announce_self(self, member: Member) -> None:
         assert self._core is not None

@@ -90,6 +90,11 @@ class Runtime:
         """The number of heartbeats of others that did not arrive, so far."""
         return self._reactor.missed_heartbeats
 
+    def ready(self) -> None:
+        """This process waits for a view that it can work in: a spare may be promoted from now on."""
+        with contextlib.suppress(RuntimeError):
+            self._thread.loop.call_soon_threadsafe(self._reactor.ready)
+
     def at_step(self, step: int) -> None:
         """Set the step that is passed to fault points."""
         self._reactor.step = step

@@ -6,6 +6,7 @@ inverse. Decoding runs no code, so a description need not come from a trusted pr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -157,9 +158,9 @@ def _where(path: tuple[Any, ...]) -> str:
 
 
 def _is_sharded(value: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
+    """Whether it is a DTensor. There is none before its module was imported, and that takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def _build(node: StateNode, tensors: Sequence[torch.Tensor]) -> Any:

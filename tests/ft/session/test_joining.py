@@ -297,6 +297,39 @@ def test_a_late_joiner_grows_the_job_and_gets_its_state(contract: dict[str, Any]
     assert ends[0][3] == ends[1][3] == ends[2][3]
 
 
+def step_until_three(pipe: Any, contract: dict[str, Any], gate: str, tells: bool) -> None:
+    """Do steps, once the file `gate` exists, until three members have done one."""
+    with Session(**contract, size=3, min_size=2) as session:
+        pipe.send(("inside", 0))
+        eventually(Path(gate).exists, 60.0)
+        for attempt in session.steps(10**6):
+            with attempt:
+                attempt.comm.barrier()
+                time.sleep(0.005)
+            if attempt.committed and (tells or attempt.comm.size == 3):
+                pipe.send(("step", attempt.comm.size))
+            if attempt.committed and attempt.comm.size == 3:
+                break
+
+
+def test_members_do_not_wait_for_a_joiner_that_still_prepares_its_steps(
+    contract: dict[str, Any], tmp_path: Path
+) -> None:
+    gate = str(tmp_path / "gate")
+    with children() as start:
+        first = [start(step_until_three, contract, str(tmp_path), tells) for tells in (True, False)]
+        hear_until(first[0], lambda m: m == ("step", 2))
+        joiner = start(step_until_three, contract, gate, False)
+        assert joiner.hear() == ("inside", 0)
+        inside = time.monotonic()
+        while time.monotonic() < inside + 3 * QUICK.suspect:
+            assert first[0].hear() == ("step", 2)
+        Path(gate).touch()
+        for child in (*first, joiner):
+            hear_until(child, lambda m: m == ("step", 3))
+            child.end()
+
+
 def test_a_member_that_waits_below_min_size_continues_with_a_joiner(contract: dict[str, Any], tmp_path: Path) -> None:
     gate = str(tmp_path / "gate")
     contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=10.0)
