@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,12 @@ Decode = Callable[[tuple[int, ...]], str]
 
 
 class EpisodeRow(msgspec.Struct, frozen=True):
-    """An episode in words. `versions` are those of the first and the last token that the policy drew."""
+    """An episode in words. `versions` are those of the first and the last token that the policy drew.
 
-    answer: str
+    `answer` is in pieces, each with whether the policy drew it: an environment said the others.
+    """
+
+    answer: tuple[tuple[str, bool], ...]
     reward: float
     parts: tuple[tuple[str, float], ...]
     versions: tuple[int, int]
@@ -64,7 +68,7 @@ def write(path: Path, title: str, rows: list[GroupRows], omitted: int = 0) -> No
 def _row(episode: Episode, decode: Decode) -> EpisodeRow:
     drawn = [version for version, mine in zip(episode.versions, episode.mask, strict=True) if mine]
     return EpisodeRow(
-        answer=decode(episode.tokens),
+        answer=tuple(_pieces(episode, decode)),
         reward=episode.reward,
         parts=tuple(sorted(episode.parts.items())),
         versions=(drawn[0], drawn[-1]) if drawn else (-1, -1),
@@ -72,3 +76,8 @@ def _row(episode: Episode, decode: Decode) -> EpisodeRow:
         turns=episode.turns,
         finish=episode.finish,
     )
+
+
+def _pieces(episode: Episode, decode: Decode) -> Iterator[tuple[str, bool]]:
+    for mine, part in groupby(zip(episode.tokens, episode.mask, strict=True), key=lambda pair: pair[1]):
+        yield decode(tuple(token for token, _ in part)), mine

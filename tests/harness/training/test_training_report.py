@@ -150,10 +150,10 @@ def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
     prompt = Prompt(number=3, tokens=(1, 2), text="2 < 3 & <b>", answer="yes")
     episode = Episode(
         prompt=prompt,
-        tokens=(5, 6),
-        logprobs=(-0.5, -0.5),
-        versions=(4, 5),
-        mask=(True, True),
+        tokens=(5, 7, 6),
+        logprobs=(-0.5, 0.0, -0.5),
+        versions=(4, 0, 5),
+        mask=(True, False, True),
         reward=0.25,
         finish="stop",
         parts={"format": 0.5},
@@ -163,4 +163,7 @@ def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
         "Episodes", episodes_page.rows_of([group], lambda tokens: f"<i>{tokens}</i>"), omitted=2
     )
     assert "2 &lt; 3 &amp; &lt;b&gt;" in page and "<i>(5" not in page
+    assert '<span class="said">&lt;i&gt;(7,)&lt;/i&gt;</span><span>&lt;i&gt;(6,)' in page, (
+        "the environment's words are pale"
+    )
     assert "4 to 5" in page and "format 0.50" in page and "2 older ones are left out" in page
