@@ -124,8 +124,7 @@ class VllmGenerator:
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                     await self._no_exact.wait()
-                    with self._generating.paused("update", version):
-                        await self._switch(version, deadline)
+                    await self._switch(version, deadline)
             except Exception as error:
                 failure = await self._failed(version, error)
                 self._failure = failure
@@ -245,11 +244,12 @@ class VllmGenerator:
             with contextlib.suppress(Exception):
                 await engine.finish_weight_update()
         await engine.pause_generation(mode=self._settings.on_update, clear_cache=False)
-        await engine.start_weight_update()
-        left = max(0.001, deadline - time.monotonic())
-        await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version, "timeout": left}))
-        await engine.finish_weight_update(weight_version=str(version))
-        await engine.resume_generation()
+        with self._generating.paused("update", version):
+            await engine.start_weight_update()
+            left = max(0.001, deadline - time.monotonic())
+            await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version, "timeout": left}))
+            await engine.finish_weight_update(weight_version=str(version))
+            await engine.resume_generation()
 
     async def _failed(self, version: int, error: Exception) -> HoldfastError:
         """Cut off what is being drawn; vLLM stays paused, so it draws nothing with a mixture."""

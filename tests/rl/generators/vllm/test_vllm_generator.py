@@ -23,6 +23,7 @@ from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
+from holdfast.rl.work_log import WorkReport
 from holdfast.store import WeightStore
 from support.rl.greedy_request import greedy
 from support.waiting import eventually
@@ -199,6 +200,11 @@ def test_an_update_treats_running_samples_as_it_was_told(on_update: str, python:
                     assert (each.finish, set(each.versions)) == ("aborted", {0})
             (after, *_) = await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
             assert (after.tokens, after.versions) == (trainer.greedy(PROMPTS[0], 5), (1,) * 5)
+            report: WorkReport = await process.call("work", timeout=CALL)
+            done = [(each.what, each.number) for each in report.spans]
+            assert done[:3] == [("update", 0), ("generate", 0), ("update", 1)] and done[-1] == ("generate", 1)
+            spent = sum(each.cpu for each in report.spans)
+            assert 0.1 < spent < report.cpu, "vLLM's process does the work, and its time counts"
 
     asyncio.run(main())
 
