@@ -20,7 +20,7 @@ from holdfast.harness.cli.app import app
 from holdfast.harness.testbed import netns
 
 SCENARIO = "rl-host-lost"
-SHORT = 20
+SHORT = 12
 
 needs_monarch = pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 needs_hosts = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")

@@ -132,3 +132,45 @@ def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, st
             assert (after.host, after.restarts, counter.status().lost) == (second, 1, 1)
         """,
     )
+
+
+def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[str, str]) -> None:
+    """It is stopped with all of its processes. When it goes on, what it had is killed, and it is used again."""
+    drive(
+        hosts,
+        """
+        def signal_host(address, number):
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                words = path.read_bytes().split(b"\\0")
+                if b"holdfast.rl.engine.monarch_host" in words and address.encode() in words:
+                    for pid in family(int(path.parent.name)):
+                        os.kill(pid, number)
+
+        options = served(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
+        async with await options.as_service() as counter:
+            lost = counter.status().replicas[1]
+            flying = [asyncio.create_task(counter.echo.route(i, 0.5)) for i in range(8)]
+            await asyncio.sleep(0.1)
+            signal_host(second, signal.SIGSTOP)
+            assert await asyncio.gather(*flying) == list(range(8))
+            while counter.status().replicas[1].health != "ready":
+                await asyncio.sleep(0.01)
+            assert (counter.status().replicas[1].host, counter.status().lost) == (first, 1)
+            try:
+                await engine.start("there", Counter, host=second)
+            except HostAway as error:
+                assert error.host == second and "is away" in str(error)
+            else:
+                raise AssertionError("the host is away")
+            signal_host(second, signal.SIGCONT)
+            while os.path.exists(f"/proc/{lost.pids[0]}"):
+                await asyncio.sleep(0.01)
+            while True:
+                try:
+                    back = await engine.start("there", Counter, host=second)
+                    break
+                except HostAway:
+                    await asyncio.sleep(0.01)
+            assert await back.call("add") == 1
+        """,
+    )
