@@ -68,7 +68,7 @@ class WorkLog:
 
 
 class SharedSpan:
-    """One span for what several tasks of an event loop do at the same time: it lasts from the first to the last.
+    """One span for what several tasks of an event loop do at the same time. It lasts from the first to the last.
 
     Its processor time is that of the process. While it is `paused`, another span has it.
     """

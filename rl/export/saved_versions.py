@@ -76,8 +76,8 @@ class SavedVersions:
     def model(self, number: int) -> PreTrainedModel:
         """The model of a saved version, adapters merged.
 
-        Raises `ModelMisfit`, `CorruptData`, `CopyFailed`, and `ExtraNotInstalled` for a checkpoint of TorchTitan, whose
-        names only an interpreter with TorchTitan translates.
+        Raises `ModelMisfit`, `CorruptData`, `CopyFailed`, and `ExtraNotInstalled` for a checkpoint of TorchTitan: only
+        an interpreter with TorchTitan translates the names in it.
         """
         folder = self._folder(number)
         return self._of_checkpoint(self._checkpoints[number]) if folder is None else folder.build()

@@ -18,7 +18,7 @@ MANY_HOSTS = "tcp,self"
 
 
 def new_register(url: str) -> str | None:
-    """The register of one driver of a run: each driver has a job of its own, under a name that no other one has.
+    """The register of one driver of a run. Each driver has a job of its own, under a name that no other one has.
 
     None without a URL: a file.
     """

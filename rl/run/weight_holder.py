@@ -1,4 +1,4 @@
-"""An actor that keeps replicas of versions in its memory, for all others to read, and a watch over those copies."""
+"""An actor that keeps replicas of versions in its memory for all others to read, and watches those copies."""
 
 from __future__ import annotations
 

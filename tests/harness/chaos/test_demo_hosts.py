@@ -1,4 +1,4 @@
-"""`holdfast demo --hosts 3`: a host of a run is lost, and its trainers, calls and copies are others' from then on."""
+"""`holdfast demo --hosts 3`: a host of a run is lost. Its trainers, calls and copies are others' from then on."""
 
 from __future__ import annotations
 

@@ -93,13 +93,13 @@ def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -
 
 
 def driver(time: float, wall: float) -> list[Event]:
-    """A driver that starts at a time on the run's axis and at one of the wall clock, and its trainer."""
+    """A driver that starts at `time` on the run's axis and `wall` of the clock, and its trainer."""
     begun = ProcessStarted(time=time, name="driver", role="driver", pid=1, wall=wall)
     return [begun, ProcessStarted(time=time, name="trainer-0", role="trainer", pid=11)]
 
 
 def test_the_time_between_two_drivers_is_a_part_of_the_run(tmp_path: Path) -> None:
-    """The second one writes on from the last event of the first, whose processes ended with it."""
+    """The second one writes on from the last event of the first. The processes of the first ended with it."""
 
     def used(time: float, seconds: float) -> ProcessorTime:
         return ProcessorTime(time=time, process="trainer-0", role="trainer", seconds=seconds)
