@@ -1,4 +1,4 @@
-"""An actor that keeps replicas of versions in its memory for all others to read, and watches those copies."""
+"""An actor that keeps replicas of versions in memory, for others to read; `CopiesWatch` sees lost ones restored."""
 
 from __future__ import annotations
 
