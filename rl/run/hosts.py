@@ -7,7 +7,9 @@ import itertools
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
+from holdfast.ft.timeouts import Timeouts
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.engine.engine import ActorProcess
 from holdfast.rl.engine.errors import HostAway
@@ -34,6 +36,19 @@ def between_hosts(config: RunConfig) -> dict[str, str]:
     if not config.engine.hosts:
         return planes
     return {**planes, UCX_TLS: os.environ.setdefault(UCX_TLS, MANY_HOSTS)}
+
+
+def session_options(config: RunConfig) -> dict[str, Timeouts]:
+    """The options of the trainers' session: between hosts a trainer may be silent for as long as a host may be."""
+    if not config.engine.hosts:
+        return {}
+    usual = Timeouts()
+    suspect = max(config.engine.silence, usual.suspect)
+    return {
+        "timeouts": replace(
+            usual, suspect=suspect, rebuild=usual.rebuild + suspect, operation=usual.operation + suspect
+        )
+    }
 
 
 class HostTurns:

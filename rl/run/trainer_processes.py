@@ -18,7 +18,7 @@ from holdfast.rl.engine.engine import ActorProcess, Engine
 from holdfast.rl.engine.errors import ActorDied, ActorStartFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.errors import RunFailed
-from holdfast.rl.run.hosts import HostTurns
+from holdfast.rl.run.hosts import HostTurns, session_options
 from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
@@ -157,6 +157,7 @@ class TrainerProcesses:
                 TrainerActor,
                 self._settings,
                 self._store,
+                session_options(self._config),
                 replicas=self._config.store.copies,
                 keep=KEEP + self._config.algorithm.staleness,
                 environ=self._environ,

@@ -73,7 +73,7 @@ def test_hosts_that_cannot_be_are_refused_before_anything_starts(
         (('"host-lost"', '"host-lost"\nhost = 3'), "host = 3: there are hosts 0 to 2"),
         (('"host-lost"', '"host-lost"\nhost = 0'), "host = 0: the driver is there"),
         (('backend = "ucx"', 'backend = "shm"'), "workload.run.trainer.backend: shm is memory of one host"),
-        (("silence = 2.0", 'kind = "local"'), "workload.run.engine.hosts: the local engine"),
+        (("silence = 3.0", 'kind = "local"'), "workload.run.engine.hosts: the local engine"),
     ],
 )
 def test_what_a_run_on_hosts_cannot_have_is_refused(change: tuple[str, str], words: str) -> None:
