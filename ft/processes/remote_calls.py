@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +45,28 @@ class ObjectRecipe:
 def pack(message: MethodCall | CallResult | ObjectRecipe) -> bytes:
     """Pack a message. A result that cannot be packed becomes the error that says so."""
     try:
-        packed: bytes = cloudpickle.dumps(message)
+        return _pickled(message)
     except Exception as error:
         if not isinstance(message, CallResult):
             raise
-        packed = cloudpickle.dumps(CallResult(error=pack_error(error)))
-    return packed
+        return _pickled(CallResult(error=pack_error(error)))
+
+
+def _pickled(message: object) -> bytes:
+    """Pickle by name, which is fast; by value what has no name that is the same in the other process.
+
+    `__main__` is another module there.
+    """
+    if not cloudpickle.list_registry_pickle_by_value():
+        try:
+            packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        except Exception:  # a lambda, a local class
+            pass
+        else:
+            if b"__main__" not in packed:
+                return packed
+    whole: bytes = cloudpickle.dumps(message)
+    return whole
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -36,13 +38,17 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 class ReplayBuffer:
     """A `BufferState` that tasks of one event loop wait on.
 
-    Waits end with `BufferStalled` if nothing happened to the buffer for `patience` seconds.
+    A change wakes the trainer once its batch may be full, and as many generations as may begin: each wake costs a turn
+    of the loop. Waits end with `BufferStalled` if nothing happened to the buffer for `patience` seconds.
     """
 
     def __init__(self, rule: StalenessRule, patience: float = 600.0) -> None:
         self._state = BufferState(rule=rule)
         self._patience = patience
-        self._changed = asyncio.Event()
+        self._changed = time.monotonic()
+        self._generations: deque[asyncio.Future[None]] = deque()
+        self._takers: deque[asyncio.Future[None]] = deque()
+        self._woken = 0
 
     @classmethod
     def from_state(cls, state: BufferState, patience: float = 600.0) -> ReplayBuffer:
@@ -68,7 +74,7 @@ class ReplayBuffer:
 
     async def admit(self) -> Permit:
         """Wait until a group may begin, and begin it."""
-        state, permit = await self._until(lambda: self._state.begin(), "a generation waits to begin")
+        state, permit = await self._until(lambda: self._state.begin(), self._generations, "a generation waits to begin")
         self._set(state)
         return permit
 
@@ -86,7 +92,7 @@ class ReplayBuffer:
     async def take(self, step: int) -> Batch:
         """Wait for the groups of the batch that begins with update `step`. Taking it again gives the same batch."""
         number = step // self._state.rule.updates
-        state = await self._until(lambda: self._state.take(number), f"step {step} waits for its groups")
+        state = await self._until(lambda: self._state.take(number), self._takers, f"step {step} waits for its groups")
         self._set(state)
         return Batch(step=step, groups=state.batch_groups(), after=state.commit())
 
@@ -100,19 +106,49 @@ class ReplayBuffer:
 
     def _set(self, state: BufferState) -> None:
         if state is not self._state:
-            self._state = state
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._state, self._changed = state, time.monotonic()
+            self._wake()
 
-    async def _until(self, attempt: Callable[[], Result | None], waiting: str) -> Result:
+    def _wake(self) -> None:
+        if self._generations:
+            admissible = self._state.admissible
+            while self._generations and self._woken < admissible:
+                self._generations.popleft().set_result(None)
+                self._woken += 1
+        if self._takers and len(self._state.ready) >= self._state.rule.groups:
+            while self._takers:
+                self._takers.popleft().set_result(None)
+
+    async def _until(
+        self, attempt: Callable[[], Result | None], queue: deque[asyncio.Future[None]], waiting: str
+    ) -> Result:
+        began = time.monotonic()
         while (result := attempt()) is None:
-            changed = self._changed
-            try:
-                async with asyncio.timeout(self._patience):
-                    await changed.wait()
-            except TimeoutError:
-                raise BufferStalled(waiting, self._patience, self._describe()) from None
+            left = max(began, self._changed) + self._patience - time.monotonic()
+            if left <= 0:
+                raise BufferStalled(waiting, self._patience, self._describe())
+            await self._turn(queue, left)
         return result
+
+    async def _turn(self, queue: deque[asyncio.Future[None]], seconds: float) -> None:
+        """Wait in `queue` until woken, at most so long."""
+        woken = asyncio.get_running_loop().create_future()
+        queue.append(woken)
+        try:
+            await asyncio.wait([woken], timeout=seconds)
+        except asyncio.CancelledError:
+            if self._left(queue, woken):  # its turn is the next one's
+                self._wake()
+            raise
+        self._left(queue, woken)
+
+    def _left(self, queue: deque[asyncio.Future[None]], woken: asyncio.Future[None]) -> bool:
+        """Take `woken` out of `queue`; True if it was woken."""
+        if not woken.done():
+            queue.remove(woken)
+            return False
+        self._woken -= queue is self._generations
+        return True
 
     def _describe(self) -> str:
         state = self._state

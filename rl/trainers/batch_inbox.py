@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.trainers.errors import NoBatch
 
 KEPT = 2
@@ -20,7 +20,7 @@ class BatchInbox:
     """Filled by one thread, read by another."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, EncodedBatch] = {}
         self._changed = threading.Condition()
 
     @property
@@ -29,7 +29,7 @@ class BatchInbox:
         with self._changed:
             return max(self._batches, default=None)
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: EncodedBatch) -> None:
         """Add a batch. The oldest one goes if there are too many."""
         with self._changed:
             self._batches[batch.step] = batch
@@ -37,7 +37,7 @@ class BatchInbox:
                 del self._batches[min(self._batches)]
             self._changed.notify_all()
 
-    def take(self, step: int, over: Callable[[], None], timeout: float) -> Batch:
+    def take(self, step: int, over: Callable[[], None], timeout: float) -> EncodedBatch:
         """Wait for the batch that begins with update `step`; it stays. `over` is called meanwhile, and may raise.
 
         Raises `NoBatch`.

@@ -14,7 +14,7 @@ from holdfast import ft
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.data.buffer_state import BufferState
-from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.trainers.batch_inbox import BatchInbox
 from holdfast.rl.trainers.errors import TrainerEnded
 from holdfast.rl.trainers.publisher import Publisher
@@ -87,7 +87,7 @@ class TrainerActor:
         """Wait until this trainer takes part; returns where training began then. Raises `TrainerEnded`."""
         return await asyncio.shield(asyncio.wrap_future(self._position))
 
-    async def train(self, batch: Batch) -> StepReport | None:
+    async def train(self, batch: EncodedBatch) -> StepReport | None:
         """Train on a batch with the other members, which get the same one; returns once it is committed.
 
         Returns None if this trainer does not take part before a later batch comes: a spare. A batch that is committed
@@ -177,7 +177,7 @@ class TrainerActor:
     def _begun(self, step: int, buffer: BufferState | None) -> None:
         _answer(self._position, TrainerPosition(step=step, buffer=buffer))
 
-    def _take(self, step: int, over: Callable[[], None]) -> Batch:
+    def _take(self, step: int, over: Callable[[], None]) -> EncodedBatch:
         def check() -> None:
             if self._closed.is_set():
                 raise TrainerEnded("it was closed")

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from holdfast.comms.errors import describe
 from holdfast.rl.algorithms.protocols import StepReport
+from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.trainers.errors import TrainersLost
 from holdfast.rl.trainers.trainer_actor import TrainerPosition
@@ -52,7 +53,7 @@ class TrainerGroup:
 
         Raises `TrainersLost` if no trainer is left, TimeoutError after `timeout` seconds, and a trainer's own error.
         """
-        report: StepReport = await self._first("train", batch.step, batch)
+        report: StepReport = await self._first("train", batch.step, EncodedBatch.of(batch))
         return report
 
     async def _first(self, method: str, step: int, *args: Any) -> Any:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 
 from holdfast import ft
@@ -20,7 +19,7 @@ from holdfast.rl.algorithms.collate import TrainingTokens
 from holdfast.rl.algorithms.grpo import StepTotals
 from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.data.buffer_state import BufferState
-from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.data.encoded_batch import EncodedBatch, decode_state
 from holdfast.rl.trainers.errors import BadBatch
 from holdfast.rl.trainers.layouts import PolicyLayout, UpdateResult, policy_layout
 from holdfast.rl.trainers.policy import PolicyLoss
@@ -31,7 +30,7 @@ from holdfast.rl.trainers.update_tokens import UpdateTokens, updates_of
 from holdfast.rl.trainers.weights_digest import weights_digest
 from holdfast.rl.work_log import WorkLog
 
-Take = Callable[[int, Callable[[], None]], Batch]
+Take = Callable[[int, Callable[[], None]], EncodedBatch]
 """Returns the batch that begins with an update; calls the function meanwhile, which raises if the epoch is over."""
 
 
@@ -59,15 +58,20 @@ class SavedBuffer:
     """The state of the replay buffer after the last committed batch, as every trainer and every checkpoint has it."""
 
     def __init__(self) -> None:
-        self.state: BufferState | None = None
+        self.after = b""
+
+    @property
+    def state(self) -> BufferState | None:
+        """The state; None before the first batch."""
+        return decode_state(self.after) if self.after else None
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON."""
-        return {"json": "" if self.state is None else msgspec.json.encode(self.state).decode()}
+        return {"json": self.after.decode()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        self.state = msgspec.json.decode(state["json"], type=BufferState) if state["json"] else None
+        self.after = state["json"].encode()
 
 
 class Training:
@@ -95,7 +99,7 @@ class Training:
             self._layout = policy_layout(settings, PolicyLoss(settings), work or WorkLog())
         self._revocations = RevokedEpochs()
         self._buffer = SavedBuffer()
-        self._batch: tuple[Batch, list[UpdateTokens]] | None = None
+        self._batch: tuple[EncodedBatch, list[UpdateTokens]] | None = None
         self._losses: list[float] = []
         self._published: tuple[int, int] = (-1, 0)
 
@@ -145,9 +149,10 @@ class Training:
         if self._batch is None or self._batch[0].step != step:
             batch = self._take(step, lambda: self._revocations.check(attempt.epoch))
             updates = self._settings.updates
-            if len(batch.groups) < updates:
-                raise BadBatch(step, f"it has {counted(len(batch.groups), 'group')}, and makes {updates} updates")
-            self._batch = batch, updates_of(batch.groups, updates, self._settings.objective)
+            groups = batch.groups()
+            if len(groups) < updates:
+                raise BadBatch(step, f"it has {counted(len(groups), 'group')}, and makes {updates} updates")
+            self._batch = batch, updates_of(groups, updates, self._settings.objective)
         return self._batch[1]
 
     def _committed(self, attempt: ft.Attempt, result: UpdateResult) -> None:
@@ -156,7 +161,7 @@ class Training:
         if part < self._settings.updates - 1:
             return
         assert self._batch is not None
-        self._buffer.state = self._batch[0].after
+        self._buffer.after = self._batch[0].after
         figures = {
             "loss": sum(self._losses) / len(self._losses),
             "gradient_norm": result.norm,

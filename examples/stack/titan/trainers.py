@@ -20,6 +20,7 @@ from holdfast.ft import Session
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.generators.models import ModelSource
@@ -74,11 +75,11 @@ def train(session: Session, settings: TrainerSettings, killed: int) -> tuple[str
     reports: list[Any] = []
     epochs: list[int] = []
 
-    def take(step: int, over: Any) -> Batch:
+    def take(step: int, over: Any) -> EncodedBatch:
         epochs.append(session.epoch or 0)
         if step == 2 and session.rank == killed and len(epochs) == step + 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return batch_of(step)
+        return EncodedBatch.of(batch_of(step))
 
     digest = Training(settings, None, take, reports.append).run(session)
     return digest, tuple(each.figures["loss"] for each in reports), len(set(epochs))

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.buffer_state import BufferState, Permit, StalenessRule
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.data.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
 from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
@@ -230,6 +230,60 @@ def test_waiting_tasks_go_on_when_they_may() -> None:
         await buffer.add(FailedGroup(number=2, reasons=("no answer",)))
         assert buffer.state().failed == 1
 
+    asyncio.run(body())
+
+
+def test_a_generation_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
+    async def body() -> None:
+        buffer = ReplayBuffer(StalenessRule(groups=1), patience=20.0)
+        await buffer.admit()
+        first, second = (asyncio.create_task(buffer.admit()) for _ in range(2))
+        await asyncio.sleep(0)
+        buffer.lose(0)
+        first.cancel()
+        assert (await second).number == 0
+        assert first.cancelled()
+        third, fourth = (asyncio.create_task(buffer.admit()) for _ in range(2))
+        await asyncio.sleep(0)
+        third.cancel()
+        await asyncio.wait([third])
+        buffer.lose(0)
+        assert (await fourth).number == 0
+
+    asyncio.run(body())
+
+
+def test_a_change_wakes_no_more_tasks_than_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+    begin = BufferState.begin
+
+    def counted(state: BufferState) -> tuple[BufferState, Permit] | None:
+        tries.append(state.batch)
+        return begin(state)
+
+    async def body() -> None:
+        buffer = ReplayBuffer(StalenessRule(groups=8), patience=20.0)
+        for _ in range(8):
+            await buffer.admit()
+        waiting = [asyncio.create_task(buffer.admit()) for _ in range(40)]
+        batch = asyncio.create_task(buffer.take(0))
+        await asyncio.sleep(0)
+        tries.clear()
+        for number in range(8):
+            await buffer.add(group(number, 0))
+            await asyncio.sleep(0)
+        assert len((await batch).groups) == 8
+        assert tries == [], "no generation may begin yet"
+        buffer.commit()
+        buffer.serve(1)
+        done, left = await asyncio.wait(waiting, timeout=0.05)
+        assert (len(done), len(left)) == (8, 32)
+        assert len(tries) <= 16
+        for each in left:
+            each.cancel()
+        await asyncio.wait(left)
+
+    monkeypatch.setattr(BufferState, "begin", counted)
     asyncio.run(body())
 
 

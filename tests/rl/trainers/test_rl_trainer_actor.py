@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 from holdfast.comms.system.keys import create_key
 from holdfast.rl.config.objective import objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Episode, Group, Prompt, SamplingRequest
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.generators.models import ModelSource
@@ -141,14 +142,14 @@ def test_a_policy_learns_what_is_rewarded(site: Site, layout: str) -> None:
             report = await group.step(batch)
             assert (report.step, report.version) == (step, step + 1)
             assert report.figures["gradient_norm"] >= 0.0
-            assert await trainer.train(batch) == report, "a batch is trained on once"
+            assert await trainer.train(EncodedBatch.of(batch)) == report, "a batch is trained on once"
         digest = await trainer.finished()
         assert len(digest) == 32
         assert await generator.update(settings.steps) == settings.steps
         status = await trainer.status()
         assert (status.committed, status.ended) == (settings.steps, True)
         with pytest.raises(errors.TrainerEnded, match="all batches are committed"):
-            await trainer.train(await batch_for(generator, settings.steps))
+            await trainer.train(EncodedBatch.of(await batch_for(generator, settings.steps)))
         return rewards
 
     rewards = asyncio.run(scenario())
@@ -164,7 +165,7 @@ def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path: Path
         batches = []
         for step in range(3):
             batches.append(await batch_for(generator, step, version=step))
-            await first.train(batches[-1])
+            await first.train(EncodedBatch.of(batches[-1]))
         await asyncio.to_thread(first.close)
         with pytest.raises(errors.TrainerEnded, match="it was closed"):
             await first.finished()
@@ -172,7 +173,7 @@ def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path: Path
         await second.begin()
         position = await second.position()
         assert (position.step, position.buffer) == (2, batches[1].after)
-        assert (await second.train(batches[2])).version == 3
+        assert (await second.train(EncodedBatch.of(batches[2]))).version == 3
         await second.finished()
 
     asyncio.run(scenario())
@@ -187,7 +188,7 @@ def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) 
         huge = msgspec.structs.replace(group.episodes[0], reward=-5.0, logprobs=(-1e30,) * 2)
         group = msgspec.structs.replace(group, episodes=(huge, *group.episodes[1:]))
         with pytest.raises(errors.TrainerEnded, match="nothing is committed") as caught:
-            await trainer.train(msgspec.structs.replace(batch, groups=(group,)))
+            await trainer.train(EncodedBatch.of(msgspec.structs.replace(batch, groups=(group,))))
         assert isinstance(caught.value.__cause__, errors.NonFiniteLoss)
         assert site.store.versions() == [0]
 

@@ -17,6 +17,7 @@ from holdfast.harness import LocalCluster
 from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.config.objective import Objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.trainers import errors
@@ -113,7 +114,7 @@ def test_a_batch_stays_until_it_is_too_old() -> None:
     with pytest.raises(errors.NoBatch, match=r"the batch of step 0 did not come .* none has come"):
         inbox.take(0, lambda: None, 0.0)
     for number in range(3):
-        inbox.put(batch_of(number))
+        inbox.put(EncodedBatch.of(batch_of(number)))
     assert inbox.newest == 2
     for number in (1, 2, 1):
         assert inbox.take(number, lambda: None, 0.0).step == number
@@ -131,7 +132,7 @@ def test_a_wait_for_a_batch_ends_with_its_epoch() -> None:
 
 def test_a_wait_for_a_batch_ends_when_it_comes() -> None:
     inbox = BatchInbox()
-    timer = threading.Timer(0.02, inbox.put, (batch_of(7),))
+    timer = threading.Timer(0.02, inbox.put, (EncodedBatch.of(batch_of(7)),))
     timer.start()
     assert inbox.take(7, lambda: None, 20.0).step == 7
     timer.join()

@@ -22,6 +22,7 @@ from holdfast.harness import LocalCluster, RankFailed
 from holdfast.harness.invariants import check, event_of
 from holdfast.rl.config.objective import objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.generators.models import ModelSource
@@ -123,11 +124,11 @@ def train(
     """The digest of the final weights, and loss and norm of each batch that was committed here."""
     reports = []
 
-    def take(step: int, over: Any) -> Batch:
+    def take(step: int, over: Any) -> EncodedBatch:
         while step == GATED and gate and not Path(gate).exists():
             over()
             time.sleep(0.01)
-        return batch_of(step)
+        return EncodedBatch.of(batch_of(step))
 
     hook = InsideReduction(session, REDUCTIONS[settings.layout], faults, number)
     publisher = Publisher(WeightStore(url, replicas=1, keep=BATCHES + 1, hold=False)) if url else None
@@ -262,10 +263,10 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_trainers(
 @pytest.mark.parametrize("layout", REDUCTIONS)
 def test_a_loss_that_is_not_finite_ends_the_run_and_commits_nothing(layout: str) -> None:
     def broken(session: Session, settings: TrainerSettings) -> None:
-        def take(step: int, over: Any) -> Batch:
+        def take(step: int, over: Any) -> EncodedBatch:
             if step == 1:
                 torch.Tensor.log_softmax = lambda self, dim: self * float("nan")  # type: ignore[method-assign]
-            return batch_of(step)
+            return EncodedBatch.of(batch_of(step))
 
         Training(settings, None, take).run(session)
 
