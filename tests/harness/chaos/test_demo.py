@@ -75,7 +75,7 @@ def test_nothing_is_lost_and_no_invariant_broken(demonstrated: tuple[dict[str, A
     summary, _ = demonstrated
     assert summary["passed"] and summary["violations"] == []
     assert summary["steps"] == STEPS
-    assert summary["looked"][PROMPTS] == 32 * STEPS
+    assert summary["looked"][PROMPTS] == 64 * STEPS
 
 
 def test_the_report_shows_the_run_and_its_episodes(demonstrated: tuple[dict[str, Any], Path]) -> None:
