@@ -15,13 +15,14 @@ from holdfast.ft.console.units import counted
 from holdfast.rl.config.extra_environment import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.engine.engine import ActorProcess, Engine
-from holdfast.rl.engine.errors import ActorDied, ActorStartFailed
+from holdfast.rl.engine.errors import ActorDied, ActorStartFailed, EndpointFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.hosts import HostTurns, session_options
 from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.trainers.errors import TrainerEvicted
 from holdfast.rl.trainers.settings import LoraSettings, RateSchedule, TrainerSettings
 from holdfast.rl.trainers.titan.settings import TitanSettings
 from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerStatus
@@ -62,6 +63,24 @@ def trainer_settings(config: RunConfig, source: ModelSource, checkpoints: Path) 
     )
 
 
+class MemberProcess:
+    """The process of a trainer. One that the others evicted is killed, and counts as dead from then on."""
+
+    def __init__(self, process: ActorProcess) -> None:
+        self._process = process
+        self.pid, self.stop = process.pid, process.stop
+
+    async def call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
+        """See `ActorProcess.call`."""
+        try:
+            return await self._process.call(method, *args, timeout=timeout)
+        except EndpointFailed as error:
+            if not isinstance(error.__cause__, TrainerEvicted):
+                raise
+            self._process.kill()
+            raise ActorDied(self._process.name, self.pid, describe(error.__cause__), method) from error
+
+
 class TrainerProcesses:
     """The trainers of a run. `group` trains; `failed` is called with an error that ends the run."""
 
@@ -79,7 +98,7 @@ class TrainerProcesses:
         self._config, self._engine, self._settings, self._store = config, engine, settings, store
         self._environ, self._telemetry, self._failed = dict(environ), telemetry, failed
         self._numbers, self._hosts = itertools.count(), HostTurns(config.engine.hosts)
-        self._alive: dict[str, ActorProcess] = {}
+        self._alive: dict[str, MemberProcess] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._lost, self._closing = 0, False
         titan = config.trainer.kind == "titan"
@@ -151,7 +170,7 @@ class TrainerProcesses:
     async def _start(self, replaces: str = "") -> None:
         name, now = f"{ROLE}-{next(self._numbers)}", self._telemetry.now
         began = now()
-        process = await self._hosts.start(
+        started = await self._hosts.start(
             lambda host: self._engine.start(
                 name,
                 TrainerActor,
@@ -166,7 +185,7 @@ class TrainerProcesses:
                 on_exit=lambda how: self._exited(name, how),
             )
         )
-        self._alive[name] = process
+        process = self._alive[name] = MemberProcess(started)
         self._telemetry.emit(ProcessStarted(time=began, name=name, role=ROLE, pid=process.pid, replaces=replaces))
         try:
             await process.call("begin")

@@ -43,6 +43,10 @@ class TrainerEnded(HoldfastError):
         super().__init__(f"the trainer has ended: {why}; start another one")
 
 
+class TrainerEvicted(TrainerEnded):
+    """The other trainers go on without this one, which they took for dead; its process must be replaced."""
+
+
 class TrainersLost(HoldfastError):
     """No trainer is left to train on a batch; `errors` says how each one ended."""
 

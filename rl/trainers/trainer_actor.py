@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from holdfast import ft
-from holdfast.comms.errors import HoldfastError, describe
+from holdfast.comms.errors import HoldfastError, StaleEpoch, describe
 from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.trainers.batch_inbox import BatchInbox
-from holdfast.rl.trainers.errors import TrainerEnded
+from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted
 from holdfast.rl.trainers.publisher import Publisher
 from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.trainers.training import Training
@@ -91,7 +91,8 @@ class TrainerActor:
         """Train on a batch with the other members, which get the same one; returns once it is committed.
 
         Returns None if this trainer does not take part before a later batch comes: a spare. A batch that is committed
-        already is not trained on again. Raises `TrainerEnded` if the steps end, with the cause as its `__cause__`.
+        already is not trained on again. Raises `TrainerEnded` if the steps end, with the cause as its `__cause__`;
+        after an eviction `TrainerEvicted`.
         """
         reply: Future[StepReport | None] = Future()
         with self._changed:
@@ -126,12 +127,12 @@ class TrainerActor:
     async def finished(self) -> str:
         """Wait until all batches are committed and published; returns the digest of the last weights.
 
-        It is "" for a spare that was not needed. Raises `TrainerEnded`.
+        It is "" for a spare that was not needed. Raises as `train`.
         """
         try:
             return await asyncio.shield(asyncio.wrap_future(self._end))
         except Exception as error:
-            raise TrainerEnded(describe(error)) from error
+            raise self._ended() from error
 
     def close(self) -> None:
         """Leave the session at the next wait for a batch, as a death would, and the store. Idempotent.
@@ -170,7 +171,8 @@ class TrainerActor:
 
     def _ended(self) -> HoldfastError:
         cause = self._end.exception()
-        ended = TrainerEnded("all batches are committed" if cause is None else describe(cause))
+        kind = TrainerEvicted if isinstance(cause, StaleEpoch) else TrainerEnded
+        ended = kind("all batches are committed" if cause is None else describe(cause))
         ended.__cause__ = cause
         return ended
 

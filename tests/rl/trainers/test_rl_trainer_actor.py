@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
 
+from holdfast.comms.errors import StaleEpoch
 from holdfast.comms.system.keys import create_key
 from holdfast.rl.config.objective import objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
@@ -191,6 +192,20 @@ def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) 
             await trainer.train(EncodedBatch.of(msgspec.structs.replace(batch, groups=(group,))))
         assert isinstance(caught.value.__cause__, errors.NonFiniteLoss)
         assert site.store.versions() == [0]
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_that_the_others_evicted_says_so(site: Site) -> None:
+    async def scenario() -> None:
+        trainer, generator = site.trainer(settings_of()), site.generator()
+        await trainer.begin()
+        await trainer.train(EncodedBatch.of(await batch_for(generator, 0, version=0)))
+        trainer._session._epoch_guard.end(StaleEpoch("evicted in epoch 2: silent for 3 s"))
+        with pytest.raises(errors.TrainerEvicted, match="evicted in epoch 2"):
+            await trainer.train(EncodedBatch.of(await batch_for(generator, 1)))
+        with pytest.raises(errors.TrainerEvicted, match="evicted in epoch 2"):
+            await trainer.finished()
 
     asyncio.run(scenario())
 
