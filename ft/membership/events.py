@@ -124,14 +124,6 @@ class SpareAnnounced:
 
 
 @dataclass(frozen=True, slots=True)
-class SpareGone:
-    """A spare can no longer be promoted."""
-
-    member: str
-    evidence: str
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """The time `wake_at` has come."""
 
@@ -171,7 +163,6 @@ Event = (
     | Suspicion
     | Cleared
     | SpareAnnounced
-    | SpareGone
     | Tick
     | LocalFailed
     | LocalFinished

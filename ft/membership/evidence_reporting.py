@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from holdfast.ft.membership.effects import Effect, ReportDeaths, ReportSuspicions
-from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, SpareGone, Suspicion
+from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, Suspicion
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.topology import Shape, heads
 from holdfast.ft.membership.view import Member, View
@@ -43,9 +43,12 @@ def new_findings(event: Event, me: Member, view: View, evidence: Evidence, befor
     deaths: tuple[Death, ...] = ()
     seen: tuple[Suspicion | Cleared, ...] = ()
     match event:
-        case ProvenDeaths() | SpareGone():
-            told = [death.id for death in event.deaths] if isinstance(event, ProvenDeaths) else [event.member]
-            new = (each for each in dict.fromkeys(told) if each in evidence.dead and each not in before.dead)
+        case ProvenDeaths(proven):
+            new = (
+                each
+                for each in dict.fromkeys(death.id for death in proven)
+                if each in evidence.dead and each not in before.dead
+            )
             deaths = _seen_dead(me, view, evidence, new)
         case Suspicion(member_id, me.id) | Cleared(member_id, me.id) if member_id in view.ranks:
             doubted = me.id in evidence.suspected.get(member_id, {})

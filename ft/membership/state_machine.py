@@ -45,7 +45,6 @@ from holdfast.ft.membership.events import (
     LocalFinished,
     ProvenDeaths,
     SpareAnnounced,
-    SpareGone,
     Stalled,
     Started,
     Suspicion,
@@ -186,8 +185,6 @@ class Membership(Struct, frozen=True):
                 return replace(self, in_flight=None, retry_at=now + self.timeouts.heartbeat), ()
             case ProvenDeaths(deaths):
                 return self._record_deaths(deaths), ()
-            case SpareGone(member, evidence):
-                return self._record_deaths((Death(member, evidence),)), ()
             case EpochBroken(epoch, reason):
                 if self.rank() is None or self.view is None or self.view.epoch != epoch or self.revoked == epoch:
                     return self, ()

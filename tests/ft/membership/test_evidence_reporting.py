@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, SpareGone, Suspicion
+from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, Suspicion
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.evidence_reporting import new_findings
 from holdfast.ft.membership.topology import Shape
@@ -24,7 +24,6 @@ events = st.one_of(
     st.builds(Suspicion, someone, observer, st.just("silent"), word),
     st.builds(Cleared, someone, observer, word),
     st.builds(lambda ids: ProvenDeaths(tuple(Death(who, "ended") for who in ids)), st.lists(someone, max_size=3)),
-    st.builds(SpareGone, someone, st.just("ended")),
 )
 
 
@@ -37,8 +36,6 @@ def after(event: Event, evidence: Evidence, shape: Shape) -> Evidence:
             return evidence.with_clearance(event, VIEW, shape)
         case ProvenDeaths(deaths):
             return evidence.with_deaths(deaths, VIEW, shape)
-        case SpareGone(member, how):
-            return evidence.with_deaths((Death(member, how),), VIEW, shape)
     raise AssertionError(event)
 
 

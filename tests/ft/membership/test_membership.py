@@ -35,7 +35,6 @@ from holdfast.ft.membership.events import (
     LocalFinished,
     ProvenDeaths,
     SpareAnnounced,
-    SpareGone,
     Stalled,
     Started,
     Suspicion,
@@ -153,7 +152,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
 
 def test_a_dead_spare_is_not_promoted() -> None:
     state = core(1, spares=(member(7), member(8)))
-    state, effects = state.on(SpareGone("p7", "its process ended"), 1.0)
+    state, effects = state.on(ProvenDeaths((Death("p7", "its process ended"),)), 1.0)
     assert effects == ()
     _, effects = state.on(dead(0), 10.0)
     assert isinstance(effects[-1], Propose)
