@@ -113,11 +113,10 @@ class ReplayBuffer:
         if self._generations:
             admissible = self._state.admissible
             while self._generations and self._woken < admissible:
-                self._generations.popleft().set_result(None)
-                self._woken += 1
+                self._woken += _woke(self._generations.popleft())
         if self._takers and len(self._state.ready) >= self._state.rule.groups:
             while self._takers:
-                self._takers.popleft().set_result(None)
+                _woke(self._takers.popleft())
 
     async def _until(
         self, attempt: Callable[[], Result | None], queue: deque[asyncio.Future[None]], waiting: str
@@ -135,20 +134,25 @@ class ReplayBuffer:
         woken = asyncio.get_running_loop().create_future()
         queue.append(woken)
         try:
-            await asyncio.wait([woken], timeout=seconds)
+            async with asyncio.timeout(seconds):
+                await woken
+        except TimeoutError:
+            self._left(queue, woken)
         except asyncio.CancelledError:
             if self._left(queue, woken):  # its turn is the next one's
                 self._wake()
             raise
-        self._left(queue, woken)
+        else:
+            self._left(queue, woken)
 
     def _left(self, queue: deque[asyncio.Future[None]], woken: asyncio.Future[None]) -> bool:
         """Take `woken` out of `queue`; True if it was woken."""
-        if not woken.done():
+        if woken.done() and not woken.cancelled():
+            self._woken -= queue is self._generations
+            return True
+        if woken in queue:
             queue.remove(woken)
-            return False
-        self._woken -= queue is self._generations
-        return True
+        return False
 
     def _describe(self) -> str:
         state = self._state
@@ -156,3 +160,11 @@ class ReplayBuffer:
             f"batch {state.batch} is next, version {state.served} is served, {len(state.in_flight)} in flight, "
             f"{len(state.ready)} ready, {len(state.again)} to begin again"
         )
+
+
+def _woke(waiting: asyncio.Future[None]) -> bool:
+    """Wake the task that waits for this; False if it has given up."""
+    if waiting.done():
+        return False
+    waiting.set_result(None)
+    return True
