@@ -15,7 +15,7 @@ _groups = msgspec.msgpack.Decoder(tuple[Group, ...])
 
 
 class EncodedBatch(msgspec.Struct, frozen=True):
-    """The batch whose first update is `step`.
+    """A batch that begins with update `step`.
 
     A trainer decodes the groups when it trains on them. `after` is JSON, and decoded only by a run that goes on.
     """

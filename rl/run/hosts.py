@@ -39,7 +39,7 @@ def between_hosts(config: RunConfig) -> dict[str, str]:
 
 
 def session_options(config: RunConfig) -> dict[str, Timeouts]:
-    """The options of the trainers' session: between hosts a trainer may be silent for as long as a host may be."""
+    """The options of the trainers' session: between hosts, a trainer may be as silent as a host."""
     if not config.engine.hosts:
         return {}
     usual = Timeouts()
