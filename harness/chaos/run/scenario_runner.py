@@ -21,18 +21,13 @@ from holdfast.harness.chaos.run.process_set import EXITED_WELL
 from holdfast.harness.chaos.run.scenario_run import KILLED, RawRun, ScenarioRun, Watch
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
-from holdfast.harness.chaos.scenario.workload import AllReduce, Python, ReinforcementLearning, StoreWorkload
+from holdfast.harness.chaos.scenario.workload import AllReduce, ReinforcementLearning, StoreWorkload
 from holdfast.harness.chaos.workloads.session import BODIES, digest_of
 from holdfast.harness.chaos.workloads.store import weights
 from holdfast.harness.invariants import Bounds, CheckResult, examine
 from holdfast.harness.report.model import Learning, ProcessRecord
 from holdfast.harness.training.episodes_page import GroupRows
 from holdfast.rl.run.telemetry import Observer
-
-SAMPLE_SECONDS = 20.0
-"""The length of a run without faults that only serves to measure the speed."""
-
-SAMPLE_STEPS = 400
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -88,7 +83,7 @@ class ScenarioRunner:
     ) -> ScenarioOutcome:
         """Run the scenario with the faults that `seed` draws.
 
-        `minutes`: the length, at the speed of a run without faults (for workloads of steps). `compare`: run it without
+        `minutes`: the length, at the speed of a run without faults. `compare`: run it without
         faults, too. `body(session, *args)` replaces the workload's own.
         """
         began = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -153,16 +148,13 @@ class ScenarioRunner:
 
 
 def _with_steps(scenario: Scenario, steps: int, limit: float) -> Scenario:
-    workload = scenario.workload
-    if isinstance(workload, StoreWorkload | Python | ReinforcementLearning):
-        raise ValueError(f"minutes cannot be given to a workload of kind {type(workload).__struct_config__.tag!r}")
-    new = msgspec.structs.replace(workload, steps=steps)
-    return msgspec.structs.replace(scenario, workload=new, limit=max(limit, scenario.limit))
+    workload = scenario.workload.with_steps(steps)
+    return msgspec.structs.replace(scenario, workload=workload, limit=max(limit, scenario.limit))
 
 
 def _shortened(scenario: Scenario) -> Scenario:
-    """The scenario cut to `SAMPLE_SECONDS`: enough to measure its speed."""
-    return _with_steps(scenario, SAMPLE_STEPS, scenario.limit)
+    """The scenario cut to the steps that measure its speed."""
+    return _with_steps(scenario, scenario.workload.sample_steps, scenario.limit)
 
 
 def _fast(scenario: Scenario) -> Scenario:

@@ -19,13 +19,21 @@ Family = Literal["session", "store", "rl"]
 
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """A workload. `family` selects the set of processes that runs it."""
+    """A workload. `family` selects the set of processes that runs it.
+
+    A run of `sample_steps` steps is long enough to measure the speed.
+    """
 
     family: ClassVar[Family] = "session"
+    sample_steps: ClassVar[int] = 400
 
     def placed(self, folder: Path) -> Self:
         """This workload with paths relative to `folder`, that of its scenario. Raises ValueError for a missing file."""
         return self
+
+    def with_steps(self, steps: int) -> Self:
+        """This workload with another number of steps. Raises ValueError if its steps cannot be chosen."""
+        return msgspec.structs.replace(self, steps=steps)
 
 
 class AllReduce(_Kind, frozen=True, kw_only=True, tag="all_reduce"):
@@ -70,6 +78,9 @@ class Python(_Kind, frozen=True, kw_only=True, tag="python"):
             raise ValueError(f"target = {self.target!r}: there is no file {path}")
         return msgspec.structs.replace(self, target=f"{path}:{name}")
 
+    def with_steps(self, steps: int) -> Self:
+        raise ValueError("minutes cannot be given to a workload of kind 'python': the function takes its own steps")
+
 
 class StoreWorkload(_Kind, frozen=True, kw_only=True, tag="store"):
     """A publisher puts `versions` versions of weights (`megabytes` each) into a store.
@@ -90,6 +101,9 @@ class StoreWorkload(_Kind, frozen=True, kw_only=True, tag="store"):
         """The number of versions: each is a step of this workload."""
         return self.versions
 
+    def with_steps(self, steps: int) -> Self:
+        return msgspec.structs.replace(self, versions=steps)
+
 
 class ReinforcementLearning(_Kind, frozen=True, kw_only=True, tag="rl"):
     """What `holdfast rl train` does, its driver in a process of its own that is resumed when it dies.
@@ -99,6 +113,7 @@ class ReinforcementLearning(_Kind, frozen=True, kw_only=True, tag="rl"):
     """
 
     family: ClassVar[Family] = "rl"
+    sample_steps: ClassVar[int] = 200
     run: dict[str, Any] = {}
     hosts: Annotated[int, Meta(ge=1, le=8)] = 1
 
@@ -111,6 +126,10 @@ class ReinforcementLearning(_Kind, frozen=True, kw_only=True, tag="rl"):
     def steps(self) -> int:
         """The number of updates of the weights."""
         return self.config.steps
+
+    def with_steps(self, steps: int) -> Self:
+        updates = self.config.algorithm.updates
+        return msgspec.structs.replace(self, run={**self.run, "steps": -(-steps // updates) * updates})
 
     def config_in(self, folder: Path) -> RunConfig:
         """The configuration with paths relative to `folder`, and with names for its hosts. Raises `BadConfig`."""

@@ -23,7 +23,7 @@ from holdfast.harness.chaos.scenario.fault_type import fault_types
 from holdfast.harness.chaos.scenario.locate import line_of
 from holdfast.harness.chaos.scenario.planning import encoded, schedule
 from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
-from holdfast.harness.chaos.scenario.workload import Python
+from holdfast.harness.chaos.scenario.workload import Python, ReinforcementLearning
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.links.breakable import unbreakable
 from support.source_tree import ROOT
@@ -84,6 +84,24 @@ def test_every_scenario_that_comes_with_holdfast_can_be_read_and_scheduled(name:
     assert scenario.summary.strip(), "it says what it shows"
     planned = schedule(scenario, 3, seconds=None if scenario.minutes is None else 60 * scenario.minutes)
     assert planned, "it breaks something"
+
+
+@pytest.mark.parametrize("name", ["kill-rank", "ddp-kill", "store-holder-killed", "rl-generator-killed"])
+def test_a_workload_of_any_kind_runs_for_as_many_steps_as_the_minutes_have(name: str) -> None:
+    workload = library.find(name).workload
+    longer = workload.with_steps(1234)
+    assert longer.steps == 1234
+    assert type(longer) is type(workload)
+
+
+def test_steps_of_reinforcement_learning_are_whole_batches() -> None:
+    workload = ReinforcementLearning(run={"algorithm": {"updates": 4, "staleness": 4}})
+    assert workload.with_steps(9).steps == 12
+
+
+def test_the_steps_of_a_function_are_its_own() -> None:
+    with pytest.raises(ValueError, match="minutes cannot be given"):
+        Python(target="job:train").with_steps(5)
 
 
 def test_scenarios_are_many_and_differ() -> None:
