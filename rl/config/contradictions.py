@@ -8,6 +8,7 @@ from pathlib import Path
 
 from holdfast.rl.config.extra_environment import ExtraNotInstalled, extra_python
 from holdfast.rl.config.named_code import file_of
+from holdfast.rl.config.plugin_names import plugin_contradictions
 from holdfast.rl.config.run_config import CriterionConfig, EnvironmentConfig, ModelConfig, RunConfig, TitanConfig
 from holdfast.rl.config.toml_text import Key
 from holdfast.rl.data.buffer_state import StalenessRule
@@ -25,6 +26,7 @@ def contradictions(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
     yield from _environment(config, folder)
     yield from _roles(config)
     yield from _hosts(config)
+    yield from plugin_contradictions(config)
     yield from _generators(config, folder)
     yield from _titan(config, folder)
 
@@ -156,9 +158,9 @@ def _environment(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
     environment, group = config.environment, config.sampling.group
     name, addresses = ("environment", "name"), ("environment", "addresses")
     if not environment.name:
-        for field in ("addresses", "arguments", "share"):
+        for field in environment.__struct_fields__:
             if getattr(environment, field) != getattr(EnvironmentConfig(), field):
-                yield (("environment", field), name), "it belongs to an environment without a name"
+                yield (("environment", field), name), "there is no environment: say which in environment.name"
         return
     kind, _, code = environment.name.partition(":")
     if kind == "python" and (reason := _missing_code(code, folder)):
@@ -211,6 +213,9 @@ def _roles(config: RunConfig) -> Iterator[Contradiction]:
     if not model.lora_rank and (model.lora_targets or model.lora_alpha != ModelConfig().lora_alpha):
         name = "lora_targets" if model.lora_targets else "lora_alpha"
         yield (("model", name), ("model", "lora_rank")), "there are no adapters: model.lora_rank = 0"
+    for name in ("warmup_batch", "warmup_rate"):
+        if not model.warmup_steps and getattr(model, name) != getattr(ModelConfig(), name):
+            yield (("model", name), ("model", "warmup_steps")), "there are no supervised steps: model.warmup_steps = 0"
     if trainer.units > groups:
         yield (
             (("trainer", "units"), ("algorithm", "groups")),

@@ -129,6 +129,8 @@ class _TableReader:
             return self._refuse(key, f"{value!r} is not allowed: {_expected(kind) or _lower(str(error))}")
         if isinstance(converted, float) and not math.isfinite(converted):
             return self._refuse(key, f"{value!r} is not allowed: expected a finite number")
+        if isinstance(converted, int) and abs(converted) >= 2**63:
+            return self._refuse(key, f"{value!r} is not allowed: expected a number of 64 bits")
         return converted
 
     def _refuse(self, key: Key, reason: str) -> Any:

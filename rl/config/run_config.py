@@ -10,6 +10,12 @@ from msgspec import Meta
 from holdfast.rl.config.objective import Objective
 from holdfast.rl.config.sampling import Sampling
 
+MOST_PROCESSES = 4096
+"""The most processes of one role: a slip of the pen must not start a million."""
+
+MOST_SECONDS = 1e6
+"""The longest time that a configuration may wait for: clocks and locks take no more than a few centuries."""
+
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the document."""
@@ -108,7 +114,12 @@ class EnvironmentConfig(_Section, frozen=True, kw_only=True):
         dict[str, str | bool | int | float], Meta(description="The environment's options, as a table.")
     ] = msgspec.field(default_factory=dict)
     servers: Annotated[
-        int, Meta(ge=0, description="Server processes that the run starts; 0: at `addresses`, or in the driver.")
+        int,
+        Meta(
+            ge=0,
+            le=MOST_PROCESSES,
+            description="Server processes that the run starts; 0: at `addresses`, or in the driver.",
+        ),
     ] = 1
     addresses: Annotated[tuple[str, ...], Meta(description="Servers that run already, such as `ws://host:8123`.")] = ()
     sessions: Annotated[int, Meta(ge=1, description="Episodes that a server plays at the same time.")] = 64
@@ -119,9 +130,9 @@ class EnvironmentConfig(_Section, frozen=True, kw_only=True):
     max_tokens: Annotated[
         int, Meta(ge=0, description="The limit of an episode's tokens, with the prompt; 0: the model's.")
     ] = 0
-    timeout: Annotated[float, Meta(gt=0, description="Seconds after which a step of the environment has failed.")] = (
-        30.0
-    )
+    timeout: Annotated[
+        float, Meta(gt=0, le=MOST_SECONDS, description="Seconds after which a step of the environment has failed.")
+    ] = 30.0
     attempts: Annotated[
         int, Meta(ge=1, description="Environments that an episode is played in, one after another, until it fails.")
     ] = 3
@@ -130,8 +141,8 @@ class EnvironmentConfig(_Section, frozen=True, kw_only=True):
 class TrainerConfig(_Section, frozen=True, kw_only=True):
     """The trainers and their optimizer."""
 
-    replicas: Annotated[int, Meta(ge=1, description="Trainer processes.")] = 2
-    spares: Annotated[int, Meta(ge=0, description="Processes that wait to replace a trainer.")] = 1
+    replicas: Annotated[int, Meta(ge=1, le=MOST_PROCESSES, description="Trainer processes.")] = 2
+    spares: Annotated[int, Meta(ge=0, le=MOST_PROCESSES, description="Processes that wait to replace a trainer.")] = 1
     kind: Annotated[
         Literal["transformers", "titan"], Meta(description="Whose model is trained: TorchTitan's is `titan`.")
     ] = "transformers"
@@ -180,12 +191,14 @@ class TitanConfig(_Section, frozen=True, kw_only=True):
 class GeneratorConfig(_Section, frozen=True, kw_only=True):
     """The generators."""
 
-    replicas: Annotated[int, Meta(ge=1, description="Generator processes.")] = 2
+    replicas: Annotated[int, Meta(ge=1, le=MOST_PROCESSES, description="Generator processes.")] = 2
     kind: Annotated[Literal["transformers", "vllm"], Meta(description="What generates.")] = "transformers"
     python: Annotated[
         str, Meta(description="The interpreter of another environment, for `vllm`; empty: that of `make extra-vllm`.")
     ] = ""
-    tensor_parallel: Annotated[int, Meta(ge=1, description="Processes that share the weights of a `vllm` one.")] = 1
+    tensor_parallel: Annotated[
+        int, Meta(ge=1, le=MOST_PROCESSES, description="Processes that share the weights of a `vllm` one.")
+    ] = 1
     on_update: Annotated[
         Literal["keep", "wait", "abort"],
         Meta(description="Running completions of `vllm` go on with new weights, end before them, or are cut off."),
@@ -193,14 +206,16 @@ class GeneratorConfig(_Section, frozen=True, kw_only=True):
     update: Annotated[
         Literal["swap", "drain"], Meta(description="Switch weights within completions, or between them.")
     ] = "swap"
-    timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request is tried elsewhere.")] = 60.0
+    timeout: Annotated[
+        float, Meta(gt=0, le=MOST_SECONDS, description="Seconds after which a request is tried elsewhere.")
+    ] = 60.0
     attempts: Annotated[int, Meta(ge=1, description="How often a request is tried.")] = 5
 
 
 class StoreConfig(_Section, frozen=True, kw_only=True):
     """The weight store."""
 
-    holders: Annotated[int, Meta(ge=1, description="Processes that hold versions.")] = 2
+    holders: Annotated[int, Meta(ge=1, le=MOST_PROCESSES, description="Processes that hold versions.")] = 2
     copies: Annotated[int, Meta(ge=1, description="Copies of each version.")] = 2
     plane: Annotated[
         str, Meta(description="The memory plane that moves weights; between hosts ucx or nixl. auto: this host's best.")
@@ -220,7 +235,12 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
         Meta(description="The register that all hosts reach, such as `etcd://etcd-1:2379/run`; empty: a file."),
     ] = ""
     silence: Annotated[
-        float, Meta(gt=0, description="Seconds after which a host that does not answer is away, its processes with it.")
+        float,
+        Meta(
+            gt=0,
+            le=MOST_SECONDS,
+            description="Seconds after which a host that does not answer is away, its processes with it.",
+        ),
     ] = 5.0
     restarts: Annotated[int, Meta(ge=0, description="Processes that may be lost before the run fails.")] = 100
 

@@ -8,10 +8,11 @@ Lines are appended whole. A line that was cut off by a death is the last one, an
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,8 +22,12 @@ from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.system.file_io import write_all
 from holdfast.rl.data.episode import Group
 from holdfast.rl.run.run_events import Event
+from holdfast.rl.run.run_status import RunStatus
 
 T = TypeVar("T", bound=msgspec.Struct)
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
+"""The errors of a disk that takes no more."""
+
 _events = msgspec.json.Decoder(Event)
 _groups = msgspec.json.Decoder(Group)
 
@@ -32,6 +37,16 @@ class RunInUse(HoldfastError):
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"another driver works in {path}; end it, or choose another directory")
+
+
+class RunDirectoryUnusable(HoldfastError):
+    """The directory of a run cannot be made, or a file in it cannot be written."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"the directory of the run, {path}, cannot be written: {error.strerror or error}; free the disk or change "
+            "the rights and start again, which goes on from what is committed there, or choose another directory"
+        )
 
 
 class RunDirectory:
@@ -50,40 +65,58 @@ class RunDirectory:
 
     @contextmanager
     def open(self) -> Iterator[RunDirectory]:
-        """Hold the directory, which is made if it is not there. Raises `RunInUse` while another driver does."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Hold the directory, which is made if it is not there.
+
+        Raises `RunInUse` while another driver does, and as all that writes here `RunDirectoryUnusable`.
+        """
+        with self._writing():
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunInUse(self.path) from None
-            for file in (self.events_file, self.episodes_file):
-                _drop_cut_off_line(file)
+            with self._writing():
+                for file in (self.events_file, self.episodes_file):
+                    _drop_cut_off_line(file)
             yield self
+        except OSError as error:
+            if error.errno in _FULL:
+                raise RunDirectoryUnusable(self.path, error) from error
+            raise
         finally:
             os.close(lock)
 
     def new_session_logs(self) -> Path:
         """A new folder for the event logs of the trainers' session: each driver has its own."""
-        self.sessions.mkdir(mode=0o700, exist_ok=True)
-        folder = self.sessions / str(len(list(self.sessions.iterdir())))
-        folder.mkdir(mode=0o700)
+        with self._writing():
+            self.sessions.mkdir(mode=0o700, exist_ok=True)
+            folder = self.sessions / str(len(list(self.sessions.iterdir())))
+            folder.mkdir(mode=0o700)
         return folder
+
+    def write_config(self, text: str) -> None:
+        """Keep the configuration with which the run was begun."""
+        self._replace(self.config_file, text.encode())
+
+    def write_status(self, status: RunStatus) -> None:
+        """Replace what `holdfast top` reads."""
+        self._replace(self.status_file, msgspec.json.encode(status))
 
     # -- lines
 
     def append(self, event: Event) -> None:
         """Append an event."""
-        _append(self.events_file, msgspec.json.encode(event))
+        self._append(self.events_file, msgspec.json.encode(event))
 
     def append_all(self, events: Sequence[Event]) -> None:
         """Append events, with one write."""
-        _append(self.events_file, b"\n".join(map(msgspec.json.encode, events)))
+        self._append(self.events_file, b"\n".join(map(msgspec.json.encode, events)))
 
     def append_group(self, group: Group) -> None:
         """Append the episodes of a group that was trained on."""
-        _append(self.episodes_file, msgspec.json.encode(group))
+        self._append(self.episodes_file, msgspec.json.encode(group))
 
     def events(self) -> Iterator[Event]:
         """All events. Raises `CorruptData` for a line that is none."""
@@ -93,13 +126,34 @@ class RunDirectory:
         """All groups that were trained on. Raises `CorruptData` for a line that is none."""
         yield from _lines(self.episodes_file, _groups)
 
+    # -- writing
 
-def _append(file: Path, line: bytes) -> None:
-    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        write_all(fd, line + b"\n")
-    finally:
-        os.close(fd)
+    def _append(self, file: Path, line: bytes) -> None:
+        with self._writing():
+            fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            before = os.fstat(fd).st_size
+            try:
+                write_all(fd, line + b"\n")
+            except OSError:  # half a line would spoil the next one
+                with suppress(OSError):
+                    os.ftruncate(fd, before)
+                raise
+            finally:
+                os.close(fd)
+
+    def _replace(self, file: Path, data: bytes) -> None:
+        """Write a file whole: a reader, and the next driver, see the old one or the new one."""
+        draft = file.with_name(file.name + ".draft")
+        with self._writing():
+            draft.write_bytes(data)
+            draft.replace(file)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunDirectoryUnusable(self.path, error) from error
 
 
 def _lines(file: Path, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:

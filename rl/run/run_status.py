@@ -39,13 +39,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, time.time() - self.time)
 
 
-def write_status(path: Path, status: RunStatus) -> None:
-    """Replace the status in a file by another one."""
-    draft = path.with_name(path.name + ".draft")
-    draft.write_bytes(msgspec.json.encode(status))
-    draft.replace(path)
-
-
 def read_status(path: Path) -> RunStatus | None:
     """The status in a file; None if there is no file. Raises `CorruptData`."""
     try:

@@ -19,13 +19,14 @@ from holdfast.rl.engine.errors import ActorDied, ActorStartFailed, EndpointFaile
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.hosts import HostTurns, session_options
+from holdfast.rl.run.policy_source import lora_settings
 from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.trainers.errors import TrainerEvicted
-from holdfast.rl.trainers.settings import LoraSettings, RateSchedule, TrainerSettings
+from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
 from holdfast.rl.trainers.titan.settings import TitanSettings
-from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerStatus
+from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerPosition, TrainerStatus
 from holdfast.rl.trainers.trainer_group import TrainerGroup
 from holdfast.rl.work_log import WorkReport
 
@@ -39,7 +40,7 @@ ASK_SECONDS = 5.0
 
 def trainer_settings(config: RunConfig, source: ModelSource, checkpoints: Path) -> TrainerSettings:
     """The settings of the trainers of a run."""
-    trainer, updates, model = config.trainer, config.algorithm.updates, config.model
+    trainer, updates = config.trainer, config.algorithm.updates
     return TrainerSettings(
         source=source,
         batches=config.steps // updates,
@@ -55,9 +56,7 @@ def trainer_settings(config: RunConfig, source: ModelSource, checkpoints: Path) 
         weight_decay=trainer.weight_decay,
         max_norm=trainer.max_norm,
         temperature=config.sampling.temperature,
-        lora=LoraSettings(rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
-        if model.lora_rank
-        else None,
+        lora=lora_settings(config),
         checkpoint=str(checkpoints),
         checkpoint_every=config.checkpoint.every,
     )
@@ -109,10 +108,11 @@ class TrainerProcesses:
         """The names of the living trainers, spares included."""
         return tuple(self._alive)
 
-    async def start(self) -> None:
-        """Start all trainers and spares; returns once they join the session. Raises `ActorStartFailed`."""
+    async def start(self) -> TrainerPosition:
+        """Start all trainers and spares; returns where training begins. Raises `ActorStartFailed`, `TrainersLost`."""
         wanted = self._config.trainer.replicas + self._config.trainer.spares
         await asyncio.gather(*(self._start() for _ in range(wanted)))
+        return await self.group.position()
 
     async def work(self) -> Mapping[str, WorkReport]:
         """What each trainer did since the last call, without those that do not answer."""

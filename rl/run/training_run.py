@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.algorithms.synchronous import synchronous
 from holdfast.rl.config.contradictions import staleness_rule
 from holdfast.rl.config.load import load_config
+from holdfast.rl.config.plugin_names import check_plugins_run_here
 from holdfast.rl.config.resume import check_unchanged, placed, resolved
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
@@ -44,7 +45,7 @@ from holdfast.rl.run.episodes.episode_sources import (
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.generation import Generators
 from holdfast.rl.run.hosts import between_hosts, new_register
-from holdfast.rl.run.policy_source import policy_source
+from holdfast.rl.run.policy_source import check_policy, policy_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Evaluated,
@@ -53,7 +54,7 @@ from holdfast.rl.run.run_events import (
     StepTrained,
     WeightsPublished,
 )
-from holdfast.rl.run.run_status import RunStatus, write_status
+from holdfast.rl.run.run_status import RunStatus
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.rl.run.trainer_processes import KEEP, TrainerProcesses, trainer_settings
 from holdfast.rl.run.weight_holder import CopiesWatch
@@ -64,6 +65,8 @@ from holdfast.rl.trainers.best_version import BestVersion
 from holdfast.store import WeightStore
 
 JOB = "rl"
+
+T = TypeVar("T")
 
 
 def reach(point: str, step: int) -> None:
@@ -112,12 +115,15 @@ class TrainingRun:
         began = ProcessStarted(
             time=self.telemetry.at(clock), name="driver", role="driver", pid=os.getpid(), clock=clock, wall=time.time()
         )
-        self.telemetry.emit(began)
         config, directory = self._config, self._directory
+        check_plugins_run_here(config)
+        policy = policy_source(config)
+        await asyncio.to_thread(check_policy, config, policy)
         episodes = self._episodes()
-        source = await episodes.prepare(policy_source(config), directory.policy)
+        source = await episodes.prepare(policy, directory.policy)
+        self.telemetry.emit(began)  # a run that is refused has no event, so the next one is not called resumed
         self._failure = asyncio.get_running_loop().create_future()
-        directory.config_file.write_text(resolved(config))
+        directory.write_config(resolved(config))
         with tempfile.TemporaryDirectory(prefix="job-", dir=directory.path) as job:
             contract = LocalContract.create(
                 JOB,
@@ -158,8 +164,7 @@ class TrainingRun:
         config = self._config
         await episodes.start()
         await generators.start_holders(KEEP + config.algorithm.staleness)
-        await asyncio.gather(trainers.start(), generators.start())
-        position = await trainers.group.position()
+        position = await _both(trainers.start(), generators.start())
         buffer = ReplayBuffer.from_state(position.buffer or BufferState(rule=staleness_rule(config)))
         if self._before:
             self.telemetry.emit(RunResumed(time=self.telemetry.now(), step=position.step))
@@ -234,7 +239,7 @@ class TrainingRun:
             services=services(),
             ended=ended,
         )
-        write_status(self._directory.status_file, status)
+        self._directory.write_status(status)
 
     def _evaluated(self, score: EvaluationScore) -> None:
         best = self._evaluation.best == score
@@ -272,6 +277,18 @@ class TrainingRun:
         best = max(scores, key=lambda each: each.reward)
         version = best.version
         return EvaluationScore(version=version, oldest=version, newest=version, reward=best.reward, failed=0)
+
+
+async def _both(first: Awaitable[T], second: Awaitable[object]) -> T:
+    """The result of `first` once both are done. If one raises, the other is cancelled, and its error raised."""
+    both = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        result, _ = await asyncio.gather(*both)
+        return result
+    finally:
+        for each in both:
+            each.cancel()
+        await asyncio.wait(both)
 
 
 class _BatchTrainer:

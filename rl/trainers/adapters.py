@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast.rl.generators.errors import ModelMisfit
+from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.settings import LoraSettings
 
 if TYPE_CHECKING:
@@ -38,6 +39,15 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> P
         except ValueError as error:
             raise ModelMisfit(type(model).__name__, str(error), "name its linear layers in `targets`") from error
     return wrapped
+
+
+def check_adapters(source: ModelSource, settings: LoraSettings) -> None:
+    """Raise `ModelMisfit` if a model cannot have these adapters. None of its weights are read or made."""
+    from transformers import AutoModelForCausalLM
+
+    make: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        add_adapters(make.from_config(source.read_config()), settings, 0)
 
 
 def merged(model: torch.nn.Module) -> dict[str, Any]:

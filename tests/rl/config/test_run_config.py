@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.comms.plugins.registry import registry
 from holdfast.rl.config.errors import BadConfig, ConfigChanged
 from holdfast.rl.config.extra_environment import extra_python
 from holdfast.rl.config.load import load_config, parse_config
 from holdfast.rl.config.objective import PRESETS, Objective, objective
+from holdfast.rl.config.plugin_names import check_plugins_run_here
 from holdfast.rl.config.reference import sections
 from holdfast.rl.config.resume import check_unchanged, differences, fingerprint, placed, resolved
 from holdfast.rl.config.run_config import CriterionConfig, RunConfig
@@ -159,7 +161,7 @@ kind = "fancy"
         (HOSTS, "run.toml:2: trainer.backend: shm is memory of one host"),
         (HOSTS, "run.toml:2: store.plane: the plane of one host reads no other host's memory"),
         (HOSTS + "silence = 0", "run.toml:3: engine.silence: 0 is not allowed"),
-        ('[environment]\naddresses = ["ws://a:1"]', "run.toml:2: environment.addresses: it belongs"),
+        ('[environment]\naddresses = ["ws://a:1"]', "run.toml:2: environment.addresses: there is no environment"),
         ('[[reward]]\nkind = "python"', "run.toml:2: reward[0].function: a criterion of kind 'python' needs it"),
         ('[[reward]]\nfunction = "a.py:b"', "run.toml:2: reward[0].function: a criterion of kind 'exact' has none"),
         (PYTHON + '"absent.py:brief"', "run.toml:3: reward[0].function: there is no file"),
@@ -174,7 +176,7 @@ kind = "fancy"
         (GUESS.replace("guess", "python:absent.py:A"), "run.toml:4: environment.name: there is no file"),
         (GUESS + 'addresses = ["a:1"]', "run.toml:5: environment.addresses: 'a:1' is no address of a server"),
         (GUESS + 'addresses = ["ws://a:1"]\nservers = 2', "run.toml:6: environment.servers: 0, where servers run"),
-        ("[environment]\nshare = 0.5", "run.toml:2: environment.share: it belongs to an environment without a name"),
+        ("[environment]\nshare = 0.5", "run.toml:2: environment.share: there is no environment"),
         (GUESS + "share = 0", "run.toml:5: environment.share: 0 is not allowed"),
         (GUESS + 'share = 0.5\n[data]\ntask = "jsonl"', 'run.toml:7: data.train: task = "jsonl" needs a file'),
         ("reward = []\n" + GUESS + "share = 0.5", "run.toml:1: reward: an episode needs a reward or an environment"),
@@ -187,6 +189,23 @@ kind = "fancy"
         (GUESS + "[model]\nwarmup_steps = 1", "run.toml:6: model.warmup_steps: an environment has no answers"),
         ('[environment]\nname = "guess"', "run.toml:2: evaluation.prompts: say how many held-out episodes"),
         ('[environment]\nname = "guess?high=9"', "run.toml:2: environment.name: options are a table of their own"),
+        ("[environment]\nservers = 2", "run.toml:2: environment.servers: there is no environment"),
+        ("[model]\nwarmup_batch = 8", "run.toml:2: model.warmup_batch: there are no supervised steps"),
+        ('[trainer]\nbackend = "ib"', "run.toml:2: trainer.backend: there is no 'ib'; there are auto, gloo, "),
+        ('[trainer]\nbackend = ""', "run.toml:2: trainer.backend: there is no ''; there are auto, "),
+        ('[trainer]\nbackend = "shm,ib"', "run.toml:2: trainer.backend: there is no 'ib'"),
+        ('[trainer]\nbackend = "nixl"', "run.toml:2: trainer.backend: 'nixl' has only a memory plane"),
+        ('[trainer]\nbackend = "mpi"', "run.toml:2: trainer.backend: 'mpi' works in processes that mpirun starts"),
+        ('[trainer]\nbackend = "inproc"', "run.toml:2: trainer.backend: 'inproc' works within one process only"),
+        ('[store]\nplane = "gloo"', "run.toml:2: store.plane: 'gloo' has none; there are auto, nixl, "),
+        ('[store]\nplane = "rdma"', "run.toml:2: store.plane: there is no 'rdma'"),
+        (
+            '[engine]\nregister = "etcd"',
+            "run.toml:2: engine.register: 'etcd' is not a register's URL; known are etcd://",
+        ),
+        ("[generator]\nreplicas = 5000", "run.toml:2: generator.replicas: 5000 is not allowed: expected `int` <= 4096"),
+        ("[engine]\nsilence = 1e9", "run.toml:2: engine.silence: 1000000000.0 is not allowed"),
+        ("seed = 9223372036854775808", "run.toml:1: seed: 9223372036854775808 is not allowed: expected a number of 64"),
         ("trainer = 3", "run.toml:1: trainer: must be a table, not 3"),
         ("reward = 3", "run.toml:1: reward: must be tables: write [[reward]]"),
         ("a = [", "run.toml"),
@@ -194,6 +213,16 @@ kind = "fancy"
 )
 def test_what_does_not_work_is_refused_where_it_is_written(text: str, words: str, tmp_path: Path) -> None:
     assert any(line.startswith(words) for line in refused(text, folder=tmp_path))
+
+
+def test_a_backend_that_cannot_run_on_this_host_is_refused_unless_the_run_is_on_others() -> None:
+    text = '[trainer]\nbackend = "rccl"\n[store]\nplane = "ucx"\n'
+    if registry().backend("rccl").available:
+        pytest.skip("this host has an AMD GPU")
+    with pytest.raises(BadConfig, match=r"on this host: trainer\.backend: backend 'rccl' is not available"):
+        check_plugins_run_here(parse_config(text, "run.toml"))
+    check_plugins_run_here(parse_config(text + HOSTS + 'register = "etcd://a:1/b"', "run.toml"))
+    check_plugins_run_here(parse_config(text, "run.toml", ["trainer.backend=rccl,shm", "store.plane=auto"]))
 
 
 def test_a_contradiction_is_not_reported_of_a_value_that_is_wrong_anyway() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def roles(directory: Path) -> set[str]:
     return {each.role for each in RunDirectory(directory).events() if isinstance(each, ProcessStarted)}
 
 
-def a_model(folder: Path, *, words: int, positions: int, tokenizer: bool = True) -> RunConfig:
+def a_model(
+    folder: Path, *, words: int, positions: int, tokenizer: bool = True, overrides: Sequence[str] = ()
+) -> RunConfig:
     """A configuration with a small model in `folder` that has so many words and positions, and prompts for it."""
     config = LlamaConfig(
         vocab_size=words,
@@ -67,7 +70,7 @@ def a_model(folder: Path, *, words: int, positions: int, tokenizer: bool = True)
         make(tokenizer_object=known, unk_token="<unk>").save_pretrained(folder / "model")
     (folder / "train.jsonl").write_text(json.dumps({"prompt": "a b c d e", "answer": "a"}))
     paths = f"""[model]\npath = "{folder}/model"\n[data]\ntask = "jsonl"\ntrain = "{folder}/train.jsonl"\n"""
-    return parse_config(TEXT + paths, "test")
+    return parse_config(TEXT + paths, "test", overrides)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,23 @@ def test_a_model_and_a_tokenizer_that_do_not_fit_are_named_before_anything_start
     config = a_model(tmp_path, words=words, positions=positions, tokenizer=tokenizer)
     with pytest.raises(ModelMisfit, match=said):
         run(config, tmp_path / "run")
-    assert roles(tmp_path / "run") <= {"driver"}
+    assert roles(tmp_path / "run") == set(), "a run that is refused has not begun"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("sampling.stop=[3, 9]",), "sampling.stop has the token 9, and its tokens are 0 to 8"),
+        (("model.lora_rank=2", 'model.lora_targets=["q_prox"]'), "q_prox"),
+    ],
+)
+def test_tokens_and_layers_that_the_model_has_not_are_named_before_anything_starts(
+    tmp_path: Path, overrides: tuple[str, ...], said: str
+) -> None:
+    config = a_model(tmp_path, words=9, positions=16, overrides=overrides)
+    with pytest.raises(ModelMisfit, match=said):
+        run(config, tmp_path / "run")
+    assert roles(tmp_path / "run") == set()
 
 
 REWARD = """

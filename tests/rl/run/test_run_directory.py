@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
 from holdfast.rl.data.episode import Episode, Group, Prompt
-from holdfast.rl.run.run_directory import RunDirectory, RunInUse
+from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunInUse
 from holdfast.rl.run.run_events import Event, ProcessLost, StepTrained, WeightsPublished
 from support.children import Child
 
@@ -69,6 +70,32 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path) -> None:
         directory.events_file.write_bytes(directory.events_file.read_bytes() + b'{"kind":"other","time":1}\n')
         with pytest.raises(CorruptData, match=r"events\.jsonl:2"):
             list(directory.events())
+
+
+@pytest.mark.parametrize("path", ["file", "file/run", "/proc/run", "/dev/null"])
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
+    said = pytest.raises(RunDirectoryUnusable, match=r"cannot be written: .*choose another directory")
+    with said, RunDirectory(tmp_path / path).open():
+        pass
+
+
+def test_a_full_disk_ends_the_run_and_spoils_no_line(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run").open() as directory:
+        directory.append_all(EVENTS)
+    kept = directory.events_file.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kept + 10, hard))
+    try:
+        with pytest.raises(RunDirectoryUnusable, match="File too large"), directory.open():
+            directory.append(EVENTS[0])
+        with pytest.raises(RunDirectoryUnusable, match="File too large"), directory.open():
+            (tmp_path / "run" / "checkpoint").write_bytes(bytes(kept + 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with directory.open():
+        directory.append(EVENTS[1])
+    assert tuple(directory.events()) == (*EVENTS, EVENTS[1])
 
 
 def test_one_driver_works_in_a_directory_at_a_time(tmp_path: Path) -> None:

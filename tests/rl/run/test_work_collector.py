@@ -17,7 +17,7 @@ from holdfast.harness.cli.app import app
 from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessStarted
-from holdfast.rl.run.run_status import RunStatus, TrainerRow, write_status
+from holdfast.rl.run.run_status import RunStatus, TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.run.work_collector import WorkCollector
 from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
@@ -148,7 +148,7 @@ def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: P
             services=(service,),
             ended=ended,
         )
-        write_status(RunDirectory(tmp_path).status_file, status)
+        RunDirectory(tmp_path).write_status(status)
         shown = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE)
         assert shown.exit_code == 0 and words in shown.output
         for part in ("step 6 of 40", "rank 0, epoch 2", "spare", "generator-4", "5 queued", "3 replicas lost"):
