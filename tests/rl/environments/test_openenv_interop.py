@@ -22,12 +22,12 @@ from holdfast.rl.environments.session import EnvironmentSession
 from support.rl.environment_servers import run, server_process
 from support.source_tree import ROOT, TESTS
 
-PEER = ROOT / ".venv" / "peers" / "openenv" / "bin" / "python"
+PEER = ROOT / ".venv" / "extras" / "openenv" / "bin" / "python"
 PROGRAM = TESTS / "support" / "rl" / "openenv_peer.py"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PEER.exists(), reason="openenv is not installed: make openenv-peer"),
+    pytest.mark.skipif(not PEER.exists(), reason="openenv is not installed: make extra-openenv"),
 ]
 SEEDS = [0, 3, 7, 11]
 

@@ -1,4 +1,4 @@
-"""A program for the interpreter of `make openenv-peer`: OpenEnv's own server or client, with a guessing game.
+"""A program for the interpreter of `make extra-openenv`: OpenEnv's own server or client, with a guessing game.
 
 openenv_peer.py serve PORT
 openenv_peer.py play URL SEEDS      prints the hints and the reward of each episode as JSON
