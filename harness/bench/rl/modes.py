@@ -1,0 +1,97 @@
+"""`python -m holdfast.harness.bench.rl.modes [STEPS [PAIRS]]`: trains in turns and at the same time, alternately.
+
+Prints the episodes a second of both loops, their ratio, and the held-out reward at the end. One trainer and one
+generator: each has a processor to itself where there are two, as they have GPUs of their own on a cluster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.ft.console.units import counted
+from holdfast.ft.processes.zygote_client import shut_down
+from holdfast.harness.training.command import train_here
+from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml_text import dump
+from holdfast.rl.run.run_events import Evaluated, Event, StepTrained
+
+MODES = {"synchronous": 0, "asynchronous": 1}
+"""The loops, and the staleness of each."""
+
+WARM = 10
+"""Steps that are not measured: the first ones allocate and import."""
+
+
+class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run reached. `rate` is in episodes a second; `reward` is the mean of the last three evaluations."""
+
+    mode: str
+    rate: float
+    reward: float
+
+
+def configuration(mode: str, steps: int) -> RunConfig:
+    """The run that is measured."""
+    return parse_config(
+        dump(
+            {
+                "steps": steps,
+                "model": {"warmup_steps": 16, "warmup_batch": 256},
+                "algorithm": {"mode": mode, "staleness": MODES[mode], "groups": 32},
+                "objective": {"entropy": 0.1},
+                "sampling": {"group": 8, "batch": 16, "max_new_tokens": 2},
+                "trainer": {"replicas": 1, "spares": 0, "units": 1, "rate": 2e-3, "rate_decay": steps},
+                "generator": {"replicas": 1},
+                "evaluation": {"every": 25},
+            }
+        ),
+        "modes",
+    )
+
+
+def measure(mode: str, steps: int) -> ModeFigures:
+    """Train once."""
+    config = configuration(mode, steps)
+    seen: list[Event] = []
+    with tempfile.TemporaryDirectory(prefix="holdfast-modes-") as folder:
+        train_here(config, Path(folder) / "run", observers=(seen.append,))
+    trained = [each.time for each in seen if isinstance(each, StepTrained)][WARM:]
+    scores = [each.reward for each in seen if isinstance(each, Evaluated)][-3:]
+    return ModeFigures(
+        mode=mode,
+        rate=config.algorithm.groups * config.sampling.group * (len(trained) - 1) / (trained[-1] - trained[0]),
+        reward=statistics.fmean(scores),
+    )
+
+
+def lines(found: Sequence[ModeFigures]) -> Sequence[str]:
+    """The figures in words."""
+    of = {mode: [each for each in found if each.mode == mode] for mode in MODES}
+    rates = {mode: statistics.median(each.rate for each in of[mode]) for mode in MODES}
+    rewards = {mode: statistics.fmean(each.reward for each in of[mode]) for mode in MODES}
+    return (
+        *(
+            f"{mode}: {rates[mode]:.0f} episodes/s (median of {counted(len(of[mode]), 'run')}), "
+            f"held-out reward {rewards[mode]:.1%}"
+            for mode in MODES
+        ),
+        f"asynchronous over synchronous: {rates['asynchronous'] / rates['synchronous']:.2f}",
+    )
+
+
+if __name__ == "__main__":
+    given = [int(each) for each in sys.argv[1:]]
+    chosen_steps, pairs = (*given, *(200, 3)[len(given) :])
+    results = []
+    for each in list(MODES) * pairs:
+        results.append(measure(each, chosen_steps))
+        print(f"{each}: {results[-1].rate:.0f} episodes/s, held-out reward {results[-1].reward:.1%}", flush=True)
+    print(*lines(results), sep="\n")
+    shut_down()
