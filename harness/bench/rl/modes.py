@@ -26,7 +26,7 @@ MODES = {"synchronous": 0, "asynchronous": 1}
 """The loops, and the staleness of each."""
 
 WARM = 10
-"""Steps that are not measured: the first ones allocate and import."""
+"""Steps that are not measured, at most half of all: the first ones allocate and import."""
 
 
 class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
 
 
-def configuration(mode: str, steps: int) -> RunConfig:
+def configuration(mode: str, steps: int, every: int) -> RunConfig:
     """The run that is measured."""
     return parse_config(
         dump(
@@ -49,20 +49,20 @@ def configuration(mode: str, steps: int) -> RunConfig:
                 "sampling": {"group": 8, "batch": 16, "max_new_tokens": 2},
                 "trainer": {"replicas": 1, "spares": 0, "units": 1, "rate": 2e-3, "rate_decay": steps},
                 "generator": {"replicas": 1},
-                "evaluation": {"every": 25},
+                "evaluation": {"every": every},
             }
         ),
         "modes",
     )
 
 
-def measure(mode: str, steps: int) -> ModeFigures:
-    """Train once."""
-    config = configuration(mode, steps)
+def measure(mode: str, steps: int, every: int = 25) -> ModeFigures:
+    """Train once, with an evaluation every so many steps."""
+    config = configuration(mode, steps, every)
     seen: list[Event] = []
     with tempfile.TemporaryDirectory(prefix="holdfast-modes-") as folder:
         train_here(config, Path(folder) / "run", observers=(seen.append,))
-    trained = [each.time for each in seen if isinstance(each, StepTrained)][WARM:]
+    trained = [each.time for each in seen if isinstance(each, StepTrained)][min(WARM, steps // 2) :]
     scores = [each.reward for each in seen if isinstance(each, Evaluated)][-3:]
     return ModeFigures(
         mode=mode,
