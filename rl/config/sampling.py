@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.rl.data.episode import Prompt, SamplingRequest
-from holdfast.rl.data.seeds import seed_of
+from holdfast.rl.data.seeds import seed_of, seeds_of
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def request(self, seed: int, prompt: Prompt, draw: int, version: int | None) -> SamplingRequest:
         """The request for a prompt's group, the `draw`-th time: equal arguments give an equal request."""
-        seeds = tuple(seed_of("sample", seed, prompt.number, draw, sample) for sample in range(self.group))
+        seeds = seeds_of("sample", seed, prompt.number, draw, each=range(self.group))
         return SamplingRequest(
             prompts=(prompt.tokens,),
             samples=self.group,

@@ -30,7 +30,7 @@ class CharacterTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Token numbers to characters."""
-        return "".join(CHARACTERS[token] for token in tokens)
+        return "".join(map(CHARACTERS.__getitem__, tokens))
 
 
 def training() -> tuple[Problem, ...]:

@@ -29,10 +29,21 @@ version 0; if 0 and then 3 (of version 1) were trained first, both 1 and 2 would
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, TypeVar
+
 import msgspec
 
 from holdfast.rl.data.episode import Group
 from holdfast.rl.data.errors import OutOfOrder, StaleGroup, StalenessUnreachable
+
+Item = TypeVar("Item")
+
+_permit_number = attrgetter("number")
+_ready_number = attrgetter("group.prompt.number")
+_ready_age = attrgetter("version", "group.prompt.number")
 
 
 class StalenessRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,28 +132,27 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
             self._replace(
                 again=self.again[1:],
                 begun=max(self.begun, number + 1),
-                in_flight=tuple(sorted((*self.in_flight, permit), key=lambda each: each.number)),
+                in_flight=_with(self.in_flight, permit, _permit_number),
             ),
             permit,
         )
 
     def finish(self, group: Group) -> BufferState:
         """Add the group of a prompt in flight. Raises `StaleGroup`: it is then still in flight."""
-        permit = self._permit(group.prompt.number)
-        if group.version < permit.version:
-            raise StaleGroup(permit.number, group.version, permit.version)
-        ready = (*self.ready, ReadyGroup(group, group.version))
-        return self._replace(
-            in_flight=self._without(permit), ready=tuple(sorted(ready, key=lambda each: each.group.prompt.number))
-        )
+        at, version = self._place(group.prompt.number), group.version
+        permit = self.in_flight[at]
+        if version < permit.version:
+            raise StaleGroup(permit.number, version, permit.version)
+        ready = _with(self.ready, ReadyGroup(group, version), _ready_number)
+        return self._replace(in_flight=self._without(at), ready=ready)
 
     def lose(self, number: int) -> BufferState:
         """The generation of a prompt in flight is lost; it is begun again."""
-        return self._replace(in_flight=self._without(self._permit(number)), again=tuple(sorted((*self.again, number))))
+        return self._replace(in_flight=self._without(self._place(number)), again=tuple(sorted((*self.again, number))))
 
     def fail(self, number: int) -> BufferState:
         """A prompt in flight gives no group, now or later."""
-        return self._replace(in_flight=self._without(self._permit(number)), failed=self.failed + 1)
+        return self._replace(in_flight=self._without(self._place(number)), failed=self.failed + 1)
 
     def serve(self, version: int) -> BufferState:
         """All generators have reached the weights of `version`."""
@@ -159,7 +169,7 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
             raise OutOfOrder(f"batch {batch} is taken, and the next one is {self.batch}: commit each before the next")
         if self.taken:
             return self
-        oldest = sorted(self.ready, key=lambda each: (each.version, each.group.prompt.number))[: self.rule.groups]
+        oldest = sorted(self.ready, key=_ready_age)[: self.rule.groups]
         chosen = {each.group.prompt.number for each in oldest}
         if len(chosen) < self.rule.groups or not self._feasible_without(chosen):
             return None
@@ -192,14 +202,21 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
             count <= (deadline - self.batch) * self.rule.groups for count, deadline in enumerate(deadlines, start=1)
         )
 
-    def _permit(self, number: int) -> Permit:
-        for each in self.in_flight:
-            if each.number == number:
-                return each
-        raise OutOfOrder(f"prompt {number} is not in flight: it was not begun, or it is over already")
+    def _place(self, number: int) -> int:
+        """The place of a prompt among those in flight."""
+        at = bisect_left(self.in_flight, number, key=_permit_number)
+        if at == len(self.in_flight) or self.in_flight[at].number != number:
+            raise OutOfOrder(f"prompt {number} is not in flight: it was not begun, or it is over already")
+        return at
 
-    def _without(self, permit: Permit) -> tuple[Permit, ...]:
-        return tuple(each for each in self.in_flight if each != permit)
+    def _without(self, at: int) -> tuple[Permit, ...]:
+        return self.in_flight[:at] + self.in_flight[at + 1 :]
 
     def _replace(self, **fields: object) -> BufferState:
         return msgspec.structs.replace(self, **fields)
+
+
+def _with(items: tuple[Item, ...], item: Item, number: Callable[[Any], int]) -> tuple[Item, ...]:
+    """`items`, which are in the order of their numbers, with one more in its place."""
+    at = bisect_left(items, number(item), key=number)
+    return (*items[:at], item, *items[at:])

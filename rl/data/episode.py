@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sized
+from itertools import compress
 from typing import Literal
 
 import msgspec
@@ -42,9 +43,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish: Finish
 
     def __post_init__(self) -> None:
-        _check_lengths("Completion", None, self.tokens, logprobs=self.logprobs, versions=self.versions)
-        _check_tokens("Completion", None, self.tokens)
-        _check_finite("Completion", None, "logprobs", self.logprobs)
+        _check_drawn("Completion", None, self.tokens, self.logprobs, self.versions)
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +65,13 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         number = self.prompt.number
-        _check_lengths("Episode", number, self.tokens, logprobs=self.logprobs, versions=self.versions, mask=self.mask)
-        _check_tokens("Episode", number, self.tokens)
-        _check_finite("Episode", number, "logprobs", self.logprobs)
-        _check_finite("Episode", number, "reward", (self.reward,))
-        _check_finite("Episode", number, "parts", self.parts.values())
+        _check_drawn("Episode", number, self.tokens, self.logprobs, self.versions)
+        if len(self.mask) != len(self.tokens):
+            _check_lengths("Episode", number, self.tokens, mask=self.mask)
+        if not math.isfinite(self.reward):
+            _check_finite("Episode", number, "reward", (self.reward,))
+        if not math.isfinite(sum(self.parts.values())):
+            _check_finite("Episode", number, "parts", self.parts.values())
         if self.turns < 1:
             raise InvalidEpisode("Episode", number, f"turns={self.turns}, and the least is 1")
 
@@ -85,17 +86,19 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.number < 0:
             raise InvalidEpisode("Group", self.prompt.number, f"its number is {self.number}")
-        if any(each.prompt != self.prompt for each in self.episodes):
-            raise InvalidEpisode("Group", self.prompt.number, "an episode has another prompt")
+        for each in self.episodes:
+            if each.prompt is not self.prompt and each.prompt != self.prompt:
+                raise InvalidEpisode("Group", self.prompt.number, "an episode has another prompt")
         if not any(any(each.mask) for each in self.episodes):
             raise InvalidEpisode("Group", self.prompt.number, "no episode has a token that the policy drew")
 
     @property
     def version(self) -> int:
         """The oldest version of a token that the policy drew."""
-        return min(
-            version for each in self.episodes for version, drawn in zip(each.versions, each.mask, strict=True) if drawn
-        )
+        drawn = [
+            each.versions if all(each.mask) else tuple(compress(each.versions, each.mask)) for each in self.episodes
+        ]
+        return min([min(versions) for versions in drawn if versions])
 
 
 class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +132,22 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidEpisode("SamplingRequest", None, f"top_p={self.top_p} is not in (0, 1]")
         for tokens in (*self.prompts, self.stop):
             _check_tokens("SamplingRequest", None, tokens)
+
+
+def _check_drawn(
+    kind: str,
+    number: int | None,
+    tokens: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    versions: tuple[int, ...],
+) -> None:
+    """Check what was drawn. It is done for each episode at each hop, so first as a whole, then to name the fault."""
+    if not len(tokens) == len(logprobs) == len(versions):
+        _check_lengths(kind, number, tokens, logprobs=logprobs, versions=versions)
+    if tokens and min(tokens) < 0:
+        _check_tokens(kind, number, tokens)
+    if not math.isfinite(sum(logprobs)):
+        _check_finite(kind, number, "logprobs", logprobs)
 
 
 def _check_lengths(kind: str, number: int | None, tokens: Sized, **fields: Sized) -> None:

@@ -46,8 +46,8 @@ class ReplayBuffer:
         self._state = BufferState(rule=rule)
         self._patience = patience
         self._changed = time.monotonic()
-        self._generations: deque[asyncio.Future[None]] = deque()
-        self._takers: deque[asyncio.Future[None]] = deque()
+        self._generations: deque[asyncio.Future[bool]] = deque()
+        self._takers: deque[asyncio.Future[bool]] = deque()
         self._woken = 0
 
     @classmethod
@@ -113,13 +113,13 @@ class ReplayBuffer:
         if self._generations:
             admissible = self._state.admissible
             while self._generations and self._woken < admissible:
-                self._woken += _woke(self._generations.popleft())
+                self._woken += _settle(self._generations.popleft(), True)
         if self._takers and len(self._state.ready) >= self._state.rule.groups:
             while self._takers:
-                _woke(self._takers.popleft())
+                _settle(self._takers.popleft(), True)
 
     async def _until(
-        self, attempt: Callable[[], Result | None], queue: deque[asyncio.Future[None]], waiting: str
+        self, attempt: Callable[[], Result | None], queue: deque[asyncio.Future[bool]], waiting: str
     ) -> Result:
         began = time.monotonic()
         while (result := attempt()) is None:
@@ -129,25 +129,25 @@ class ReplayBuffer:
             await self._turn(queue, left)
         return result
 
-    async def _turn(self, queue: deque[asyncio.Future[None]], seconds: float) -> None:
+    async def _turn(self, queue: deque[asyncio.Future[bool]], seconds: float) -> None:
         """Wait in `queue` until woken, at most so long."""
-        woken = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[bool] = loop.create_future()
         queue.append(woken)
+        late = loop.call_later(seconds, _settle, woken, False)
         try:
-            async with asyncio.timeout(seconds):
-                await woken
-        except TimeoutError:
-            self._left(queue, woken)
+            await woken
         except asyncio.CancelledError:
             if self._left(queue, woken):  # its turn is the next one's
                 self._wake()
             raise
-        else:
-            self._left(queue, woken)
+        finally:
+            late.cancel()
+        self._left(queue, woken)
 
-    def _left(self, queue: deque[asyncio.Future[None]], woken: asyncio.Future[None]) -> bool:
+    def _left(self, queue: deque[asyncio.Future[bool]], woken: asyncio.Future[bool]) -> bool:
         """Take `woken` out of `queue`; True if it was woken."""
-        if woken.done() and not woken.cancelled():
+        if woken.done() and not woken.cancelled() and woken.result():
             self._woken -= queue is self._generations
             return True
         if woken in queue:
@@ -162,9 +162,9 @@ class ReplayBuffer:
         )
 
 
-def _woke(waiting: asyncio.Future[None]) -> bool:
-    """Wake the task that waits for this; False if it has given up."""
+def _settle(waiting: asyncio.Future[bool], woken: bool) -> bool:
+    """Let the task that waits for this go on; False if it does so already."""
     if waiting.done():
         return False
-    waiting.set_result(None)
+    waiting.set_result(woken)
     return True

@@ -20,4 +20,4 @@ class TextTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Token numbers to characters."""
-        return "".join(CHARACTERS[token] for token in tokens)
+        return "".join(map(CHARACTERS.__getitem__, tokens))

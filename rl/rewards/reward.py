@@ -77,6 +77,8 @@ async def score_each(reward: Reward, answers: Sequence[JudgedAnswer], timeout: f
 
 
 def _finite(reward: Reward, answer: JudgedAnswer, score: Score) -> Score | RewardFailed:
+    if math.isfinite(score.value) and all(map(math.isfinite, score.parts.values())):
+        return score
     for name, value in (("its value", score.value), *score.parts.items()):
         if not math.isfinite(value):
             return RewardFailed(reward.name, answer.prompt.number, f"{name} is {value}")

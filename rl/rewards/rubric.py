@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.reward import JudgedAnswer, Reward, Score
@@ -24,18 +25,19 @@ class Rubric:
 
     def __init__(self, criteria: Sequence[Criterion], name: str = "rubric") -> None:
         self.name, self._criteria = name, tuple(criteria)
-        names = [each.name for each in self._criteria]
+        self._weights = [each.weight for each in self._criteria]
+        self._names = names = [each.name for each in self._criteria]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a rubric needs criteria with names of their own, not {names}")
 
     async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
         """Weighted sums. Raises `RewardFailed`, which names the criterion."""
-        columns = await asyncio.gather(*(self._column(each, answers) for each in self._criteria))
+        if len(self._criteria) == 1:  # without a task of its own
+            columns = [await self._column(self._criteria[0], answers)]
+        else:
+            columns = await asyncio.gather(*(self._column(each, answers) for each in self._criteria))
         return [
-            Score(
-                sum(each.weight * value for each, value in zip(self._criteria, row, strict=True)),
-                {each.name: value for each, value in zip(self._criteria, row, strict=True)},
-            )
+            Score(sum(map(mul, self._weights, row)), dict(zip(self._names, row, strict=True)))
             for row in zip(*columns, strict=True)
         ]
 

@@ -9,12 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import msgspec
 
 from holdfast.rl.data.episode import Completion, SamplingRequest
 
 Route = Callable[[SamplingRequest], Awaitable[Sequence[Completion]]]
+_Kind = tuple[object, ...]
+_kind_of: Callable[[SamplingRequest], _Kind] = attrgetter(
+    *(each for each in SamplingRequest.__struct_fields__ if each not in ("prompts", "seeds"))
+)
+"""What requests that are joined have in common."""
 
 
 @dataclass(slots=True)
@@ -23,10 +29,7 @@ class _Joined:
 
     requests: list[SamplingRequest] = field(default_factory=list)
     replies: list[asyncio.Future[Sequence[Completion]]] = field(default_factory=list)
-
-    @property
-    def prompts(self) -> int:
-        return sum(len(each.prompts) for each in self.requests)
+    prompts: int = 0
 
     def whole(self) -> SamplingRequest:
         return msgspec.structs.replace(
@@ -43,7 +46,7 @@ class BatchedRequests:
         self, route: Route, size: int, alone: Callable[[SamplingRequest], bool] = lambda request: False
     ) -> None:
         self._route, self._size, self._alone = route, size, alone
-        self._open: dict[SamplingRequest, _Joined] = {}
+        self._open: dict[_Kind, _Joined] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def route(self, request: SamplingRequest) -> Sequence[Completion]:
@@ -53,12 +56,13 @@ class BatchedRequests:
         loop = asyncio.get_running_loop()
         if not self._open:
             loop.call_soon(self._send_all)
-        kind = msgspec.structs.replace(request, prompts=((0,),), seeds=(0,) * request.samples)
+        kind = _kind_of(request)
         joined = self._open.setdefault(kind, _Joined())
         if joined.requests and joined.prompts + len(request.prompts) > self._size:
             self._send(joined)
             joined = self._open[kind] = _Joined()
         reply: asyncio.Future[Sequence[Completion]] = loop.create_future()
+        joined.prompts += len(request.prompts)
         joined.requests.append(request)
         joined.replies.append(reply)
         return await reply
