@@ -65,6 +65,7 @@ class PolicyStep:
 
 def _update(prompts: Any, completions: Any, size: int, objective: Any) -> Any:
     """The tokens of an update; every second completion of a group is right."""
+    from holdfast.rl.data.batch_columns import BatchColumns
     from holdfast.rl.data.episode import Episode, Group
     from holdfast.rl.trainers.update_tokens import updates_of
 
@@ -83,7 +84,7 @@ def _update(prompts: Any, completions: Any, size: int, objective: Any) -> Any:
             for place, each in enumerate(completions[number * size : (number + 1) * size])
         )
         groups.append(Group(number=number, prompt=prompt, episodes=episodes))
-    (update,) = updates_of(groups, 1, objective)
+    (update,) = updates_of(BatchColumns.of(groups), 1, objective)
     return update
 
 

@@ -1,18 +1,15 @@
-"""Groups as padded tensors for a trainer."""
+"""The episodes of a batch as padded tensors for a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.rl.algorithms.grpo import StepTotals, advantages
 from holdfast.rl.config.objective import Objective
-from holdfast.rl.data.episode import Episode, Group
+from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.kernels import LossInputs
-
-_Row = list[int] | list[float] | list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,44 +24,41 @@ class TrainingTokens:
     inputs: LossInputs
 
 
-def collate(groups: Sequence[Group], objective: Objective) -> TrainingTokens:
-    """The episodes of `groups` as tensors on the CPU."""
-    rows = [
-        (episode, advantage)
-        for group in groups
-        for episode, advantage in zip(
-            group.episodes, advantages([each.reward for each in group.episodes], objective), strict=True
-        )
-    ]
-    width = max(len(episode.prompt.tokens) + len(episode.tokens) for episode, _ in rows)
-    tokens, attention, mask, generated = list[_Row](), list[_Row](), list[_Row](), list[_Row]()
-    for episode, _ in rows:
-        before, many = len(episode.prompt.tokens), len(episode.tokens)
-        after = width - before - many
-        tokens.append([*episode.prompt.tokens, *episode.tokens, *[0] * after])
-        attention.append([*[True] * (before + many), *[False] * after])
-        mask.append([*[False] * (before - 1), *counted_tokens(episode, objective), *[False] * after])
-        generated.append([*[0.0] * (before - 1), *episode.logprobs, *[0.0] * after])
+def collate(columns: BatchColumns, objective: Objective) -> TrainingTokens:
+    """The episodes of a batch as tensors on the CPU."""
+    prompts, drawn = columns.tensor("prompts"), columns.tensor("drawn")
+    begins, ends = prompts.unsqueeze(1), (prompts + drawn).unsqueeze(1)
+    column = torch.arange(int(ends.max()), device="cpu").expand(len(prompts), -1)
+    attention = column < ends
+    after = (column[:, :-1] >= begins - 1) & (column[:, :-1] < ends - 1)
+    weights = [each for rewards in columns.rewards_by_group() for each in advantages(rewards, objective)]
     return TrainingTokens(
-        torch.tensor(tokens, dtype=torch.int64, device="cpu"),
-        torch.tensor(attention, dtype=torch.bool, device="cpu"),
+        _placed(columns.tensor("tokens"), attention),
+        attention,
         LossInputs(
-            torch.tensor(mask, dtype=torch.bool, device="cpu"),
-            torch.tensor([advantage for _, advantage in rows], dtype=torch.float32, device="cpu"),
-            torch.tensor(generated, dtype=torch.float32, device="cpu"),
+            _placed(counted_tokens(columns, objective), after),
+            torch.tensor(weights, dtype=torch.float32, device="cpu"),
+            _placed(columns.tensor("logprobs"), after),
         ),
     )
 
 
-def step_totals(groups: Sequence[Group], objective: Objective) -> StepTotals:
+def step_totals(columns: BatchColumns, objective: Objective) -> StepTotals:
     """The totals of all groups of a step, whichever unit each is in."""
-    episodes = [each for group in groups for each in group.episodes]
-    tokens = sum(sum(counted_tokens(each, objective)) for each in episodes)
-    return StepTotals(sequences=len(episodes), tokens=max(tokens, 1))
+    tokens = int(counted_tokens(columns, objective).sum())
+    return StepTotals(sequences=len(columns.overlong), tokens=max(tokens, 1))
 
 
-def counted_tokens(episode: Episode, objective: Objective) -> tuple[bool, ...]:
-    """Which tokens of an episode count in the loss."""
-    if objective.skip_overlong and episode.finish == "length":
-        return (False,) * len(episode.mask)
-    return episode.mask
+def counted_tokens(columns: BatchColumns, objective: Objective) -> torch.Tensor:
+    """Which of the tokens after the prompts count in the loss."""
+    mask = columns.tensor("mask")
+    if objective.skip_overlong:
+        mask &= ~columns.tensor("overlong").repeat_interleave(columns.tensor("drawn"))
+    return mask
+
+
+def _placed(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The values in the places that are true, row by row; 0 in the others."""
+    found = torch.zeros(places.shape, dtype=values.dtype, device="cpu")
+    found[places] = values
+    return found

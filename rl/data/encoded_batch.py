@@ -6,32 +6,26 @@ from typing import Self
 
 import msgspec
 
+from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState
-from holdfast.rl.data.episode import Group
 from holdfast.rl.data.replay_buffer import Batch
-
-_encode = msgspec.msgpack.encode
-_groups = msgspec.msgpack.Decoder(tuple[Group, ...])
 
 
 class EncodedBatch(msgspec.Struct, frozen=True):
     """A batch that begins with update `step`.
 
-    A trainer decodes the groups when it trains on them. `after` is JSON, and decoded only by a run that goes on.
+    `after` is the state of the replay buffer after it as JSON, and decoded only by a run that goes on. It is empty
+    unless a checkpoint is written after this batch: the state has every group that waits.
     """
 
     step: int
-    packed_groups: bytes
-    after: bytes
+    columns: BatchColumns
+    after: bytes = b""
 
     @classmethod
-    def of(cls, batch: Batch) -> Self:
-        """Encode a batch."""
-        return cls(batch.step, _encode(batch.groups), msgspec.json.encode(batch.after))
-
-    def groups(self) -> tuple[Group, ...]:
-        """Decode the groups."""
-        return _groups.decode(self.packed_groups)
+    def of(cls, batch: Batch, *, saved: bool = True) -> Self:
+        """Encode a batch; `saved`: with the state of the replay buffer after it."""
+        return cls(batch.step, BatchColumns.of(batch.groups), msgspec.json.encode(batch.after) if saved else b"")
 
 
 def decode_state(after: bytes) -> BufferState:

@@ -93,7 +93,7 @@ class TrainerProcesses:
         telemetry: RunTelemetry,
         failed: Callable[[HoldfastError], None],
     ) -> None:
-        self.group = TrainerGroup((ActorDied,))
+        self.group = TrainerGroup((ActorDied,), saved_after=settings.saved_after)
         self._config, self._engine, self._settings, self._store = config, engine, settings, store
         self._environ, self._telemetry, self._failed = dict(environ), telemetry, failed
         self._numbers, self._hosts = itertools.count(), HostTurns(config.engine.hosts)

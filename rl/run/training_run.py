@@ -62,6 +62,7 @@ from holdfast.rl.run.work_collector import Ask, WorkCollector
 from holdfast.rl.services.metrics import metrics_if_asked
 from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.trainers.best_version import BestVersion
+from holdfast.rl.trainers.trainer_actor import TrainerPosition
 from holdfast.store import WeightStore
 
 JOB = "rl"
@@ -165,7 +166,7 @@ class TrainingRun:
         await episodes.start()
         await generators.start_holders(KEEP + config.algorithm.staleness)
         position = await _both(trainers.start(), generators.start())
-        buffer = ReplayBuffer.from_state(position.buffer or BufferState(rule=staleness_rule(config)))
+        buffer = ReplayBuffer.from_state(_saved_buffer(position) or BufferState(rule=staleness_rule(config)))
         if self._before:
             self.telemetry.emit(RunResumed(time=self.telemetry.now(), step=position.step))
         evaluation: HeldOutEvaluation | NoEvaluation = NoEvaluation()
@@ -289,6 +290,18 @@ async def _both(first: Awaitable[T], second: Awaitable[object]) -> T:
         for each in both:
             each.cancel()
         await asyncio.wait(both)
+
+
+def _saved_buffer(position: TrainerPosition) -> BufferState | None:
+    """The replay buffer that was saved with a step; None at the first one. Raises `RunFailed`."""
+    state = position.buffer
+    if position.step and (state is None or state.batch * state.rule.updates != position.step):
+        of = "none" if state is None else f"that of step {state.batch * state.rule.updates}"
+        raise RunFailed(
+            f"the checkpoint of step {position.step} has {of} as its replay buffer, so prompts would be skipped or "
+            "repeated; delete that checkpoint, to go on from the one before"
+        )
+    return state
 
 
 class _BatchTrainer:

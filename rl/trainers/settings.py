@@ -106,3 +106,12 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def steps(self) -> int:
         """The number of updates of all batches, which is the last version."""
         return self.batches * self.updates
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """The number of updates from one checkpoint to the next."""
+        return self.checkpoint_every * self.updates
+
+    def saved_after(self, step: int) -> bool:
+        """Whether a checkpoint is written after the batch that begins with update `step`."""
+        return bool(self.checkpoint) and (step + self.updates) % self.checkpoint_steps == 0

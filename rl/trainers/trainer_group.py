@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from holdfast.comms.errors import describe
@@ -25,11 +26,19 @@ class TrainerGroup:
 
     Trainers may be added and removed at any time: one that is added during a step gets the batch too. `died` are the
     errors of calls to a process that is gone; other errors of a trainer are errors of the step. If all trainers are
-    gone, others must be added within `patience` seconds.
+    gone, others must be added within `patience` seconds. `saved_after` tells for the step that a batch begins with
+    whether a checkpoint is written once it is trained: the state of the replay buffer goes with such batches.
     """
 
-    def __init__(self, died: tuple[type[Exception], ...], *, timeout: float = 600.0, patience: float = 60.0) -> None:
-        self._died, self._timeout, self._patience = died, timeout, patience
+    def __init__(
+        self,
+        died: tuple[type[Exception], ...],
+        *,
+        timeout: float = 600.0,
+        patience: float = 60.0,
+        saved_after: Callable[[int], bool] = lambda step: True,
+    ) -> None:
+        self._died, self._timeout, self._patience, self._saved_after = died, timeout, patience, saved_after
         self._trainers: list[TrainerProcess] = []
         self._changed = asyncio.Event()
 
@@ -53,7 +62,9 @@ class TrainerGroup:
 
         Raises `TrainersLost` if no trainer is left, TimeoutError after `timeout` seconds, and a trainer's own error.
         """
-        report: StepReport = await self._first("train", batch.step, EncodedBatch.of(batch))
+        report: StepReport = await self._first(
+            "train", batch.step, EncodedBatch.of(batch, saved=self._saved_after(batch.step))
+        )
         return report
 
     async def _first(self, method: str, step: int, *args: Any) -> Any:

@@ -55,7 +55,7 @@ class RevokedEpochs:
 
 
 class SavedBuffer:
-    """The state of the replay buffer after the last committed batch, as every trainer and every checkpoint has it."""
+    """The state of the replay buffer after the last committed batch that came with one; checkpoints have it."""
 
     def __init__(self) -> None:
         self.after = b""
@@ -115,7 +115,7 @@ class Training:
         self._layout.attach(session)
         session.attach("replay buffer", self._buffer)
         if settings.checkpoint:
-            session.checkpoints(settings.checkpoint, every=settings.checkpoint_every * settings.updates)
+            session.checkpoints(settings.checkpoint, every=settings.checkpoint_steps)
         for attempt in session.steps(settings.steps + 1):
             if not begun:
                 begun = True
@@ -149,10 +149,9 @@ class Training:
         if self._batch is None or self._batch[0].step != step:
             batch = self._take(step, lambda: self._revocations.check(attempt.epoch))
             updates = self._settings.updates
-            groups = batch.groups()
-            if len(groups) < updates:
-                raise BadBatch(step, f"it has {counted(len(groups), 'group')}, and makes {updates} updates")
-            self._batch = batch, updates_of(groups, updates, self._settings.objective)
+            if len(batch.columns) < updates:
+                raise BadBatch(step, f"it has {counted(len(batch.columns), 'group')}, and makes {updates} updates")
+            self._batch = batch, updates_of(batch.columns, updates, self._settings.objective)
         return self._batch[1]
 
     def _committed(self, attempt: ft.Attempt, result: UpdateResult) -> None:
@@ -161,7 +160,8 @@ class Training:
         if part < self._settings.updates - 1:
             return
         assert self._batch is not None
-        self._buffer.after = self._batch[0].after
+        if self._batch[0].after:
+            self._buffer.after = self._batch[0].after
         figures = {
             "loss": sum(self._losses) / len(self._losses),
             "gradient_norm": result.norm,

@@ -5,7 +5,6 @@ The division depends on the batch and the settings alone, so a shard has the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from holdfast.rl.algorithms.collate import TrainingTokens, collate, step_totals
 from holdfast.rl.algorithms.grpo import StepTotals
 from holdfast.rl.config.objective import Objective
-from holdfast.rl.data.episode import Group
+from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.kernels import LossInputs
 
 
@@ -52,9 +51,10 @@ class UpdateTokens:
         )
 
 
-def updates_of(groups: Sequence[Group], updates: int, objective: Objective) -> list[UpdateTokens]:
+def updates_of(columns: BatchColumns, updates: int, objective: Objective) -> list[UpdateTokens]:
     """The updates of a batch, each with consecutive groups. There are at least as many groups as updates."""
-    parts = [groups[begin:end] for begin, end in _edges(len(groups), updates)]
+    edges = _edges(len(columns), updates)
+    parts = [columns] if updates == 1 else [columns.part(begin, end) for begin, end in edges]
     return [UpdateTokens(collate(part, objective), step_totals(part, objective)) for part in parts]
 
 

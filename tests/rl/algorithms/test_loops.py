@@ -20,6 +20,7 @@ from holdfast.rl.algorithms.synchronous import synchronous
 from holdfast.rl.config.objective import objective
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.arithmetic import CharacterTokenizer
+from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream
@@ -95,11 +96,11 @@ class ToyCluster:
             for _ in range(20):
                 await asyncio.sleep(0)
         table = self.versions[-1].clone().requires_grad_()
-        made = collate(batch.groups, OBJECTIVE)
+        made = collate(BatchColumns.of(batch.groups), OBJECTIVE)
         predicted = table[made.tokens[:, 0]].log_softmax(-1).unsqueeze(1).expand(-1, 2, -1)
         logprobs = predicted.gather(2, made.tokens[:, 1:].unsqueeze(2)).squeeze(2)
         (gradient,) = torch.autograd.grad(
-            loss(logprobs, made.inputs, step_totals(batch.groups, OBJECTIVE), OBJECTIVE), table
+            loss(logprobs, made.inputs, step_totals(BatchColumns.of(batch.groups), OBJECTIVE), OBJECTIVE), table
         )
         self.versions.append(table.detach() - 8.0 * gradient)
         self.batches.append(batch)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from holdfast.rl.algorithms.collate import collate, step_totals
 from holdfast.rl.algorithms.grpo import StepTotals, advantages, loss
 from holdfast.rl.config.objective import Algorithm, Objective, objective
+from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.kernels import LossInputs
 
@@ -198,13 +199,13 @@ def test_episodes_become_rows_whose_columns_predict_the_next_token() -> None:
             episode(prompt, (4,), 0.0),
         ),
     )
-    made = collate([group], objective("dr_grpo"))
+    made = collate(BatchColumns.of([group]), objective("dr_grpo"))
     assert made.tokens.tolist() == [[7, 8, 1, 2, 3], [7, 8, 4, 0, 0]]
     assert made.attention.sum(1).tolist() == [5, 3]
     assert made.inputs.mask.tolist() == [[False, True, False, True], [False, True, False, False]]
     assert made.inputs.generated[0].tolist() == [0.0, -1.0, 0.0, -3.0]
     assert made.inputs.advantages.tolist() == [0.5, -0.5]
-    assert step_totals([group], objective("grpo")) == StepTotals(sequences=2, tokens=3)
+    assert step_totals(BatchColumns.of([group]), objective("grpo")) == StepTotals(sequences=2, tokens=3)
 
 
 def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_comparison() -> None:
@@ -212,10 +213,10 @@ def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_compari
     group = Group(
         number=0, prompt=prompt, episodes=(episode(prompt, (1, 2), 1.0), episode(prompt, (3, 4), 0.0, finish="length"))
     )
-    made = collate([group], objective("dapo"))
+    made = collate(BatchColumns.of([group]), objective("dapo"))
     assert made.inputs.mask.sum(1).tolist() == [2, 0]
     assert made.inputs.advantages.tolist() == pytest.approx([1.0, -1.0], rel=1e-3)
-    assert step_totals([group], objective("dapo")).tokens == 2
+    assert step_totals(BatchColumns.of([group]), objective("dapo")).tokens == 2
 
 
 @pytest.mark.parametrize("chosen", [objective("grpo", truncation=1.5), objective("gspo", truncation=1.1)], ids=named)

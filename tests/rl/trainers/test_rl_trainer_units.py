@@ -16,6 +16,7 @@ from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.harness import LocalCluster
 from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.config.objective import Objective
+from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Episode, Group, Prompt
@@ -62,7 +63,7 @@ def test_every_episode_is_in_one_forward(sizes: list[int], shards: int, micro_ba
         updates = 1
     groups = [group_of(number, size) for number, size in enumerate(sizes)]
     seen: list[tuple[int, ...]] = []
-    for update in updates_of(groups, updates, Objective()):
+    for update in updates_of(BatchColumns.of(groups), updates, Objective()):
         forwards = [update.shard(shard, shards, micro_batch) for shard in range(shards)]
         assert len({len(each) for each in forwards}) == 1
         for forward in (each for shard in forwards for each in shard):
