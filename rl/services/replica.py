@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from holdfast.rl.services.options import ServiceOptions
 from holdfast.rl.services.status import Health, ReplicaStatus
 
 _STOP_SECONDS = 10.0
+_PING_SECONDS = 1.0
+"""Seconds after an answered ping until the next one, if no process is stopped; less if `silence` is short."""
 
 
 class ServiceReplica:
@@ -126,10 +129,19 @@ class ServiceReplica:
         return {**own, **self.options.environ}
 
     async def _beat(self) -> None:
-        """Ping all processes again and again; lose the replica when one is stopped, or silent for too long."""
-        interval = self.options.heartbeat
-        missed, most = 0, math.ceil(self.options.silence / interval)
+        """Look at all processes again and again; lose the replica when one is stopped, or silent for too long.
+
+        A ping costs more than anything else that an idle run does. So every interval has a look at the processes of
+        this host, which finds those that are stopped, and a ping follows a stop, or `_PING_SECONDS` without any.
+        """
+        interval, silence = self.options.heartbeat, self.options.silence
+        calm = min(_PING_SECONDS, silence / 5)
+        missed, most = 0, max(1, math.ceil((silence - calm) / interval))
+        answered = -math.inf
         while self.health != "lost":
+            if not missed and time.monotonic() - answered < calm and not self._is_stopped():
+                await asyncio.sleep(interval)
+                continue
             try:
                 await asyncio.gather(*[each.ping(interval) for each in self._members])
             except EndpointTimeout as late:
@@ -137,12 +149,15 @@ class ServiceReplica:
                 if not self.host and is_stopped(late.pid):
                     self.lose(f"process {late.pid} is stopped, by SIGSTOP or a debugger")
                 elif missed >= most:  # counted, so that a pause of this process is not taken for theirs
-                    self.lose(f"process {late.pid} has answered no heartbeat for {self.options.silence:.3g} s")
+                    self.lose(f"process {late.pid} has answered no heartbeat for {silence:.3g} s")
             except ActorDied:
                 return
             else:
-                missed = 0
+                missed, answered = 0, time.monotonic()
                 await asyncio.sleep(interval)
+
+    def _is_stopped(self) -> bool:
+        return not self.host and any(is_stopped(each.pid) for each in self._members)
 
 
 def is_loss(error: BaseException) -> bool:
