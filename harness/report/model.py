@@ -92,7 +92,7 @@ class RoleUse(msgspec.Struct, frozen=True):
 
 
 class ProcessorUse(msgspec.Struct, frozen=True):
-    """The processor seconds of a role from the first step on.
+    """The processor seconds of a role in the steady state of a run.
 
     They are given for each kind of its work, the model's first. `other` is what no kind of work has: calls between
     processes, waiting, and holdfast's own threads.
@@ -116,7 +116,8 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
 
     `staleness` counts groups by the versions that they were behind, `latencies` versions by the time from publication
     to a generator that served them; `tokens` is the rate at which policy tokens were trained on. `model_share` is the
-    share of all processor time that the model had: forward and backward, generation and the optimizer.
+    share of all processor time that the model had: forward and backward, generation and the optimizer. Processor time
+    is counted from step `steady_from` on.
     """
 
     curve: Curve
@@ -125,6 +126,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     uses: tuple[RoleUse, ...] = ()
     processor: tuple[ProcessorUse, ...] = ()
     model_share: float | None = None
+    steady_from: int = 0
     tokens: tuple[RateSample, ...] = ()
 
 

@@ -102,4 +102,22 @@ def _figures(facts: RunFacts) -> tuple[Figure, ...]:
                 f"median; at most {coarse_seconds(times[-1])}",
             )
         )
+    model = facts.model_share()
+    if model is not None:
+        figures.append(Figure("Processor time of holdfast", f"{1 - model:.1%}", processor_note(facts)))
     return tuple(figures)
+
+
+def processor_note(facts: RunFacts) -> str:
+    """What the share of the processor time that is not the model's is a share of, in words."""
+    return (
+        f"of all threads from step {facts.steady_from} on; the model had the rest: forward and backward (with the "
+        "collectives of sharded trainers), generate, optimizer"
+    )
+
+
+def processor_line(directory: Path) -> str:
+    """The processor time of holdfast in a run, as a line; empty if it is not known. Raises `CorruptData`."""
+    facts = RunFacts.of(RunDirectory(directory).events())
+    share = facts.model_share()
+    return "" if share is None else f"processor time of holdfast: {1 - share:.1%} {processor_note(facts)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ from holdfast.harness.report.model import (
     RoleUse,
     Span,
 )
+from holdfast.harness.training.processor_use import model_share, processor_uses, steady_from
 from holdfast.harness.training.run_clock import RunClock
 from holdfast.rl.run.run_events import (
     Activity,
@@ -36,9 +37,6 @@ from holdfast.rl.run.run_events import (
 
 LATENCY_EDGES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """The upper edges in seconds of the bars of weights' latencies; one more bar holds the rest."""
-
-MODEL_WORK = ("forward_backward", "generate", "optimizer")
-"""The kinds of work that a model needs, whatever moves its data."""
 
 _RATES = 120
 """The number of moments at which the rate of tokens is given, at most."""
@@ -124,6 +122,7 @@ class RunFacts:
             uses=self.uses(),
             processor=self.processor_uses(),
             model_share=self.model_share(),
+            steady_from=self.steady_from,
             tokens=self.tokens(),
         )
 
@@ -190,26 +189,19 @@ class RunFacts:
             found.append(RoleUse(role, len(mine), min(1.0, worked / alive) if alive else 0.0, max(0.0, alive - worked)))
         return tuple(found)
 
+    @property
+    def steady_from(self) -> int:
+        """The first step of the steady state."""
+        return steady_from(self.steps)
+
     def processor_uses(self) -> tuple[ProcessorUse, ...]:
-        """The processor time of each role while steps were trained, by kind of work."""
-        found = []
-        for role in dict.fromkeys(times[0].role for times in self.processor.values()):
-            begun = {name: times[0] for name, times in self.processor.items() if times[0].role == role}
-            total = sum(self.processor[name][-1].seconds - each.seconds for name, each in begun.items())
-            work: defaultdict[str, float] = defaultdict(float)
-            for each in self.activities:
-                if each.cpu and each.process in begun and each.time >= begun[each.process].time:
-                    work[each.what] += each.cpu
-            ordered = sorted(work.items(), key=lambda item: (item[0] not in MODEL_WORK, item[0]))
-            found.append(ProcessorUse(role, total, tuple(ordered), max(0.0, total - sum(work.values()))))
-        return tuple(found)
+        """The processor time of each role in the steady state, by kind of work."""
+        first = self.steps.get(self.steady_from)
+        return processor_uses(self.processor, self.activities, float("-inf") if first is None else first.time)
 
     def model_share(self) -> float | None:
-        """The share of the processor time that the model had; None if that is not known."""
-        uses = self.processor_uses()
-        total = sum(use.seconds for use in uses)
-        mine = sum(seconds for use in uses for what, seconds in use.work if what in MODEL_WORK)
-        return min(1.0, mine / total) if total else None
+        """The share of the processor time in the steady state that the model had; None if that is not known."""
+        return model_share(self.processor_uses())
 
     def _worked(self, process: str) -> float:
         return covered([(each.time, each.time + each.seconds) for each in self.activities if each.process == process])

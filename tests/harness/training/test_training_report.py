@@ -167,3 +167,26 @@ def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
         "the environment's words are pale"
     )
     assert "4 to 5" in page and "format 0.50" in page and "2 older ones are left out" in page
+
+
+def test_processor_time_is_that_of_the_steady_state() -> None:
+    """The first 10 of 40 steps are left out, and of work that began in them the part that lies in them."""
+
+    def used(time: float, seconds: float) -> ProcessorTime:
+        return ProcessorTime(time=time, process="trainer-0", role="trainer", seconds=seconds)
+
+    def worked(what: str, time: float, seconds: float) -> Activity:
+        return Activity(
+            time=time, process="trainer-0", role="trainer", what=what, number=0, seconds=seconds, cpu=seconds
+        )
+
+    events: list[Event] = [ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=11)]
+    events += [trained(step, 1.0 + step) for step in range(40)]
+    events += [used(1.0, 50.0), used(11.0, 60.0), used(41.0, 80.0)]
+    events += [worked("optimizer", 2.0, 3.0), worked("forward_backward", 9.0, 4.0), worked("generate", 20.0, 8.0)]
+    events += [worked("all_reduce", 30.0, 1.0)]
+    facts = RunFacts.of(events)
+    [use] = facts.processor_uses()
+    assert facts.steady_from == 10 and use.seconds == 20.0
+    assert dict(use.work) == {"forward_backward": 2.0, "generate": 8.0, "all_reduce": 1.0} and use.other == 9.0
+    assert facts.model_share() == 0.5
