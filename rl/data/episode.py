@@ -130,8 +130,9 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidEpisode("SamplingRequest", None, f"temperature={self.temperature} is not finite and >= 0")
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidEpisode("SamplingRequest", None, f"top_p={self.top_p} is not in (0, 1]")
-        for tokens in (*self.prompts, self.stop):
-            _check_tokens("SamplingRequest", None, tokens)
+        if min(map(min, self.prompts)) < 0 or (self.stop and min(self.stop) < 0):
+            for tokens in (*self.prompts, self.stop):
+                _check_tokens("SamplingRequest", None, tokens)
 
 
 def _check_drawn(

@@ -23,13 +23,14 @@ class ExactMatch:
 
     async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
         """1 or 0 for each answer."""
-        return [Score(float(self._answer(each.text) == each.prompt.answer.strip())) for each in answers]
-
-    def _answer(self, text: str) -> str | None:
         if self._extract is None:
-            return text.strip()
-        found = self._extract.findall(text)
-        return found[-1].strip() if found else None
+            return [Score(float(each.text.strip() == each.prompt.answer.strip())) for each in answers]
+        return [Score(float(_last(self._extract, each.text) == each.prompt.answer.strip())) for each in answers]
+
+
+def _last(extract: re.Pattern[str], text: str) -> str | None:
+    found = extract.findall(text)
+    return found[-1].strip() if found else None
 
 
 class FormatMatch:

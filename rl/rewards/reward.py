@@ -68,7 +68,10 @@ async def score_each(reward: Reward, answers: Sequence[JudgedAnswer], timeout: f
         failure = describe(error)
     else:
         if len(scores) == len(answers):
-            return [_finite(reward, each, score) for each, score in zip(answers, scores, strict=True)]
+            return [
+                score if _is_finite(score) else _not_finite(reward, each, score)
+                for each, score in zip(answers, scores, strict=True)
+            ]
         failure = f"{len(scores)} scores for {len(answers)} answers"
     if len(answers) == 1:
         return [RewardFailed(reward.name, answers[0].prompt.number, failure)]
@@ -76,13 +79,14 @@ async def score_each(reward: Reward, answers: Sequence[JudgedAnswer], timeout: f
     return [result for (result,) in apart]
 
 
-def _finite(reward: Reward, answer: JudgedAnswer, score: Score) -> Score | RewardFailed:
-    if math.isfinite(score.value) and all(map(math.isfinite, score.parts.values())):
-        return score
-    for name, value in (("its value", score.value), *score.parts.items()):
-        if not math.isfinite(value):
-            return RewardFailed(reward.name, answer.prompt.number, f"{name} is {value}")
-    return score
+def _is_finite(score: Score) -> bool:
+    return math.isfinite(score.value) and all(map(math.isfinite, score.parts.values()))
+
+
+def _not_finite(reward: Reward, answer: JudgedAnswer, score: Score) -> RewardFailed:
+    parts = (("its value", score.value), *score.parts.items())
+    name, value = next((name, value) for name, value in parts if not math.isfinite(value))
+    return RewardFailed(reward.name, answer.prompt.number, f"{name} is {value}")
 
 
 class Judge:
@@ -117,30 +121,26 @@ class Judge:
     async def evaluate(self, prompt: Prompt, completions: Sequence[Completion]) -> Group | FailedGroup:
         """The group of a prompt's completions; failed if fewer than two of them have a score."""
         scores = await self.scores([prompt] * len(completions), completions)
-        episodes = tuple(
-            _episode(prompt, completion, score)
+        episodes = [
+            Episode(
+                prompt=prompt,
+                tokens=completion.tokens,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+                mask=(True,) * len(completion.tokens),
+                reward=score.value,
+                finish=completion.finish,
+                parts=score.parts,
+            )
             for completion, score in zip(completions, scores, strict=True)
             if isinstance(score, Score) and completion.tokens
-        )
+        ]
         if len(episodes) < 2:
             reasons = tuple(str(each) for each in scores if isinstance(each, RewardFailed))
             return FailedGroup(number=prompt.number, reasons=reasons or ("its completions are empty",))
-        return Group(number=prompt.number, prompt=prompt, episodes=episodes)
+        return Group(number=prompt.number, prompt=prompt, episodes=tuple(episodes))
 
     def text(self, completion: Completion) -> str:
         """The words of a completion, without its stop token."""
         tokens = completion.tokens[:-1] if completion.finish == "stop" else completion.tokens
         return self._tokenizer.decode(tokens)
-
-
-def _episode(prompt: Prompt, completion: Completion, score: Score) -> Episode:
-    return Episode(
-        prompt=prompt,
-        tokens=completion.tokens,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        mask=(True,) * len(completion.tokens),
-        reward=score.value,
-        finish=completion.finish,
-        parts=score.parts,
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 
 import msgspec
@@ -34,8 +35,8 @@ class _Joined:
     def whole(self) -> SamplingRequest:
         return msgspec.structs.replace(
             self.requests[0],
-            prompts=tuple(prompt for each in self.requests for prompt in each.prompts),
-            seeds=tuple(seed for each in self.requests for seed in each.seeds),
+            prompts=tuple(chain.from_iterable([each.prompts for each in self.requests])),
+            seeds=tuple(chain.from_iterable([each.seeds for each in self.requests])),
         )
 
 

@@ -213,10 +213,10 @@ class TrainingRun:
             StepTrained(
                 time=now,
                 step=batch.step,
-                reward=sum(each.reward for each in episodes) / len(episodes),
+                reward=sum([each.reward for each in episodes]) / len(episodes),
                 loss=report.figures["loss"],
                 gradient_norm=report.figures["gradient_norm"],
-                tokens=sum(sum(each.mask) for each in episodes),
+                tokens=sum([sum(each.mask) for each in episodes]),
                 staleness=tuple(max(0, batch.step - group.version) for group in batch.groups),
                 epoch=int(report.figures["epoch"]),
                 size=int(report.figures["trainers"]),

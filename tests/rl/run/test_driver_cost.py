@@ -1,0 +1,116 @@
+"""What an episode costs the driver and a trainer, as a count of Python's calls: it does not depend on the machine.
+
+The time of a run was once half spent in calls for each token and each episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import pytest
+
+from holdfast.rl.algorithms.background import together
+from holdfast.rl.algorithms.collate import collate
+from holdfast.rl.algorithms.episode import generate_episode
+from holdfast.rl.config.objective import Objective
+from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.data import arithmetic
+from holdfast.rl.data.batch_columns import BatchColumns
+from holdfast.rl.data.buffer_state import StalenessRule
+from holdfast.rl.data.encoded_batch import EncodedBatch
+from holdfast.rl.data.episode import Completion, Group, SamplingRequest
+from holdfast.rl.data.prompts import PromptSource, PromptStream
+from holdfast.rl.data.replay_buffer import ReplayBuffer
+from holdfast.rl.rewards.matching import ExactMatch
+from holdfast.rl.rewards.reward import Judge
+from holdfast.rl.rewards.rubric import Criterion, Rubric
+from holdfast.rl.run.batched_requests import BatchedRequests
+
+GROUPS, GROUP = 32, 8
+EPISODES = GROUPS * GROUP
+
+MOST_CALLS_AN_EPISODE = 25
+"""A quarter more than it takes, and less than half of what it took, which also grew with the tokens."""
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """Count the calls of Python functions in the block."""
+    found = [0]
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        found[0] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+class Drawing:
+    """A policy whose completions are made before the count begins."""
+
+    def __init__(self, tokens: int) -> None:
+        self._drawn = [
+            Completion(
+                tokens=tuple((place + each) % 10 for each in range(tokens)),
+                logprobs=(-0.5,) * tokens,
+                versions=(0,) * tokens,
+                finish="length",
+            )
+            for place in range(EPISODES)
+        ]
+        self.generate = BatchedRequests(self._route, 16)
+        self.update = None
+
+    async def _route(self, request: SamplingRequest) -> Sequence[Completion]:
+        await asyncio.sleep(0)
+        return self._drawn[: len(request.seeds)]
+
+
+def batch_of(tokens: int) -> tuple[tuple[Group, ...], int]:
+    """The groups of one batch, and the calls that it took to make, judge, store and take them."""
+    judge = Judge(Rubric([Criterion("exact", 1.0, ExactMatch())]), arithmetic.CharacterTokenizer())
+    source = PromptSource(arithmetic.training(), arithmetic.CharacterTokenizer(), seed=0)
+    sampling = Sampling(group=GROUP, batch=16, max_new_tokens=tokens)
+    buffer = ReplayBuffer(StalenessRule(groups=GROUPS))
+    prompts, policy = PromptStream(source, buffer), Drawing(tokens)
+    source.prompt(0)
+
+    async def body() -> tuple[tuple[Group, ...], int]:
+        with counting() as calls:
+            await together(lambda: generate_episode(prompts, policy, judge, buffer, sampling, 0), GROUPS)
+            batch = await buffer.take(0)
+            EncodedBatch.of(batch, saved=False)
+        return batch.groups, calls[0]
+
+    return asyncio.run(body())
+
+
+def test_an_episode_takes_few_calls_and_a_token_none() -> None:
+    groups, short = batch_of(2)
+    _, long = batch_of(200)
+    print(f"\n{short / EPISODES:.1f} calls an episode of 2 tokens, {long / EPISODES:.1f} of 200")
+    assert sum(len(each.episodes) for each in groups) == EPISODES
+    assert short < MOST_CALLS_AN_EPISODE * EPISODES
+    assert long < 1.02 * short
+
+
+@pytest.mark.parametrize("tokens", [2, 200])
+def test_a_trainer_takes_no_call_for_an_episode(tokens: int) -> None:
+    groups, _ = batch_of(tokens)
+
+    def calls(groups: Sequence[Group]) -> int:
+        columns = BatchColumns.of(groups)
+        collate(columns, Objective())
+        with counting() as found:
+            collate(columns, Objective())
+        return found[0]
+
+    one, all_of_them = calls(groups[:1]), calls(groups)
+    assert all_of_them - one < 12 * (GROUPS - 1), "only the advantages are computed by group"
