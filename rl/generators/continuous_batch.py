@@ -28,7 +28,7 @@ class _Sequence:
 
     prompt: tuple[int, ...]
     request: RunningRequest
-    random: torch.Tensor
+    random: list[float]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class RunningRequest:
 
     def __init__(self, request: SamplingRequest, done: Callable[[list[Completion]], None]) -> None:
         self.request, self._done = request, done
-        random = uniforms(request.seeds, request.max_new_tokens)
+        random = uniforms(request.seeds, request.max_new_tokens).tolist()
         prompts = [prompt for prompt in request.prompts for _ in range(request.samples)]
         self.sequences = [_Sequence(prompt, self, row) for prompt, row in zip(prompts, random, strict=True)]
         self._left = len(self.sequences)
@@ -137,7 +137,7 @@ def _append(sequences: list[_Sequence], logits: torch.Tensor, version: int) -> N
         logits,
         torch.tensor([each.temperature for each in asked], device=logits.device),
         torch.tensor([each.top_p for each in asked], device=logits.device),
-        torch.stack([each.random[len(each.tokens)] for each in sequences]).to(logits.device),
+        torch.tensor([each.random[len(each.tokens)] for each in sequences], dtype=torch.float64, device=logits.device),
     )
     for each, request, token, logprob in zip(sequences, asked, tokens.tolist(), logprobs.tolist(), strict=True):
         each.tokens.append(token)
