@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.transport.liveness import is_stopped
+from holdfast.comms.transport.liveness import is_stopped, read_proc_stat
 from holdfast.rl.engine.engine import ActorProcess, Engine
 from holdfast.rl.engine.errors import ActorDied, EndpointTimeout
 from holdfast.rl.services.options import ServiceOptions
 from holdfast.rl.services.status import Health, ReplicaStatus
 
 _STOP_SECONDS = 10.0
+_STOPPED = ([b"T"], [b"t"])
 _PING_SECONDS = 1.0
 """Seconds after an answered ping until the next one, if no process is stopped; less if `silence` is short."""
 
@@ -157,7 +158,11 @@ class ServiceReplica:
                 await asyncio.sleep(interval)
 
     def _is_stopped(self) -> bool:
-        return not self.host and any(is_stopped(each.pid) for each in self._members)
+        """Whether the kernel says that a process is stopped; one in a frozen cgroup is found by its silence."""
+        try:
+            return not self.host and any(read_proc_stat(each.pid)[:1] in _STOPPED for each in self._members)
+        except OSError:  # this process has no free descriptor
+            return False
 
 
 def is_loss(error: BaseException) -> bool:
