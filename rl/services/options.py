@@ -55,9 +55,9 @@ class ServiceOptions:
     tries: int = 3
     """Replicas that an idempotent call is given to, one after the other."""
     heartbeat: float = 0.25
-    """Seconds between heartbeats."""
+    """Seconds between looks at the processes. A ping follows when one is stopped, and after a second without any."""
     silence: float = 5.0
-    """Seconds without an answer to heartbeats after which a replica is replaced; a stopped one is found at once."""
+    """Seconds without an answer to pings after which a replica is replaced; a stopped one is found at once."""
     start_failures: int = 5
     """Failures to start, one after the other, after which the service is given up."""
     drain: float = 60.0
