@@ -47,6 +47,12 @@ from holdfast.ft.processes.zygote_messages import (
 _BOOT_TIMEOUT = 60.0
 
 
+def _other_threads() -> list[str]:
+    """The names that the kernel has for the threads of this process beside the main one."""
+    tasks = [each for each in Path("/proc/self/task").iterdir() if each.name != str(os.getpid())]
+    return [(each / "comm").read_text().strip() for each in tasks]
+
+
 class Zygote:
     """The loop: requests in, forks and exit reports out."""
 
@@ -73,15 +79,15 @@ class Zygote:
 
     def preload(self, modules: tuple[str, ...]) -> None:
         """Import `modules` and answer; refuse to go on if that started threads, which a fork would lose."""
-        try:
-            for module in modules:
+        for module in modules:
+            try:
                 importlib.import_module(module)
-        except Exception:
-            self._report(RequestRefused(f"importing {', '.join(modules)}:\n{traceback.format_exc()[-8000:]}"))
-            return
-        if (count := sum(1 for _ in Path("/proc/self/task").iterdir())) > 1:
-            self._report(RequestRefused(f"importing {', '.join(modules)} started {count - 1} threads"))
-            return
+            except Exception:
+                self._report(RequestRefused(f"importing {module}:\n{traceback.format_exc()[-8000:]}"))
+                return
+            if names := _other_threads():
+                self._report(RequestRefused(f"importing {module} started threads: {', '.join(names)}", module))
+                return
         gc.collect()
         gc.freeze()
         self._report(Ready())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -49,6 +50,16 @@ _START_TIMEOUT = 180.0
 """Seconds for the first import of torch, which is slow on a cold disk."""
 
 _TAIL = 4000
+
+_log = logging.getLogger("holdfast.processes")
+
+
+class StartedThreads(StartFailed):
+    """Importing `module` in the zygote started threads, which a fork would lose."""
+
+    def __init__(self, why: str, module: str) -> None:
+        self.module = module
+        super().__init__(why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,8 @@ class ZygoteClient:
         self._lock = threading.RLock()
         self._running: dict[int, ForkedProcess] = {}
         self._preloaded: set[str] = set()
+        self.has_threads = False
+        """Whether an import started threads there: it must fork no more processes."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -184,6 +197,11 @@ class ZygoteClient:
         """The zygote's process id."""
         return self._process.pid
 
+    @property
+    def forked(self) -> bool:
+        """Whether it has forked processes whose end it has not reported."""
+        return bool(self._running)
+
     def alive(self) -> bool:
         """False once the zygote has ended and can start no process."""
         return self._process.poll() is None
@@ -191,7 +209,8 @@ class ZygoteClient:
     def preload(self, *modules: str) -> None:
         """Import modules once, in the zygote, for all processes started from now on.
 
-        Raises `StartFailed` if that fails, or if a module starts threads on import.
+        Raises `StartFailed` if that fails, `StartedThreads` if a module starts threads on import: `zygote()` is then a
+        new one, since a fork loses threads.
         """
         with self._lock:
             new = tuple(module for module in modules if module not in self._preloaded)
@@ -273,7 +292,11 @@ class ZygoteClient:
                 self._process.kill()
                 raise StartFailed(f"the zygote (pid {self.pid}) did not answer in time") from None
             if isinstance(report, RequestRefused):
-                raise StartFailed(f"the zygote (pid {self.pid}) refused: {report.reason}")
+                refused = f"the zygote (pid {self.pid}) refused: {report.reason}"
+                if report.threads:
+                    self.has_threads = True
+                    raise StartedThreads(refused, report.threads)
+                raise StartFailed(refused)
             if isinstance(report, Ready):
                 return report, fds
 
@@ -306,17 +329,51 @@ class ZygoteClient:
 
 _shared: ZygoteClient | None = None
 _shared_lock = threading.Lock()
+_preloading = threading.RLock()
+"""Held from the choice of a zygote until it has imported: another thread's import must not be blamed on a module."""
+_retired: list[ZygoteClient] = []
+"""Zygotes that fork no more processes; those that they have forked may live."""
+_imported_by_each: set[str] = set()
+"""Modules that start threads on import."""
 
 
 def zygote() -> ZygoteClient:
-    """This interpreter's zygote; a new one if there is none, or if it has died. Raises `StartFailed`."""
+    """This interpreter's zygote; a new one if there is none, it has died, or has threads. Raises `StartFailed`."""
     global _shared
     with _shared_lock:
+        if _shared is not None and _shared.has_threads:
+            _retire(_shared)
+            _shared = None
         if _shared is None or not _shared.alive():
             if _shared is not None:
                 _shared.close()
             _shared = ZygoteClient()
         return _shared
+
+
+def _retire(old: ZygoteClient) -> None:
+    """End a zygote that forks no more processes, or keep it for as long as those that it has forked may live."""
+    if old.forked:
+        _retired.append(old)
+    else:
+        old.close()
+
+
+def zygote_with(*modules: str) -> ZygoteClient:
+    """This interpreter's zygote, with the modules imported that start no threads on import. Raises `StartFailed`.
+
+    Each process imports the others itself, which takes it longer; a warning names them once.
+    """
+    with _preloading:
+        while True:
+            source = zygote()
+            try:
+                source.preload(*(module for module in modules if module not in _imported_by_each))
+            except StartedThreads as error:
+                _imported_by_each.add(error.module)
+                _log.warning("%s; each process imports %s itself, and starts later", error, error.module)
+            else:
+                return source
 
 
 def zygote_pid() -> int | None:
@@ -329,18 +386,20 @@ def shut_down() -> None:
     """End this interpreter's zygote and every process that came from it. Called at exit; a later use starts anew."""
     global _shared
     with _shared_lock:
-        if _shared is not None:
-            _shared.close()
-            _shared = None
+        for each in (*_retired, *filter(None, [_shared])):
+            each.close()
+        _retired.clear()
+        _shared = None
 
 
 @forks.run_in_children
 def _forget() -> None:
-    global _shared, _shared_lock
-    _shared_lock = threading.Lock()
-    if _shared is not None:
-        _shared.forget()
-        _shared = None
+    global _shared, _shared_lock, _preloading
+    _shared_lock, _preloading = threading.Lock(), threading.RLock()
+    for each in (*_retired, *filter(None, [_shared])):
+        each.forget()
+    _retired.clear()
+    _shared = None
 
 
 atexit.register(shut_down)

@@ -32,9 +32,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """The last request could not be done."""
+    """The last request could not be done. `threads` names the module whose import started threads, if that is why."""
 
     reason: str
+    threads: str = ""
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):

@@ -17,7 +17,7 @@ from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.packed_errors import unpack_error
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote, zygote_with
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
@@ -43,7 +43,7 @@ class RankProcesses(ClusterRanks):
     def start(self) -> None:
         if self._launch is None:
             self._launch = launch(self._settings.launcher, self._settings.size)
-            zygote().preload("holdfast.harness.cluster.rank_worker")
+            zygote_with("holdfast.harness.cluster.rank_worker")
         for rank in range(self._settings.size):
             if rank not in self._processes:
                 output = self._directory / f"rank-{rank}.log"

@@ -13,7 +13,7 @@ from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.executed_process import ExecutedProcess
 from holdfast.ft.processes.remote_calls import ObjectRecipe, pack
-from holdfast.ft.processes.zygote_client import zygote
+from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.engine.calls_in_flight import MADE, START_SECONDS, CallsInFlight, merged
 from holdfast.rl.engine.death_watch import DeathWatch
 from holdfast.rl.engine.engine import EngineContext, OnExit
@@ -154,8 +154,7 @@ class LocalEngine(EngineContext):
         assert self._logs is not None
         output = self._logs / f"{name}.log"
         if python is None:
-            source = zygote()
-            source.preload("holdfast.rl.engine.local_worker", *self._preload)
+            source = zygote_with("holdfast.rl.engine.local_worker", *self._preload)
             return source.spawn(partial(serve_actor, recipe), name=name, output=output, environ=environ)
         command = [python, "-P", "-m", "holdfast.rl.engine.local_worker"]
         process = ExecutedProcess(command, name=name, output=output, environ=environ)

@@ -19,7 +19,7 @@ from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.executed_process import ExecutedProcess
 from holdfast.ft.processes.fork_shim import ForkRequest, ShimServer, shim_command
 from holdfast.ft.processes.remote_calls import ObjectRecipe, pack
-from holdfast.ft.processes.zygote_client import zygote
+from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.engine.calls_in_flight import START_SECONDS, merged
 from holdfast.rl.engine.death_watch import DeathWatch
 from holdfast.rl.engine.engine import EngineContext, OnExit
@@ -205,8 +205,7 @@ class MonarchEngine(EngineContext):
         assert self._logs is not None
         output = self._logs / f"{name}.log"
         if python is None:
-            source = zygote()
-            source.preload("holdfast.rl.engine.actor_host", *self._preload)
+            source = zygote_with("holdfast.rl.engine.actor_host", *self._preload)
             return source.spawn(become_proc, name=name, output=output, environ=environ)
         command = [python, "-P", "-m", "monarch._src.actor.bootstrap_main"]
         return ExecutedProcess(command, name=name, output=output, environ=environ)

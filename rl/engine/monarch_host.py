@@ -20,7 +20,7 @@ from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.fork_shim import SOCKET, ForkRequest, ShimServer
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote_with
 from holdfast.rl.engine.monarch_calls import exit_code
 from holdfast.rl.engine.monarch_worker import become_proc
 
@@ -63,8 +63,8 @@ class HostForks:
         request.end(await asyncio.to_thread(exit_code, process))
 
     def _fork(self, request: ForkRequest) -> ForkedProcess:
-        source, output = zygote(), self._folder.path / "actors.log"
-        source.preload(*filter(None, request.environ.get(PRELOAD, "").split(",")))
+        output = self._folder.path / "actors.log"
+        source = zygote_with(*filter(None, request.environ.get(PRELOAD, "").split(",")))
         return source.spawn(become_proc, name=request.token, output=output, environ=request.environ)
 
     def _left(self, token: str) -> None:
@@ -89,7 +89,7 @@ def environment_of(address: str) -> dict[str, str]:
 def main(address: str, serving: Callable[[str], object] = lambda line: print(line, flush=True)) -> None:
     """Serve until this process is ended. `serving` is called once it does."""
     os.environ.update(environment_of(address))
-    zygote().preload("holdfast.rl.engine.actor_host")
+    zygote_with("holdfast.rl.engine.actor_host")
     forks, loop = HostForks(), LoopThread("holdfast-host-forks")
     loop.run(forks.start(), 30.0)
     os.environ[SOCKET] = forks.path

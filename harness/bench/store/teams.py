@@ -19,7 +19,7 @@ from holdfast.comms.transport.liveness import HOST
 from holdfast.ft.console.output import tail
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory
 from holdfast.ft.processes.message_socket import MessageSocket
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
+from holdfast.ft.processes.zygote_client import ForkedProcess, zygote, zygote_with
 from holdfast.harness.bench.store.actors_program import ActorsProgram
 from holdfast.harness.bench.store.drivers import (
     HOLDFAST,
@@ -179,7 +179,7 @@ class Team:
         if self.contestant == TORCHSTORE:
             self._program = ActorsProgram(self.plan, self._folder.path, self._shared.path, self._output)
             return
-        zygote().preload(*PRELOAD)
+        zygote_with(*PRELOAD)
         folder, shared = self._folder.path, self._shared.path
         plane, environ = "auto", {"HOLDFAST_CHECK": "0"}
         if self.plan.apart:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.processes.zygote_client import zygote
+from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
 from holdfast.harness.chaos.run.hosts import Hosts
@@ -128,7 +128,7 @@ class ScenarioRun:
     def run(self) -> RawRun:
         """Do the whole run; leaves no process behind. Raises the errors of starting processes."""
         scenario, raw = self._scenario, self._raw
-        zygote().preload(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))
+        zygote_with(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))
         with contextlib.ExitStack() as undo:
             gate = undo.enter_context(PointGate(self._directory))
             links = undo.enter_context(Links(self._seed)) if scenario.job.links else None

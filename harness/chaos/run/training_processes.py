@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.ft.console.output import tail
-from holdfast.ft.processes.zygote_client import zygote
+from holdfast.ft.processes.zygote_client import zygote, zygote_with
 from holdfast.harness.chaos.run.fault_context import NoTargetProcess, Victim
 from holdfast.harness.chaos.run.foreign_process import ForeignProcess
 from holdfast.harness.chaos.run.log_tail import LogTail
@@ -97,7 +97,7 @@ class TrainingProcesses(DrivenProcessSet):
         self._foreign: list[ForeignProcess] = []
         self._identities: dict[int, str] = {}
         self._digest, self._errors, self._left = "", list[str](), tuple[str, ...]()
-        zygote().preload(*PRELOAD, "holdfast.harness.chaos.workloads.training")
+        zygote_with(*PRELOAD, "holdfast.harness.chaos.workloads.training")
         self._start_driver()
 
     # -- what a fault acts on

@@ -373,9 +373,30 @@ def test_closing_ends_a_stopped_rank() -> None:
     assert all(_gone(pid) for pid in pids)
 
 
-def test_a_module_that_starts_threads_cannot_be_preloaded(tmp_path: Path) -> None:
+def test_a_module_that_is_not_there_cannot_be_preloaded() -> None:
     with pytest.raises(zygote_client.StartFailed, match="No module named 'there_is_no_such_module'"):
         zygote_client.zygote().preload("there_is_no_such_module")
+
+
+def test_a_module_that_starts_a_thread_is_imported_by_each_process_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fork of a zygote with threads would lose them, with the locks that they hold."""
+    text = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    (tmp_path / "starts_a_thread.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    zygote_client.shut_down()
+    try:
+        with pytest.raises(zygote_client.StartedThreads, match="importing starts_a_thread started threads"):
+            zygote_client.zygote().preload("starts_a_thread")
+        first = zygote_client.zygote_with("wave", "starts_a_thread").pid
+        assert "each process imports starts_a_thread itself" in caplog.text
+        threads = Path(f"/proc/{first}/task")
+        assert len(list(threads.iterdir())) == 1
+        assert zygote_client.zygote_with("wave", "starts_a_thread").pid == first, "no new one for each process"
+    finally:
+        zygote_client.shut_down()
+    assert not Path(f"/proc/{first}").exists()
 
 
 def _gone(pid: int, patience: float = 10.0) -> bool:
