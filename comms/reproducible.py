@@ -42,6 +42,7 @@ def sum_contributions(
     Each rank passes any number of contributions, also none, each of `output`'s shape and a floating dtype. The result
     does not depend on how they are spread over the ranks. Raises ValueError and `Unsupported` before any byte moves.
     """
+    comm.check_operand(output, "output")
     if not summable(output.dtype):
         raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
     for tensor in contributions:
@@ -84,6 +85,7 @@ def scatter_contributions(
     parts = parts or comm.size
     if not 1 <= parts <= comm.size:
         raise ValueError(f"parts={parts}: there are {comm.size} ranks to get one each")
+    comm.check_operand(output, "output")
     if not summable(output.dtype):
         raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
     for tensor in contributions:

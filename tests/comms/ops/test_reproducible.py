@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp, Unsupported
 from holdfast.comms.exact.exact_sum import exact_sum
-from holdfast.comms.reproducible import sum_contributions
+from holdfast.comms.reproducible import scatter_contributions, sum_contributions
 from holdfast.harness import LocalCluster
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -208,6 +208,11 @@ def test_dtypes_without_a_reproducible_sum_are_refused() -> None:
             sum_contributions(comm, [], torch.zeros(2, dtype=torch.complex64))
         with pytest.raises(ValueError, match="must be alike"):
             sum_contributions(comm, [torch.zeros(3)], torch.zeros(2))
+        elsewhere = torch.zeros(2, device="meta")
+        with pytest.raises(ValueError, match="output is on meta, which a communicator on cpu cannot use"):
+            sum_contributions(comm, [elsewhere], elsewhere)
+        with pytest.raises(ValueError, match="output is on meta"):
+            scatter_contributions(comm, [torch.zeros(4, device="meta")], elsewhere)
         whole = torch.full((3,), comm.rank + 1)
         comm.all_reduce(whole, reproducible=True)
         assert whole.tolist() == [3, 3, 3]
