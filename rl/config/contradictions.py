@@ -29,6 +29,7 @@ def contradictions(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
     yield from plugin_contradictions(config)
     yield from _generators(config, folder)
     yield from _titan(config, folder)
+    yield from _device(config)
 
 
 def staleness_rule(config: RunConfig) -> StalenessRule:
@@ -302,4 +303,20 @@ def _titan(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
         yield (
             (("trainer", "replicas"), ("titan", "tensor_parallel_degree"), ("titan", "data_parallel_replicate_degree")),
             f"must be a multiple of {degree}, the product of titan's degrees",
+        )
+
+
+def _device(config: RunConfig) -> Iterator[Contradiction]:
+    if config.model.device == "cpu":
+        return
+    if config.trainer.strategy == "fsdp2":
+        yield (
+            (("trainer", "strategy"), ("model", "device")),
+            'shards are reduced in memory of the host; use "ddp": each trainer has the whole policy on the GPU',
+        )
+    if config.trainer.backend in ("nccl", "rccl"):
+        yield (
+            (("trainer", "backend"), ("model", "device")),
+            "it needs a GPU for each trainer, and all of a run share one: use shm, gloo or ucx, which reduce gradients "
+            "in memory of the host",
         )

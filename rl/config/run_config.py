@@ -28,6 +28,13 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
         str, Meta(description="A folder in the format of transformers; empty: a Llama of 84,032 random weights.")
     ] = ""
     dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="The type of the weights.")] = "float32"
+    device: Annotated[
+        str,
+        Meta(
+            pattern=r"^(cpu|cuda(:\d+)?)$",
+            description="Where trainers and generators have it: `cpu`, or `cuda` for a GPU that all of them share.",
+        ),
+    ] = "cpu"
     lora_rank: Annotated[int, Meta(ge=0, description="Train adapters of this rank; 0: train all weights.")] = 0
     lora_alpha: Annotated[float, Meta(gt=0, description="Adapters are scaled by this, divided by their rank.")] = 16.0
     lora_targets: Annotated[

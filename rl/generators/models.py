@@ -39,6 +39,13 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         """The model in messages."""
         return repr(self.path) if self.path else f"of type {self.config.get('model_type')!r}"
 
+    def check_device(self) -> None:
+        """Raise `ModelMisfit` if the device is a GPU that torch does not see. CUDA is not initialised."""
+        wanted = torch.device(self.device)
+        if wanted.type == "cuda" and (wanted.index or 0) >= (there := torch.cuda.device_count()):
+            seen = f"torch sees no GPU {wanted.index} but {there}" if there else "torch sees no GPU"
+            raise ModelMisfit(self.name, f"its device is {self.device!r}, and {seen}", 'use device = "cpu"')
+
     def build(self) -> PreTrainedModel:
         """A new model in evaluation mode. Its weights depend on this source alone.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -22,6 +22,11 @@ class LossInputs:
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     entropies: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> LossInputs:
+        """The same on `device`."""
+        given = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return replace(self, **{name: tensor.to(device) for name, tensor in given if tensor is not None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 VOCABULARY_BLOCK = 2048
 SEQUENCE_BLOCK = 256
-"""Hand-chosen; not timed on a GPU yet."""
+"""Hand-chosen, and not tuned; `docs/performance.md` has their times on an H200."""
 
 
 @triton.jit

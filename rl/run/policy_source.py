@@ -73,9 +73,10 @@ def policy_source(config: RunConfig) -> ModelSource:
     model = config.model
     if not model.path:
         small = SMALL_LLAMA if config.has_prompts else SMALL_TEXT_LLAMA
-        return ModelSource(config=small, seed=config.seed, dtype=model.dtype)
+        return ModelSource(config=small, seed=config.seed, dtype=model.dtype, device=model.device)
     path = Path(model.path)
-    return ModelSource(path=str(path), dtype=model.dtype, vocabulary=PretrainedTokenizer(path).vocabulary)
+    words = PretrainedTokenizer(path).vocabulary
+    return ModelSource(path=str(path), dtype=model.dtype, device=model.device, vocabulary=words)
 
 
 def lora_settings(config: RunConfig) -> LoraSettings | None:

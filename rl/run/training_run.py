@@ -119,6 +119,7 @@ class TrainingRun:
         config, directory = self._config, self._directory
         check_plugins_run_here(config)
         policy = policy_source(config)
+        policy.check_device()
         await asyncio.to_thread(check_policy, config, policy)
         episodes = self._episodes()
         source = await episodes.prepare(policy, directory.policy)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -25,12 +26,13 @@ def warmed_up(
 ) -> ModelSource:
     """`source` after supervised steps on `problems`, saved in `folder`; the same one if no step is asked for.
 
-    The weights depend on the arguments alone. What an earlier driver saved whole is taken.
+    The weights depend on the arguments alone, and are trained on the CPU whatever the device of `source` is. What an
+    earlier driver saved whole is taken.
     """
     if not config.warmup_steps:
         return source
     if not folder.exists():
-        model = source.build()
+        model = msgspec.structs.replace(source, device="cpu").build()
         train(model, config, problems, tokenizer, seed)
         part = folder.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)

@@ -90,7 +90,7 @@ class ReplicatedLayout:
             flats.append(flat)
             losses.append(part)
         with self._work.doing("all_reduce", step):
-            sum_contributions(attempt.comm, flats, self._total)
+            self._sum(attempt.comm, flats)
             loss = _reduced_loss(attempt, losses)
         self._norm = float(self._total.double().norm())
         check_finite(attempt.step, loss, self._norm)
@@ -116,6 +116,14 @@ class ReplicatedLayout:
 
     def publishes(self, rank: int) -> bool:
         return rank == 0
+
+    def _sum(self, comm: Communicator, flats: Sequence[Tensor]) -> None:
+        """Set the total to the sum of all trainers' gradients, which go through memory of `comm`'s device."""
+        there = [each.to(comm.device) for each in flats]
+        total = self._total if self._total.device == comm.device else torch.empty_like(self._total, device=comm.device)
+        sum_contributions(comm, there, total)
+        if total is not self._total:
+            self._total.copy_(total)
 
     def _gradient(self, forwards: Sequence[tuple[TrainingTokens, StepTotals]]) -> tuple[Tensor, Tensor]:
         """The gradient (flat) and the loss of one shard."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,13 @@ Logits = Callable[[torch.nn.Module, Tensor, int], Tensor]
 
 
 def build_policy(settings: TrainerSettings) -> PreTrainedModel:
-    """The model to train, in evaluation mode: without dropout. With adapters if the settings ask for them."""
+    """The model to train, in evaluation mode: without dropout. With adapters if the settings ask for them.
+
+    On a GPU, torch's deterministic kernels are chosen for this process: equal gradients have equal bits then.
+    """
+    if torch.device(settings.source.device).type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first matrix product runs
+        torch.use_deterministic_algorithms(True, warn_only=True)
     model = settings.source.build()
     return model if settings.lora is None else add_adapters(model, settings.lora, settings.source.seed)
 
@@ -60,7 +67,7 @@ class PolicyLoss:
             inputs = replace(inputs, reference=reference)
         wanted = objective.entropy > 0
         logprobs, entropies = predict(model, forward, self._temperature, entropies=wanted, logits_of=self._logits)
-        return loss(logprobs, replace(inputs, entropies=entropies), totals, objective)
+        return loss(logprobs, replace(inputs, entropies=entropies).to(logprobs.device), totals, objective)
 
 
 def predict(

@@ -206,6 +206,12 @@ kind = "fancy"
         ("[generator]\nreplicas = 5000", "run.toml:2: generator.replicas: 5000 is not allowed: expected `int` <= 4096"),
         ("[engine]\nsilence = 1e9", "run.toml:2: engine.silence: 1000000000.0 is not allowed"),
         ("seed = 9223372036854775808", "run.toml:1: seed: 9223372036854775808 is not allowed: expected a number of 64"),
+        ('[model]\ndevice = "cuda"', "run.toml:2: trainer.strategy: shards are reduced in memory of the host"),
+        (
+            '[model]\ndevice = "cuda:1"\n[trainer]\nstrategy = "ddp"\nbackend = "nccl"',
+            "run.toml:5: trainer.backend: it needs a GPU for each trainer",
+        ),
+        ('[model]\ndevice = "tpu"', "run.toml:2: model.device: 'tpu' is not allowed"),
         ("trainer = 3", "run.toml:1: trainer: must be a table, not 3"),
         ("reward = 3", "run.toml:1: reward: must be tables: write [[reward]]"),
         ("a = [", "run.toml"),

@@ -28,7 +28,7 @@ def run_program(*arguments: str, packages: tuple[str, ...], **environment: str) 
     sites = [site_of(package) for package in packages]
     if None in sites:
         pytest.skip(f"needs {' and '.join(packages)}: make peers")
-    path = os.pathsep.join([str(TESTS), *filter(None, sites)])
+    path = os.pathsep.join([str(TESTS), *filter(None, [*sites, os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-m", "support.rl.kernel_programs", *arguments],
         capture_output=True,

@@ -31,11 +31,11 @@ FORMS = [
 ]
 
 
-def compare(language: str) -> dict[str, float]:
+def compare(language: str, device: str = "cpu") -> dict[str, float]:
     """The largest error of each result, relative where the number is larger than 1."""
     kernels = importlib.import_module(f"holdfast.rl.kernels.{language}_kernels")
     largest: dict[str, float] = {}
-    for cases in (logprob_cases(kernels), loss_cases(kernels), advantage_cases(kernels)):
+    for cases in (logprob_cases(kernels, device), loss_cases(kernels, device), advantage_cases(kernels, device)):
         for name, found, wanted in cases:
             assert found.shape == wanted.shape and found.dtype == wanted.dtype, name
             error = ((found.double() - wanted.double()).abs() / wanted.double().abs().clamp(min=1.0)).max()
@@ -46,7 +46,7 @@ def compare(language: str) -> dict[str, float]:
 Case = tuple[str, Tensor, Tensor]
 
 
-def logprob_cases(kernels: Any) -> Iterator[Case]:
+def logprob_cases(kernels: Any, device: str) -> Iterator[Case]:
     random = torch.Generator().manual_seed(0)
     for rows, vocabulary, dtype in SHAPES:
         for entropies in (False, True):
@@ -55,6 +55,7 @@ def logprob_cases(kernels: Any) -> Iterator[Case]:
                 logits[:, :3] = -math.inf
             tokens = torch.randint(4, vocabulary, (rows,), generator=random)
             weights = torch.randn(2, rows, generator=random)
+            logits, tokens, weights = (each.to(device) for each in (logits, tokens, weights))
             results = []
             for call in (
                 eager.token_logprobs,
@@ -62,14 +63,14 @@ def logprob_cases(kernels: Any) -> Iterator[Case]:
             ):
                 free = logits.clone().requires_grad_()
                 chosen, entropy = call(free, tokens, 0.7, entropies=entropies)
-                entropy = torch.zeros(rows) if entropy is None else entropy
+                entropy = torch.zeros(rows, device=device) if entropy is None else entropy
                 (gradient,) = torch.autograd.grad((chosen * weights[0] + entropy * weights[1]).sum(), free)
                 results.append((chosen.detach(), entropy.detach(), gradient))
             names = "logprobs", "entropies", f"gradient of {str(dtype).removeprefix('torch.')} logits"
             yield from zip(names, results[1], results[0], strict=True)
 
 
-def loss_cases(kernels: Any) -> Iterator[Case]:
+def loss_cases(kernels: Any, device: str) -> Iterator[Case]:
     random = torch.Generator().manual_seed(1)
     for length in (5, 300):
         mask = torch.rand(4, length, generator=random) > 0.3
@@ -77,9 +78,11 @@ def loss_cases(kernels: Any) -> Iterator[Case]:
         outside = torch.where(mask, 0.0, math.nan)
         logprobs = -torch.randn(4, length, generator=random).abs() + outside
         near = [logprobs + 0.3 * torch.randn(4, length, generator=random) for _ in range(3)]
-        entropies = torch.rand(4, length, generator=random) + outside
+        entropies = (torch.rand(4, length, generator=random) + outside).to(device)
+        logprobs = logprobs.to(device)
         for old in (None, near[1]):
             inputs = LossInputs(mask, torch.randn(4, generator=random), near[0], old, near[2])
+            inputs = inputs.to(torch.device(device))
             for form in FORMS:
                 wanted = loss_and_gradients(eager.policy_loss, logprobs, inputs, entropies, form)
                 found = loss_and_gradients(
@@ -98,11 +101,12 @@ def loss_and_gradients(
     return loss.detach(), *(torch.zeros_like(free) if each is None else each for each in gradients)
 
 
-def advantage_cases(kernels: Any) -> Iterator[Case]:
+def advantage_cases(kernels: Any, device: str) -> Iterator[Case]:
     random = torch.Generator().manual_seed(2)
     for size in (2, 8, 13):
         rewards = torch.rand(5, size, generator=random)
         rewards[1] = 0.1
+        rewards = rewards.to(device)
         for normalise in (True, False):
             found = kernels.advantages_forward(rewards, normalise)
             assert not found[1].any()

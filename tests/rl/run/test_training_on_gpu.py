@@ -1,0 +1,64 @@
+"""Reinforcement learning with trainers and generators on a GPU: the same bits with and without kills."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.generators.errors import ModelMisfit
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import StepTrained
+from support.rl.training_runs import Killer, run
+
+STEPS = 10
+TEXT = f"""
+steps = {STEPS}
+[model]
+device = "cuda"
+warmup_steps = 4
+warmup_batch = 64
+[algorithm]
+mode = "synchronous"
+groups = 8
+staleness = 0
+[sampling]
+group = 4
+max_new_tokens = 2
+batch = 4
+[trainer]
+strategy = "ddp"
+[engine]
+kind = "local"
+[evaluation]
+every = 5
+prompts = 16
+"""
+
+
+def configured(**overrides: object) -> RunConfig:
+    given = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    return parse_config(TEXT, "test", given)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu_the_weights_are_equal_to_the_bit_after_kills_of_trainer_and_generator(tmp_path: Path) -> None:
+    quiet = run(configured(trainer__replicas=1, trainer__spares=0), tmp_path / "quiet")
+    killer = Killer({2: ("trainer", 9), 4: ("generator", 9), 6: ("generator", int(signal.SIGSTOP))})
+    result = run(configured(), tmp_path / "killed", killer)
+    assert len(killer.struck) == 3 and set(killer.struck) <= killer.lost
+    trained = [event.step for event in RunDirectory(tmp_path / "killed").events() if isinstance(event, StepTrained)]
+    assert trained == list(range(STEPS)), "no step is lost, and none is trained twice"
+    assert result.digest == quiet.digest
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_run_on_a_gpu_that_is_not_there_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(ModelMisfit, match="sees no GPU"):
+        run(configured(), tmp_path)
