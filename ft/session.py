@@ -193,13 +193,13 @@ class Session:
         """
         return self._attachments.attach_sharded(build, copies=copies, mesh=mesh)
 
-    def checkpoints(self, directory: str | os.PathLike[str], *, every: int) -> None:
+    def checkpoints(self, directory: str | os.PathLike[str], *, every: int, last: int | None = None) -> None:
         """Save all attached state with torch.distributed.checkpoint every `every` steps, to a `directory` of all ranks.
 
-        A job that finds checkpoints there at its start continues from the newest. Raises ValueError, TypeError, OSError
-        for arguments that cannot work.
+        With `last`, it is saved after so many steps too, and never later. A job that finds checkpoints there at its
+        start continues from the newest. Raises ValueError, TypeError, OSError for arguments that cannot work.
         """
-        self._attachments.checkpoints(directory, every=every)
+        self._attachments.checkpoints(directory, every=every, last=last)
 
     def process_group(self) -> SessionProcessGroup:
         """torch.distributed's default group in the current epoch; see `Attempt.process_group`."""

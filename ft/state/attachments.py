@@ -46,7 +46,7 @@ class Attachments:
         self._replicator.sharded = sharded
         return sharded
 
-    def checkpoints(self, directory: str | os.PathLike[str], *, every: int) -> None:
+    def checkpoints(self, directory: str | os.PathLike[str], *, every: int, last: int | None) -> None:
         if self.closed:
             raise HoldfastError("checkpoints() must be called before steps()")
-        self._replicator.checkpoints = Checkpoints(directory, every)
+        self._replicator.checkpoints = Checkpoints(directory, every, last)

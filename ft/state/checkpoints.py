@@ -38,11 +38,15 @@ _decoder = msgspec.msgpack.Decoder(_Contents)
 
 
 class Checkpoints:
-    """A directory of checkpoints, one every `every` steps. All ranks must see the same directory."""
+    """A directory of checkpoints, one every `every` steps. All ranks must see the same directory.
 
-    def __init__(self, directory: str | os.PathLike[str], every: int) -> None:
+    With `last` there is one after so many steps too, and none later.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], every: int, last: int | None = None) -> None:
         """Raises ValueError, TypeError for arguments that cannot work, OSError if the directory cannot be made."""
         self.every = integer_in(every, "every", 1)
+        self._last = None if last is None else integer_in(last, "last", 1)
         self._directory = Path(directory)
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(self._directory, os.W_OK):
@@ -54,7 +58,10 @@ class Checkpoints:
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint must be written after `done` steps."""
-        return done > 0 and done % self.every == 0 and not (self._path(done) / ".metadata").exists()
+        if done <= 0 or (self._last is not None and done > self._last):
+            return False
+        wanted = done % self.every == 0 or done == self._last
+        return wanted and not (self._path(done) / ".metadata").exists()
 
     def save(self, done: int, description: bytes, leaves: Sequence[Leaf], tensors: Sequence[torch.Tensor]) -> None:
         """Write the checkpoint after `done` steps; collective over the default group.

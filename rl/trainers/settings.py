@@ -114,4 +114,5 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def saved_after(self, step: int) -> bool:
         """Whether a checkpoint is written after the batch that begins with update `step`."""
-        return bool(self.checkpoint) and (step + self.updates) % self.checkpoint_steps == 0
+        done = step + self.updates
+        return bool(self.checkpoint) and (done % self.checkpoint_steps == 0 or done == self.steps)

@@ -115,7 +115,7 @@ class Training:
         self._layout.attach(session)
         session.attach("replay buffer", self._buffer)
         if settings.checkpoint:
-            session.checkpoints(settings.checkpoint, every=settings.checkpoint_steps)
+            session.checkpoints(settings.checkpoint, every=settings.checkpoint_steps, last=settings.steps)
         for attempt in session.steps(settings.steps + 1):
             if not begun:
                 begun = True

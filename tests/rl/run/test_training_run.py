@@ -180,6 +180,18 @@ def test_a_run_is_not_resumed_with_a_configuration_that_gives_other_weights(tmp_
         run(configured(steps=3, trainer__rate=1e-3), tmp_path)
 
 
+def test_a_run_that_has_ended_goes_on_to_more_steps_with_the_same_bits(tmp_path: Path) -> None:
+    """After its last step the trainers meet once more, to publish: that is no step, and has no checkpoint."""
+    short = {"checkpoint__every": 2, "trainer__replicas": 1, "trainer__spares": 0, "evaluation__every": 0}
+    whole = run(configured(**short, steps=5), tmp_path / "whole")
+    ended = run(configured(**short, steps=3), tmp_path / "run")
+    saved = SavedVersions(configured(**short), RunDirectory(tmp_path / "run"))
+    assert saved.find("latest") == 3 and weights_digest(saved.model(3).state_dict()) == ended.digest
+    assert run(configured(**short, steps=5), tmp_path / "run").digest == whole.digest
+    trained = [event.step for event in RunDirectory(tmp_path / "run").events() if isinstance(event, StepTrained)]
+    assert trained == list(range(5))
+
+
 def test_a_run_whose_processes_die_again_and_again_fails_with_the_reason(tmp_path: Path) -> None:
     def kill_trainers(event: Event) -> None:
         if isinstance(event, ProcessStarted) and event.role == "trainer":
