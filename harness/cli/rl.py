@@ -99,7 +99,8 @@ def evaluate(
         holdfast rl eval examples/rl/arithmetic.toml --model exported
 
     On disk are version 0, those of the newest checkpoints, and the best one. No process of the run is needed, and
-    episodes are played in this one, or at environment.addresses. Checkpoints of TorchTitan need an interpreter with it.
+    episodes are played in this one, or at environment.addresses. The names in TorchTitan's checkpoints
+    are translated by its interpreter: trainer.python, or that of make extra-titan.
     """
     from holdfast.harness.training.evaluation import evaluate_here
 

@@ -15,6 +15,7 @@ import torch
 
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.export.titan_names import renamed
 from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.run.policy_source import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
@@ -76,8 +77,8 @@ class SavedVersions:
     def model(self, number: int) -> PreTrainedModel:
         """The model of a saved version, adapters merged.
 
-        Raises `ModelMisfit`, `CorruptData`, `CopyFailed`, and `ExtraNotInstalled` for a checkpoint of TorchTitan: only
-        an interpreter with TorchTitan translates the names in it.
+        Raises `ModelMisfit`, `CorruptData`, `CopyFailed`, and `ExtraNotInstalled` for a checkpoint of TorchTitan where
+        there is none: the names in it are translated by an interpreter that has it.
         """
         folder = self._folder(number)
         return self._of_checkpoint(self._checkpoints[number]) if folder is None else folder.build()
@@ -116,9 +117,7 @@ class SavedVersions:
         }
         settings = trainer_settings(self._config, self._source(), path)
         if settings.titan is not None:
-            from holdfast.rl.trainers.titan.model import TitanModel
-
-            tensors = TitanModel(settings.source, settings.titan).renamed(tensors)
+            tensors = renamed(tensors, settings.source, settings.titan, self._config.trainer.python)
             settings = msgspec.structs.replace(settings, titan=None)
         policy = build_policy(settings)
         _load(policy, tensors, path)

@@ -1,0 +1,106 @@
+"""A run with TorchTitan's trainers: its driver is killed and resumed, and its checkpoint evaluated and exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from holdfast.rl.config.load import load_config
+from holdfast.rl.export.saved_versions import SavedVersions
+from holdfast.rl.run.policy_source import task_of
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import RunResumed, StepTrained
+from holdfast.rl.trainers.weights_digest import weights_digest
+from support.source_tree import ROOT
+
+PYTHON = ROOT / ".venv" / "extras" / "titan" / "bin" / "python"
+STEPS, PROMPTS = 5, 24
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="torchtitan is not installed: make extra-titan"),
+]
+TEXT = f"""
+steps = {STEPS}
+[model]
+warmup_steps = 4
+warmup_batch = 64
+[algorithm]
+mode = "synchronous"
+groups = 8
+staleness = 0
+[sampling]
+group = 4
+max_new_tokens = 2
+batch = 8
+[trainer]
+kind = "titan"
+replicas = 2
+spares = 0
+[generator]
+replicas = 1
+[store]
+holders = 1
+copies = 1
+[engine]
+kind = "local"
+[evaluation]
+every = 0
+[checkpoint]
+every = 2
+"""
+
+
+def holdfast(*words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
+    """A command of `holdfast rl`, in an interpreter without TorchTitan."""
+    environ = {**os.environ, **({"HOLDFAST_FAULT": fault} if fault else {})}
+    command = [sys.executable, "-P", "-m", "holdfast.harness.cli.app", "rl", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+
+
+def test_a_run_of_torchtitan_is_resumed_evaluated_and_exported(tmp_path: Path) -> None:
+    directory, out = tmp_path / "run", tmp_path / "exported"
+    (tmp_path / "run.toml").write_text(TEXT)
+    killed = holdfast("train", str(tmp_path / "run.toml"), "-d", str(directory), fault="loop.after_step:3:-1")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+
+    resumed = holdfast("resume", str(directory), "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    result = json.loads(resumed.stdout)
+    events = list(RunDirectory(directory).events())
+    [again] = [each.step for each in events if isinstance(each, RunResumed)]
+    assert again in (2, 4), "the newest checkpoint that was whole"
+    assert {each.step for each in events if isinstance(each, StepTrained)} == set(range(STEPS))
+
+    saved = SavedVersions(load_config(directory / "config.toml"), RunDirectory(directory))
+    assert saved.find("latest") == STEPS
+    shown = holdfast("eval", str(directory), "--version", "latest", "--prompts", str(PROMPTS), "--json")
+    assert shown.returncode == 0, shown.stderr
+    answers = json.loads(shown.stdout)["result"]["answers"]
+    exported = holdfast("export", str(directory), str(out), "--version", "latest")
+    assert exported.returncode == 0, exported.stderr
+
+    model = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+    assert weights_digest(model.state_dict()) == result["digest"], "the weights that the trainers published"
+    first = saved.model(0).state_dict()
+    assert all(not each.equal(first[name]) for name, each in model.state_dict().items() if "norm" not in name)
+    task = task_of(load_config(directory / "config.toml"))
+    assert task.held_out is not None and len(answers) == PROMPTS
+    for number, answer in enumerate(answers):
+        prompt = task.held_out.prompt(number)
+        given = torch.tensor([prompt.tokens])
+        drawn = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=2)
+        said = task.tokenizer.decode(drawn[0, len(prompt.tokens) :].tolist())
+        assert (answer["prompt"], answer["answer"]) == (prompt.text, said), "transformers says the same, greedily"
