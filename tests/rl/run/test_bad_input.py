@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from holdfast.harness.cli.app import app
+from holdfast.rl.config.errors import ConfigChanged
 from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.resume import resolved
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, ProcessStarted, StepTrained
+from support.rl.console import WIDE
 from support.rl.training_runs import run
 
 pytestmark = pytest.mark.timeout(300)
@@ -104,6 +109,16 @@ def test_tokens_and_layers_that_the_model_has_not_are_named_before_anything_star
     with pytest.raises(ModelMisfit, match=said):
         run(config, tmp_path / "run")
     assert roles(tmp_path / "run") == set()
+
+
+def test_another_configuration_is_refused_by_resume_and_changes_nothing(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    directory.config_file.write_text(begun := resolved(parse_config(TEXT, "test")))
+    shown = CliRunner().invoke(app, ["rl", "resume", str(directory.path), "--set", "trainer.rate=1e-3"], env=WIDE)
+    assert isinstance(shown.exception, ConfigChanged), shown.output
+    assert "trainer.rate was 0.0005 and is 0.001" in str(shown.exception)
+    assert directory.config_file.read_text() == begun and not roles(directory.path)
 
 
 REWARD = """
