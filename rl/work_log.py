@@ -18,7 +18,7 @@ MOST = 4096
 class WorkSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Something that began `ago` seconds before the report, and took `seconds`, `cpu` of them on a processor.
 
-    `number` is the step or the version.
+    `number` is the step or the version; of an environment, the number of its calls.
     """
 
     what: str
@@ -114,8 +114,10 @@ class SharedSpan:
 
 
 def processor_with_descendants() -> float:
-    """The processor seconds of this process and of its living descendants."""
-    return time.process_time() + sum(map(_processor_of, _descendants(os.getpid())))
+    """The processor seconds of this process, of its living descendants, and of the children that it has waited for."""
+    ended = os.times()
+    living = sum(map(_processor_of, _descendants(os.getpid())))
+    return time.process_time() + ended.children_user + ended.children_system + living
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from holdfast.comms.errors import describe
 from holdfast.rl.environments.call_thread import CallThread
+from holdfast.rl.environments.call_times import Call, CallTimes
 from holdfast.rl.environments.environment import Action, Environment, Observation, State
 from holdfast.rl.environments.errors import EnvironmentBusy, EnvironmentDied, EnvironmentFailed
 from holdfast.rl.environments.session import EnvironmentSession
@@ -30,8 +31,10 @@ class LocalSession(EnvironmentSession):
         *,
         timeout: float = 30.0,
         on_end: Callable[[], None] | None = None,
+        times: CallTimes | None = None,
     ) -> None:
         super().__init__(environment, timeout)
+        self._times = times
         self._factory = factory
         self._made: Environment | None = None
         self._thread = CallThread(environment, on_end)
@@ -77,10 +80,11 @@ class LocalSession(EnvironmentSession):
             self._made = self._factory()
         return self._made
 
-    async def _in_thread(self, call: str, body: Callable[[], T]) -> T:
+    async def _in_thread(self, call: Call, body: Callable[[], T]) -> T:
         def guarded() -> T:
             try:
-                return body()
+                with contextlib.nullcontext() if self._times is None else self._times.calling(call):
+                    return body()
             except EnvironmentFailed:
                 raise
             except BaseException as error:  # SystemExit, too, is a failure of the environment

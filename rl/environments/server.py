@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http
 import logging
+import os
 import random
 from collections.abc import Callable
 from types import TracebackType
@@ -19,8 +20,10 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response
 
+from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.console.units import counted
 from holdfast.rl.environments import messages
+from holdfast.rl.environments.call_times import CallTimes
 from holdfast.rl.environments.environment import Environment
 from holdfast.rl.environments.errors import (
     EnvironmentDied,
@@ -30,6 +33,8 @@ from holdfast.rl.environments.errors import (
     EpisodeOver,
 )
 from holdfast.rl.environments.local import LocalSession
+from holdfast.rl.environments.work_channel import PATH as WORK
+from holdfast.rl.environments.work_channel import answer_work
 
 CODES: dict[type[EnvironmentFailed], str] = {
     EnvironmentDied: "EXECUTION_ERROR",
@@ -58,7 +63,8 @@ class EnvironmentServer:
     """Serves an environment: each connection to `/ws` is a session with an environment of its own.
 
     `sessions` bounds their number. A session ends with its connection, at any error, and after `lease` seconds without
-    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`.
+    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`. `times` has all calls, which
+    `ask_work` reads elsewhere.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class EnvironmentServer:
         max_bytes: int = 1 << 20,
     ) -> None:
         self.environment, self.limit = environment, sessions
+        self.times = CallTimes(this_host(), os.getpid())
         self._factory, self._host, self._port = factory, host, port
         self._lease, self._timeout, self._max_bytes = lease, timeout, max_bytes
         self._sessions: set[LocalSession] = set()
@@ -121,10 +128,10 @@ class EnvironmentServer:
 
     def _answer_http(self, connection: ServerConnection, request: HttpRequest) -> Response | None:
         path = urlsplit(request.path).path
-        if path == "/ws":
+        if path in ("/ws", WORK):
             return None
         if path != "/health":
-            return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /ws, and /health\n")
+            return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /ws, /work and /health\n")
         response = connection.respond(http.HTTPStatus.OK, msgspec.json.encode(self.health()).decode())
         del response.headers["Content-Type"]
         response.headers["Content-Type"] = "application/json"
@@ -139,11 +146,17 @@ class EnvironmentServer:
             handler.result()
 
     async def _lead(self, connection: ServerConnection) -> None:
+        if connection.request is not None and urlsplit(connection.request.path).path == WORK:
+            return await answer_work(connection, self.times)
         if len(self._sessions) >= self.limit:
             why = f"all of the {counted(self.limit, 'session')} of {self.environment} are taken"
             return await self._refuse(connection, "CAPACITY_REACHED", why)
         session = LocalSession(
-            self._factory, self.environment, timeout=self._timeout, on_end=lambda: self._ended(session)
+            self._factory,
+            self.environment,
+            timeout=self._timeout,
+            on_end=lambda: self._ended(session),
+            times=self.times,
         )
         self._sessions.add(session)
         try:

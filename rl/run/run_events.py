@@ -17,24 +17,27 @@ class RunEvent(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, forb
 class ProcessStarted(RunEvent, frozen=True, tag="process_started"):
     """A process was started. `replaces` names the dead process that it takes over from.
 
+    `host` is the address of its host; empty for the driver's. Process `pid` is another one on each host.
     `clock` and `wall` are what the host's monotonic clock and its wall clock showed at `time`; only the driver says it.
     """
 
     name: str
     role: str
     pid: int
+    host: str = ""
     replaces: str = ""
     clock: float = 0.0
     wall: float = 0.0
 
 
 class ProcessLost(RunEvent, frozen=True, tag="process_lost"):
-    """A process that the run needed has ended; `how` says how, in words."""
+    """A process that the run needed has ended; `how` says how, in words. `host` is as in its `ProcessStarted`."""
 
     name: str
     role: str
     pid: int
     how: str
+    host: str = ""
 
 
 class ProcessReady(RunEvent, frozen=True, tag="process_ready"):

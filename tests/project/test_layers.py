@@ -75,9 +75,9 @@ LAYERS = {
         data
         config
         rewards
+        work_log
         environments
         algorithms
-        work_log
         generators
         trainers
         engine

@@ -1,0 +1,175 @@
+"""A server tells what its sessions' calls took, beside the sessions, to any number of readers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
+
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import serve as listen
+from websockets.exceptions import ConnectionClosed
+
+from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.call_times import FOLD_SECONDS, CallTimes
+from holdfast.rl.environments.client import EnvironmentClient
+from holdfast.rl.environments.environment import Action, Observation
+from holdfast.rl.environments.server import EnvironmentServer
+from holdfast.rl.environments.work_channel import PATH, NoWorkChannel, ask_work
+from support.rl.environment_servers import run, server_process
+
+
+class Slow(GuessNumberEnvironment):
+    """Its steps need a processor for 0.1 s."""
+
+    def step(self, action: Action) -> Observation:
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until:
+            pass
+        return super().step(action)
+
+
+def test_a_server_of_another_process_tells_its_calls_and_its_processor_time() -> None:
+    async def body(url: str) -> None:
+        first = await ask_work(url, None)
+        assert first is not None and first.report.spans == ()
+        async with EnvironmentClient(url) as client:
+            await client.reset(0)
+            await client.step("50")
+            await client.state()
+        found = await ask_work(url, first.next)
+        assert found is not None and (found.server, found.pid) == (first.server, server.process.pid)
+        assert [(each.what, each.number) for each in found.report.spans] == [("reset", 1), ("step", 1), ("state", 1)]
+        assert all(each.ago >= each.seconds >= 0 for each in found.report.spans)
+        assert found.report.cpu >= first.report.cpu > 0
+        again = await ask_work(url, first.next)
+        assert again is not None and len(again.report.spans) == 3, "another reader gets them too"
+        later = await ask_work(url, found.next)
+        assert later is not None and later.report.spans == ()
+        server.kill()
+        assert await ask_work(url, found.next) is None
+        server.start()
+        restarted = await ask_work(url, found.next)
+        assert restarted is not None and restarted.server != first.server
+
+    with server_process("guess") as server:
+        run(body(server.url))
+
+
+def test_a_step_has_the_processor_time_of_its_own_thread() -> None:
+    async def body() -> None:
+        async with EnvironmentServer(Slow, "slow") as server, EnvironmentClient(server.url) as client:
+            await client.reset(0)
+            begun = await ask_work(server.url, None)
+            assert begun is not None
+            await client.step("50")
+            found = await ask_work(server.url, begun.next)
+            assert found is not None
+            [step] = found.report.spans
+            assert step.what == "step" and 0.1 <= step.cpu <= step.seconds
+
+    run(body())
+
+
+def test_thousands_of_short_calls_are_a_few_spans_which_last_as_long_together() -> None:
+    times = CallTimes("here", 1)
+    began = time.monotonic()
+    for _ in range(2000):
+        with times.calling("step"):
+            pass
+    took = time.monotonic() - began
+    spans = times.read(0).report.spans
+    assert len(spans) <= 1 + took / FOLD_SECONDS
+    assert sum(each.number for each in spans) == 2000
+    assert 0 < sum(each.seconds for each in spans) < took, "the pauses between calls are none of its work"
+
+
+def test_calls_of_several_sessions_count_once_and_one_that_runs_is_told_up_to_now() -> None:
+    times = CallTimes("here", 1)
+    barrier, end = threading.Barrier(3), threading.Event()
+
+    def call() -> None:
+        with times.calling("step"):
+            barrier.wait(30.0)
+            end.wait(30.0)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for each in threads:
+        each.start()
+    barrier.wait(30.0)
+    time.sleep(0.1)
+    first = times.read(0)
+    [span] = first.report.spans
+    assert span.number == 2 and span.seconds == pytest.approx(span.ago) and span.seconds >= 0.1
+    end.set()
+    for each in threads:
+        each.join()
+    [rest] = times.read(first.next).report.spans
+    assert rest.number == 2 and rest.seconds + rest.ago < first.report.spans[0].seconds + 60.0
+
+
+@pytest.mark.parametrize(
+    "request_", ["{}", "[1]", '{"since": -1}', '{"since": 1, "more": 2}', "\x00", '{"since": 1e99}']
+)
+def test_a_malformed_request_has_no_answer_and_the_server_goes_on(request_: str) -> None:
+    async def body() -> None:
+        async with EnvironmentServer(GuessNumberEnvironment, "guess") as server:
+            async with connect(server.url + PATH) as connection:
+                await connection.send(request_)
+                with pytest.raises(ConnectionClosed):
+                    await connection.recv()
+            assert await ask_work(server.url, None) is not None
+
+    run(body())
+
+
+SPAN = {"what": "step", "number": 1, "ago": 1.0, "seconds": 0.5, "cpu": 0.1}
+ANSWER = {"server": "s", "host": "h", "pid": 1, "next": 1, "cpu": 1.0, "spans": [SPAN]}
+LIES: list[dict[str, Any]] = [
+    ANSWER | {"spans": [SPAN | {"what": "<script>"}]},
+    ANSWER | {"spans": [SPAN | {"seconds": -1.0}]},
+    ANSWER | {"spans": [SPAN | {"ago": 1e300}]},
+    ANSWER | {"spans": [SPAN] * 5000},
+    ANSWER | {"server": "s" * 300},
+    {key: value for key, value in ANSWER.items() if key != "next"},
+]
+
+
+def test_a_server_that_lies_or_has_no_such_channel_is_none_to_ask() -> None:
+    answers = itertools.chain([ANSWER], LIES)
+
+    async def answer(connection: Any) -> None:
+        await connection.recv()
+        await connection.send(json.dumps(next(answers)))
+
+    async def body() -> None:
+        async with listen(answer, "127.0.0.1", 0) as server:
+            url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            assert await ask_work(url, 0) is not None
+            for _ in LIES:
+                with pytest.raises(NoWorkChannel):
+                    await ask_work(url, 0)
+
+    run(body())
+
+
+def test_a_server_that_does_not_answer_costs_the_limit_and_no_more() -> None:
+    async def silent(connection: Any) -> None:
+        await asyncio.sleep(30.0)
+
+    async def body() -> None:
+        async with listen(silent, "127.0.0.1", 0) as server:
+            url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            began = time.monotonic()
+            assert await ask_work(url, 0, timeout=0.2) is None
+            assert time.monotonic() - began < 10.0
+            server.close()
+
+    run(body())
