@@ -9,9 +9,11 @@ running. All files are in one folder, and the daemons end with the thread that s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -20,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.transport.liveness import HOST
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.processes.parent_death import die_with_parent
 from holdfast.harness.testbed.etcd import free_ports
@@ -39,19 +42,26 @@ def missing() -> str | None:
 
 
 class SlurmCluster:
-    """`nodes` nodes, n1 and so on, of `cpus` processors each, whatever this machine has. A context manager."""
+    """`nodes` nodes, n1 and so on, of `cpus` processors each, whatever this machine has. A context manager.
 
-    def __init__(self, nodes: int, folder: Path, *, cpus: int = 8) -> None:
+    With `apart`, the tasks on a node take it for a host of its own.
+    """
+
+    def __init__(self, nodes: int, folder: Path, *, cpus: int = 8, apart: bool = False) -> None:
         why = missing()
         if why is not None:
             raise HoldfastError(f"SLURM cannot run here: {why}")
         self._folder, self._names = folder, [f"n{number + 1}" for number in range(nodes)]
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._configuration = folder / "slurm.conf"
         self._socket = folder / "munge" / "socket"
         for path in (folder, self._socket.parent, folder / "state", *(folder / name for name in self._names)):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._configuration.write_text(self._settings(cpus))
+        prolog = folder / "prolog"
+        prolog.write_text(f'#!/bin/sh\necho "export {HOST}=$SLURMD_NODENAME"\n')
+        prolog.chmod(0o700)
+        self._configuration.write_text(self._settings(cpus) + (f"TaskProlog={prolog}\n" if apart else ""))
         with private_file(folder / "munge" / "key", "wb") as key:
             key.write(os.urandom(128))
 
@@ -77,7 +87,7 @@ class SlurmCluster:
             self._wait(self._socket.exists, "munged")
             self._start("slurmctld", "-D")
             for name in self._names:
-                self._start("slurmd", "-D", "-N", name, "-d", str(_program("slurmstepd")))
+                self._nodes[name] = self._start("slurmd", "-D", "-N", name, "-d", str(_program("slurmstepd")))
             self._wait(lambda: self.states() == {"idle"}, "the nodes")
         except BaseException:
             self.close()
@@ -90,7 +100,7 @@ class SlurmCluster:
         self.close()
 
     def close(self) -> None:
-        """End the daemons, the newest first. Idempotent."""
+        """End the daemons, the newest first, and what they leave of jobs. Idempotent."""
         for process in reversed(self._processes):
             process.terminate()
         for process in reversed(self._processes):
@@ -100,6 +110,29 @@ class SlurmCluster:
                 process.kill()
                 process.wait()
         self._processes.clear()
+        self._kill_all()
+
+    def lose(self, node: str) -> None:
+        """Kill all that runs on a node at once, and tell the controller that the node is down."""
+        self._nodes[node].kill()
+        self._kill_all(node)
+        self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+    def processes(self, node: str = "") -> list[int]:
+        """The living processes of jobs on a node, or on all, and the daemons of SLURM that started them."""
+        wanted = {f"SLURM_CONF={self._configuration}".encode(), *([f"SLURMD_NODENAME={node}".encode()] if node else [])}
+        found = set[int]()
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if not wanted <= set((path / "environ").read_bytes().split(b"\0")):
+                    continue
+                state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state == "Z":
+                    continue
+                found.add(int(path.name))
+                if Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):
+                    found.add(int(parent))
+        return sorted(found)
 
     def states(self, *nodes: str) -> set[str]:
         """The states of these nodes, or of all, such as "idle" and "draining"; empty if no controller answers."""
@@ -109,18 +142,24 @@ class SlurmCluster:
         except HoldfastError:
             return set()
 
-    def _start(self, name: str, *options: str) -> None:
+    def _kill_all(self, node: str = "") -> None:
+        while found := self.processes(node):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         with private_file(self._folder / f"{name}.log", "ab") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    [str(_program(name)), *options],
-                    env=self.environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
-                )
+            started = subprocess.Popen(
+                [str(_program(name)), *options],
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
+        self._processes.append(started)
+        return started
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -14,6 +14,7 @@ from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.ft.environment.listen_address import choose_address
 from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.harness.report import write
 from holdfast.harness.training import episodes_page
 from holdfast.harness.training.live_view import LiveView
@@ -51,14 +52,14 @@ PRELOAD = (
 def engine_of(config: RunConfig, logs: Path) -> Engine:
     """The engine that a configuration names; processes of this host write their output to files in `logs`.
 
-    Raises `AddressNeeded` for a run on several hosts without HOLDFAST_INTERFACE.
+    Raises `AddressNeeded` for a run on several hosts without HOLDFAST_INTERFACE, and `NotUnderSlurm`.
     """
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     if config.engine.kind == "local":
         return LocalEngine(logs=logs, preload=PRELOAD)
     from holdfast.rl.engine.monarch import MonarchEngine
 
-    hosts = config.engine.hosts
+    hosts = found_hosts(config.engine.hosts)
     if not hosts:
         return MonarchEngine(logs=logs, preload=PRELOAD)
     why = f"the run is on {counted(len(hosts), 'host')}"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.ft.environment.slurm_hosts import WORD as SLURM
 from holdfast.rl.config.extra_environment import ExtraNotInstalled, extra_python
 from holdfast.rl.config.named_code import file_of
 from holdfast.rl.config.plugin_names import plugin_contradictions
@@ -242,8 +243,13 @@ def _hosts(config: RunConfig) -> Iterator[Contradiction]:
         yield (hosts, ("engine", "kind")), "the local engine starts processes on this host alone"
         return
     for number, each in enumerate(engine.hosts):
+        if len(engine.hosts) == 1 and SLURM.fullmatch(each):
+            continue
         if not re.fullmatch(r"tcp://[^/\s]+:\d+", each):
-            yield (hosts,), f"{each!r} is no address of a host, such as tcp://10.0.0.2:26600 (number {number + 1})"
+            yield (
+                (hosts,),
+                f"{each!r} is no address of a host, such as tcp://10.0.0.2:26600, or slurm alone (number {number + 1})",
+            )
     if engine.register.partition("://")[0] in ("", "sqlite", "memory"):
         yield (("engine", "register"), hosts), "a file is on one host: use a register that all hosts reach, as etcd is"
     if config.trainer.backend == "shm":

@@ -235,7 +235,10 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     kind: Annotated[Literal["monarch", "local"], Meta(description="Monarch, or processes of this host.")] = "monarch"
     hosts: Annotated[
         tuple[str, ...],
-        Meta(description="Hosts that the processes are spread over, such as `tcp://10.0.0.2:26600`; none: this host."),
+        Meta(
+            description="Hosts that the processes are spread over, such as `tcp://10.0.0.2:26600`; `slurm`: the "
+            "nodes of this SLURM job; none: this host."
+        ),
     ] = ()
     register: Annotated[
         str,

@@ -73,6 +73,9 @@ class Engine(Protocol):
     def on_host_away(self, told: Callable[[str], None]) -> None:
         """Call `told` in the event loop with a host, as `this_host` is there, that is away from now on."""
 
+    def host_identity(self, host: str) -> str:
+        """What `this_host` is on the host with this address; empty if it was never reached."""
+
     async def close(self) -> None:
         """End all processes. Idempotent."""
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.executed_process import ExecutedProcess
@@ -143,6 +144,10 @@ class LocalEngine(EngineContext):
 
     def on_host_away(self, told: Callable[[str], None]) -> None:
         """See `Engine.on_host_away`. There is no host but this one."""
+
+    def host_identity(self, host: str) -> str:
+        """See `Engine.host_identity`."""
+        return "" if host else this_host()
 
     async def close(self) -> None:
         """See `Engine.close`."""

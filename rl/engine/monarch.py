@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.executed_process import ExecutedProcess
@@ -160,6 +161,12 @@ class MonarchEngine(EngineContext):
         """See `Engine.on_host_away`."""
         self._on_host_away.append(told)
 
+    def host_identity(self, host: str) -> str:
+        """See `Engine.host_identity`."""
+        if not host:
+            return this_host()
+        return self._hosts[host].identity if host in self._hosts else ""
+
     async def close(self) -> None:
         """See `Engine.close`. Monarch itself stays, with its threads and sockets, until this process ends."""
         await asyncio.gather(*[each.stop() for each in (*self._processes.values(), *self._remote)])
@@ -175,7 +182,7 @@ class MonarchEngine(EngineContext):
         if address not in self._hosts:
             monarch = self._monarch
             self._hosts[address] = RemoteHost(
-                address, monarch.attach(address), monarch.BootstrapCommand, self._silence, self._host_away
+                address, monarch.attach, monarch.BootstrapCommand, self._silence, self._host_away
             )
         return self._hosts[address]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from holdfast.comms.transport.liveness import this_host
+from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.rl.engine.actor_host import ActorHost, Answer
 from holdfast.rl.engine.death_watch import DeathWatch
 
@@ -38,9 +38,9 @@ class MonarchBody(Actor):  # type: ignore[misc]
         return b"pong"
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
-    async def pid(self) -> int:
-        """This process."""
-        return os.getpid()
+    async def pid(self) -> tuple[int, int]:
+        """This process, and its start time, which tells it from a later one of that number."""
+        return os.getpid(), start_time(os.getpid())
 
 
 class HostObserver(Actor):  # type: ignore[misc]
@@ -78,6 +78,17 @@ class HostObserver(Actor):  # type: ignore[misc]
         if (pidfd := self._watched.get(pid)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def fence(self, pid: int, started: int) -> None:
+        """Send SIGKILL to a process by its number and start time, whether or not it is watched."""
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            try:
+                if start_time(pid) == started:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
 
 
 async def _answer(begin: Callable[[Answer], None]) -> bytes:

@@ -1,14 +1,21 @@
 """`python -m holdfast.rl.engine.monarch_host tcp://10.0.0.2:26600`: offers this host to `MonarchEngine`s elsewhere.
 
-Monarch's host, and a zygote of this host that its procs are forked from. Sessions and libraries in these processes
-listen on the same address. Any client that reaches it may run code here: Monarch does not authenticate, so bind it to a
+Under `srun` the word `slurm` stands for the address of this node.
+
+Monarch's host, and a zygote of this host that its procs are forked from. At the address engines are told the port of
+Monarch's host, which is another one after each start: Monarch reaches no second process where a first one has ended.
+Sessions and libraries in these processes listen on the same address, at ports that the kernel picks. Any client that
+reaches it may run code here: Monarch does not authenticate, so bind it to a
 trusted network only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -17,6 +24,7 @@ from urllib.parse import urlsplit
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.environment.listen_address import address_of
 from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.ft.environment.slurm_hosts import WORD, own_slurm_host
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.fork_shim import SOCKET, ForkRequest, ShimServer
@@ -26,6 +34,9 @@ from holdfast.rl.engine.monarch_worker import become_proc
 
 PRELOAD = "HOLDFAST_ACTOR_PRELOAD"
 """The variable with the modules, separated by commas, that the zygote of a host imports before it forks an actor."""
+
+GREETING = "holdfast-monarch-host 1 "
+_LONGEST = 512
 
 
 class HostForks:
@@ -87,17 +98,55 @@ def environment_of(address: str) -> dict[str, str]:
 
 
 def main(address: str, serving: Callable[[str], object] = lambda line: print(line, flush=True)) -> None:
-    """Serve until this process is ended. `serving` is called once it does."""
+    """Serve until this process is ended. `serving` is called once it does. Raises `NotUnderSlurm`."""
+    if WORD.fullmatch(address):
+        address = own_slurm_host(address)
     os.environ.update(environment_of(address))
+    place = urlsplit(address)
     zygote_with("holdfast.rl.engine.actor_host")
     forks, loop = HostForks(), LoopThread("holdfast-host-forks")
     loop.run(forks.start(), 30.0)
     os.environ[SOCKET] = forks.path
     os.environ.setdefault("MONARCH_FILE_LOG", "error")
     listen_on(os.environ["HOLDFAST_INTERFACE"])
-    hosting = import_module("monarch.actor").start_worker_loop_forever(ca="trust_all_connections", address=address)
+    with socket.create_server((os.environ["HOLDFAST_INTERFACE"], 0), family=_family(place.hostname)) as free:
+        port = free.getsockname()[1]
+    at = f"tcp://{place.netloc.rpartition(':')[0]}:{port}"
+    hosting = import_module("monarch.actor").start_worker_loop_forever(ca="trust_all_connections", address=at)
+    loop.run(_tell(place.hostname, place.port, at), 30.0)
     serving(f"serving {address}")
     hosting.get()
+
+
+def _family(host: str | None) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
+
+
+async def _tell(host: str | None, port: int | None, address: str) -> None:
+    """Listen, and tell each client the address of Monarch's host."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(f"{GREETING}{address}\n".encode())
+            await writer.drain()
+            writer.close()
+
+    await asyncio.start_server(answer, host, port)
+
+
+async def whereabouts(address: str) -> str:
+    """The address of Monarch's host, as `address` tells it. Raises OSError, ValueError for another program's answer."""
+    place = urlsplit(address)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=_LONGEST)
+    try:
+        said = (await reader.readline()).decode(errors="replace")
+    finally:
+        writer.close()
+    if not said:
+        raise ConnectionError(f"{address} closed the connection")
+    if not said.startswith(GREETING) or not re.fullmatch(r"tcp://\S+:\d+", at := said.removeprefix(GREETING).strip()):
+        raise ValueError(f"{address} is no monarch_host of holdfast: it says {said[:80]!r}")
+    return at
 
 
 if __name__ == "__main__":

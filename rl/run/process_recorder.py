@@ -13,7 +13,8 @@ class ProcessRecorder:
 
     def __init__(self, role: str, telemetry: RunTelemetry) -> None:
         self._role, self._telemetry = role, telemetry
-        self._pids: dict[str, int] = {}
+        self._found: dict[str, tuple[str, int]] = {}
+        """The host and the number of each process."""
         self._in_slot: dict[int, str] = {}
         self.service: Service | None = None
 
@@ -23,9 +24,10 @@ class ProcessRecorder:
         name, role = event.replica, self._role
         if event.kind == "ready":
             self._started(name, event.slot, at)
-        elif event.kind == "lost" and name in self._pids:
+        elif event.kind == "lost" and name in self._found:
             how = event.detail.splitlines()[0] if event.detail else "ended"
-            self._telemetry.emit(ProcessLost(time=at, name=name, role=role, pid=self._pids.pop(name), how=how))
+            host, pid = self._found.pop(name)
+            self._telemetry.emit(ProcessLost(time=at, name=name, role=role, host=host, pid=pid, how=how))
         elif event.kind == "took_over":
             self._telemetry.emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
 
@@ -37,9 +39,10 @@ class ProcessRecorder:
                 self._started(each.name, each.slot, self._telemetry.now())
 
     def _started(self, name: str, slot: int, at: float) -> None:
-        if self.service is None or name in self._pids:
+        if self.service is None or name in self._found:
             return
-        pid = next((each.pids[0] for each in self.service.status().replicas if each.name == name and each.pids), 0)
-        self._pids[name] = pid
+        replicas = self.service.status().replicas
+        mine = next(((each.host, each.pids[0]) for each in replicas if each.name == name and each.pids), ("", 0))
+        host, pid = self._found[name] = mine
         replaces, self._in_slot[slot] = self._in_slot.get(slot, ""), name
-        self._telemetry.emit(ProcessStarted(time=at, name=name, role=self._role, pid=pid, replaces=replaces))
+        self._telemetry.emit(ProcessStarted(time=at, name=name, role=self._role, host=host, pid=pid, replaces=replaces))

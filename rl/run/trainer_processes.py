@@ -67,7 +67,7 @@ class MemberProcess:
 
     def __init__(self, process: ActorProcess) -> None:
         self._process = process
-        self.pid, self.stop = process.pid, process.stop
+        self.host, self.pid, self.stop = process.host, process.pid, process.stop
 
     async def call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
         """See `ActorProcess.call`."""
@@ -186,7 +186,9 @@ class TrainerProcesses:
             )
         )
         process = self._alive[name] = MemberProcess(started)
-        self._telemetry.emit(ProcessStarted(time=began, name=name, role=ROLE, pid=process.pid, replaces=replaces))
+        self._telemetry.emit(
+            ProcessStarted(time=began, name=name, role=ROLE, host=process.host, pid=process.pid, replaces=replaces)
+        )
         try:
             await process.call("begin")
         except ActorDied:  # `_exited` replaces it
@@ -200,7 +202,14 @@ class TrainerProcesses:
             return
         self.group.remove(process)
         self._telemetry.emit(
-            ProcessLost(time=self._telemetry.now(), name=name, role=ROLE, pid=process.pid, how=how.splitlines()[0])
+            ProcessLost(
+                time=self._telemetry.now(),
+                name=name,
+                role=ROLE,
+                host=process.host,
+                pid=process.pid,
+                how=how.splitlines()[0],
+            )
         )
         if not self._one_more_lost(f"{name}: {how}"):
             task = asyncio.get_running_loop().create_task(self._replace(name))

@@ -23,6 +23,7 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError, again
 from holdfast.ft import faultpoints
+from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.rl.algorithms.asynchronous import asynchronous
 from holdfast.rl.algorithms.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
@@ -100,11 +101,13 @@ class TrainingRun:
         folder: Path = Path(),
     ) -> None:
         config = placed(config, folder)
-        self._config, self._directory, self._engine = config, directory, engine
+        self._written, self._directory, self._engine = config, directory, engine
         before = tuple(directory.events())
         self._before = before
         if directory.config_file.exists():
             check_unchanged(load_config(directory.config_file), config)
+        hosts = found_hosts(config.engine.hosts)
+        self._config = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, hosts=hosts))
         self.telemetry = RunTelemetry(directory, tuple(observers), max((each.time for each in before), default=0.0))
         self._failure: asyncio.Future[None] | None = None
         self._done = 0
@@ -125,7 +128,7 @@ class TrainingRun:
         source = await episodes.prepare(policy, directory.policy)
         self.telemetry.emit(began)  # a run that is refused has no event, so the next one is not called resumed
         self._failure = asyncio.get_running_loop().create_future()
-        directory.write_config(resolved(config))
+        directory.write_config(resolved(self._written))
         with tempfile.TemporaryDirectory(prefix="job-", dir=directory.path) as job:
             contract = LocalContract.create(
                 JOB,
@@ -146,7 +149,7 @@ class TrainingRun:
                 undo.push_async_callback(generators.close)
                 undo.push_async_callback(trainers.close)
                 undo.push_async_callback(episodes.close)
-                copies = CopiesWatch(store, config.store.copies, self.telemetry)
+                copies = CopiesWatch(store, config.store.copies, self.telemetry, self._engine.host_identity)
                 self._engine.on_host_away(copies.host_away)
                 await undo.enter_async_context(copies.watching())
                 return await self._until_failure(self._train(episodes, trainers, generators, best))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost
@@ -22,31 +24,40 @@ class WeightHolder:
     """Holds replicas of the newest `keep` versions, `replicas` of each among all holders."""
 
     def __init__(self, store: str, replicas: int, keep: int) -> None:
-        self._store = WeightStore(store, replicas=replicas, keep=keep)
+        self._log = WorkLog()
+        self._store = WeightStore(store, replicas=replicas, keep=keep, observe=self._hear)
 
     async def version(self) -> int | None:
         """The newest visible version."""
         return self._store.latest()
 
     async def work(self) -> WorkReport:
-        """The processor time of this process; its work is done by the store's own threads."""
-        return WorkLog().report()
+        """The replicas that the store's threads made since the last call."""
+        return self._log.report()
 
     def close(self) -> None:
         """Leave the store. Idempotent."""
         self._store.close()
 
+    def _hear(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Record a replica, in the thread that made it."""
+        if kind == "replica_made":
+            self._log.add("replicate", event["version"], time.monotonic() - event["seconds"], event["cpu"])
+
 
 class CopiesWatch:
     """After the loss of a holder, looks into the store until each version has `copies` among the others again.
 
-    It tells the store of hosts that are away: the holders would count beats in the register for eight seconds. A host
-    that beats there after all is counted again.
+    `identity` gives what `this_host` is at the address of a host: process 5 there is another one than process 5 here.
+    The watch tells the store of hosts that are away: the holders would count beats in the register for eight seconds. A
+    host that beats there after all is counted again.
     """
 
-    def __init__(self, store: WeightStore, copies: int, telemetry: RunTelemetry) -> None:
-        self._store, self._copies, self._telemetry = store, copies, telemetry
-        self._pids, self._away = set[int](), set[str]()
+    def __init__(
+        self, store: WeightStore, copies: int, telemetry: RunTelemetry, identity: Callable[[str], str]
+    ) -> None:
+        self._store, self._copies, self._telemetry, self._identity = store, copies, telemetry, identity
+        self._gone, self._away = set[tuple[str, int]](), set[str]()
         self._lost = set[str]()
         self._changed = asyncio.Event()
 
@@ -68,7 +79,7 @@ class CopiesWatch:
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, ProcessLost) and event.role == ROLE:
-            self._pids.add(event.pid)
+            self._gone.add((self._identity(event.host), event.pid))
             self._changed.set()
 
     async def _watch(self) -> None:
@@ -81,15 +92,15 @@ class CopiesWatch:
 
     def _restored(self) -> int | None:
         """The number of visible versions, if all of them have their copies without the lost holders; else None."""
-        pids, away = set(self._pids), set(self._away)
+        gone, away = set(self._gone), set(self._away)
         try:
             if away:
                 with contextlib.closing(self._store.open_catalog()) as catalog:
                     catalog.change(lambda now: transitions.hosts_away(now, away))
             versions = self._store.versions()
             holders = [each for version in versions for each in self._store.holders(version)]
-            self._lost |= {each.id for each in holders if each.pid in pids or each.peer.host in away}
-            self._pids, self._away = self._pids - pids, self._away - away
+            self._lost |= {each.id for each in holders if (each.peer.host, each.pid) in gone or each.peer.host in away}
+            self._gone, self._away = self._gone - gone, self._away - away
             kept = Counter[tuple[int, int]]()
             for version, part, holder in self._store.inspect().replicas():
                 kept[version, part] += holder not in self._lost

@@ -45,8 +45,9 @@ Key = tuple[int, int, bytes]
 Observe = Callable[[str, dict[str, object]], None]
 """A callback for events of this process's store, called with name and fields in the thread of the event.
 
-Publishers emit "copied", "announced" and "published" (version, part, bytes); holders "replica_made" (version, part),
-"cast_made" (version, part, cast), "holders_died" (pids) and, as readers do, "replica_corrupt" (version, part, holder).
+Publishers emit "copied", "announced" and "published" (version, part, bytes); holders "replica_made" (version, part,
+seconds, cpu), "cast_made" (version, part, cast), "holders_died" (pids) and, as readers do, "replica_corrupt" (version,
+part, holder). `cpu` are the processor seconds of the thread.
 The store that removed a visible version emits "lost" (version) if its last replica went with a holder, else
 "retired" (version). The store that found that a host is away, or back, emits "host_away" or "host_back" (host, hosts):
 replicas are spread over `hosts` hosts from then on.
@@ -293,7 +294,8 @@ class ReplicaHolder:
         self._pull(key, catalog, *lacking[key])
 
     def _pull(self, key: Key, catalog: Catalog, version: Version, shard: Shard) -> None:
-        deadline = time.monotonic() + PULL_SECONDS
+        began, cpu = time.monotonic(), time.thread_time()
+        deadline = began + PULL_SECONDS
         rounds = self._rounds.get(key, 0)
         source = PartSource(self._plane, catalog, version, shard, deadline, self.report_corrupt, rounds)
         memory = self.pool.allocate(source.nbytes, time.monotonic(), version.number)
@@ -321,7 +323,8 @@ class ReplicaHolder:
             self.decide(key, *self._catalog_client.newest())
             raise
         if self.decide(key, at, after):
-            self._observe("replica_made", {"version": version.number, "part": shard.part})
+            took = {"seconds": time.monotonic() - began, "cpu": time.thread_time() - cpu}
+            self._observe("replica_made", {"version": version.number, "part": shard.part, **took})
 
     def report_corrupt(self, number: int, part: int, holder_id: str) -> None:
         """Remove a replica with wrong bytes from the catalogue, and report it."""

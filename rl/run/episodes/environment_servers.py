@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Mapping
 from urllib.parse import urlencode
 
 from holdfast.ft import faultpoints
+from holdfast.ft.environment.listen_address import choose_address
+from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.rl.config.run_config import EnvironmentConfig
 from holdfast.rl.engine.endpoint import endpoint
 from holdfast.rl.engine.engine import Engine
@@ -20,6 +23,7 @@ from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.registry import check_environment, environment_factory
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session_source import SessionSource
+from holdfast.rl.run.episodes.addressed_servers import AddressedServers
 from holdfast.rl.run.process_recorder import ProcessRecorder
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.services.errors import ServiceFailed
@@ -27,7 +31,7 @@ from holdfast.rl.services.options import PreparedReplica
 from holdfast.rl.services.servable import served
 from holdfast.rl.services.service import Service
 from holdfast.rl.services.status import ReplicaEvent, ServiceStatus
-from holdfast.rl.work_log import WorkLog, WorkReport
+from holdfast.rl.work_log import WorkReport
 
 ROLE = "environment"
 START_SECONDS = 60.0
@@ -40,23 +44,30 @@ _LOOK_SECONDS = 1.0
 
 
 class ServedEnvironment:
-    """An actor that serves an environment to clients. Once all its sessions hang, its process ends."""
+    """An actor that serves an environment to clients. Once all its sessions hang, its process ends.
 
-    def __init__(self, name: str, sessions: int, timeout: float) -> None:
+    If it is `reached` from other hosts, it listens on the address of its own that HOLDFAST_INTERFACE chooses.
+    """
+
+    def __init__(self, name: str, sessions: int, timeout: float, reached: bool) -> None:
         faultpoints.arm_from_environment()
-        self._name, self._sessions, self._timeout = name, sessions, timeout
+        self._name, self._sessions, self._timeout, self._reached = name, sessions, timeout, reached
         self._open = contextlib.AsyncExitStack()
         self._server: EnvironmentServer | None = None
+        self._read = 0
 
     @endpoint(idempotent=True)
     async def listen(self) -> str:
-        """The URL of the server, which is started at the first call. Raises `UnknownEnvironment`."""
+        """The URL of the server, which is started at the first call. Raises `UnknownEnvironment`, `AddressNeeded`."""
         if self._server is None:
+            why = "other hosts play at this server" if self._reached else ""
+            interface = os.environ.get("HOLDFAST_INTERFACE", "") if self._reached else ""
             await asyncio.to_thread(check_environment, self._name)
             self._server = await self._open.enter_async_context(
                 EnvironmentServer(
                     environment_factory(self._name),
                     self._name,
+                    host=choose_address(interface, why, local_addresses()),
                     sessions=self._sessions,
                     lease=LEASE_SECONDS,
                     timeout=self._timeout,
@@ -67,8 +78,12 @@ class ServedEnvironment:
         return self._server.url
 
     async def work(self) -> WorkReport:
-        """The processor time of this server."""
-        return WorkLog().report()
+        """What this server did since the last call."""
+        if self._server is None:
+            return WorkReport(spans=(), cpu=time.process_time())
+        found = self._server.times.read(self._read)
+        self._read = found.next
+        return found.report
 
     async def close(self) -> None:
         """End the server, and with it all sessions. Idempotent."""
@@ -85,9 +100,13 @@ async def _end_when_all_hang(server: EnvironmentServer) -> None:
 class EnvironmentServers:
     """The source of a run's sessions. `start` before use; `close` ends the servers that it started."""
 
-    def __init__(self, config: EnvironmentConfig, engine: Engine, telemetry: RunTelemetry) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, engine: Engine, telemetry: RunTelemetry, hosts: tuple[str, ...] = ()
+    ) -> None:
+        """The servers that it starts are spread over `hosts`; none: this host."""
         self.name = full_name(config)
-        self._config, self._engine = config, engine
+        self._config, self._engine, self._hosts = config, engine, hosts
+        self._addressed = AddressedServers(config.addresses, ROLE, telemetry)
         self._recorder = ProcessRecorder(ROLE, telemetry)
         self._urls: dict[str, str] = {}
         self._pool: EnvironmentPool | None = None
@@ -110,10 +129,11 @@ class EnvironmentServers:
                 prepare=self._listen,
                 observer=self._hear,
                 engine=self._engine,
+                hosts=self._hosts,
                 start_failures=3,
             )
             try:
-                self._service = await spec.as_service(name, config.sessions, config.timeout)
+                self._service = await spec.as_service(name, config.sessions, config.timeout, bool(self._hosts))
             except ServiceFailed as error:
                 raise UnknownEnvironment(name, f"no server of it can be started: {error}") from error
             self._recorder.see_first(self._service)
@@ -128,9 +148,9 @@ class EnvironmentServers:
         return () if self._service is None else (self._service.status(),)
 
     async def work(self) -> Mapping[str, WorkReport]:
-        """The processor time of each server that it started, without those that do not answer."""
+        """What each server did since the last call, without those that do not answer."""
         if self._service is None:
-            return {}
+            return await self._addressed.work()
         found = await self._service.work.fanout()
         return {each.replica: each.value for each in found if each.error is None}
 

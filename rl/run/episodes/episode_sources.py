@@ -130,7 +130,7 @@ class EnvironmentEpisodes:
 
     def __init__(self, config: RunConfig, engine: Engine, telemetry: RunTelemetry) -> None:
         self._config, self._telemetry = config, telemetry
-        self._servers = EnvironmentServers(config.environment, engine, telemetry)
+        self._servers = EnvironmentServers(config.environment, engine, telemetry, config.engine.hosts)
         self._games: EnvironmentGames
 
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
@@ -173,7 +173,7 @@ class EnvironmentEpisodes:
         return self._servers.status()
 
     async def work(self) -> Mapping[str, WorkReport]:
-        """The processor time of each server."""
+        """What each server did since the last call."""
         return await self._servers.work()
 
     def _failed(self, failed: EpisodeFailure) -> None:
@@ -220,7 +220,7 @@ class MixedEpisodes:
         return self._games.status()
 
     async def work(self) -> Mapping[str, WorkReport]:
-        """The processor time of each server."""
+        """What each server did since the last call."""
         return await self._games.work()
 
 

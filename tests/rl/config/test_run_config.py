@@ -156,6 +156,8 @@ kind = "fancy"
         ),
         ('[engine]\nkind = "local"\nhosts = ["a"]', "run.toml:3: engine.hosts: the local engine"),
         (HOSTS.replace("tcp:", "udp:"), "run.toml:2: engine.hosts: 'udp://a:1' is no address of a host"),
+        (HOSTS.replace('["', '["slurm", "'), "run.toml:2: engine.hosts: 'slurm' is no address of a host"),
+        (HOSTS.replace("tcp://a:1", "slurm:4000"), "run.toml:2: engine.register: a file is on one host"),
         (HOSTS, "run.toml:2: engine.register: a file is on one host"),
         (HOSTS + 'register = "sqlite:///a"', "run.toml:3: engine.register: a file is on one host"),
         (HOSTS, "run.toml:2: trainer.backend: shm is memory of one host"),

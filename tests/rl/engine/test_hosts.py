@@ -174,3 +174,50 @@ def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[
             assert await back.call("add") == 1
         """,
     )
+
+
+def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[str, str]) -> None:
+    """All of its processes are killed at once, as when its machine restarts."""
+    drive(
+        hosts,
+        """
+        import subprocess
+        def host_process(address):
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                words = path.read_bytes().split(b"\\0")
+                if b"holdfast.rl.engine.monarch_host" in words and address.encode() in words:
+                    return int(path.parent.name)
+
+        options = served(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
+        async with await options.as_service() as counter:
+            before = host_process(second)
+            away = []
+            engine.on_host_away(away.append)
+            for pid in family(before):
+                os.kill(pid, signal.SIGKILL)
+            while not away:
+                await asyncio.sleep(0.01)
+            assert away == [engine.host_identity(second)]
+            command = [sys.executable, "-P", "-m", "holdfast.rl.engine.monarch_host", second]
+            again = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
+            began = asyncio.get_running_loop().time()
+            try:
+                while True:
+                    try:
+                        back = await engine.start("there", Counter, 3, host=second)
+                        break
+                    except HostAway:
+                        await asyncio.sleep(0.05)
+                print(f"used again after {asyncio.get_running_loop().time() - began:.1f} s", file=sys.stderr)
+                assert await back.call("add") == 4 and back.pid in family(again.pid)
+                assert await counter.echo.route(5, 0.0) == 5
+                os.kill(back.pid, signal.SIGKILL)
+                while back.alive:
+                    await asyncio.sleep(0.01)
+                assert len(away) == 1
+            finally:
+                for pid in family(again.pid):
+                    os.kill(pid, signal.SIGKILL)
+                again.wait()
+        """,
+    )

@@ -162,7 +162,7 @@ def test_a_server_that_lies_or_has_no_such_channel_is_none_to_ask() -> None:
 
 def test_a_server_that_does_not_answer_costs_the_limit_and_no_more() -> None:
     async def silent(connection: Any) -> None:
-        await asyncio.sleep(30.0)
+        await asyncio.sleep(2.0)
 
     async def body() -> None:
         async with listen(silent, "127.0.0.1", 0) as server:

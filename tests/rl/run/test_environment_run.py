@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
 from holdfast.harness.cli.app import app
+from holdfast.harness.training.command import write_pages
+from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data import arithmetic
@@ -25,6 +27,7 @@ from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Evaluated, ProcessStarted, StepTrained
 from holdfast.rl.run.run_status import read_status
 from support.rl.console import WIDE
+from support.rl.environment_servers import server_process
 from support.rl.started_monarch import start_monarch_once
 from support.rl.training_runs import Killer, run
 
@@ -179,6 +182,33 @@ def test_an_environment_that_is_not_there_is_named_before_anything_starts(
         run(configured(**overrides), tmp_path)
     roles = Counter(each.role for each in RunDirectory(tmp_path).events() if isinstance(each, ProcessStarted))
     assert roles.keys() <= {"driver", "environment"}
+
+
+def test_what_servers_and_holders_did_is_in_the_report_also_from_a_server_that_the_run_did_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.rl.run.work_collector.EVERY", 0.1)  # the run is short
+    with server_process("guess?high=5&turns=3") as server:
+        changes: dict[str, object] = {"environment__servers": 0, "environment__arguments": "{}"}
+        changes |= {"environment__addresses": f'["{server.url}"]'}
+        changes |= {"steps": 6, "store__holders": 2, "store__copies": 2}
+        run(configured(**changes), tmp_path / "theirs")
+        theirs = RunFacts.of(RunDirectory(tmp_path / "theirs").events())
+        lanes = {lane.name: lane for lane in theirs.lanes()}
+        assert lanes[f"127.0.0.1:{server.port}"].pid == server.process.pid
+    run(configured(steps=6), tmp_path / "ours")
+    for facts in (theirs, RunFacts.of(RunDirectory(tmp_path / "ours").events())):
+        steps = [each for each in facts.activities if (each.role, each.what) == ("environment", "step")]
+        assert sum(each.number for each in steps) >= 6 * 16, "an episode has a step at least"
+        assert len(steps) < 6 * 16, "calls at the same time are one span"
+        [use] = [each for each in facts.uses() if each.role == "environment"]
+        assert use.processes == 1 and 0 < use.busy < 1 and use.idle_seconds > 0
+        [spent] = [each for each in facts.processor_uses() if each.role == "environment"]
+        assert 0 < dict(spent.work)["step"] < spent.seconds
+    assert {each.what for each in theirs.activities if each.role == "holder"} == {"replicate"}
+    (tmp_path / "report").mkdir()
+    page = write_pages(tmp_path / "theirs", tmp_path / "report")[0].read_text()
+    assert f"127.0.0.1:{server.port}" in page and "environment" in page.partition("Processor")[2]
 
 
 FLAWED = """

@@ -1,0 +1,141 @@
+"""A run of reinforcement learning under a real SLURM: it finds its hosts, spreads over three nodes, and loses one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.ft.environment.slurm_hosts import NotUnderSlurm, found_hosts, own_slurm_host, slurm_hosts
+from holdfast.harness.testbed import slurm
+from holdfast.harness.testbed.etcd import EtcdCluster
+from holdfast.harness.testbed.slurm import SlurmCluster
+from holdfast.rl.config.load import load_config
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepTrained
+from support.source_tree import ROOT
+from support.waiting import becomes_true
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(slurm.missing() is not None, reason=f"SLURM: {slurm.missing()}"),
+    pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'"),
+]
+STEPS = 60
+ROLES = {"trainer", "generator", "holder", "environment"}
+RUN = f"""
+steps = {STEPS}
+[model]
+warmup_steps = 2
+warmup_batch = 64
+[algorithm]
+groups = 4
+[sampling]
+group = 4
+max_new_tokens = 2
+[trainer]
+replicas = 3
+spares = 0
+backend = "gloo"
+strategy = "ddp"
+[generator]
+replicas = 3
+[store]
+holders = 3
+copies = 2
+plane = "ucx"
+[engine]
+hosts = ["slurm"]
+register = "etcd://replaced:1/run"
+silence = 4.0
+[evaluation]
+every = 0
+[environment]
+name = "arithmetic"
+arguments = {{ split = "train" }}
+share = 0.25
+max_turns = 1
+servers = 3
+sessions = 16
+"""
+
+
+def free_port_of_three() -> int:
+    """A port that is free, as are the next two: SLURM's nodes are this machine."""
+    while True:
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port: int = first.getsockname()[1]
+            for more in (1, 2):
+                held.enter_context(socket.create_server(("127.0.0.1", port + more)))
+            return port
+
+
+def test_a_run_finds_the_nodes_of_its_job_and_outlives_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    directory = RunDirectory(tmp_path / "run")
+
+    def events() -> list[Event]:
+        return list(directory.events()) if (directory.path / "events.jsonl").exists() else []
+
+    def trained() -> int:
+        return sum(isinstance(each, StepTrained) for each in events())
+
+    with SlurmCluster(3, tmp_path / "slurm", apart=True) as cluster, EtcdCluster(1, tmp_path / "etcd") as etcd:
+
+        def until(done: Callable[[], bool], what: str) -> None:
+            if not becomes_true(done, 240.0, interval=0.1):
+                said = (tmp_path / "job.out").read_text()[-4000:] if (tmp_path / "job.out").exists() else "no output"
+                pytest.fail(f"{what}: {trained()} steps; {cluster.call('squeue')}; {said}")
+
+        port = free_port_of_three()
+        variables = {"ETCD": etcd.url, "HOSTS": f"slurm:{port}", "HOLDFAST_INTERFACE": "127.0.0.0/8"}
+        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        script = str(ROOT / "examples" / "cluster" / "rl.sbatch")
+        words = [str(tmp_path / "run.toml"), str(directory.path)]
+        cluster.call("sbatch", f"--output={tmp_path}/job.out", script, *words)
+        until(lambda: trained() >= 3, "steps are trained on three nodes")
+
+        started = [each for each in events() if isinstance(each, ProcessStarted) and each.role != "driver"]
+        hosts = sorted({each.host for each in started})
+        assert hosts == [f"tcp://127.0.0.1:{port}" for port in range(port, port + 3)]
+        for role in ROLES:
+            assert {each.host for each in started if each.role == role} == set(hosts), "each role is on every node"
+        cluster.lose("n3")
+        until(lambda: any(isinstance(each, ProcessLost) and each.role == "trainer" for each in events()), "it is seen")
+        at = trained()
+        until(lambda: trained() >= at + 3, "steps go on without the node")
+        assert cluster.call("squeue", "--noheader", "--format=%T") == "RUNNING", "the job outlives its node"
+        lost = [each for each in events() if isinstance(each, ProcessLost)]
+        assert {each.host for each in lost} == {hosts[2]} and {each.role for each in lost} >= {"trainer", "generator"}
+
+        def replaced() -> list[ProcessStarted]:
+            return [each for each in events() if isinstance(each, ProcessStarted) and each.replaces]
+
+        until(lambda: {each.role for each in replaced()} == ROLES, "others take their place")
+        assert {each.host for each in replaced()} <= set(hosts[:2]), "on the nodes that are left"
+        assert load_config(directory.config_file).engine.hosts == (f"slurm:{port}",), "a requeued job asks again"
+        until(lambda: not cluster.call("squeue", "--noheader"), "the run ends, and the job with it")
+        assert sorted({each.step for each in events() if isinstance(each, StepTrained)}) == list(range(STEPS))
+        until(lambda: not cluster.processes("n1") + cluster.processes("n2"), "nothing is left on the nodes")
+
+
+def test_without_slurm_the_error_says_where_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_NODELIST", "SLURMD_NODENAME"):
+        monkeypatch.delenv(name, raising=False)
+    for call in (slurm_hosts, own_slurm_host, lambda word: found_hosts((word,))):
+        with pytest.raises(NotUnderSlurm, match=r"SLURM_JOB_NODELIST is not set; start the run within sbatch"):
+            call("slurm:4000")
+    assert found_hosts(("tcp://10.0.0.1:26600",)) == ("tcp://10.0.0.1:26600",)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3")
+    with pytest.raises(NotUnderSlurm, match="scontrol show"):
+        slurm_hosts("slurm")
