@@ -1,4 +1,4 @@
-"""Sleeps until a file is written to by any process of this host; costs nothing while nothing happens."""
+"""Sleeps until a file is written to or removed by any process of this host; costs nothing while nothing happens."""
 
 from __future__ import annotations
 
@@ -6,41 +6,65 @@ import contextlib
 import ctypes
 import os
 import select
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
-_IN_MODIFY = 0x2
+_IN_MODIFY, _IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x2, 0x4, 0x400, 0x800
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Watch:
-    """Watches one file from construction to `close`. Costs one inotify instance (Linux gives a user 128 or more).
+    """Watches files from construction to `close`. Costs one inotify instance (Linux gives a user 128 or more).
 
-    Keep it: the kernel may take tens of milliseconds to close one. Raises OSError if the file cannot be watched.
+    It reports that `written` was written to, and that a file of `kept` was removed, renamed or replaced. Keep it: the
+    kernel may take tens of milliseconds to close one. Raises OSError if a file cannot be watched.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._fd = _checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    def __init__(self, written: Path, kept: Sequence[Path] = ()) -> None:
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock, self._closed = threading.Lock(), False
+        self._fd = -1
         try:
-            _checked(_libc.inotify_add_watch(self._fd, os.fsencode(path), _IN_MODIFY))
+            self._fd = _checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+            _checked(_libc.inotify_add_watch(self._fd, os.fsencode(written), _IN_MODIFY))
+            for path in kept:
+                gone = _IN_ATTRIB | _IN_DELETE_SELF | _IN_MOVE_SELF
+                _checked(_libc.inotify_add_watch(self._fd, os.fsencode(path), gone))
         except OSError:
-            os.close(self._fd)
+            self.close()
             raise
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
+        self._poll.register(self._wakeup, select.POLLIN)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until the file is written to, for at most `seconds`; return whether it was written since the last wait.
+        """Sleep until something is to be reported, for at most `seconds`; return whether it is, since the last wait.
 
         A write may be reported a moment before it is complete.
         """
         if not self._poll.poll(1000 * seconds):
             return False
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._fd, 4096)
+        for fd in (self._fd, self._wakeup):
+            with contextlib.suppress(BlockingIOError):
+                os.read(fd, 4096)
         return True
 
+    def wake(self) -> None:
+        """End the wait of another thread, or the next one. Does nothing to a watch that is closed."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
+
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the watch, once no thread waits. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for fd in (self._fd, self._wakeup):
+                if fd >= 0:
+                    os.close(fd)
 
 
 def _checked(result: int) -> int:

@@ -38,7 +38,7 @@ BUSY_SECONDS = 5.0
 T = TypeVar("T")
 
 _POLL = 0.002  # seconds between polls of a `wait` that has no watch
-_QUIET_POLL = 0.05  # seconds after which `wait` polls although its watch has reported nothing
+_QUIET_POLL = 0.5  # seconds after which `wait` polls although its watch has reported nothing
 _SETTLING, _SETTLING_POLL = 0.002, 0.0002  # after a write began: how long, and how often, to poll for its commit
 _REPLACE = "UPDATE cell SET version = version + 1, value = ? WHERE name = ? AND version = ?"
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
@@ -177,10 +177,9 @@ def _hold(path: Path, held: list[int]) -> None:
 class SqliteCell(Cell):
     """One cell of the register file. Costs one connection (3 file descriptors); a forked child opens its own.
 
-    `wait` sleeps in the kernel until the WAL is written to, and so learns of a change in well under a millisecond. It
-    also polls every 50 ms, at some 0.5% of a core, and notices within that time that the file is gone or the cell
-    closed. A second thread that waits on the same cell, or any thread where the kernel has no watch left to give, polls
-    every 2 ms instead, at some 3% of a core.
+    `wait` sleeps in the kernel until the WAL is written to, the file is removed or replaced, or the cell is closed, and
+    so learns of a change in well under a millisecond. It also polls every 0.5 s. A second thread that waits on the
+    same cell, or any thread where the kernel has no watch left to give, polls every 2 ms instead, at some 3% of a core.
     """
 
     local = True
@@ -315,7 +314,8 @@ class SqliteCell(Cell):
         try:
             if self._kept_watch is None:
                 with contextlib.suppress(OSError):
-                    self._kept_watch = Watch(self._path.with_name(self._path.name + "-wal"))
+                    wal = self._path.with_name(self._path.name + "-wal")
+                    self._kept_watch = Watch(wal, (self._path,))
             yield self._kept_watch
         finally:
             self._watching.release()
@@ -323,6 +323,8 @@ class SqliteCell(Cell):
                 self._close_watch()
 
     def _close_watch(self) -> None:
+        if (waiting := self._kept_watch) is not None:
+            waiting.wake()
         if self._watching.acquire(blocking=False):  # otherwise the thread that has the watch closes it
             watch, self._kept_watch = self._kept_watch, None
             self._watching.release()
