@@ -9,7 +9,7 @@ and must not block.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,6 +110,11 @@ class Detector:
     def missed(self) -> int:
         """The number of heartbeats of others that did not arrive, so far."""
         return 0
+
+    @property
+    def reads(self) -> Collection[str]:
+        """The ids of the processes whose signs of life this process reads without messages."""
+        return ()
 
     def silent_for(self, member_id: str, now: float) -> float | None:
         """Seconds since the last sign of life of a process; None if this detector does not watch it."""

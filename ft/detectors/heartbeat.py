@@ -8,7 +8,7 @@ which cannot look.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 import msgspec
@@ -40,6 +40,10 @@ class HeartbeatDetector(Detector):
     @property
     def missed(self) -> int:
         return self._silence.missed
+
+    @property
+    def reads(self) -> Collection[str]:
+        return self._readers.keys()
 
     def silent_for(self, member_id: str, now: float) -> float | None:
         return self._silence.silent_for(member_id, now)

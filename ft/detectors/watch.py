@@ -136,6 +136,12 @@ class Detectors:
         """End a process of this host for certain; False if no detector can."""
         return any(self._each(lambda detector: detector.fence(member)))
 
+    def needless(self) -> set[str]:
+        """The ids of the processes that read the signs of life of this one, as it reads theirs; none in doubt."""
+        if any(self._each(lambda detector: detector.doubtful)):
+            return set()
+        return set().union(*self._each(lambda detector: detector.reads))
+
     @property
     def missed(self) -> int:
         """The number of heartbeats of others that did not arrive, so far. Thread-safe."""

@@ -9,7 +9,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from holdfast.comms.errors import ResourceExhausted
 from holdfast.ft.control.errors import ConnectionLost, ControlError
@@ -116,10 +116,11 @@ class MemberConnections:
         for method, body in waiting:
             self.notify(member.id, method, body)
 
-    def notify_all(self, method: str, body: bytes) -> None:
-        """Send to every connected member."""
+    def notify_all(self, method: str, body: bytes, but: Collection[str] = ()) -> None:
+        """Send to every connected member, but those of some ids."""
         for member_id in list(self._links):
-            self.notify(member_id, method, body)
+            if member_id not in but:
+                self.notify(member_id, method, body)
 
     async def call(self, member: Member, method: str, body: bytes, timeout: float) -> bytes:
         """Call a followed member; waits for the connection to it if there is none yet.

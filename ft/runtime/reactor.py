@@ -63,6 +63,8 @@ FOLLOW_SECONDS, FOLLOW_FEWER_SECONDS = 0.002, 0.02
 """Delay from a new view to an update of the watched processes; the longer one if no process is new."""
 DEFER_SECONDS = 0.005
 """Delay before this process acts on a death that another member of its host will act on first."""
+CALM_BEATS, CALM_BEATS_A_MESSAGE = 20, 5
+"""Heartbeats after a change of the view from which on processes of this host get one message in so many heartbeats."""
 ANNOUNCED_SECONDS = 0.003
 """Delay before members that learn of a view inside their ops also get it as a message.
 
@@ -118,6 +120,9 @@ class Reactor:
         self._core: Membership | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._heartbeat_timer: asyncio.TimerHandle | None = None
+        self._last_view: View | None = None
+        self._calm = 0
+        """The heartbeats since the view has changed."""
         self._depth = 0
         self._following = False
         self._register_client = RegisterClient(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
@@ -412,9 +417,19 @@ class Reactor:
         self.links.deliver(member, *messages.spare(self._core.me))
 
     def _beat(self) -> None:
-        """Once a heartbeat: send a sign of life with the epoch, and let the detectors check for silence."""
+        """Once a heartbeat: send a sign of life with the epoch, and let the detectors check for silence.
+
+        Processes of one host read each other's signs of life in shared memory. They get a message only now and then
+        while the epoch lasts, since it costs each of them more than all else that an idle session does.
+        """
         self._heartbeat_timer = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
-        self.links.notify_all(*messages.beat(self._core.view if self._core is not None else None))
+        view = self._core.view if self._core is not None else None
+        self._calm = self._calm + 1 if view is self._last_view else 0
+        self._last_view = view
+        needless: set[str] = set()
+        if self._detectors is not None and self._calm > CALM_BEATS and self._calm % CALM_BEATS_A_MESSAGE:
+            needless = self._detectors.needless()
+        self.links.notify_all(*messages.beat(view), but=needless)
         if self._detectors is not None:
             self._detectors.beat()
 
