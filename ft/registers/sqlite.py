@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 _POLL = 0.002  # seconds between polls of a `wait` that has no watch
 _QUIET_POLL = 0.5  # seconds after which `wait` polls although its watch has reported nothing
-_SETTLING, _SETTLING_POLL = 0.002, 0.0002  # after a write began: how long, and how often, to poll for its commit
+_SETTLING_FIRST, _SETTLING_LAST = 0.0001, 0.002
+"""Pauses between polls for the commit of a write that has begun: each is twice the one before, and below the last."""
 _REPLACE = "UPDATE cell SET version = version + 1, value = ? WHERE name = ? AND version = ?"
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -286,7 +287,7 @@ class SqliteCell(Cell):
 
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
         deadline = time.monotonic() + timeout
-        settling = 0.0  # the time by which a commit that has begun is visible
+        pause = 2 * _SETTLING_LAST  # until the next poll for a commit that has begun; too long: there is none
         with self._watch() as watch:
             while True:
                 version, value = self.read()
@@ -297,10 +298,11 @@ class SqliteCell(Cell):
                     return None
                 if watch is None:
                     time.sleep(min(_POLL, deadline - now))
-                elif now < settling:
-                    time.sleep(_SETTLING_POLL)
+                elif pause < _SETTLING_LAST:
+                    time.sleep(pause)
+                    pause *= 2
                 elif watch.wait(min(_QUIET_POLL, deadline - now)):
-                    settling = time.monotonic() + _SETTLING
+                    pause = _SETTLING_FIRST
 
     @contextlib.contextmanager
     def _watch(self) -> Iterator[Watch | None]:
