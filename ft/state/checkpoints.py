@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import CorruptData, describe
 from holdfast.comms.quantities import integer_in
 from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.codec import decode_state
@@ -82,13 +82,17 @@ class Checkpoints:
     def load(self, done: int, mesh: Mesh, devices: Any, rank: int, device: torch.device) -> dict[str, Any]:
         """The state after `done` steps, sharded over `devices`; collective over the default group.
 
-        `devices` is the DeviceMesh that `mesh` describes. Raises `CorruptData` for a checkpoint that holdfast did not
-        write, `Mismatch` for a checkpoint of a mesh with other dimensions.
+        `devices` is the DeviceMesh that `mesh` describes. Raises `CorruptData` for a checkpoint that is damaged or
+        that holdfast did not write, `Mismatch` for a checkpoint of a mesh with other dimensions.
         """
         import torch.distributed.checkpoint as dcp
 
         path = self._path(done)
-        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.get(DESCRIPTION)
+        try:
+            known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.get(DESCRIPTION)
+        except Exception as error:  # whatever pickle makes of the bytes
+            said = f"the checkpoint {path} cannot be read ({describe(error)}): remove it to go on from an older one"
+            raise CorruptData(said) from error
         if known is None or not hasattr(known, "size"):
             raise CorruptData(f"{path} is no checkpoint of a holdfast session: it has no {DESCRIPTION!r}")
         raw = torch.empty(known.size, dtype=torch.uint8, device="cpu")

@@ -44,6 +44,9 @@ def train(
         holdfast rl train examples/rl/arithmetic.toml --dry-run
 
     Any process may die on the way, this command included: the same command goes on from the last checkpoint.
+
+    Exit status: 0 once all steps are trained; 2 if the run was refused, or cannot go on; 130 after Ctrl-C and 143 after
+    SIGTERM, which end all of its processes.
     """
     from holdfast.rl.config.load import load_config
     from holdfast.rl.config.resume import resolved

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from holdfast.ft.console.units import counted
+from holdfast.ft.console.units import counted, reward_text
 from holdfast.harness.report.model import Curve, Point, ReportedFault
 from holdfast.harness.report.svg import AxisScale, badge, drawing, element, line, polyline, text, title
 
@@ -26,9 +27,10 @@ def smoothed(points: Sequence[Point], window: int) -> list[Point]:
 
 def _axes(x: AxisScale, y: AxisScale) -> list[str]:
     parts = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        parts.append(line(x.start, y(share), x.end, y(share), "grid"))
-        parts.append(text(x.start - 8, y(share) + 4, f"{share:.0%}", "axis", "end"))
+    percent = (y.low, y.high) == (0.0, 1.0)
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0) if percent else y.ticks(5):
+        parts.append(line(x.start, y(value), x.end, y(value), "grid"))
+        parts.append(text(x.start - 8, y(value) + 4, f"{value:.0%}" if percent else f"{value:g}", "axis", "end"))
     whole = [steps for steps in x.ticks(8) if steps == int(steps)]
     parts += [text(x(steps), y.start + 20, f"{steps:,.0f}", "axis", "middle") for steps in whole]
     parts.append(text((x.start + x.end) / 2, y.start + 40, "committed steps", "axis", "middle"))
@@ -39,21 +41,25 @@ def _evaluations(evaluations: Sequence[Point], x: AxisScale, y: AxisScale) -> li
     points = [(x(point.steps), y(point.value)) for point in evaluations]
     parts = [polyline(points, "held-out")]
     for point, (across, up) in zip(evaluations, points, strict=True):
-        words = f"held-out exact match after {counted(point.steps, 'step')}: {point.value:.1%}"
+        words = f"held-out reward after {counted(point.steps, 'step')}: {reward_text(point.value)}"
         parts.append(element("circle", title(words), cx=across, cy=up, r=4, cls="held-out-point"))
     if points:
         (across, up), value = points[0], evaluations[0].value
-        parts.append(text(across + 8, up + 20 if value > 0.08 else up - 24, f"{value:.1%}", "value"))
+        parts.append(text(across + 8, up + 20 if up < y.start - 30 else up - 24, reward_text(value), "value"))
     if len(points) > 1:
         (across, up), value = points[-1], evaluations[-1].value
-        parts.append(text(across, up + 34 if value > 0.96 else up - 16, f"{value:.1%}", "value", "end"))
+        parts.append(text(across, up + 34 if up < y.end + 12 else up - 16, reward_text(value), "value", "end"))
     return parts
 
 
 def draw_curve(curve: Curve, faults: Sequence[ReportedFault]) -> str:
     """The SVG. An empty curve has axes only."""
     last = max([point.steps for point in (*curve.rewards, *curve.evaluations)], default=1)
-    x, y = AxisScale(0, max(1, last), LEFT, WIDTH - RIGHT), AxisScale(0, 1, HEIGHT - BOTTOM, TOP)
+    values = [point.value for point in (*curve.rewards, *curve.evaluations) if math.isfinite(point.value)]
+    low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
+    if low == 0.0 and high <= 1.0:
+        high = 1.0
+    x, y = AxisScale(0, max(1, last), LEFT, WIDTH - RIGHT), AxisScale(low, high, HEIGHT - BOTTOM, TOP)
     parts = _axes(x, y)
     rewards = sorted(curve.rewards, key=lambda point: point.steps)
     for points, cls in ((rewards, "reward-raw"), (smoothed(rewards, max(1, len(rewards) // 40)), "reward")):
@@ -65,4 +71,4 @@ def draw_curve(curve: Curve, faults: Sequence[ReportedFault]) -> str:
         parts.append(
             badge(across, TOP - 20, number, f"{fault.title} ({fault.target}), after {counted(fault.steps, 'step')}")
         )
-    return drawing(WIDTH, HEIGHT, parts, "Reward and held-out exact match over committed steps, with the faults")
+    return drawing(WIDTH, HEIGHT, parts, "Reward and held-out reward over committed steps, with the faults")

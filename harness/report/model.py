@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.harness.invariants import CheckResult
-
 Tone = Literal["plain", "good", "bad"]
 Fate = Literal["finished", "killed", "lost"]
 
@@ -22,14 +20,14 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A rate (0 to 1) after so many committed steps."""
+    """A reward after so many committed steps."""
 
     steps: int
     value: float
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """The learning curve: the mean reward of each step's samples, and exact match on held-out prompts."""
+    """The learning curve: the mean reward of each step's samples, and that of greedy answers to held-out prompts."""
 
     rewards: tuple[Point, ...]
     evaluations: tuple[Point, ...]
@@ -131,10 +129,11 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `summary` is one or two sentences; `when` a date in words; `failures` why it is not `good`."""
+    """A whole run. `verdict` says whether it is `good`; `summary` is one or two sentences, `when` a date in words."""
 
     title: str
     good: bool
+    verdict: str
     summary: str
     when: str
     seconds: float
@@ -143,7 +142,5 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[ProcessRecord, ...]
     spans: tuple[Span, ...]
     faults: tuple[ReportedFault, ...]
-    findings: tuple[CheckResult, ...]
     configuration: tuple[tuple[str, str], ...]
     repeat: tuple[str, ...]
-    failures: tuple[str, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.console import console, print_json
-from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.ft.console.interruptible import run_interruptible
+from holdfast.ft.console.units import coarse_seconds, counted, reward_text
 from holdfast.ft.environment.listen_address import choose_address
 from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.ft.environment.slurm_hosts import found_hosts
@@ -70,15 +70,37 @@ def engine_of(config: RunConfig, logs: Path) -> Engine:
 def run_here(config: RunConfig, directory: Path, folder: Path, json: bool) -> None:
     """Train, or go on with what was begun in `directory`, and print the result."""
     out = console(quiet=json)
-    with LiveView(out, config.steps, quiet=json) as view:
-        result = train_here(config, directory, folder, (view,))
+    try:
+        with LiveView(out, config.steps, quiet=json) as view:
+            view.begin(f"{_started(config)}; the run is in {directory}")
+            result = train_here(config, directory, folder, (view,))
+    except (KeyboardInterrupt, SystemExit):
+        if view.step:
+            done = f"ended after {view.step:,} of {counted(config.steps, 'step')}"
+            out.print(f"{done}; holdfast rl resume {directory} goes on", soft_wrap=True)
+        raise
     if json:
         print_json(msgspec.to_builtins(result))
         return
-    best = f"; best held-out reward {result.best.reward:.1%}, version {result.best.version}" if result.best else ""
-    out.print(
-        f"{counted(result.steps, 'step')} in {coarse_seconds(result.seconds)}{best}; weights {result.digest[:16]}"
-    )
+    best = ""
+    if result.best:
+        best = f"; best held-out reward {reward_text(result.best.reward)}, version {result.best.version}"
+    done = f"{counted(result.steps, 'step')} in {coarse_seconds(result.seconds)}{best}; weights {result.digest[:16]}"
+    out.print(done, soft_wrap=True)
+    out.print(f"read it: holdfast rl report {directory}; what it answers: holdfast rl eval {directory}", soft_wrap=True)
+
+
+def _started(config: RunConfig) -> str:
+    """The processes of a run, in words."""
+    roles = [
+        counted(config.trainer.replicas, "trainer"),
+        counted(config.trainer.spares, "spare"),
+        counted(config.generator.replicas, "generator"),
+        counted(config.store.holders, "holder") + " of weights",
+    ]
+    if config.environment.name:
+        roles.append(counted(config.environment.servers, "server") + f" of {config.environment.name}")
+    return f"starting {', '.join(roles)}"
 
 
 def train_here(
@@ -86,7 +108,7 @@ def train_here(
 ) -> RunResult:
     """Be the driver of a run until it is done. Raises `RunFailed`, and the errors of the run's beginning."""
     with RunDirectory(directory).open() as opened:
-        return asyncio.run(_run(config, opened, folder, observers))
+        return run_interruptible(_run(config, opened, folder, observers))
 
 
 async def _run(config: RunConfig, directory: RunDirectory, folder: Path, watching: Sequence[Observer]) -> RunResult:
@@ -115,7 +137,8 @@ def write_pages(directory: Path, output: Path) -> tuple[Path, Path]:
     config = configuration_of(directory, ())
     run = RunDirectory(directory)
     tokenizer = tokenizer_of(config)
-    title = f"{config.objective.algorithm.upper().replace('_', '. ')} on {config.environment.name or config.data.task}"
+    task = Path(config.environment.name).name or Path(config.data.train).name or config.data.task
+    title = f"{config.objective.algorithm.upper().replace('_', '. ')} on {task}"
     facts = (
         ("seed", str(config.seed)),
         ("steps", f"{config.steps:,}"),
@@ -128,7 +151,14 @@ def write_pages(directory: Path, output: Path) -> tuple[Path, Path]:
     )
     report, episodes = output / "report.html", output / "episodes.html"
     write(
-        report_of(directory, title=title, configuration=facts, repeat=(f"holdfast rl train {run.config_file}",)), report
+        report_of(
+            directory,
+            title=title,
+            configuration=facts,
+            repeat=(f"holdfast rl train {run.config_file}",),
+            steps=config.steps,
+        ),
+        report,
     )
     groups = {group.number: group for group in run.groups()}
     newest = [groups[number] for number in sorted(groups)[-SHOWN_GROUPS:]]

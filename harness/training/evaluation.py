@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, console, print_json
-from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.ft.console.units import coarse_seconds, counted, reward_text
 from holdfast.ft.console.visible import visible
 from holdfast.harness.training.command import configuration_of
 from holdfast.rl.config.load import load_config
@@ -76,9 +76,9 @@ def _show(out: Console, found: EvaluatedVersion, what: str) -> None:
     scores = FoldingTable(box=None, pad_edge=False, show_header=False)
     scores.add_column()
     scores.add_column(justify="right")
-    scores.add_row("reward", Text(f"{result.reward:.1%}", "bold"))
+    scores.add_row("reward", Text(reward_text(result.reward), "bold"))
     for name, value in result.parts.items():
-        scores.add_row(f"  {name}", f"{value:.1%}")
+        scores.add_row(f"  {name}", reward_text(value))
     if result.failed:
         scores.add_row("failed episodes", Text(str(result.failed), "red"))
     out.print(scores)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.ft.console.units import coarse_seconds, counted, reward_text
 from holdfast.rl.run.run_events import (
     EpisodeFailed,
     Evaluated,
@@ -38,6 +38,7 @@ class LiveView:
         self._recent: deque[StepTrained] = deque(maxlen=WINDOW)
         self._held_out: float | None = None
         self._next, self._now = 0.0, 0.0
+        self._wide = console.width >= 100
         self._progress: Progress | None = None
         if console.is_terminal and not quiet:
             self._progress = Progress(
@@ -74,29 +75,39 @@ class LiveView:
         if not self._quiet and (text := _words(event)):
             self._print(event.time, text, "red" if isinstance(event, _BAD) else "")
 
+    @property
+    def step(self) -> int:
+        """The steps that were committed, as far as this has seen them."""
+        return self._recent[-1].step + 1 if self._recent else 0
+
+    def begin(self, text: str) -> None:
+        """Show a line before the first event."""
+        if not self._quiet:
+            self._print(0.0, text)
+
     def note(self, text: str) -> None:
         """Show a line that is no event, at the time of the last one."""
         if not self._quiet:
             self._print(self._now, text, "bold red")
 
-    def figures(self) -> str:
-        """Reward, held-out reward, speed and staleness, in words."""
+    def figures(self, wide: bool = True) -> str:
+        """Reward, held-out reward, speed and, if there is room for it, staleness, in words."""
         steps = self._recent
         parts = []
         if steps:
             parts.append(f"reward {sum(each.reward for each in steps) / len(steps):.2f}")
         if self._held_out is not None:
-            parts.append(f"held-out {self._held_out:.1%}")
+            parts.append(f"held-out {reward_text(self._held_out)}")
         if len(steps) > 1 and steps[-1].time > steps[0].time:
             parts.append(f"{(len(steps) - 1) / (steps[-1].time - steps[0].time):.1f} steps/s")
         behind = [versions for each in steps for versions in each.staleness]
-        if any(behind):
+        if wide and any(behind):
             parts.append(f"staleness {sum(behind) / len(behind):.1f}")
         return ", ".join(parts)
 
     def _step(self, event: StepTrained) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=event.step + 1, figures=self.figures())
+            self._progress.update(self._task, completed=event.step + 1, figures=self.figures(self._wide))
         elif not self._quiet and time.monotonic() >= self._next:
             self._next = time.monotonic() + _LINE_SECONDS
             self._print(event.time, f"step {event.step + 1} of {self._steps}: {self.figures()}")
@@ -118,7 +129,9 @@ def _words(event: Event) -> str:
         case EpisodeFailed():
             return f"an episode of prompt {event.prompt} failed: {event.reason}"
         case Evaluated():
-            return f"version {event.version}: held-out reward {event.reward:.1%}" + (", the best" if event.best else "")
+            return f"version {event.version}: held-out reward {reward_text(event.reward)}" + (
+                ", the best" if event.best else ""
+            )
         case RunResumed():
             return f"resumed after {counted(event.step, 'step')}"
         case _:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from holdfast.ft.console.units import coarse_seconds, counted
-from holdfast.harness.invariants import CheckResult
-from holdfast.harness.report.model import Figure, ReportedFault, RunReport
+from holdfast.ft.console.units import coarse_seconds, counted, reward_text
+from holdfast.harness.report.model import Figure, RunReport
+from holdfast.harness.training.losses import lost_processes
 from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.run.run_directory import RunDirectory
 
@@ -19,19 +19,16 @@ def report_of(
     title: str,
     configuration: Sequence[tuple[str, str]] = (),
     repeat: Sequence[str] = (),
-    faults: Sequence[ReportedFault] = (),
-    findings: Sequence[CheckResult] = (),
-    failures: Sequence[str] = (),
+    steps: int = 0,
 ) -> RunReport:
-    """The report of the run in `directory`. Raises `CorruptData` for a damaged file of events.
-
-    `faults`, `findings` and `failures` are those of a harness that broke the run.
-    """
+    """The report of the run in `directory`, which shall have so many steps. Raises `CorruptData` for a damaged file."""
     facts = RunFacts.of(RunDirectory(directory).events())
     began = datetime.fromtimestamp((directory / "events.jsonl").stat().st_mtime - facts.seconds).astimezone()
+    done = len(facts.steps)
     return RunReport(
         title=title,
-        good=not failures,
+        good=done >= steps,
+        verdict="all steps done" if done >= steps else f"{done:,} of {counted(steps, 'step')} done",
         summary=_summary(facts),
         when=f"{began:%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
         seconds=facts.seconds,
@@ -39,11 +36,9 @@ def report_of(
         learning=facts.learning(),
         lanes=facts.lanes(),
         spans=facts.spans(),
-        faults=tuple(faults),
-        findings=tuple(findings),
+        faults=lost_processes(facts),
         configuration=tuple(configuration),
         repeat=tuple(repeat),
-        failures=tuple(failures),
     )
 
 
@@ -52,7 +47,9 @@ def _summary(facts: RunFacts) -> str:
     held_out = facts.held_out()
     learnt = f"{steps} were committed"
     if len(held_out) > 1:
-        learnt += f"; the held-out reward went from {held_out[0].value:.1%} to {held_out[-1].value:.1%}"
+        learnt += (
+            f"; the held-out reward went from {reward_text(held_out[0].value)} to {reward_text(held_out[-1].value)}"
+        )
     parts = [f"{learnt}."]
     if facts.lost:
         parts.append(f"On the way {counted(len(facts.lost), 'process', 'processes')} died, each replaced by another.")
@@ -74,16 +71,18 @@ def _figures(facts: RunFacts) -> tuple[Figure, ...]:
     missing = [step for step in range(max(facts.steps, default=-1) + 1) if step not in facts.steps]
     figures = []
     if held_out and best is not None:
-        words = f"best {best:.1%}; {counted(len(held_out), 'evaluation')}"
-        figures.append(Figure("Held-out reward", f"{held_out[-1].value:.1%}", words, "good"))
+        words = f"at the end; best {reward_text(best)} of {counted(len(held_out), 'evaluation')}"
+        figures.append(Figure("Held-out reward", reward_text(held_out[-1].value), words, "good"))
     figures.append(
         Figure("Steps lost", str(len(missing)), f"of {len(facts.steps):,} committed", "bad" if missing else "good")
     )
     tokens = sum(step.tokens for step in facts.steps.values())
-    if facts.seconds:
-        figures.append(
-            Figure("Tokens a second", f"{tokens / facts.seconds:,.0f}", f"drawn by the policy; {tokens:,} in all")
-        )
+    begun = min((step.time for step in facts.steps.values()), default=0.0)
+    if facts.seconds > begun:
+        words = f"drawn by the policy, from the first step on; {tokens:,} in all"
+        figures.append(Figure("Tokens a second", f"{tokens / (facts.seconds - begun):,.0f}", words))
+    if begun:
+        figures.append(Figure("First step after", coarse_seconds(begun), "imports and the start of all processes"))
     if facts.drivers > 1:
         share = facts.downtime / facts.seconds if facts.seconds else 0.0
         words = f"without a driver, {share:.0%} of the run; {counted(facts.drivers, 'driver')}"

@@ -28,6 +28,7 @@ from holdfast.rl.run.run_events import (
     Event,
     ProcessLost,
     ProcessorTime,
+    ProcessReady,
     ProcessStarted,
     RunResumed,
     StepTrained,
@@ -53,6 +54,8 @@ class RunFacts:
     evaluations: dict[int, Evaluated] = field(default_factory=dict)
     started: dict[str, ProcessStarted] = field(default_factory=dict)
     lost: dict[str, ProcessLost] = field(default_factory=dict)
+    ready: dict[str, float] = field(default_factory=dict)
+    """When trainers could do their work."""
     published: dict[int, WeightsPublished] = field(default_factory=dict)
     served: list[WeightsServed] = field(default_factory=list)
     activities: list[Activity] = field(default_factory=list)
@@ -91,6 +94,8 @@ class RunFacts:
                 self.started[event.name] = event
             case ProcessLost():
                 self.lost[event.name] = event
+            case ProcessReady():
+                self.ready[event.name] = event.time
             case WeightsPublished():
                 self.published[event.version] = event
             case WeightsServed():

@@ -5,7 +5,6 @@ Version v is that after v updates. Nothing of a checkpoint is unpickled, and no 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +50,7 @@ class SavedVersions:
     def __init__(self, config: RunConfig, directory: RunDirectory | None) -> None:
         self._config, self._directory = config, directory
         self._best = None if directory is None else read_best(directory.best)
-        self._checkpoints = {} if directory is None else _complete(directory.checkpoints)
+        self._checkpoints = {} if directory is None else directory.saved_steps()
 
     @property
     def best(self) -> int | None:
@@ -135,13 +134,3 @@ def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], path: Pat
         raise CorruptData(
             f"the checkpoint {path} does not fit the model of the run's configuration: {error}"
         ) from error
-
-
-def _complete(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory, by the number of updates before them."""
-    found = {}
-    for path in directory.glob("step-*/.metadata"):
-        number = re.fullmatch(r"step-(\d+)", path.parent.name)
-        if number:
-            found[int(number[1])] = path.parent
-    return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -103,6 +104,14 @@ class RunDirectory:
     def write_status(self, status: RunStatus) -> None:
         """Replace what `holdfast top` reads."""
         self._replace(self.status_file, msgspec.json.encode(status))
+
+    def saved_steps(self) -> dict[int, Path]:
+        """The whole checkpoints, by the number of updates before them."""
+        found = {}
+        for path in self.checkpoints.glob("step-*/.metadata"):
+            if number := re.fullmatch(r"step-(\d+)", path.parent.name):
+                found[int(number[1])] = path.parent
+        return found
 
     # -- lines
 

@@ -71,7 +71,8 @@ class TensorBoard:
     def __call__(self, event: Event) -> None:
         add = self._writer.add_scalar
         match event:
-            case StepTrained(step=step):
+            case StepTrained():
+                step = event.step + 1  # as versions are counted: the committed steps
                 add("train/reward", event.reward, step)
                 add("train/loss", event.loss, step)
                 add("train/gradient_norm", event.gradient_norm, step)

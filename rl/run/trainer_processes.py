@@ -23,7 +23,7 @@ from holdfast.rl.run.policy_source import lora_settings
 from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.trainers.errors import TrainerEvicted
+from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted
 from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
 from holdfast.rl.trainers.titan.settings import TitanSettings
 from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerPosition, TrainerStatus
@@ -70,14 +70,17 @@ class MemberProcess:
         self.host, self.pid, self.stop = process.host, process.pid, process.stop
 
     async def call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
-        """See `ActorProcess.call`."""
+        """See `ActorProcess.call`. Raises `RunFailed` for an error that ended the trainer's steps, in one line."""
         try:
             return await self._process.call(method, *args, timeout=timeout)
         except EndpointFailed as error:
-            if not isinstance(error.__cause__, TrainerEvicted):
-                raise
-            self._process.kill()
-            raise ActorDied(self._process.name, self.pid, describe(error.__cause__), method) from error
+            ended = error.__cause__
+            if isinstance(ended, TrainerEvicted):
+                self._process.kill()
+                raise ActorDied(self._process.name, self.pid, describe(ended), method) from error
+            if isinstance(ended, TrainerEnded) and not ended.fault:
+                raise RunFailed(f"{self._process.name} has ended: {ended.why}") from error
+            raise
 
 
 class TrainerProcesses:

@@ -43,7 +43,7 @@ from holdfast.rl.run.episodes.episode_sources import (
     MixedEpisodes,
     PromptEpisodes,
 )
-from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.run.errors import RunFailed, StepsDone
 from holdfast.rl.run.generation import Generators
 from holdfast.rl.run.hosts import between_hosts, new_register
 from holdfast.rl.run.policy_source import check_policy, policy_source
@@ -88,8 +88,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 class TrainingRun:
     """One driver of the run in `directory`, which is open. Paths in the configuration are relative to `folder`.
 
-    `run` raises `RunFailed`, `ConfigChanged` if the run was begun with another configuration, and the errors of the
-    configuration's parts before anything starts.
+    Raises `ConfigChanged` if the run was begun with another configuration, `StepsDone` if it has more steps.
+    `run` raises `RunFailed`, and the errors of the configuration's parts before anything starts.
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class TrainingRun:
             check_unchanged(load_config(directory.config_file), config)
         hosts = found_hosts(config.engine.hosts)
         self._config = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, hosts=hosts))
+        if (done := max(directory.saved_steps(), default=0)) > config.steps:
+            raise StepsDone(done, config.steps)
         self.telemetry = RunTelemetry(directory, tuple(observers), max((each.time for each in before), default=0.0))
         self._failure: asyncio.Future[None] | None = None
         self._done = 0

@@ -36,10 +36,13 @@ class NoBatch(HoldfastError):
 
 
 class TrainerEnded(HoldfastError):
-    """The trainer does not train any more: it was closed, or its steps ended with the error in `why`."""
+    """The trainer does not train any more: it was closed, or its steps ended with the error in `why`.
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+    `fault`: that error is none of holdfast's own, so its traceback has to be seen.
+    """
+
+    def __init__(self, why: str, *, fault: bool = False) -> None:
+        self.why, self.fault = why, fault
         super().__init__(f"the trainer has ended: {why}; start another one")
 
 

@@ -172,7 +172,8 @@ class TrainerActor:
     def _ended(self) -> HoldfastError:
         cause = self._end.exception()
         kind = TrainerEvicted if isinstance(cause, StaleEpoch) else TrainerEnded
-        ended = kind("all batches are committed" if cause is None else describe(cause))
+        fault = cause is not None and not isinstance(cause, HoldfastError)
+        ended = kind("all batches are committed" if cause is None else describe(cause), fault=fault)
         ended.__cause__ = cause
         return ended
 

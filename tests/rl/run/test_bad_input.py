@@ -17,6 +17,7 @@ from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.resume import resolved
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.generators.errors import ModelMisfit
+from holdfast.rl.run.errors import RunFailed, StepsDone
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, ProcessStarted, StepTrained
 from support.rl.console import WIDE
@@ -117,6 +118,27 @@ def test_another_configuration_is_refused_by_resume_and_changes_nothing(tmp_path
     shown = CliRunner().invoke(app, ["rl", "resume", str(directory.path), "--set", "trainer.rate=1e-3"], env=WIDE)
     assert shown.exit_code == 2 and "trainer.rate was 0.0005 and is 0.001; resume with the old" in shown.output
     assert directory.config_file.read_text() == begun and not roles(directory.path)
+
+
+def test_fewer_steps_than_a_run_has_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-000000004").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-000000004" / ".metadata").touch()
+    with pytest.raises(StepsDone, match="the run has 4 steps already, and steps = 3"):
+        run(parse_config(TEXT, "test"), tmp_path / "run")
+    assert roles(tmp_path / "run") == set()
+
+
+def test_trainers_that_cannot_begin_end_the_run_while_generators_wait_for_weights(tmp_path: Path) -> None:
+    """A damaged checkpoint is seen in the trainers' threads, once all processes have started."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000000001"
+    checkpoint.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp"):
+        (checkpoint / name).write_bytes(b"damaged")
+    with pytest.raises(
+        RunFailed, match=r"^trainer-\d has ended: the checkpoint .*step-000000001 cannot be read .*an older one$"
+    ):
+        run(a_model(tmp_path, words=9, positions=16), tmp_path / "run")
+    assert "trainer" in roles(tmp_path / "run")
 
 
 REWARD = """

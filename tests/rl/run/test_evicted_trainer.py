@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.rl.engine.errors import ActorDied, EndpointFailed
 from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.trainer_processes import MemberProcess
 from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted
 from support.samples.actors import Counter
@@ -29,8 +30,10 @@ def test_other_errors_of_a_trainer_are_told_and_leave_its_process() -> None:
     async def scenario() -> None:
         async with LocalEngine() as engine, asyncio.timeout(20.0):
             process = MemberProcess(await engine.start("trainer-0", Counter))
-            with pytest.raises(EndpointFailed, match="nothing is committed"):
+            with pytest.raises(RunFailed, match=r"^trainer-0 has ended: nothing is committed$"):
                 await process.call("fail", TrainerEnded("nothing is committed"))
+            with pytest.raises(EndpointFailed, match="Traceback"):
+                await process.call("fail", TrainerEnded("TypeError: of holdfast", fault=True))
             assert await process.call("add") == 1
 
     asyncio.run(scenario())

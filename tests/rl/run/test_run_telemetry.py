@@ -53,6 +53,6 @@ def test_tensorboard_gets_the_scalars_of_steps_and_evaluations(tmp_path: Path) -
         at += 16 + length
         for value in record.summary.value:
             found[value.tag] = (record.step, value.simple_value)
-    assert found["train/reward"] == (3, 0.25)
-    assert found["train/staleness"] == (3, 2.0)
+    assert found["train/reward"] == (4, 0.25)
+    assert found["train/staleness"] == (4, 2.0)
     assert found["evaluation/reward"] == (3, 0.75)
