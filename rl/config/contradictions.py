@@ -79,10 +79,16 @@ def _data(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
             yield (("data", name),), f"there is no file {folder / value}"
     if data.task == "jsonl" and not data.train:
         yield (("data", "train"), ("data", "task")), 'task = "jsonl" needs a file of prompts'
-    if data.task == "jsonl" and config.evaluation.every and not data.held_out:
+    share = ("data", "held_out_share")
+    if data.held_out_share and data.task == "arithmetic":
+        yield (share, ("data", "task")), 'the arithmetic task brings its problems; use task = "jsonl"'
+    elif data.held_out_share and data.held_out:
+        yield (share, ("data", "held_out")), "data.held_out names the prompts that are held out"
+    if data.task == "jsonl" and config.evaluation.every and not data.held_out and not data.held_out_share:
         yield (
             (("data", "held_out"), ("data", "task"), ("evaluation", "every")),
-            "evaluation needs a file of held-out prompts, or evaluation.every = 0",
+            "evaluation needs a file of held-out prompts, a data.held_out_share of those in data.train, or "
+            "evaluation.every = 0",
         )
     if config.model.path and not (folder / config.model.path).is_dir():
         yield (("model", "path"),), f"there is no folder {folder / config.model.path}"

@@ -116,6 +116,19 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
+def hold_out(problems: Sequence[Problem], share: float, name: str) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Part problems into those to train on and the `share` that is held out. Raises `BadDataset` for a single prompt.
+
+    Equal prompts are never parted, and the choice depends on their texts alone: not on their order, nor on a seed.
+    """
+    prompts = sorted({each.prompt for each in problems}, key=lambda prompt: (seed_of("hold out", prompt), prompt))
+    if len(prompts) < 2:
+        raise BadDataset(name, None, "its prompts are all the same: none can be held out")
+    chosen = set(prompts[: min(len(prompts) - 1, max(1, round(share * len(prompts))))])
+    kept = tuple(each for each in problems if each.prompt not in chosen)
+    return kept, tuple(each for each in problems if each.prompt in chosen)
+
+
 def _encoded(problem: Problem, tokenizer: Tokenizer, name: str, number: int) -> tuple[int, ...]:
     try:
         tokens = tuple(tokenizer.encode(problem.prompt))

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data import arithmetic
-from holdfast.rl.data.prompts import Problem, PromptSource, Tokenizer, read_problems
+from holdfast.rl.data.prompts import Problem, PromptSource, Tokenizer, hold_out, read_problems
 from holdfast.rl.data.seeds import seed_of
 from holdfast.rl.data.text_tokenizer import TextTokenizer
 from holdfast.rl.generators.errors import ModelMisfit
@@ -105,7 +105,9 @@ def task_of(config: RunConfig) -> Task:
     else:
         problems = read_problems(Path(data.train))
         held_out = read_problems(Path(data.held_out)) if data.held_out else ()
-        names = (data.train, data.held_out)
+        if data.held_out_share:
+            problems, held_out = hold_out(problems, data.held_out_share, data.train)
+        names = (data.train, data.held_out or data.train)
     tokenizer = tokenizer_of(config)
     return Task(
         PromptSource(problems, tokenizer, seed_of("data", config.seed), names[0]),
