@@ -70,8 +70,9 @@ def engine_of(config: RunConfig, logs: Path) -> Engine:
 def run_here(config: RunConfig, directory: Path, folder: Path, json: bool) -> None:
     """Train, or go on with what was begun in `directory`, and print the result."""
     out = console(quiet=json)
+    view = LiveView(out, config.steps, quiet=json)
     try:
-        with LiveView(out, config.steps, quiet=json) as view:
+        with view:
             view.begin(f"{_started(config)}; the run is in {directory}")
             result = train_here(config, directory, folder, (view,))
     except (KeyboardInterrupt, SystemExit):
