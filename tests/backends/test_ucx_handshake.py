@@ -66,6 +66,14 @@ class Epochs:
         )
         return self.comm
 
+    def leave_barrier(self, comm: Communicator) -> None:
+        """Enter a barrier, and return once all ranks have left it: a link that breaks then ends no op."""
+        comm.barrier()
+        at = self._folder / f"barrier of epoch {comm.epoch}"
+        at.mkdir(exist_ok=True)
+        (at / str(comm.rank)).touch()
+        eventually(lambda: len(list(at.iterdir())) == comm.size, 20.0)
+
     def worker(self) -> object:
         """The worker in use."""
         assert self.comm is not None
@@ -131,7 +139,7 @@ def test_survivors_find_a_new_rank_and_a_restarted_rank(cluster: Callable[[int],
     def body(epochs: Epochs) -> float:
         if epochs.me != 3:
             first = epochs.enter(1, [0, 1, 2])
-            first.barrier()
+            epochs.leave_barrier(first)
             if epochs.me == 1:
                 assert isinstance(first.transport, UcxTransport)
                 given_up = first.transport.hand_over([])
@@ -174,7 +182,7 @@ def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(
 ) -> None:
     def body(epochs: Epochs) -> bool:
         first = epochs.enter(1, [0, 1])
-        first.barrier()
+        epochs.leave_barrier(first)
         if epochs.me == 0:
             assert isinstance(first.transport, UcxTransport)
             given_up = first.transport.hand_over([])
