@@ -19,9 +19,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.forked_programs import ForkedProgram
 from support.source_tree import ROOT
 
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
@@ -84,29 +86,29 @@ def run_page(page: Path, folder: Path) -> None:
 def _run(block: Block, folder: Path, number: int, where: str) -> None:
     script = folder / f"block{number}.{'py' if block.language == 'python' else 'sh'}"
     script.write_text(textwrap.dedent(block.text))
-    command = [sys.executable, str(script)] if block.language == "python" else ["bash", "-eu", str(script)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    running = [
-        subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment | _rank(rank, block.ranks, folder),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(block.ranks)
-    ]
-    try:
-        said = [each.communicate(timeout=LIMIT_SECONDS)[0] for each in running]
-    finally:
-        for each in running:
-            each.kill()
-            each.communicate()
-    for each, words in zip(running, said, strict=True):
-        assert each.returncode == 0, f"{where} ended with {each.returncode}:\n{words}"
+    if block.language == "python":
+        with ExitStack() as stack:
+            forked = [
+                stack.enter_context(
+                    ForkedProgram(
+                        script.read_text(), [str(script)], folder, environment | _rank(rank, block.ranks, folder)
+                    )
+                )
+                for rank in range(block.ranks)
+            ]
+            ended = [each.communicate(LIMIT_SECONDS) for each in forked]
+    else:
+        assert block.ranks == 1, where
+        command = ["bash", "-eu", str(script)]
+        ended = [
+            subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+            )
+        ]
+    for each in ended:
+        assert each.returncode == 0, f"{where} ended with {each.returncode}:\n{each.stdout}{each.stderr}"
 
 
 def _rank(rank: int, ranks: int, folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.harness.conformance.failures import *  # noqa: F403
+from support.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
 PLUGIN = ROOT / "examples" / "plugin-backend"
@@ -19,8 +20,7 @@ PLUGIN = ROOT / "examples" / "plugin-backend"
 def conformance(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`holdfast conformance ...`, in a folder that has nothing to do with this project's tests."""
     environ = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
-    command = [sys.executable, "-m", "holdfast.harness.cli.app", "conformance", *arguments]
-    return subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, timeout=300, check=False)
+    return run_holdfast("conformance", *arguments, cwd=Path("/"), environ=environ, timeout=300)
 
 
 def test_a_backend_that_passes_gives_status_0_and_every_outcome_as_json() -> None:

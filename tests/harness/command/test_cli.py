@@ -24,6 +24,7 @@ from holdfast.ft.console.outputs import check_file
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.harness.cli.app import app
+from support.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
 COMMANDS = typer.main.get_group(app)
@@ -32,14 +33,8 @@ COMMAND = Path(sys.executable).parent / "holdfast"
 
 def holdfast(*arguments: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the command with wide output and without colours."""
-    return subprocess.run(
-        [COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100.0,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environ},
-    )
+    wide = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environ}
+    return run_holdfast(*arguments, cwd=cwd, environ=wide)
 
 
 def said(*arguments: str | Path) -> Result:
@@ -54,7 +49,7 @@ def script(tmp_path: Path, source: str) -> Path:
 
 
 def test_version_is_printed() -> None:
-    done = holdfast("--version")
+    done = subprocess.run([COMMAND, "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "holdfast 0.1.0\n")
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from holdfast.harness.cli.app import app
 from holdfast.harness.cli.new_plugin import files
+from support.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "plugin-backend"
@@ -36,14 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def holdfast(path: Path, *arguments: str) -> dict[str, object]:
     """The JSON that `holdfast ARGUMENTS --json` prints with `path` on PYTHONPATH."""
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", *arguments, "--json"],
-        env={**os.environ, "PYTHONPATH": str(path)},
-        cwd=path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_holdfast(*arguments, "--json", cwd=path, environ={**os.environ, "PYTHONPATH": str(path)})
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, object] = json.loads(done.stdout)
     return result
