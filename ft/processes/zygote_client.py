@@ -199,7 +199,7 @@ class ZygoteClient:
 
     @property
     def forked(self) -> bool:
-        """Whether it has forked processes whose end it has not reported."""
+        """Whether processes of it may live: it has not reported their ends."""
         return bool(self._running)
 
     def alive(self) -> bool:
@@ -352,7 +352,7 @@ def zygote() -> ZygoteClient:
 
 
 def _retire(old: ZygoteClient) -> None:
-    """End a zygote that forks no more processes, or keep it for as long as those that it has forked may live."""
+    """End a zygote that forks no more processes, or keep it while processes of it may live."""
     if old.forked:
         _retired.append(old)
     else:

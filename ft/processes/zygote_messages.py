@@ -32,7 +32,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """The last request could not be done. `threads` names the module whose import started threads, if that is why."""
+    """The last request could not be done. `threads` names the module that started threads, if one did."""
 
     reason: str
     threads: str = ""

@@ -1,4 +1,4 @@
-"""Sessions over `nccl` on a GPU: a killed rank's survivors go on, and a spare gets the state, in the GPU's memory.
+"""Sessions over `nccl` on a GPU: survivors go on after a kill, and a spare gets the state.
 
 All ranks share GPU 0. NCCL refuses that unless each says that it is on another host; so it connects them by sockets.
 """
