@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from support.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
 
 
 def holdfast(*arguments: str | Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "holdfast.harness.cli.app", "rl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    return run_holdfast("rl", *arguments, timeout=timeout)
 
 
 def test_a_dry_run_prints_the_whole_configuration_and_starts_nothing(tmp_path: Path) -> None:
