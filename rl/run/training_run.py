@@ -197,7 +197,7 @@ class TrainingRun:
         def services() -> tuple[ServiceStatus, ...]:
             return (*generators.status(), *episodes.status())
 
-        collector = WorkCollector(self.telemetry, roles, partial(self._say, trainers, services))
+        collector = WorkCollector(self.telemetry, roles, partial(self._say, trainers, services), self._fail)
         with metrics_if_asked(services):
             async with collector.collecting():
                 if config.algorithm.mode == "synchronous":
@@ -272,7 +272,7 @@ class TrainingRun:
         finally:
             if not working.done():
                 working.cancel()
-                await asyncio.wait([working])
+                await asyncio.gather(working, return_exceptions=True)  # what it meets at its end is not the reason
             if not self._failure.done():
                 self._failure.cancel()
 

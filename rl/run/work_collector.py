@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.rl.run.run_events import Activity, Event, ProcessorTime
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.work_log import WorkReport
@@ -24,9 +25,15 @@ Ask = Callable[[], Awaitable[Mapping[str, WorkReport]]]
 class WorkCollector:
     """Asks the processes of each role from time to time, and emits what they did."""
 
-    def __init__(self, telemetry: RunTelemetry, roles: Mapping[str, Ask], then: Callable[[], Awaitable[None]]) -> None:
-        """`then` is awaited after each collection."""
-        self._telemetry, self._roles, self._then = telemetry, dict(roles), then
+    def __init__(
+        self,
+        telemetry: RunTelemetry,
+        roles: Mapping[str, Ask],
+        then: Callable[[], Awaitable[None]],
+        failed: Callable[[HoldfastError], None],
+    ) -> None:
+        """`then` is awaited after each collection, `failed` is called with what ends the collections: a full disk."""
+        self._telemetry, self._roles, self._then, self._failed = telemetry, dict(roles), then, failed
 
     @contextlib.asynccontextmanager
     async def collecting(self) -> AsyncIterator[None]:
@@ -75,4 +82,8 @@ class WorkCollector:
     async def _repeat(self) -> None:
         while True:
             await asyncio.sleep(EVERY)
-            await self.collect()
+            try:
+                await self.collect()
+            except HoldfastError as error:
+                self._failed(error)
+                return

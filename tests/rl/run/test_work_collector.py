@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from holdfast.harness.cli.app import app
 from holdfast.harness.training.run_facts import RunFacts
-from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessStarted
 from holdfast.rl.run.run_status import RunStatus, TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
@@ -105,7 +105,7 @@ def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_it
 
     async def body() -> None:
         roles = {"trainer": trainers, "generator": generators}
-        async with WorkCollector(telemetry, roles, then).collecting():
+        async with WorkCollector(telemetry, roles, then, pytest.fail).collecting():
             with log.doing("forward_backward", 1):
                 spin(0.02)
 
@@ -125,6 +125,26 @@ def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_it
     assert [each.role for each in facts.uses()] == ["trainer"]
     share = facts.model_share()
     assert share is not None and 0 < share <= 1
+
+
+def test_a_directory_that_takes_no_more_is_told_while_the_run_waits_for_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def then() -> None:
+        if (tmp_path / "events.jsonl").exists():
+            (tmp_path / "events.jsonl").unlink()
+            (tmp_path / "events.jsonl").mkdir()
+
+    async def body() -> None:
+        told = asyncio.get_running_loop().create_future()
+        collector = WorkCollector(RunTelemetry(directory), {}, then, told.set_result)
+        with pytest.raises(RunDirectoryUnusable):  # the last collection finds the same
+            async with asyncio.timeout(10.0), collector.collecting():
+                assert isinstance(await told, RunDirectoryUnusable)
+
+    monkeypatch.setattr("holdfast.rl.run.work_collector.EVERY", 0.01)
+    with RunDirectory(tmp_path).open() as directory:
+        asyncio.run(body())
 
 
 def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: Path) -> None:
