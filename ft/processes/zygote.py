@@ -79,18 +79,28 @@ class Zygote:
 
     def preload(self, modules: tuple[str, ...]) -> None:
         """Import `modules` and answer; refuse to go on if that started threads, which a fork would lose."""
+        gc.disable()  # imports make little garbage, and looking for it takes a part of their time
+        try:
+            if not self._imported(modules):
+                return
+        finally:
+            gc.enable()
+        gc.collect()
+        gc.freeze()
+        self._report(Ready())
+
+    def _imported(self, modules: tuple[str, ...]) -> bool:
+        """Import modules; False after an answer that says why this stopped."""
         for module in modules:
             try:
                 importlib.import_module(module)
             except Exception:
                 self._report(RequestRefused(f"importing {module}:\n{traceback.format_exc()[-8000:]}"))
-                return
+                return False
             if names := _other_threads():
                 self._report(RequestRefused(f"importing {module} started threads: {', '.join(names)}", module))
-                return
-        gc.collect()
-        gc.freeze()
-        self._report(Ready())
+                return False
+        return True
 
     def _step(self) -> bool:
         for fd, _ in self._poll.poll():

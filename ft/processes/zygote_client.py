@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -45,6 +44,7 @@ from holdfast.ft.processes.zygote_messages import (
     RequestRefused,
     Spawn,
 )
+from holdfast.ft.processes.zygote_start import StartedZygote, start_zygote, take_early
 
 _START_TIMEOUT = 180.0
 """Seconds for the first import of torch, which is slow on a cold disk."""
@@ -168,26 +168,16 @@ class ForkedProcess:
 class ZygoteClient:
     """A running zygote. One per interpreter: see `zygote()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: StartedZygote) -> None:
         self._lock = threading.RLock()
         self._running: dict[int, ForkedProcess] = {}
-        self._preloaded: set[str] = set()
         self.has_threads = False
         """Whether an import started threads there: it must fork no more processes."""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "holdfast.ft.processes.zygote", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+        self._preloaded = set(started.modules)
+        self._process, self._control, self._log = started.process, started.control, started.log
         try:
-            self._answer(time.monotonic() + _START_TIMEOUT)
+            for _ in range(2 if started.modules else 1):
+                self._answer(time.monotonic() + _START_TIMEOUT)
         except BaseException:
             self.close()
             raise
@@ -347,7 +337,7 @@ def zygote() -> ZygoteClient:
         if _shared is None or not _shared.alive():
             if _shared is not None:
                 _shared.close()
-            _shared = ZygoteClient()
+            _shared = ZygoteClient(take_early() or start_zygote())
         return _shared
 
 
@@ -366,14 +356,29 @@ def zygote_with(*modules: str) -> ZygoteClient:
     """
     with _preloading:
         while True:
-            source = zygote()
             try:
+                source = zygote()  # one that was started early may be refused now
                 source.preload(*(module for module in modules if module not in _imported_by_each))
             except StartedThreads as error:
                 _imported_by_each.add(error.module)
                 _log.warning("%s; each process imports %s itself, and starts later", error, error.module)
             else:
                 return source
+
+
+def inherit_zygote() -> bool:
+    """Fork this process's zygote from it, unless it has one. For a fork of a zygote, before it starts threads.
+
+    That takes milliseconds: a zygote in a new interpreter would import again what this process has imported.
+    Returns False if there are threads already: a fork would miss what they hold, and `zygote()` starts an interpreter.
+    """
+    global _shared
+    from holdfast.ft.processes.zygote_fork import fork_zygote
+
+    with _shared_lock:
+        if _shared is None and (started := fork_zygote()) is not None:
+            _shared = ZygoteClient(started)
+        return _shared is not None
 
 
 def zygote_pid() -> int | None:

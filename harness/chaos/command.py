@@ -129,13 +129,15 @@ def run(
     Exit status: 0 only if every run came out as its scenario expects; 1 if not; 2 if one could not be run; 74 if the
     report could not be written; 130 if interrupted. A run that fails prints the command that repeats it.
     """
-    from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import print_json
     from holdfast.ft.console.outputs import check_folder, check_modules, writing
-    from holdfast.harness.chaos.judge.page import write_folder
+    from holdfast.ft.processes.zygote_start import start_early
 
     check_modules("report", "the report", "jinja2")
     check_folder(report, "--report", "report.html", "run.json")
+    start_early()
+    from holdfast.comms.errors import HoldfastError
+
     try:
         made, refused = _run(scenarios, seed, minutes, compare, quiet=json)
     except (HoldfastError, ValueError, OSError) as error:
@@ -153,6 +155,8 @@ def run(
     else:
         _tell(made)
     with writing("holdfast chaos"):
+        from holdfast.harness.chaos.judge.page import write_folder
+
         write_folder(made, report)
     typer.echo(f"report: {report / 'report.html'}", err=json)
     raise typer.Exit(2 if refused else 0 if made.passed else 1)

@@ -58,12 +58,16 @@ def demo(
     Exit status: 0 only if held-out exact match is over 85% at the end, no step, prompt or version of the weights was
     lost, and every invariant held; 1 if not; 2 if the run could not be done; 130 if interrupted.
     """
-    from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.outputs import check_folder, check_modules
+    from holdfast.ft.processes.zygote_start import start_early
+    from holdfast.harness.training import preload
 
     check_modules("rl", "the demo", "transformers", "monarch")
     check_modules("report", "the report", "jinja2")
     check_folder(report, "--report", "report.html", "run.json")
+    start_early(*preload.PRELOAD, preload.DRIVER)
+    from holdfast.comms.errors import HoldfastError
+
     try:
         status = _demo(_scenario(steps, seed, hosts, backend), _repeat(steps, seed, hosts, backend), seed, json, report)
     except (HoldfastError, ValueError) as error:

@@ -48,6 +48,11 @@ def train(
     Exit status: 0 once all steps are trained; 2 if the run was refused, or cannot go on; 130 after Ctrl-C and 143 after
     SIGTERM, which end all of its processes.
     """
+    from holdfast.ft.processes.zygote_start import start_early
+    from holdfast.harness.training.preload import PRELOAD
+
+    if not dry_run:
+        start_early(*PRELOAD)
     from holdfast.rl.config.load import load_config
     from holdfast.rl.config.resume import resolved
 
@@ -72,6 +77,10 @@ def resume(directory: RunFolder = Path("run"), set_: Sets = None, json: Json = F
 
     Nothing is trained twice in the weights, and no prompt is skipped. What the weights depend on cannot be changed.
     """
+    from holdfast.ft.processes.zygote_start import start_early
+    from holdfast.harness.training.preload import PRELOAD
+
+    start_early(*PRELOAD)
     from holdfast.harness.training.command import configuration_of, run_here
 
     run_here(configuration_of(directory, set_ or ()), directory, directory, json)

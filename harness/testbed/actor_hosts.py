@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.framed_socket import ChannelClosed
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
+from holdfast.ft.processes.zygote_client import ForkedProcess, inherit_zygote, zygote
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 
@@ -104,6 +104,7 @@ def _serve(entry: EnterNamespace, address: str, channel: ProcessChannel) -> None
     """The body of a host's process: Monarch's host, until it is killed."""
     entry()
     tempfile.tempdir = None  # the zygote may have asked for it before this process had its environment
+    inherit_zygote()
     from holdfast.rl.engine.monarch_host import main
 
     main(address, channel.send)

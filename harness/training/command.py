@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,23 +9,16 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.console import console, print_json
-from holdfast.ft.console.interruptible import run_interruptible
 from holdfast.ft.console.units import coarse_seconds, counted, reward_text
-from holdfast.ft.environment.listen_address import choose_address
-from holdfast.ft.environment.local_addresses import local_addresses
-from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.harness.report import write
 from holdfast.harness.training import episodes_page
+from holdfast.harness.training.driver import train_here
 from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.report import report_of
 from holdfast.rl.config.load import load_config
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.engine.engine import Engine
-from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.run.policy_source import tokenizer_of
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.run.telemetry import Observer, TensorBoard
-from holdfast.rl.run.training_run import RunResult, TrainingRun
 
 SHOWN_GROUPS = 500
 """The most groups on the page of episodes: the newest ones."""
@@ -37,34 +29,6 @@ class NoRun(HoldfastError):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(f"{directory} holds no run: it has no config.toml; `holdfast rl train` makes one")
-
-
-PRELOAD = (
-    "transformers.models.llama.modeling_llama",
-    "holdfast.rl.trainers.trainer_actor",
-    "holdfast.rl.generators.transformers_generator",
-    "holdfast.rl.run.weight_holder",
-    "holdfast.rl.run.episodes.environment_servers",
-)
-"""Modules that are slow to import, so the processes of a run share one import of them."""
-
-
-def engine_of(config: RunConfig, logs: Path) -> Engine:
-    """The engine that a configuration names; processes of this host write their output to files in `logs`.
-
-    Raises `AddressNeeded` for a run on several hosts without HOLDFAST_INTERFACE, and `NotUnderSlurm`.
-    """
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if config.engine.kind == "local":
-        return LocalEngine(logs=logs, preload=PRELOAD)
-    from holdfast.rl.engine.monarch import MonarchEngine
-
-    hosts = found_hosts(config.engine.hosts)
-    if not hosts:
-        return MonarchEngine(logs=logs, preload=PRELOAD)
-    why = f"the run is on {counted(len(hosts), 'host')}"
-    listen = choose_address(os.environ.get("HOLDFAST_INTERFACE", ""), why, local_addresses())
-    return MonarchEngine(logs=logs, preload=PRELOAD, listen=listen, silence=config.engine.silence)
 
 
 def run_here(config: RunConfig, directory: Path, folder: Path, json: bool) -> None:
@@ -102,27 +66,6 @@ def _started(config: RunConfig) -> str:
     if config.environment.name:
         roles.append(counted(config.environment.servers, "server") + f" of {config.environment.name}")
     return f"starting {', '.join(roles)}"
-
-
-def train_here(
-    config: RunConfig, directory: Path, folder: Path = Path(), observers: Sequence[Observer] = ()
-) -> RunResult:
-    """Be the driver of a run until it is done. Raises `RunFailed`, and the errors of the run's beginning."""
-    with RunDirectory(directory).open() as opened:
-        return run_interruptible(_run(config, opened, folder, observers))
-
-
-async def _run(config: RunConfig, directory: RunDirectory, folder: Path, watching: Sequence[Observer]) -> RunResult:
-    observers = list(watching)
-    board = TensorBoard(directory.path / "tensorboard") if config.telemetry.tensorboard else None
-    if board is not None:
-        observers.append(board)
-    try:
-        async with engine_of(config, directory.path / "output") as engine:
-            return await TrainingRun(config, directory, engine, observers, folder).run()
-    finally:
-        if board is not None:
-            board.close()
 
 
 def configuration_of(directory: Path, overrides: Sequence[str]) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -99,9 +100,11 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
     def save_config(self, folder: Path) -> None:
         """Write the model's configuration to a folder of its weights, so that transformers loads them from there."""
+        if self.path:
+            shutil.copyfile(Path(self.path) / "config.json", folder / "config.json")
+            return
         config = self.read_config()
-        if not self.path:
-            config.architectures = [type(self.build()).__name__]
+        config.architectures = [type(self.build()).__name__]
         config.save_pretrained(folder)
 
     def _unknown(self, error: Exception) -> ModelMisfit:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -37,6 +37,7 @@ from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
 from holdfast.rl.engine.engine import Engine
+from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.episode_sources import (
     EnvironmentEpisodes,
     EpisodeSource,
@@ -46,6 +47,7 @@ from holdfast.rl.run.episodes.episode_sources import (
 from holdfast.rl.run.errors import RunFailed, StepsDone
 from holdfast.rl.run.generation import Generators
 from holdfast.rl.run.hosts import between_hosts, new_register
+from holdfast.rl.run.policy.policy_process import in_policy_process
 from holdfast.rl.run.policy_source import check_policy, policy_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
@@ -67,8 +69,6 @@ from holdfast.rl.trainers.trainer_actor import TrainerPosition
 from holdfast.store import WeightStore
 
 JOB = "rl"
-
-T = TypeVar("T")
 
 
 def reach(point: str, step: int) -> None:
@@ -125,7 +125,7 @@ class TrainingRun:
         check_plugins_run_here(config)
         policy = policy_source(config)
         policy.check_device()
-        await asyncio.to_thread(check_policy, config, policy)
+        await in_policy_process("the check of the model", partial(check_policy, config, policy), directory.policy)
         episodes = self._episodes()
         source = await episodes.prepare(policy, directory.policy)
         self.telemetry.emit(began)  # a run that is refused has no event, so the next one is not called resumed
@@ -171,7 +171,7 @@ class TrainingRun:
         config = self._config
         await episodes.start()
         await generators.start_holders(KEEP + config.algorithm.staleness)
-        position = await _both(trainers.start(), generators.start())
+        position = await all_done(trainers.start(), generators.start())
         buffer = ReplayBuffer.from_state(_saved_buffer(position) or BufferState(rule=staleness_rule(config)))
         if self._before:
             self.telemetry.emit(RunResumed(time=self.telemetry.now(), step=position.step))
@@ -284,18 +284,6 @@ class TrainingRun:
         best = max(scores, key=lambda each: each.reward)
         version = best.version
         return EvaluationScore(version=version, oldest=version, newest=version, reward=best.reward, failed=0)
-
-
-async def _both(first: Awaitable[T], second: Awaitable[object]) -> T:
-    """The result of `first` once both are done. If one raises, the other is cancelled, and its error raised."""
-    both = asyncio.ensure_future(first), asyncio.ensure_future(second)
-    try:
-        result, _ = await asyncio.gather(*both)
-        return result
-    finally:
-        for each in both:
-            each.cancel()
-        await asyncio.wait(both)
 
 
 def _saved_buffer(position: TrainerPosition) -> BufferState | None:

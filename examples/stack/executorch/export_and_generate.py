@@ -19,8 +19,8 @@ from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.export.executorch import export_program
 from holdfast.rl.export.version_evaluation import held_out_prompts
 from holdfast.rl.generators.models import ModelSource, save_model
+from holdfast.rl.run.policy.warm_up import train
 from holdfast.rl.run.policy_source import policy_source, task_of
-from holdfast.rl.run.warm_up import train
 
 CONFIG = """
 seed = 1

@@ -34,6 +34,7 @@ from holdfast.harness.invariants import Event, merge
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.testbed.actor_hosts import ActorHosts
+from holdfast.harness.training import preload
 from holdfast.rl.run.telemetry import Observer
 
 LOOK_SECONDS = 0.01
@@ -128,7 +129,10 @@ class ScenarioRun:
     def run(self) -> RawRun:
         """Do the whole run; leaves no process behind. Raises the errors of starting processes."""
         scenario, raw = self._scenario, self._raw
-        zygote_with(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))
+        if scenario.workload.family == "rl":
+            zygote_with(*preload.PRELOAD, preload.DRIVER)
+        else:
+            zygote_with(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))
         with contextlib.ExitStack() as undo:
             gate = undo.enter_context(PointGate(self._directory))
             links = undo.enter_context(Links(self._seed)) if scenario.job.links else None

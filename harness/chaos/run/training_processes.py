@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.ft.console.output import tail
-from holdfast.ft.processes.zygote_client import zygote, zygote_with
+from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness.chaos.run.fault_context import NoTargetProcess, Victim
 from holdfast.harness.chaos.run.foreign_process import ForeignProcess
 from holdfast.harness.chaos.run.log_tail import LogTail
@@ -26,7 +26,6 @@ from holdfast.harness.chaos.run.process_set import (
 from holdfast.harness.chaos.workloads.training import driver_of
 from holdfast.harness.invariants import Event, read_directory
 from holdfast.harness.testbed.actor_hosts import DRIVER, ActorHosts
-from holdfast.harness.training.command import PRELOAD
 from holdfast.harness.training.run_event_tail import RunEventTail
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Group
@@ -97,7 +96,6 @@ class TrainingProcesses(DrivenProcessSet):
         self._foreign: list[ForeignProcess] = []
         self._identities: dict[int, str] = {}
         self._digest, self._errors, self._left = "", list[str](), tuple[str, ...]()
-        zygote_with(*PRELOAD, "holdfast.harness.chaos.workloads.training")
         self._start_driver()
 
     # -- what a fault acts on
@@ -270,10 +268,9 @@ class TrainingProcesses(DrivenProcessSet):
     def _until_gone(self) -> tuple[str, ...]:
         """Wait until all processes of the run are gone; returns those that are not."""
         deadline = time.monotonic() + GONE_SECONDS
-        mark = f"TMPDIR={self._temporary}".encode()
         while True:
             left = {each.pid: each.name for each in self._foreign if each.alive()}
-            left |= {pid: left.get(pid, "a process") for pid in _marked(mark)}
+            left |= {pid: left.get(pid, "a process") for pid in _processes_of(self.directory)}
             if not left or time.monotonic() > deadline:
                 return tuple(f"{name} (pid {pid})" for pid, name in left.items())
             time.sleep(0.02)
@@ -311,11 +308,16 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _marked(mark: bytes) -> list[int]:
-    """The living processes that were started with a variable in their environment."""
+def _processes_of(directory: Path) -> list[int]:
+    """The living processes that write to files in a directory, or were started to keep temporary files there."""
+    mark, inside = f"TMPDIR={directory}/".encode(), f"{directory}/"
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if folder.stat().st_uid == os.getuid() and mark in (folder / "environ").read_bytes().split(b"\0"):
+            if folder.stat().st_uid != os.getuid():
+                continue
+            given = (folder / "environ").read_bytes().split(b"\0")
+            output = str((folder / "fd" / "1").readlink())
+            if output.startswith(inside) or any(each.startswith(mark) for each in given):
                 found.append(int(folder.name))
     return found

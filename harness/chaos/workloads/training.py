@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,8 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.harness.training.command import train_here
+from holdfast.ft.processes.zygote_client import inherit_zygote, shut_down
+from holdfast.harness.training.driver import train_here
 from holdfast.rl.config.run_config import RunConfig
 
 
@@ -25,10 +28,15 @@ def driver_of(
         if enter is not None:
             enter()
         tempfile.tempdir = None  # the zygote may have asked for it before this process had its environment
+        inherit_zygote()
         try:
             result: dict[str, Any] = {"digest": train_here(config, directory).digest}
         except HoldfastError as error:
             result = {"error": describe(error)}
         channel.send(result)
+        shut_down()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)  # all is closed; at a usual exit Monarch waits a second for processes that are gone
 
     return target

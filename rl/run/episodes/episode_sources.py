@@ -21,28 +21,32 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.reward import Judge
+from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure
 from holdfast.rl.run.episodes.environment_servers import EnvironmentServers
 from holdfast.rl.run.episodes.episode_codec import codec_of
+from holdfast.rl.run.policy.policy_process import in_policy_process
+from holdfast.rl.run.policy.warm_up import warm_up, warmed_up
 from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
 from holdfast.rl.run.run_events import EpisodeFailed
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.run.warm_up import warmed_up
 from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.work_log import WorkReport
 
 T = TypeVar("T")
+
+CHECK = "the check of the model"
 
 
 class EpisodeSource(Protocol):
     """Where the episodes of a run come from. `start` it before use, and `close` it."""
 
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
-        """The policy that the run begins with; `folder` may keep it. Raises what is wrong with the task."""
+        """The policy to begin with; `start` may save it in `folder`. Raises what is wrong with the task."""
         ...
 
     async def start(self) -> None:
-        """Start the processes that it needs."""
+        """Start the processes that it needs, and save the policy."""
         ...
 
     async def close(self) -> None:
@@ -76,18 +80,23 @@ class PromptEpisodes:
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
         """The policy after its supervised steps."""
         config = self._config
+        self._policy, self._folder = policy, folder
         self._task = task = await asyncio.to_thread(task_of, config)
-        most = await asyncio.to_thread(policy.longest_sequence)
+        most = await in_policy_process(CHECK, policy.longest_sequence, folder)
         longest = max(source.longest for source in (task.train, task.held_out) if source is not None)
         if (tokens := longest + config.sampling.max_new_tokens) > most:
             why = f"the longest prompt and sampling.max_new_tokens make {tokens} tokens, and it attends to {most}"
             raise ModelMisfit(policy.name, why, "shorten the prompts, or lower sampling.max_new_tokens")
         self._judge = Judge(await reward_of(config), task.tokenizer, self._failed)
-        warm = partial(warmed_up, policy, config.model, task.problems, task.tokenizer, config.seed, folder)
-        return await asyncio.to_thread(warm)
+        return warmed_up(policy, config.model, folder)
 
     async def start(self) -> None:
-        """There is no process."""
+        """Take the supervised steps, unless an earlier driver did."""
+        config, task, folder = self._config, self._task, self._folder
+        if not config.model.warmup_steps or folder.exists():
+            return
+        warm = partial(warm_up, self._policy, config.model, task.problems, task.tokenizer, config.seed, folder)
+        await in_policy_process("the supervised steps", warm, folder)
 
     async def close(self) -> None:
         """There is no process."""
@@ -136,7 +145,9 @@ class EnvironmentEpisodes:
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
         """The policy as it is."""
         self._servers.check()
-        self._limit = self._config.environment.max_tokens or await asyncio.to_thread(policy.longest_sequence)
+        self._limit = self._config.environment.max_tokens or await in_policy_process(
+            CHECK, policy.longest_sequence, folder
+        )
         tokenizer = await asyncio.to_thread(tokenizer_of, self._config)
         self._codec = codec_of(tokenizer, beside_prompts=self._config.has_prompts)
         return policy
@@ -190,11 +201,13 @@ class MixedEpisodes:
 
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
         """The policy after its supervised steps."""
-        return await self._games.prepare(await self._prompts.prepare(policy, folder), folder)
+        source = await self._prompts.prepare(policy, folder)
+        await self._games.prepare(policy, folder)  # which has the layers of `source`; that is not saved yet
+        return source
 
     async def start(self) -> None:
-        """Start the servers, and begin an episode. Raises `UnknownEnvironment`."""
-        await self._games.start()
+        """Take the supervised steps, start the servers, and begin an episode. Raises `UnknownEnvironment`."""
+        await all_done(self._prompts.start(), self._games.start())
 
     async def close(self) -> None:
         """End the servers. Idempotent."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from holdfast.harness.training.command import PRELOAD
+from holdfast.harness.training.preload import PRELOAD
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.engine.local import LocalEngine

@@ -21,24 +21,26 @@ IGNORED = -100
 """The label of tokens that do not count, as torch has it."""
 
 
-def warmed_up(
-    source: ModelSource, config: ModelConfig, problems: Sequence[Problem], tokenizer: Tokenizer, seed: int, folder: Path
-) -> ModelSource:
-    """`source` after supervised steps on `problems`, saved in `folder`; the same one if no step is asked for.
-
-    The weights depend on the arguments alone, and are trained on the CPU whatever the device of `source` is. What an
-    earlier driver saved whole is taken.
-    """
+def warmed_up(source: ModelSource, config: ModelConfig, folder: Path) -> ModelSource:
+    """The policy that `warm_up` saves in `folder`; `source` itself if no step is asked for."""
     if not config.warmup_steps:
         return source
-    if not folder.exists():
-        model = msgspec.structs.replace(source, device="cpu").build()
-        train(model, config, problems, tokenizer, seed)
-        part = folder.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        save_model(model, part)
-        part.rename(folder)
     return ModelSource(path=str(folder), dtype=source.dtype, device=source.device, vocabulary=source.vocabulary)
+
+
+def warm_up(
+    source: ModelSource, config: ModelConfig, problems: Sequence[Problem], tokenizer: Tokenizer, seed: int, folder: Path
+) -> None:
+    """Save `source` in `folder` after supervised steps on `problems`. The weights depend on the arguments alone.
+
+    They are trained on the CPU whatever the device of `source` is.
+    """
+    model = msgspec.structs.replace(source, device="cpu").build()
+    train(model, config, problems, tokenizer, seed)
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    save_model(model, part)
+    part.rename(folder)
 
 
 def train(model: Any, config: ModelConfig, problems: Sequence[Problem], tokenizer: Tokenizer, seed: int) -> float:

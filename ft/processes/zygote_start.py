@@ -1,0 +1,98 @@
+"""Starts the process of a zygote without waiting for it, and imports nothing slow: a command can do it first.
+
+start_early("transformers", ...)     # a command, once it knows that it will need processes
+import torch, ...                    # this process imports what it needs, on another core
+zygote().spawn(...)                  # the zygote that was started early
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import IO, Any, Protocol
+
+import msgspec
+
+from holdfast.ft.processes.zygote_messages import Preload
+
+
+class ZygoteProcess(Protocol):
+    """The zygote as its parent sees it. `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StartedZygote:
+    """A zygote that owes an answer for its own imports, and one more if it was asked for `modules`."""
+
+    process: ZygoteProcess
+    control: socket.socket
+    log: IO[bytes]
+    modules: tuple[str, ...] = ()
+
+
+def start_zygote(*modules: str) -> StartedZygote:
+    """Start a zygote in a new interpreter, which imports `modules` after its own."""
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process: subprocess.Popen[Any] = subprocess.Popen(
+            [sys.executable, "-P", "-m", "holdfast.ft.processes.zygote", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    if modules:
+        control.sendmsg([msgspec.msgpack.encode(Preload(modules))])
+    return StartedZygote(process, control, log, modules)
+
+
+_early: StartedZygote | None = None
+
+
+def start_early(*modules: str) -> None:
+    """Start the zygote that the first `zygote()` of this process will return. It ends with this process."""
+    global _early
+    if _early is None:
+        _early = start_zygote(*modules)
+        atexit.register(_end_untaken)
+
+
+def take_early() -> StartedZygote | None:
+    """The zygote that was started early, once."""
+    global _early
+    taken, _early = _early, None
+    return taken
+
+
+def _end_untaken() -> None:
+    """End a zygote that was never needed. It has no children."""
+    if (untaken := take_early()) is not None:
+        untaken.process.kill()
+        untaken.process.wait(10.0)
+        untaken.control.close()
+        untaken.log.close()
+
+
+def _forget() -> None:
+    if (parents := take_early()) is not None:
+        parents.control.close()
+
+
+os.register_at_fork(after_in_child=_forget)

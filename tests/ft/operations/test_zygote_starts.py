@@ -1,0 +1,132 @@
+"""A zygote can be started before its parent imports anything slow, or be forked from a process that has torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.forked_call import call_in_fork
+from holdfast.ft.processes.zygote_client import inherit_zygote, zygote, zygote_pid
+from support.waiting import eventually
+
+SECONDS = 60.0
+
+
+def _open_files() -> set[str]:
+    links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return {str(each.readlink()) for each in links}
+
+
+def _facts(secret: str) -> tuple[int, int, bool]:
+    return os.getpid(), os.getppid(), secret in _open_files()
+
+
+def _call_through_a_forked_zygote(folder: Path) -> tuple[int, int | None, tuple[int, int, bool]]:
+    with (folder / "open").open("w") as secret:
+        inherit_zygote()
+        facts = partial(_facts, secret.name)
+        return os.getpid(), zygote_pid(), call_in_fork(facts, name="inner", output=folder / "inner", timeout=SECONDS)
+
+
+def test_a_fork_forks_its_own_zygote_which_has_nothing_of_it_open(tmp_path: Path) -> None:
+    call = partial(_call_through_a_forked_zygote, tmp_path)
+    pid, own, (inner, parent, sees) = call_in_fork(call, name="outer", output=tmp_path / "outer", timeout=SECONDS)
+    assert own not in (None, zygote_pid()) and parent == own and inner not in (pid, own)
+    assert not sees, "a descriptor of the process is open in what its zygote forks"
+
+
+def _wait_beside_a_forked_zygote(channel: ProcessChannel) -> None:
+    inherit_zygote()
+    source = zygote()
+    child = source.spawn(_sleep, name="inner", output=Path(os.devnull))
+    channel.send((source.pid, child.pid))
+    _sleep(channel)
+
+
+def _sleep(channel: ProcessChannel) -> None:
+    channel.recv(SECONDS)
+
+
+def test_nothing_outlives_the_parent_of_a_forked_zygote(tmp_path: Path) -> None:
+    process = zygote().spawn(_wait_beside_a_forked_zygote, name="outer", output=tmp_path / "outer")
+    try:
+        pids: tuple[int, int] = process.channel.recv(SECONDS)
+        process.kill()
+        assert process.wait(10.0).signal == signal.SIGKILL
+        for pid in pids:
+            eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 10.0)
+    finally:
+        process.close()
+
+
+def _with_a_thread() -> tuple[bool, int | None]:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        return inherit_zygote(), zygote_pid()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_no_zygote_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
+    forked = call_in_fork(_with_a_thread, name="outer", output=tmp_path / "outer", timeout=SECONDS)
+    assert forked == (False, None)
+
+
+def _exit() -> None:
+    os._exit(3)
+
+
+def _refuse() -> None:
+    raise KeyError("no such thing")
+
+
+def test_a_call_in_a_fork_raises_what_the_function_raised_and_says_how_its_process_ended(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="no such thing"):
+        call_in_fork(_refuse, name="a call", output=tmp_path / "call", timeout=SECONDS)
+    with pytest.raises(StartFailed, match=r"a call ended without an answer: process .* exited with status 3"):
+        call_in_fork(_exit, name="a call", output=tmp_path / "call", timeout=SECONDS)
+
+
+def _run(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+EARLY = """
+import sys
+from holdfast.ft.processes import zygote_start
+zygote_start.start_early("colorsys")
+print("torch" in sys.modules, zygote_start._early.process.pid)
+"""
+
+TAKEN = """
+from pathlib import Path
+from holdfast.ft.processes.forked_call import call_in_fork
+from holdfast.ft.processes.zygote_client import zygote_pid
+has = call_in_fork(lambda: "colorsys" in sys.modules, name="call", output=Path("/dev/null"), timeout=60)
+print(zygote_pid(), has)
+"""
+
+
+def test_a_zygote_that_is_started_early_is_the_one_that_is_used() -> None:
+    heavy, early, used, has = _run(EARLY + TAKEN)
+    assert (heavy, has) == ("False", "True") and early == used
+    assert not Path(f"/proc/{early}").exists()
+
+
+def test_a_zygote_that_is_started_early_and_not_used_ends_with_its_parent() -> None:
+    heavy, early = _run(EARLY)
+    assert heavy == "False" and not Path(f"/proc/{early}").exists()
