@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import shut_down
-from holdfast.harness.training.command import train_here
+from holdfast.harness.training.driver import train_here
 from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml_text import dump

@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from holdfast.ft.processes.zygote_client import shut_down
-from holdfast.harness.training.command import train_here
+from holdfast.harness.training.driver import train_here
 from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.toml_text import dump
 from holdfast.rl.data.arithmetic import CHARACTERS
