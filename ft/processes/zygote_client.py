@@ -44,7 +44,7 @@ from holdfast.ft.processes.zygote_messages import (
     RequestRefused,
     Spawn,
 )
-from holdfast.ft.processes.zygote_start import StartedZygote, start_zygote, take_early
+from holdfast.ft.processes.zygote_start import StartedZygote, early_pid, end_untaken, start_zygote, take_early
 
 _START_TIMEOUT = 180.0
 """Seconds for the first import of torch, which is slow on a cold disk."""
@@ -384,7 +384,7 @@ def inherit_zygote() -> bool:
 def zygote_pid() -> int | None:
     """The process id of the zygote; None if there is none."""
     current = _shared
-    return None if current is None else current.pid
+    return early_pid() if current is None else current.pid
 
 
 def shut_down() -> None:
@@ -395,6 +395,7 @@ def shut_down() -> None:
             each.close()
         _retired.clear()
         _shared = None
+    end_untaken()
 
 
 @forks.run_in_children

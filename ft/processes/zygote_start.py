@@ -67,11 +67,15 @@ _early: StartedZygote | None = None
 
 
 def start_early(*modules: str) -> None:
-    """Start the zygote that the first `zygote()` of this process will return. It ends with this process."""
+    """Start the zygote that the next `zygote()` of this process will return, unless there is one already.
+
+    It ends with this process.
+    """
     global _early
-    if _early is None:
+    client = sys.modules.get("holdfast.ft.processes.zygote_client")  # without it there is none
+    if _early is None and (client is None or client.zygote_pid() is None):
         _early = start_zygote(*modules)
-        atexit.register(_end_untaken)
+        atexit.register(end_untaken)
 
 
 def take_early() -> StartedZygote | None:
@@ -81,7 +85,12 @@ def take_early() -> StartedZygote | None:
     return taken
 
 
-def _end_untaken() -> None:
+def early_pid() -> int | None:
+    """The process id of a zygote that was started early and not used yet; None if there is none."""
+    return None if _early is None else _early.process.pid
+
+
+def end_untaken() -> None:
     """End a zygote that was never needed. It has no children."""
     if (untaken := take_early()) is not None:
         untaken.process.kill()
