@@ -34,10 +34,20 @@ from support.samples.actors import Counter, Stillborn
 def family(parent):
     found = [parent]
     for path in Path("/proc").glob("[0-9]*/stat"):
-        text = path.read_text()
+        try:
+            text = path.read_text()
+        except OSError:  # it has ended meanwhile
+            continue
         if int(text.rpartition(")")[2].split()[1]) == parent:
             found += family(int(text.split()[0]))
     return found
+
+def kill(pids):
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # its parent had ended it
+            pass
 
 def zygote_of(pid):
     return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
@@ -187,14 +197,14 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
                 words = path.read_bytes().split(b"\\0")
                 if b"holdfast.rl.engine.monarch_host" in words and address.encode() in words:
                     return int(path.parent.name)
+            raise AssertionError("there is no such host")
 
         options = served(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
         async with await options.as_service() as counter:
             before = host_process(second)
             away = []
             engine.on_host_away(away.append)
-            for pid in family(before):
-                os.kill(pid, signal.SIGKILL)
+            kill(family(before))
             while not away:
                 await asyncio.sleep(0.01)
             assert away == [engine.host_identity(second)]
@@ -216,8 +226,7 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
                     await asyncio.sleep(0.01)
                 assert len(away) == 1
             finally:
-                for pid in family(again.pid):
-                    os.kill(pid, signal.SIGKILL)
+                kill(family(again.pid))
                 again.wait()
         """,
     )
