@@ -119,6 +119,13 @@ class HeldOutEvaluation:
             running, self._running = self._running, None
             await running
 
+    async def stop(self) -> None:
+        """End the evaluation that runs, without its score or its error. Idempotent."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
     async def _evaluate(self, version: int, exact: int | None) -> None:
         played = await self._held_out.play(self._policy, exact)
         score = EvaluationScore(
@@ -146,3 +153,6 @@ class NoEvaluation:
 
     async def settle(self) -> None:
         """Nothing was begun."""
+
+    async def stop(self) -> None:
+        """Nothing runs."""

@@ -112,6 +112,7 @@ class TrainingRun:
             raise StepsDone(done, config.steps)
         self.telemetry = RunTelemetry(directory, tuple(observers), max((each.time for each in before), default=0.0))
         self._failure: asyncio.Future[None] | None = None
+        self._evaluation: HeldOutEvaluation | NoEvaluation = NoEvaluation()
         self._done = 0
 
     async def run(self) -> RunResult:
@@ -154,6 +155,7 @@ class TrainingRun:
                 copies = CopiesWatch(store, config.store.copies, self.telemetry, self._engine.host_identity)
                 self._engine.on_host_away(copies.host_away)
                 await undo.enter_async_context(copies.watching())
+                undo.push_async_callback(lambda: self._evaluation.stop())
                 return await self._until_failure(self._train(episodes, trainers, generators, best))
 
     def _episodes(self) -> EpisodeSource:
@@ -175,14 +177,13 @@ class TrainingRun:
         buffer = ReplayBuffer.from_state(_saved_buffer(position) or BufferState(rule=staleness_rule(config)))
         if self._before:
             self.telemetry.emit(RunResumed(time=self.telemetry.now(), step=position.step))
-        evaluation: HeldOutEvaluation | NoEvaluation = NoEvaluation()
         held_out = episodes.held_out() if config.evaluation.every else None
         if held_out is not None:
             before = self._best_before(position.step)
-            evaluation = HeldOutEvaluation(
+            self._evaluation = HeldOutEvaluation(
                 generators, held_out, buffer, config.evaluation.every, best, self._evaluated, before
             )
-        self._evaluation = evaluation
+        evaluation = self._evaluation
         episode = episodes.episode(generators, buffer)
         steps = range(position.step, config.steps, config.algorithm.updates)
         trainer = _BatchTrainer(self, trainers)

@@ -1,4 +1,4 @@
-"""`python -m holdfast.harness.bench.rl.modes [STEPS [PAIRS]]`: trains in turns and at the same time, alternately.
+"""`python -m holdfast.harness.bench.rl.modes [STEPS [SEEDS]]`: trains in turns and at the same time, alternately.
 
 Prints the episodes a second of both loops, their ratio, and the held-out reward at the end. One trainer and one
 generator: each has a processor to itself where there are two, as they have GPUs of their own on a cluster.
@@ -6,6 +6,7 @@ generator: each has a processor to itself where there are two, as they have GPUs
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -37,11 +38,12 @@ class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
 
 
-def configuration(mode: str, steps: int, every: int) -> RunConfig:
+def configuration(mode: str, steps: int, every: int, seed: int) -> RunConfig:
     """The run that is measured."""
     return parse_config(
         dump(
             {
+                "seed": seed,
                 "steps": steps,
                 "model": {"warmup_steps": 16, "warmup_batch": 256},
                 "algorithm": {"mode": mode, "staleness": MODES[mode], "groups": 32},
@@ -56,9 +58,9 @@ def configuration(mode: str, steps: int, every: int) -> RunConfig:
     )
 
 
-def measure(mode: str, steps: int, every: int = 25) -> ModeFigures:
+def measure(mode: str, steps: int, every: int = 25, seed: int = 0) -> ModeFigures:
     """Train once, with an evaluation every so many steps."""
-    config = configuration(mode, steps, every)
+    config = configuration(mode, steps, every, seed)
     seen: list[Event] = []
     with tempfile.TemporaryDirectory(prefix="holdfast-modes-") as folder:
         train_here(config, Path(folder) / "run", observers=(seen.append,))
@@ -90,8 +92,8 @@ if __name__ == "__main__":
     given = [int(each) for each in sys.argv[1:]]
     chosen_steps, pairs = (*given, *(200, 3)[len(given) :])
     results = []
-    for each in list(MODES) * pairs:
-        results.append(measure(each, chosen_steps))
+    for chosen_seed, each in itertools.product(range(pairs), MODES):
+        results.append(measure(each, chosen_steps, seed=chosen_seed))
         print(f"{each}: {results[-1].rate:.0f} episodes/s, held-out reward {results[-1].reward:.1%}", flush=True)
     print(*lines(results), sep="\n")
     shut_down()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +14,15 @@ import torch
 from holdfast.rl.algorithms.asynchronous import asynchronous
 from holdfast.rl.algorithms.collate import collate, step_totals
 from holdfast.rl.algorithms.episode import generate_episode
-from holdfast.rl.algorithms.evaluation import EvaluationScore, HeldOutEvaluation, HeldOutPrompts, NoEvaluation
+from holdfast.rl.algorithms.evaluation import (
+    EvaluationScore,
+    HeldOutEvaluation,
+    HeldOutPrompts,
+    HeldOutResult,
+    NoEvaluation,
+)
 from holdfast.rl.algorithms.grpo import loss
-from holdfast.rl.algorithms.protocols import Evaluation, StepReport
+from holdfast.rl.algorithms.protocols import Evaluation, Policy, StepReport
 from holdfast.rl.algorithms.synchronous import synchronous
 from holdfast.rl.config.objective import objective
 from holdfast.rl.config.sampling import Sampling
@@ -265,6 +272,38 @@ def test_evaluation_runs_beside_training_and_the_best_version_is_kept(bound: int
     rewards = [each.reward for each in scores]
     assert kept.best[-1] == scores[rewards.index(max(rewards))].version
     assert kept.held == set(kept.best)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loop_that_failed_stops_the_evaluation_beside_it(fails: bool) -> None:
+    complaints: list[str] = []
+
+    class Endless:
+        ended = False
+
+        async def play(self, policy: Policy, exact: int | None, /) -> HeldOutResult:
+            if fails:
+                raise OSError("no space left")
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                self.ended = True
+            raise AssertionError
+
+    async def body(held_out: Endless) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, said: complaints.append(said["message"]))
+        buffer = ReplayBuffer(StalenessRule(groups=4))
+        evaluation = HeldOutEvaluation(ToyCluster(), held_out, buffer, 5, KeptVersions())
+        await evaluation.begin(5)
+        await asyncio.sleep(0)
+        await evaluation.stop()
+        await evaluation.stop()
+
+    held_out = Endless()
+    asyncio.run(body(held_out))
+    gc.collect()
+    assert held_out.ended is not fails
+    assert not complaints
 
 
 @pytest.mark.parametrize("bound", [0, 2])
