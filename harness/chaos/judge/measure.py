@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -99,7 +100,9 @@ def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> flo
     if not any(event.kind == "revoked" for event in mine):
         return replaced
     rebuilt = [event for event in later if event.kind == "rebuilt" and event.time > since]
-    return max((event.time for event in rebuilt if event.integer("epoch") == rebuilt[0].integer("epoch")), default=None)
+    # only those in a row: after a resumed driver the epochs begin again
+    of_epoch = itertools.takewhile(lambda event: event.integer("epoch") == rebuilt[0].integer("epoch"), rebuilt)
+    return max((event.time for event in of_epoch), default=None)
 
 
 def percentiles(found: Iterable[InjectedFault]) -> dict[str, Percentiles]:

@@ -282,6 +282,7 @@ def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:
         (5.001, "detected", {"members": ["spare"]}),
         (5.004, "committed", {"step": 99}),
         (9.0, "rebuilt", {"epoch": 3}),
+        (60.0, "rebuilt", {"epoch": 2}),  # a resumed driver's trainers count their epochs from the beginning
         (9.1, "committed", {"step": 200}),
     )
     first, second = injected_faults(raw)
