@@ -406,6 +406,8 @@ def _forget() -> None:
         each.forget()
     _retired.clear()
     _shared = None
+    if (parents := take_early()) is not None:
+        parents.control.close()
 
 
 atexit.register(shut_down)

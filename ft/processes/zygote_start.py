@@ -69,7 +69,7 @@ _early: StartedZygote | None = None
 def start_early(*modules: str) -> None:
     """Start the zygote that the next `zygote()` of this process will return, unless there is one already.
 
-    It ends with this process.
+    It ends with this process. Children that are forked before `zygote_client` is imported would share it.
     """
     global _early
     client = sys.modules.get("holdfast.ft.processes.zygote_client")  # without it there is none
@@ -97,11 +97,3 @@ def end_untaken() -> None:
         untaken.process.wait(10.0)
         untaken.control.close()
         untaken.log.close()
-
-
-def _forget() -> None:
-    if (parents := take_early()) is not None:
-        parents.control.close()
-
-
-os.register_at_fork(after_in_child=_forget)
