@@ -113,7 +113,7 @@ class Detector:
 
     @property
     def reads(self) -> Collection[str]:
-        """The ids of the processes whose signs of life this process reads without messages."""
+        """The ids of the processes that show this one signs of life without messages."""
         return ()
 
     def silent_for(self, member_id: str, now: float) -> float | None:

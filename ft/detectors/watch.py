@@ -137,7 +137,10 @@ class Detectors:
         return any(self._each(lambda detector: detector.fence(member)))
 
     def needless(self) -> set[str]:
-        """The ids of the processes that read the signs of life of this one, as it reads theirs; none in doubt."""
+        """The ids of the processes that read the signs of life of this one.
+
+        It reads theirs, too. None while anything is in doubt.
+        """
         if any(self._each(lambda detector: detector.doubtful)):
             return set()
         return set().union(*self._each(lambda detector: detector.reads))

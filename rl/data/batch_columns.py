@@ -1,4 +1,4 @@
-"""`BatchColumns`: the episodes of a batch as trainers need them, as one array a field instead of an object a token."""
+"""`BatchColumns`: the episodes of a batch for trainers, as one array a field."""
 
 from __future__ import annotations
 

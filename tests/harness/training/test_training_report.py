@@ -187,7 +187,7 @@ def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
 
 
 def test_processor_time_is_that_of_the_steady_state() -> None:
-    """The first 10 of 40 steps are left out, and of work that began in them the part that lies in them."""
+    """The first 10 of 40 steps are left out, with the part of any work that lies in them."""
 
     def used(time: float, seconds: float) -> ProcessorTime:
         return ProcessorTime(time=time, process="trainer-0", role="trainer", seconds=seconds)

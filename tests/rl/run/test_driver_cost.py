@@ -1,4 +1,4 @@
-"""What an episode costs the driver and a trainer, as a count of Python's calls: it does not depend on the machine.
+"""What an episode costs the driver and a trainer, as a count of Python's calls.
 
 The time of a run was once half spent in calls for each token and each episode.
 """
