@@ -1,4 +1,4 @@
-# What a fresh machine needs: git, python3 (3.11 or newer), make. `make help` lists what there is.
+# What a fresh machine needs: git, python3 (3.11.5 or newer), make. `make help` lists what there is.
 
 PYTHON ?= python3
 VENV := .venv

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -47,10 +48,14 @@ from holdfast.ft.processes.zygote_messages import (
 _BOOT_TIMEOUT = 60.0
 
 
-def _other_threads() -> list[str]:
+def other_threads() -> list[str]:
     """The names that the kernel has for the threads of this process beside the main one."""
-    tasks = [each for each in Path("/proc/self/task").iterdir() if each.name != str(os.getpid())]
-    return [(each / "comm").read_text().strip() for each in tasks]
+    names = []
+    for each in Path("/proc/self/task").iterdir():
+        if each.name != str(os.getpid()):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                names.append((each / "comm").read_text().strip())
+    return names
 
 
 class Zygote:
@@ -97,7 +102,7 @@ class Zygote:
             except Exception:
                 self._report(RequestRefused(f"importing {module}:\n{traceback.format_exc()[-8000:]}"))
                 return False
-            if names := _other_threads():
+            if names := other_threads():
                 self._report(RequestRefused(f"importing {module} started threads: {', '.join(names)}", module))
                 return False
         return True

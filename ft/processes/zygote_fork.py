@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from holdfast.comms.system.forks import replace_by_dev_null
-from holdfast.ft.processes.zygote import Zygote
+from holdfast.ft.processes.zygote import Zygote, other_threads
 from holdfast.ft.processes.zygote_start import StartedZygote
 
 _log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class ForkedZygote:
 
 def fork_zygote() -> StartedZygote | None:
     """Fork a zygote; None if this process has several threads. It has nothing open of what this process has."""
-    if len(names := _threads()) > 1:
+    if names := _settled_threads():
         _log.info("no zygote is forked from process %d: it has the threads %s", os.getpid(), ", ".join(names))
         return None
     log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -81,17 +80,12 @@ def fork_zygote() -> StartedZygote | None:
     return StartedZygote(ForkedZygote(pid), control, log)
 
 
-def _threads() -> list[str]:
-    """The names of the threads of this process. One that was joined is listed for a moment more."""
+def _settled_threads() -> list[str]:
+    """The threads beside the main one. One that was joined is listed for a moment more."""
     deadline = time.monotonic() + SETTLE_SECONDS
-    while True:
-        names = []
-        for each in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):
-                names.append((each / "comm").read_text().strip())
-        if len(names) <= 1 or time.monotonic() > deadline:
-            return names
+    while (names := other_threads()) and time.monotonic() <= deadline:
         time.sleep(0.001)
+    return names
 
 
 def _serve(control: socket.socket, log: int) -> NoReturn:

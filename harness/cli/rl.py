@@ -163,11 +163,11 @@ def report(
     """
     from holdfast.ft.console.outputs import check_folder, check_modules
     from holdfast.harness.training.command import write_pages
-    from holdfast.harness.training.report import processor_line
 
     check_modules("report", "the report", "jinja2")
     check_folder(output, "--output", "report.html", "episodes.html")
-    for page in write_pages(directory, output):
+    pages = write_pages(directory, output)
+    for page in (pages.report, pages.episodes):
         typer.echo(f"report: {page}")
-    if line := processor_line(directory):
-        typer.echo(line)
+    if pages.processor:
+        typer.echo(pages.processor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,7 +15,7 @@ from holdfast.harness.report import write
 from holdfast.harness.training import episodes_page
 from holdfast.harness.training.driver import train_here
 from holdfast.harness.training.live_view import LiveView
-from holdfast.harness.training.report import report_of
+from holdfast.harness.training.report import processor_line, report_of
 from holdfast.rl.config.load import load_config
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.run.policy_source import tokenizer_of
@@ -76,7 +77,15 @@ def configuration_of(directory: Path, overrides: Sequence[str]) -> RunConfig:
     return load_config(run.config_file, overrides)
 
 
-def write_pages(directory: Path, output: Path) -> tuple[Path, Path]:
+class WrittenPages(NamedTuple):
+    """The pages of a run, and what its report says of holdfast's processor time, "" if that is not known."""
+
+    report: Path
+    episodes: Path
+    processor: str
+
+
+def write_pages(directory: Path, output: Path) -> WrittenPages:
     """Write the report and the episodes of a run. Raises `NoRun`, `CorruptData`."""
     config = configuration_of(directory, ())
     run = RunDirectory(directory)
@@ -93,19 +102,17 @@ def write_pages(directory: Path, output: Path) -> tuple[Path, Path]:
         ("holders of weights", f"{config.store.holders}, {config.store.copies} copies of each version"),
         ("engine", config.engine.kind),
     )
-    report, episodes = output / "report.html", output / "episodes.html"
-    write(
-        report_of(
-            directory,
-            title=title,
-            configuration=facts,
-            repeat=(f"holdfast rl train {run.config_file}",),
-            steps=config.steps,
-        ),
-        report,
+    report = report_of(
+        directory,
+        title=title,
+        configuration=facts,
+        repeat=(f"holdfast rl train {run.config_file}",),
+        steps=config.steps,
     )
+    pages = WrittenPages(output / "report.html", output / "episodes.html", processor_line(report))
+    write(report, pages.report)
     groups = {group.number: group for group in run.groups()}
     newest = [groups[number] for number in sorted(groups)[-SHOWN_GROUPS:]]
     rows = episodes_page.rows_of(newest, tokenizer.decode)
-    episodes_page.write(episodes, f"Episodes of {title}", rows, len(groups) - len(newest))
-    return report, episodes
+    episodes_page.write(pages.episodes, f"Episodes of {title}", rows, len(groups) - len(newest))
+    return pages

@@ -12,6 +12,9 @@ from holdfast.harness.training.losses import lost_processes
 from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.run.run_directory import RunDirectory
 
+PROCESSOR = "Processor time of holdfast"
+"""The label of the figure."""
+
 
 def report_of(
     directory: Path,
@@ -103,11 +106,11 @@ def _figures(facts: RunFacts) -> tuple[Figure, ...]:
         )
     model = facts.model_share()
     if model is not None:
-        figures.append(Figure("Processor time of holdfast", f"{1 - model:.1%}", processor_note(facts)))
+        figures.append(Figure(PROCESSOR, f"{1 - model:.1%}", _processor_note(facts)))
     return tuple(figures)
 
 
-def processor_note(facts: RunFacts) -> str:
+def _processor_note(facts: RunFacts) -> str:
     """What the share of the processor time that is not the model's is a share of, in words."""
     return (
         f"of all threads from step {facts.steady_from} on; the model had the rest: forward and backward (with the "
@@ -115,8 +118,7 @@ def processor_note(facts: RunFacts) -> str:
     )
 
 
-def processor_line(directory: Path) -> str:
-    """The processor time of holdfast in a run, as a line; empty if it is not known. Raises `CorruptData`."""
-    facts = RunFacts.of(RunDirectory(directory).events())
-    share = facts.model_share()
-    return "" if share is None else f"processor time of holdfast: {1 - share:.1%} {processor_note(facts)}"
+def processor_line(report: RunReport) -> str:
+    """The processor time of holdfast in a run, as a line; empty if it is not known."""
+    found = next((each for each in report.figures if each.label == PROCESSOR), None)
+    return f"processor time of holdfast: {found.value} {found.note}" if found else ""

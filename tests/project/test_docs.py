@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 from PIL import Image
 
-from support.snippets import blocks, run_page, unmarked, wrong_excerpts
+from support.programs.snippets import blocks, run_page, unmarked, wrong_excerpts
 from support.source_tree import PACKAGES, ROOT, modules
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,13 +54,7 @@ def implementations() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def _fused(kernels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def logprobs(*arguments: Any, **named: Any) -> Any:
-        return fused.token_logprobs(kernels, *arguments, **named)
-
-    def loss(*arguments: Any) -> Any:
-        return fused.policy_loss(kernels, *arguments)
-
-    return logprobs, loss
+    return partial(fused.token_logprobs, kernels), partial(fused.policy_loss, kernels)
 
 
 def logprob_call(function: Callable[..., Any], rows: int, vocabulary: int, dtype: torch.dtype) -> Call:

@@ -83,8 +83,8 @@ class ScenarioRunner:
     ) -> ScenarioOutcome:
         """Run the scenario with the faults that `seed` draws.
 
-        `minutes`: the length, at the speed of a run without faults. `compare`: run it without
-        faults, too. `body(session, *args)` replaces the workload's own.
+        `minutes`: the length, at the speed of a run without faults. `compare`: run it without faults, too.
+        `body(session, *args)` replaces the workload's own.
         """
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         minutes = scenario.minutes if minutes is None else minutes

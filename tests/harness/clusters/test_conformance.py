@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.harness.conformance.failures import *  # noqa: F403
-from support.forked_programs import run_holdfast
+from support.programs.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
 PLUGIN = ROOT / "examples" / "plugin-backend"

@@ -24,7 +24,7 @@ from holdfast.ft.console.outputs import check_file
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.harness.cli.app import app
-from support.forked_programs import run_holdfast
+from support.programs.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
 COMMANDS = typer.main.get_group(app)

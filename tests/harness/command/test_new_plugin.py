@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from holdfast.harness.cli.app import app
 from holdfast.harness.cli.new_plugin import files
-from support.forked_programs import run_holdfast
+from support.programs.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "plugin-backend"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.forked_programs import run_holdfast
+from support.programs.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"

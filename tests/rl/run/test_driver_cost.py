@@ -53,7 +53,7 @@ def counting() -> Iterator[list[int]]:
 
 
 class Drawing:
-    """A policy whose completions are made before the count begins."""
+    """A policy with completions that are made before the count begins."""
 
     def __init__(self, tokens: int) -> None:
         self._drawn = [

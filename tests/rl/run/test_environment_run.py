@@ -207,7 +207,7 @@ def test_what_servers_and_holders_did_is_in_the_report_also_from_a_server_that_t
         assert 0 < dict(spent.work)["step"] < spent.seconds
     assert {each.what for each in theirs.activities if each.role == "holder"} == {"replicate"}
     (tmp_path / "report").mkdir()
-    page = write_pages(tmp_path / "theirs", tmp_path / "report")[0].read_text()
+    page = write_pages(tmp_path / "theirs", tmp_path / "report").report.read_text()
     assert f"127.0.0.1:{server.port}" in page and "environment" in page.partition("Processor")[2]
 
 
