@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _dist2
 from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.connect import connect
@@ -18,7 +15,7 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, behind
 from holdfast.comms.torchdist.group_members import checked_members
-from holdfast.comms.torchdist.options import Options, resolve_options
+from holdfast.comms.torchdist.options import resolve_options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.session_group import SessionProcessGroup
 from holdfast.comms.torchdist.torch_patches import accept_builtin_hooks, accept_monitored_barrier
@@ -26,8 +23,6 @@ from holdfast.comms.torchdist.torch_patches import accept_builtin_hooks, accept_
 BACKEND = "holdfast"
 DEVICE_BACKEND = "holdfast_device"
 """The backend name in a group with a backend for each device. Requires torch 2.14."""
-
-_unregistered = itertools.count()
 
 
 def register() -> None:
@@ -38,8 +33,6 @@ def register() -> None:
     devices = sorted(movable | {"cpu"})
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=devices)
     dist.Backend.register_backend(DEVICE_BACKEND, create_for_device, extended_api=True, devices=devices)
-    if BACKEND not in _dist2._BACKENDS:
-        _dist2.register_backend(BACKEND, create_unregistered)
     accept_monitored_barrier()
     accept_builtin_hooks()
 
@@ -79,29 +72,6 @@ def _checked_members(given: Any) -> contextlib.AbstractContextManager[None]:
     if not dist.is_initialized():
         return contextlib.nullcontext()
     return checked_members(given.store, given.group_id, given.global_ranks_in_group, dist.get_world_size())
-
-
-def create_unregistered(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **kwargs: object
-) -> HoldfastProcessGroup:
-    """Connect one rank of a group for `torch.distributed._dist2.new_group`, which torch does not register.
-
-    `pg_options` is the only further argument. Raises the errors of `create`.
-    """
-    given = kwargs.pop("pg_options", None)
-    if kwargs:
-        raise TypeError(f"the holdfast backend takes pg_options alone, not {', '.join(kwargs)}")
-    options = resolve_options(given, Options(device=device.type))
-    communicator = connect(
-        options.backend,
-        rank=rank,
-        size=world_size,
-        rendezvous=dist.PrefixStore(f"holdfast-dist2/{next(_unregistered)}", store),
-        name="torch-dist2",
-        device=torch.device(options.device),
-        timeout=timeout.total_seconds(),
-    )
-    return HoldfastProcessGroup(store, communicator, options, timeout.total_seconds())
 
 
 def create_for_device(given: Any, pg_options: object = None) -> HoldfastBackend:

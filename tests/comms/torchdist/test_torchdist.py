@@ -16,7 +16,6 @@ from torch import nn
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported
 from holdfast.harness import LocalCluster
-from support.meeting import free_port
 from support.torch_groups import ENVIRON, in_group
 
 
@@ -407,32 +406,21 @@ def test_ddps_builtin_fp16_hook_gives_the_results_of_plain_gloo(pair: LocalClust
     assert in_group(pair, tmp_path, body) == in_group(pair, tmp_path, body, "gloo")
 
 
-def test_groups_of_dist2_and_of_split_group(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        from torch.distributed import _dist2
-
-        import holdfast.comms.torchdist  # noqa: F401
-
-        os.environ.update(RANK=str(comm.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(comm.broadcast_object(free_port() if comm.rank == 0 else 0, 0))
-        group = _dist2.new_group("holdfast", timedelta(seconds=20), "cpu")
-        total = torch.full((3,), float(comm.rank + 1))
-        group.allreduce(total).wait()
-        assert total.tolist() == [3, 3, 3] and (group.size(), group.rank()) == (2, comm.rank)
-        with _dist2.process_group(group):
-            assert _dist2.current_process_group().rank() == comm.rank
+def test_groups_of_split_group(pair: LocalCluster, tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        group = dist.group.WORLD
         part = group.split_group([1, 0], timeout=timedelta(seconds=20), group_name="part")
         assert part.group_name == "part"
-        part.broadcast(total.fill_(comm.rank), root=1).wait()
+        total = torch.full((3,), float(rank))
+        part.broadcast(total, root=1).wait()
         assert total.tolist() == [1, 1, 1]
         alone = group.split_group([1])
-        assert (alone is None) == (comm.rank == 0)
-        for each in (alone, part, group):
+        assert (alone is None) == (rank == 0)
+        for each in (alone, part):
             if each is not None:
                 each.shutdown()
 
-    with LocalCluster(2, "shm", timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": "shm"}) as cluster:
-        cluster.run(body)
+    in_group(pair, tmp_path, body)
 
 
 def test_the_debug_level_detail_finds_ranks_that_disagree(tmp_path: Path) -> None:
