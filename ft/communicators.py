@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect_members
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import HoldfastError, describe
 from holdfast.comms.journal import Recorder
 from holdfast.ft.control.channel import split_address
 from holdfast.ft.membership.view import View
@@ -81,5 +81,5 @@ class CommunicatorManager:
 def _close(comm: Communicator) -> None:
     try:
         comm.close()
-    except HoldfastError as error:
-        _log.warning("the communicator of epoch %d could not be closed: %s", comm.epoch, error)
+    except Exception as error:  # the others are closed all the same
+        _log.warning("the communicator of epoch %d could not be closed: %s", comm.epoch, describe(error))

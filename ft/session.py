@@ -11,9 +11,11 @@ with ft.Session(min_size=2) as session:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,6 +138,9 @@ class Session:
         self._commit_state = CommitState()
         self._over = False
         self._termination = TerminationRequest()
+        self._closing = contextlib.ExitStack()
+        for close in (self._termination.end, self._events.close, self._register.close):
+            self._closing.callback(close)
         forks.refuse_in_children(self, f"the session of job {self._settings.name!r}", _READABLE)
 
     # The public part ------------------------------------------------------------------------------------------
@@ -231,44 +236,42 @@ class Session:
     def __enter__(self) -> Session:
         if self._runtime is not None:
             raise HoldfastError("a session can be entered once; make another one")
-        self._telemetry = telemetry.Telemetry(
-            self._identity,
-            self._settings.name,
-            self._events,
-            self._metrics,
-            lambda: 0 if self._runtime is None else self._runtime.missed_heartbeats,
-        )
-        try:
+        with contextlib.ExitStack() as undo:  # each is closed whatever the others raise, the last one first
+            self._telemetry = telemetry.Telemetry(
+                self._identity,
+                self._settings.name,
+                self._events,
+                self._metrics,
+                lambda: 0 if self._runtime is None else self._runtime.missed_heartbeats,
+            )
+            undo.push(self._close_telemetry)
             settings.open_single(self._settings)
-        except settings.AlreadyJoined as error:
-            self._telemetry.close(error)
-            raise
-        try:
+            undo.callback(settings.close_single, self._settings)
             self._runtime = Runtime(self._settings, self._epoch_guard, self._events, self._identity)
-        except BaseException as error:
-            settings.close_single(self._settings)
-            self._telemetry.close(error)
-            raise
-        self._termination.begin()
+            undo.callback(self._runtime.close)
+            for close in (self._comms.close, self._replicator.close, self._group.drop):
+                undo.callback(close)
+            self._termination.begin()
+            self._closing.push(undo.pop_all())
+        self._closing.push(self._leave)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
+
+    def _close_telemetry(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self._telemetry is not None:
+            self._telemetry.close(error)
+
+    def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Tell the others that this process leaves, unless the job is over or ends with this."""
         if error is not None:
             self._events.emit("error", error=f"{type(error).__name__}: {error}")
         runtime = self._runtime
         if runtime is not None and not self._over and not self._ends_job(runtime, error):
             runtime.leave(f"{type(error).__name__}: {error}" if error is not None else "its session was closed")
-        self._group.drop()
-        self._replicator.close()
-        self._comms.close()
-        if runtime is not None:
-            runtime.close()
-            settings.close_single(self._settings)
-        self._register.close()
-        if self._telemetry is not None:
-            self._telemetry.close(error)
-        self._events.close()
-        self._termination.end()
 
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
         """Whether this process's leave ends the job: all members leave their steps, or an exception ends it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -36,8 +37,9 @@ class MemoryPlanes:
 
     def close(self) -> None:
         """Close every plane and its regions. Idempotent."""
-        while self._open:
-            self._open.popitem()[1].close()
+        with contextlib.ExitStack() as closing:
+            while self._open:
+                closing.callback(self._open.popitem()[1].close)
 
 
 def _able(hosts: Sequence[str]) -> list[str]:

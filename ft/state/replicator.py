@@ -6,6 +6,7 @@ epoch: from memory or, if a part is lost with all its copies, from the newest ch
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import time
@@ -74,9 +75,9 @@ class StateReplicator:
 
     def close(self) -> None:
         """Close the memory planes and drop all fetched and built state. Idempotent."""
-        self._planes.close()
-        self._fetcher.forget()
-        self.drop()
+        with contextlib.ExitStack() as closing:
+            for close in (self.drop, self._fetcher.forget, self._planes.close):
+                closing.callback(close)
 
     def drop(self) -> None:
         """Drop what was built for an epoch that is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -31,7 +32,11 @@ class Telemetry:
         self._metrics: Metrics | None = None
         if metrics:
             self.recorder = tally = OpTally(self._flight)
-            self._metrics = Metrics(metrics, job, events, tally, missed_heartbeats)
+            try:
+                self._metrics = Metrics(metrics, job, events, tally, missed_heartbeats)
+            except BaseException as error:
+                self.close(error)
+                raise
 
     def at_step(self, step: int) -> None:
         """Record ops as ops of `step` from now on."""
@@ -40,7 +45,8 @@ class Telemetry:
 
     def close(self, error: BaseException | None) -> None:
         """Close the recording and the metrics: the process leaves the job, in order or by `error`."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._flight is not None:
-            self._flight.close(None if error is None else f"{type(error).__name__}: {error}")
+        with contextlib.ExitStack() as closing:
+            if self._flight is not None:
+                closing.callback(self._flight.close, None if error is None else f"{type(error).__name__}: {error}")
+            if self._metrics is not None:
+                closing.callback(self._metrics.close)
