@@ -1,7 +1,7 @@
 #!/bin/sh
 # Ranks started by torchrun, on this host: one agent for each process, so that one death reaches no other.
 #
-#   PROCESSES=4 HOLDFAST_SIZE=3 HOLDFAST_JOB=job HOLDFAST_REGISTER=sqlite:///tmp/job.sqlite HOLDFAST_KEY_FILE=$PWD/job.key \
+#   PROCESSES=4 HOLDFAST_SIZE=3 HOLDFAST_JOB=job HOLDFAST_REGISTER=sqlite://$PWD/job.sqlite HOLDFAST_KEY_FILE=$PWD/job.key \
 #       ./torchrun.sh train.py
 #
 # With more workers for one agent, torchrun ends them all when one fails; with --max-restarts above 0 it starts all of

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
+import grp
 import os
+import pwd
 import sqlite3
 import stat
 import threading
@@ -45,7 +47,8 @@ _REPLACE = "UPDATE cell SET version = version + 1, value = ? WHERE name = ? AND 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
-_ELSEWHERE = "for a job on one host name a folder of that host, such as /tmp or /dev/shm; for several hosts use etcd://host:2379/name"
+_OWN_FOLDER = "a folder of your own, such as /run/user/UID, or one that `mktemp -d` makes"
+_ELSEWHERE = f"for a job on one host name {_OWN_FOLDER}; for several hosts use etcd://host:2379/name"
 _opening = threading.Lock()
 _open_files: Counter[tuple[int, int]] = Counter()  # handles of this process by device and inode
 _paths: dict[tuple[int, int], Path] = {}
@@ -56,6 +59,9 @@ _cells: weakref.WeakSet[SqliteCell] = weakref.WeakSet()
 _held_for_fork: list[threading.Lock] = []
 FORK_SECONDS = 1.0
 """How long a fork waits for the transactions of other threads, which take microseconds."""
+
+_SUFFIXES = ("", "-wal", "-shm")
+"""The files of a register: the database, its log of writes, and the index of that log in memory."""
 
 _IN_USE = (("", 0x40000002, 510), ("-shm", 128, 1))
 """SQLite's locks on a file in use: (suffix of the file, first byte, number of bytes).
@@ -107,29 +113,77 @@ def _create(path: Path) -> None:
         other.unlink(missing_ok=True)
 
 
-def _check_file(path: Path, url: str) -> tuple[int, int]:
-    """The identity of the file. Refuses one that is not an owner-only register, without opening it as a database."""
-    found = path.stat()
+@contextlib.contextmanager
+def _private_folder(path: Path, url: str) -> Iterator[int]:
+    """A descriptor of the folder of a register. Refuses a folder in which another user could put files."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(folder)
+        writers = stat.S_IWOTH | (0 if _is_private_group(found.st_gid) else stat.S_IWGRP)
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & writers:
+            raise RegisterAway(
+                url,
+                f"others can put files into its folder {path.parent} (owner {found.st_uid}, mode "
+                f"{stat.S_IMODE(found.st_mode):04o}), and so forge it: name a file in {_OWN_FOLDER}",
+            )
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _is_private_group(group: int) -> bool:
+    """Whether a group is the one that has this user alone, as many systems make with the user."""
+    try:
+        name, named = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return named.gr_name == name and set(named.gr_mem) <= {name}
+
+
+def _check_owner(folder: int, name: str, url: str) -> tuple[int, int] | None:
+    """The identity of a file in `folder`; None if there is none. Refuses one that is not a file of this user alone.
+
+    O_PATH: to close any other descriptor would release the locks of an open handle.
+    """
+    try:
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
     if not stat.S_ISREG(found.st_mode):
-        raise CorruptData(f"register {url} is not a regular file; name another path")
+        raise CorruptData(f"register {url}: {name} is not a regular file; name another path")
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise RegisterAway(
             url,
-            f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}: it must be yours alone (0600)",
+            f"{name} has owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}: it must be yours alone (0600)",
         )
-    identity = (found.st_dev, found.st_ino)
-    # Opening and closing it would release the locks of an open handle.
-    if not _open_files[identity] and identity not in _inherited:
-        with path.open("rb") as file:
-            header = file.read(100)
-        if not header.startswith(b"SQLite format 3\0") or len(header) < 100:
-            raise CorruptData(f"register {url} is not an sqlite file; name another path, it was left as it is")
-        schema, application = int.from_bytes(header[60:64], "big"), int.from_bytes(header[68:72], "big")
-        if application != APPLICATION_ID:
-            raise CorruptData(f"{url} is an sqlite file but not a register; name another path, it was left as it is")
-        if schema != SCHEMA:
-            raise CorruptData(f"register {url} has schema {schema}, this version of holdfast knows {SCHEMA}")
+    return found.st_dev, found.st_ino
+
+
+def _check_files(folder: int, name: str, url: str) -> tuple[int, int]:
+    """The identity of the register's file, once it and SQLite's two files beside it are known to be this user's."""
+    identity, *_ = [_check_owner(folder, name + suffix, url) for suffix in _SUFFIXES]
+    if identity is None:
+        raise RegisterAway(url, "the file was removed while it was opened")
     return identity
+
+
+def _check_header(folder: int, name: str, identity: tuple[int, int], url: str) -> None:
+    """Refuse a file that is not a register, without opening it as a database."""
+    if _open_files[identity] or identity in _inherited:  # to open and close it would release an open handle's locks
+        return
+    with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder), "rb") as file:
+        header = file.read(100)
+    if not header.startswith(b"SQLite format 3\0") or len(header) < 100:
+        raise CorruptData(f"register {url} is not an sqlite file; name another path, it was left as it is")
+    schema, application = int.from_bytes(header[60:64], "big"), int.from_bytes(header[68:72], "big")
+    if application != APPLICATION_ID:
+        raise CorruptData(f"{url} is an sqlite file but not a register; name another path, it was left as it is")
+    if schema != SCHEMA:
+        raise CorruptData(f"register {url} has schema {schema}, this version of holdfast knows {SCHEMA}")
 
 
 def _finish_transactions() -> None:
@@ -186,7 +240,7 @@ class SqliteCell(Cell):
     local = True
 
     def __init__(self, url: str, name: str) -> None:
-        self._url, self._name, self._path = url, name, path_of(url)
+        self._url, self._name, self._path = url, name, Path(os.path.realpath(path_of(url)))
         self.lock = threading.Lock()
         self._closed = False
         self._watching = threading.Lock()
@@ -195,16 +249,30 @@ class SqliteCell(Cell):
             if (kind := network_file_system(self._path.parent)) is not None:
                 raise RegisterAway(url, f"its folder is on {kind}, where sqlite is not safe: {_ELSEWHERE}")
             with _opening:
-                if not os.path.lexists(self._path):
-                    _create(self._path)
-                self._file = _check_file(self._path, url)
-                _paths[self._file] = self._path
-                self._db = self._connect()
-                _open_files[self._file] += 1
+                self._file = self._open()
                 _cells.add(self)
             forks.refuse_in_children(self, f"register {url}")
         except OSError as error:
             raise RegisterAway(url, f"cannot open the file: {error}") from error
+
+    def _open(self) -> tuple[int, int]:
+        """Open the database, whose files are checked before SQLite reads them and once it has made those it needs."""
+        with _private_folder(self._path, self._url) as folder:
+            if not os.path.lexists(self._path):
+                _create(self._path)
+            file = _check_files(folder, self._path.name, self._url)
+            _check_header(folder, self._path.name, file, self._url)
+            _paths[file] = self._path
+            self._db = self._connect()
+            _open_files[file] += 1
+            try:
+                if _check_files(folder, self._path.name, self._url) != file:
+                    raise RegisterAway(self._url, "the file was replaced by another one while it was opened")
+            except BaseException:
+                self._db.close()
+                _open_files[file] -= 1
+                raise
+        return file
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(

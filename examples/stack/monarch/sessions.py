@@ -1,6 +1,6 @@
 """A job with Monarch actors as members, each with a session in a process of its own.
 
-    export HOLDFAST_JOB=job HOLDFAST_REGISTER=sqlite:///tmp/job.sqlite HOLDFAST_KEY_FILE=job.key HOLDFAST_SIZE=2
+    export HOLDFAST_JOB=job HOLDFAST_REGISTER=sqlite://$PWD/job.sqlite HOLDFAST_KEY_FILE=job.key HOLDFAST_SIZE=2
     python examples/stack/monarch/sessions.py [ACTORS STEPS]
 
 Each actor has procs of its own: a call to a mesh fails as a whole when one of its processes dies.

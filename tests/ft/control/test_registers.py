@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import os
+import pwd
 import socket
 import sqlite3
 import tempfile
@@ -546,11 +548,96 @@ def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def test_a_file_that_others_can_open_is_refused(file: Path) -> None:
+def belongs_to_another_user(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("root alone can give files away")
+    os.chown(path, 65534, 65534)
+
+
+def is_a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def is_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+FORGERIES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "others can read it": (lambda path: path.chmod(0o644), RegisterAway, "mode 0644"),
+    "others can write to it": (lambda path: path.chmod(0o666), RegisterAway, "mode 0666"),
+    "another user's": (belongs_to_another_user, RegisterAway, "owner 65534"),
+    "a link": (is_a_link, CorruptData, "regular file"),
+    "a FIFO": (is_a_fifo, CorruptData, "regular file"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("suffix", sqlite._SUFFIXES[1:])
+def test_a_file_beside_the_register_that_is_not_ours_alone_is_refused_before_it_is_read(
+    file: Path, suffix: str, forgery: str
+) -> None:
+    make, error, words = FORGERIES[forgery]
     open_cell(f"sqlite://{file}", "view").close()
-    file.chmod(0o644)
-    with pytest.raises(RegisterAway, match="0644"):
+    beside = file.with_name(file.name + suffix)
+    beside.write_bytes(b"forged")
+    beside.chmod(0o600)
+    make(beside)
+    before = state_of(file.parent)
+    with pytest.raises(error, match=words):
         open_cell(f"sqlite://{file}", "view")
+    assert state_of(file.parent) == before, "nothing has read it, or written to it"
+
+
+@pytest.mark.parametrize("forgery", ["others can read it", "another user's"])
+def test_a_register_that_is_not_ours_alone_is_refused(file: Path, forgery: str) -> None:
+    make, error, words = FORGERIES[forgery]
+    open_cell(f"sqlite://{file}", "view").close()
+    make(file)
+    with pytest.raises(error, match=words):
+        open_cell(f"sqlite://{file}", "view")
+
+
+def test_a_file_that_another_user_slips_in_while_it_is_opened_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite.SqliteCell._connect
+
+    def late(cell: sqlite.SqliteCell) -> sqlite3.Connection:
+        database = connect(cell)
+        file.with_name(file.name + "-wal").chmod(0o666)
+        return database
+
+    monkeypatch.setattr(sqlite.SqliteCell, "_connect", late)
+    with pytest.raises(RegisterAway, match="mode 0666"):
+        open_cell(f"sqlite://{file}", "view")
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o772])
+def test_a_folder_in_which_others_can_put_files_is_refused(file: Path, mode: int) -> None:
+    file.parent.chmod(mode)
+    with pytest.raises(RegisterAway, match=f"others can put files into its folder .*mode {mode:04o}.*of your own"):
+        open_cell(f"sqlite://{file}", "view")
+    assert not list(file.parent.iterdir())
+
+
+def test_a_folder_of_another_user_is_refused(file: Path) -> None:
+    belongs_to_another_user(file.parent)
+    with pytest.raises(RegisterAway, match="owner 65534"):
+        open_cell(f"sqlite://{file}", "view")
+
+
+def test_a_folder_of_a_group_is_refused_unless_the_group_is_the_users_own(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.parent.chmod(0o775)
+    name = pwd.getpwuid(os.geteuid()).pw_name
+    for members, private in [([], True), (["somebody"], False)]:
+        group = grp.struct_group((name, "x", 0, members))
+        monkeypatch.setattr(grp, "getgrgid", {file.parent.stat().st_gid: group}.__getitem__)
+        with contextlib.nullcontext() if private else pytest.raises(RegisterAway, match="mode 0775"):
+            open_cell(f"sqlite://{file}", "view").close()
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
