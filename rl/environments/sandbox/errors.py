@@ -15,3 +15,14 @@ class SandboxUnavailable(SandboxError):
     def __init__(self, missing: str, hint: str) -> None:
         self.missing, self.hint = missing, hint
         super().__init__(f"the sandbox cannot run on this machine: {missing}; {hint}")
+
+
+class SandboxLost(SandboxError):
+    """The sandbox's own process was killed, again and again, while code was judged: nothing is known of that code."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+        super().__init__(
+            f"the sandbox's own process was killed in each of {tries} tries to run a test: the code has no score; look "
+            "for what kills it, such as the kernel's OOM killer"
+        )

@@ -10,11 +10,12 @@ from holdfast.rl.environments.sandbox.errors import SandboxError
 
 MEBIBYTE = 1 << 20
 
-Reason = Literal["ok", "error", "timeout", "memory", "output", "refused", "killed"]
+Reason = Literal["ok", "error", "timeout", "memory", "output", "refused", "killed", "lost"]
 """Why a run ended.
 
 ok: exit status 0. error: any other. timeout: processor or wall time was used up. memory, output: so was that. refused:
-it made a system call that only an attack makes. killed: by another signal, or together with the sandbox.
+it made a system call that only an attack makes. killed: by another signal. lost: the sandbox's own process was killed,
+so nothing is known of the code.
 """
 
 

@@ -13,13 +13,16 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.rl.environments.sandbox.errors import SandboxError
+from holdfast.rl.environments.sandbox.errors import SandboxError, SandboxLost
 from holdfast.rl.environments.sandbox.limits import Limits, Reason, SandboxResult
 from holdfast.rl.environments.sandbox.sandbox import Program, Sandbox
 from holdfast.rl.environments.sandbox.values import equals, is_plain
 
 _TIMEOUTS = 2
 """After so many tests that ran out of time the others count as failed: an endless loop costs no more than these."""
+
+_TRIES = 3
+"""How often a test is run whose run was lost with the sandbox's own process."""
 
 
 class CallTest(msgspec.Struct, frozen=True):
@@ -74,7 +77,11 @@ class SolutionResult(msgspec.Struct, frozen=True):
 def run_tests(
     solution: str, tests: Sequence[CodeTest], limits: Limits | None = None, *, sandbox: Sandbox | None = None
 ) -> SolutionResult:
-    """Run each test with the limits given, one after the other. Without a sandbox, in a new one."""
+    """Run each test with the limits given, one after the other. Without a sandbox, in a new one.
+
+    A run that is lost with the sandbox's own process is run again. Raises `SandboxLost` if all tries are lost: the
+    grader failed, not the solution.
+    """
     if not tests:
         raise SandboxError("run_tests got no test: the reward of such a task would be undefined; give at least one")
     if sandbox is None:
@@ -92,11 +99,18 @@ def run_tests(
 
 
 def _run(solution: str, test: CodeTest, limits: Limits, sandbox: Sandbox) -> Verdict:
+    for _ in range(_TRIES):
+        if isinstance(test, CallTest):
+            result = sandbox.run_program(Program(solution, test.function, test.arguments), "", limits)
+        else:
+            result = sandbox.run(solution, test.stdin, limits)
+        if result.reason != "lost":
+            break
+    else:
+        raise SandboxLost(_TRIES)
     if isinstance(test, CallTest):
-        result = sandbox.run_program(Program(solution, test.function, test.arguments), "", limits)
         right = equals(result.value, test.expected)
     else:
-        result = sandbox.run(solution, test.stdin, limits)
         right = _lines(result.stdout) == _lines(test.expected)
     return Verdict(right and result.reason == "ok", result.reason, "" if right else _last_line(result))
 

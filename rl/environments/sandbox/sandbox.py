@@ -71,7 +71,7 @@ class Sandbox:
         return self.run_program(Program(code), stdin, limits or Limits())
 
     def run_program(self, program: Program, stdin: str, limits: Limits) -> SandboxResult:
-        """Execute a program. A template that dies costs this run, and is replaced for the next."""
+        """Execute a program. If the template dies while it runs the reason is "lost"; the next run has a new one."""
         ours, theirs = list[int](), list[int]()
         try:
             for text in (program.text, stdin):
@@ -83,7 +83,7 @@ class Sandbox:
             try:
                 run = self._fork(limits, theirs)
             except TemplateDied:
-                return SandboxResult(reason="killed", stderr="the template process of the sandbox died")
+                return SandboxResult(reason="lost", stderr="the template process of the sandbox died")
             try:
                 while theirs:
                     os.close(theirs.pop())

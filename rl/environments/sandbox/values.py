@@ -1,80 +1,120 @@
-"""Compares values by their encoded texts, so that no output of a run becomes an object of this process."""
+"""Compares what a run returned with the expected value: as Python's `==` does, with a tolerance for floats."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from holdfast.rl.environments.sandbox.inside.execute import encode
+from holdfast.rl.environments.sandbox.inside.execute import decode
+
+RELATIVE, ABSOLUTE = 1e-9, 1e-12
+"""Two floats that differ by no more than these are equal; an int and a float are compared exactly. NaN equals NaN."""
 
 _DEEPEST = 100
 """Of nested containers: a value that is deeper equals nothing."""
 
-_LONGEST_NUMBER = 1 << 16
+_MOST_IN_KEY = 1000
+"""Elements of a container within a set or a key: the code may choose them so that their hashes collide."""
+
+_MOST_APART = 1000
+"""Elements of a set, or keys, that are compared in pairs because `==` finds no equal one."""
+
+_SCALARS = (bool, int, float, str, bytes, type(None))
 
 
 def equals(encoded: bytes, expected: object) -> bool:
-    """True if a run's encoded value equals plain data: exactly, but for the rounding of floats.
-
-    Containers must be of the same type; numbers compare as numbers, as `==` does. Any text may come as `encoded`.
-    """
-    with suppress(ValueError, RecursionError):
-        return _same(json.loads(encoded), encode(expected), _DEEPEST)
+    """True if a run's encoded value equals plain data. Any text may come as `encoded`."""
+    with suppress(ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return _same(json.loads(encoded), expected, _DEEPEST)
     return False
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: object, depth: int = _DEEPEST) -> bool:
     """True if a value survives the way into a run and out of it."""
-    return _same(encode(value), encode(value), _DEEPEST)
+    if type(value) in _SCALARS:
+        return True
+    if not depth:
+        return False
+    if isinstance(value, dict) and type(value) is dict:
+        return all(is_plain(each, depth - 1) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
+        return all(is_plain(each, depth - 1) for each in value)
+    return False
 
 
 def _same(got: Any, wanted: Any, depth: int) -> bool:
+    """Whether an encoded value equals a plain one. Nothing larger than `wanted` is decoded."""
     if not depth:
         return False
-    if (number := _number(wanted)) is not None:
-        other = _number(got)
-        return other is not None and _close(other, number)
-    if not isinstance(wanted, list):
-        return type(got) is type(wanted) and bool(got == wanted)
-    if not (isinstance(got, list) and len(got) == 2 and got[0] == wanted[0]):
+    if isinstance(wanted, _SCALARS):
+        return _is_scalar(got) and _equal(decode(got), wanted)
+    kind, items = got
+    if not isinstance(items, list) or len(items) != len(wanted):
         return False
-    (kind, theirs), (_, ours) = got, wanted
-    if kind not in ("list", "tuple", "set", "dict"):
-        return kind != "object" and isinstance(theirs, str) and bool(theirs == ours)
-    if not isinstance(theirs, list) or len(theirs) != len(ours):
+    if isinstance(wanted, dict):
+        return kind == "dict" and _same_dict([(_key(key), item) for key, item in items], wanted, depth - 1)
+    if isinstance(wanted, set | frozenset):
+        return kind in ("set", "frozenset") and _same_set(frozenset(map(_key, items)), wanted)
+    return bool(kind == type(wanted).__name__) and all(
+        _same(mine, yours, depth - 1) for mine, yours in zip(items, wanted, strict=True)
+    )
+
+
+def _same_dict(got: list[tuple[Hashable, Any]], wanted: dict[Any, Any], depth: int) -> bool:
+    items = dict(got)
+    if len(items) != len(wanted):
         return False
-    if kind in ("set", "dict"):
-        theirs, ours = sorted(theirs, key=json.dumps), sorted(ours, key=json.dumps)
-    if kind == "dict":
-        if not all(isinstance(pair, list) and len(pair) == 2 for pair in theirs):
+    common = items.keys() & wanted.keys()
+    return all(_same(items[key], wanted[key], depth) for key in common) and _pair_up(
+        items.keys() - common,
+        wanted.keys() - common,
+        lambda mine, yours: _equal(mine, yours) and _same(items[mine], wanted[yours], depth),
+    )
+
+
+def _same_set(got: frozenset[Hashable], wanted: set[Any] | frozenset[Any]) -> bool:
+    return len(got) == len(wanted) and _pair_up(got - wanted, wanted - got, _equal)
+
+
+def _pair_up(got: Iterable[Any], wanted: Iterable[Any], same: Callable[[Any, Any], bool]) -> bool:
+    """Whether each element that `==` did not find has a partner, which only rounded floats can have."""
+    left = list(got)
+    if len(left) > _MOST_APART:
+        return False
+    for yours in wanted:
+        partner = next((place for place, mine in enumerate(left) if same(mine, yours)), None)
+        if partner is None:
             return False
-        theirs, ours = ([part for pair in pairs for part in pair] for pairs in (theirs, ours))
-    return all(_same(mine, yours, depth - 1) for mine, yours in zip(theirs, ours, strict=True))
+        del left[partner]
+    return not left
 
 
-def _number(encoded: Any) -> int | float | None:
-    """The number behind an encoded text; None if it is none."""
-    if isinstance(encoded, bool):
-        return int(encoded)
-    if not (isinstance(encoded, list) and len(encoded) == 2 and isinstance(encoded[1], str)):
-        return None
-    kind, text = encoded
-    if len(text) <= _LONGEST_NUMBER:
-        with suppress(ValueError, OverflowError):
-            if kind == "int":
-                return int(text, 16)
-            if kind == "float":
-                return float.fromhex(text)
-    return None
+def _equal(one: Any, other: Any) -> bool:
+    """Whether hashable plain values are equal, but for the rounding of floats."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or (one != one and other != other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, frozenset) and isinstance(other, frozenset):
+        return _same_set(one, other)
+    return bool(one == other)
 
 
-def _close(got: int | float, wanted: int | float) -> bool:
-    if isinstance(got, int) and isinstance(wanted, int):
-        return got == wanted
-    if got != got and wanted != wanted:
-        return True
-    with suppress(OverflowError):
-        return math.isclose(got, wanted, rel_tol=1e-9, abs_tol=1e-12)
-    return False
+def _is_scalar(encoded: Any) -> bool:
+    return not isinstance(encoded, list | dict) or (
+        isinstance(encoded, list) and encoded[0] in ("int", "float", "bytes")
+    )
+
+
+def _key(encoded: Any) -> Hashable:
+    """The hashable value behind a text. Raises ValueError for one that is none, or too large."""
+    if _is_scalar(encoded):
+        scalar: Hashable = decode(encoded)
+        return scalar
+    kind, items = encoded
+    if kind not in ("tuple", "frozenset") or len(items) > _MOST_IN_KEY:
+        raise ValueError("not hashable")
+    return tuple(map(_key, items)) if kind == "tuple" else frozenset(map(_key, items))

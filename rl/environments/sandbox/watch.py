@@ -119,7 +119,7 @@ class RunWatch:
 
     def _limit_reached(self, late: bool) -> Reason | None:
         if late:
-            return "timeout" if self.started is not None else "killed"
+            return "timeout" if self.started is not None else "lost"
         if self.flooded:
             return "output"
         if self.used.cpu_seconds > self.limits.cpu_seconds:
@@ -159,8 +159,8 @@ class RunWatch:
         return self.texts[fd].decode(errors="replace")
 
     def _reason(self, code: int | None, cpu: float, stderr: str) -> Reason:
-        if code is None:
-            return "killed"
+        if code is None:  # the first process is ours, and the code cannot reach it
+            return "lost"
         if code == -signal.SIGSYS:
             return "refused"
         if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= 0.9 * self.limits.cpu_seconds):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import json
-import math
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import pytest
 from hypothesis import given, settings
@@ -97,13 +98,15 @@ def test_an_endless_loop_costs_two_timeouts_and_not_one_for_each_test(sandbox: S
     assert [verdict.reason for verdict in result.verdicts] == ["timeout"] * 2 + [None] * 48
 
 
+scalars = st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.binary()
+keys = scalars | st.tuples(scalars, scalars) | st.frozensets(scalars, max_size=3)
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
-        | st.sets(st.integers() | st.text(), max_size=4)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.sets(keys, max_size=4)
     ),
     max_leaves=12,
 )
@@ -116,11 +119,65 @@ def test_a_value_equals_itself_after_the_way_out(value: object) -> None:
 
 @given(plain, plain)
 def test_values_are_equal_as_python_compares_them(one: object, other: object) -> None:
-    close = isinstance(one, float | int) and isinstance(other, float | int) and math.isclose(one, other, abs_tol=1e-12)
     if one == other:
         assert equals(json.dumps(encode(one)).encode(), other)
-    elif not close and "float" not in json.dumps([encode(one), encode(other)]):
+    elif "float" not in json.dumps([encode(one), encode(other)]):
         assert not equals(json.dumps(encode(one)).encode(), other)
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+class Word(str):
+    pass
+
+
+Point = namedtuple("Point", "x y")
+
+EQUAL: list[tuple[object, object]] = [
+    (Counter("aab"), {"a": 2, "b": 1}),
+    (defaultdict(int, a=1), {"a": 1}),
+    (OrderedDict(b=1, a=2), {"a": 2, "b": 1}),
+    (Point(1, 2), (1, 2)),
+    (Colour.RED, 3),
+    (Word("a"), "a"),
+    (bytearray(b"a"), b"a"),
+    (True, 1),
+    ({1.0, 2}, {1, 2.0}),
+    (frozenset({1}), {1}),
+    ({1.0: "a", "b": 2, (1, 2): 3, None: 4}, {"b": 2.0, None: 4, (1.0, 2): 3, 1: "a"}),
+    (0.1 + 0.2, 0.3),
+    ([0.1 + 0.2], [0.3]),
+    ({0.1 + 0.2, 7}, {0.3, 7}),
+    ({(0.1 + 0.2, "x"): [0.1 + 0.2]}, {(0.3, "x"): [0.3]}),
+    (float("nan"), float("nan")),
+    (10.0**12, 10**12),
+]
+UNEQUAL: list[tuple[object, object]] = [
+    (1e12 + 10, 10**12),
+    (10**12, 1e12 + 10),
+    (float(10**17 + 1), 10**17 + 1),
+    (2.9999999999999996, 3),
+    ((1, 2), [1, 2]),
+    ("a", b"a"),
+    ({0.1, 0.2}, {0.1, 0.3}),
+    ({"a": 1}, {"a": 2}),
+    ({"a": 1}, {"a": 1, "b": 1}),
+    ([1], [1, 1]),
+    (None, 0),
+    (len, 3),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), EQUAL)
+def test_a_right_answer_passes_whatever_its_type_is_called(value: object, expected: object) -> None:
+    assert equals(json.dumps(encode(value)).encode(), expected)
+
+
+@pytest.mark.parametrize(("value", "expected"), UNEQUAL)
+def test_only_floats_are_rounded(value: object, expected: object) -> None:
+    assert not equals(json.dumps(encode(value)).encode(), expected)
 
 
 @given(st.binary() | st.text(alphabet='[]{}"intdcsefloab0123,x.-').map(str.encode), plain)
@@ -133,6 +190,7 @@ def test_hostile_values_are_compared_in_time() -> None:
     assert not equals(b'["int", "' + b"9" * 900_000 + b'"]', 1)
     colliding = json.dumps(["set", [["int", hex(i * (2**61 - 1))] for i in range(30_000)]]).encode()
     assert not equals(colliding, {1})
+    assert not equals(json.dumps(["set", [["frozenset", json.loads(colliding)[1]]]]).encode(), {1})
 
 
 @settings(max_examples=10, deadline=None)

@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError, run_python
+from holdfast.rl.environments.sandbox import (
+    CallTest,
+    Limits,
+    Sandbox,
+    SandboxError,
+    SandboxLost,
+    SandboxResult,
+    run_python,
+    run_tests,
+)
 from holdfast.rl.environments.sandbox.inside import syscalls
 from holdfast.rl.environments.sandbox.template_process import unavailable
 from support import seccomp_deny
@@ -84,7 +93,7 @@ def test_a_run_whose_process_is_killed_costs_itself_alone(own: Sandbox, which: i
         run = pool.submit(own.run, SLEEP, "", PATIENT)
         eventually(lambda: len(descendants(own.pid or 0)) == 3, 30.0)
         os.kill(descendants(own.pid or 0)[which], signal.SIGKILL)
-        assert run.result(60.0).reason == "killed"
+        assert run.result(60.0).reason == ("lost", "killed")[which]
     assert own.run("print(1)").stdout == "1\n"
 
 
@@ -94,10 +103,32 @@ def test_a_template_that_is_killed_costs_its_runs_and_is_replaced(own: Sandbox) 
         eventually(lambda: len(descendants(own.pid or 0)) == 3, 30.0)
         below = descendants(own.pid or 0)
         os.kill(own.pid or 0, signal.SIGKILL)
-        assert run.result(60.0).reason == "killed"
+        assert run.result(60.0).reason == "lost"
     eventually(lambda: living(below) == [])
-    assert "killed" in {own.run("print(1)").reason, own.run("print(1)").reason}
+    assert "lost" in {own.run("print(1)").reason, own.run("print(1)").reason}
     assert own.run("print(1)").stdout == "1\n"
+
+
+SLOW = "import time\ndef f(x):\n    time.sleep(1.0)\n    return x"
+
+
+def kill_when_it_runs(own: Sandbox) -> None:
+    eventually(lambda: len(descendants(own.pid or 0)) == 2, 30.0)
+    os.kill(own.pid or 0, signal.SIGKILL)
+
+
+def test_a_right_solution_passes_although_its_judge_is_killed(own: Sandbox) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        judged = pool.submit(run_tests, SLOW, [CallTest("f", (1,), 1)], PATIENT, sandbox=own)
+        kill_when_it_runs(own)
+        assert judged.result(60.0).fraction == 1.0
+
+
+def test_a_solution_whose_judge_is_killed_again_and_again_has_no_score(own: Sandbox) -> None:
+    lost = SandboxResult(reason="lost")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SandboxLost, match="no score"):
+        patch.setattr(own, "run_program", lambda *_: lost)
+        run_tests(SLOW, [CallTest("f", (1,), 1)], sandbox=own)
 
 
 def test_closing_ends_what_still_runs() -> None:
@@ -107,7 +138,7 @@ def test_closing_ends_what_still_runs() -> None:
         eventually(lambda: len(descendants(sandbox.pid or 0)) == 3, 30.0)
         below = descendants(sandbox.pid or 0)
         sandbox.close()
-        assert run.result(60.0).reason == "killed"
+        assert run.result(60.0).reason == "lost"
     eventually(lambda: living(below) == [])
     with pytest.raises(SandboxError, match="closed"):
         sandbox.run("pass")

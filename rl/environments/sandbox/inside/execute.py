@@ -72,26 +72,34 @@ def _shielded(body: Any) -> int:
     return 0
 
 
+_CONTAINERS: Any = (list, tuple, set, frozenset)
+
+
 def encode(value: Any) -> Any:
-    """Plain data as JSON that keeps the types apart; any other value as its type's name."""
-    kind = type(value)
-    if value is None or kind in (bool, str):
+    """Plain data as JSON that keeps the types apart; any other value as its type's name.
+
+    A value of a subclass, such as `Counter`, a named tuple or `IntEnum`, is what its plain type says that it is.
+    """
+    if value is None or isinstance(value, bool):
         return value
-    if kind is int:
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
         return ["int", hex(value)]
-    if kind is float:
-        return ["float", value.hex()]
-    if kind is bytes:
+    if isinstance(value, float):
+        return ["float", float.hex(value)]
+    if isinstance(value, bytes | bytearray):
         return ["bytes", value.hex()]
-    if kind is dict:
-        return ["dict", [[encode(key), encode(item)] for key, item in value.items()]]
-    if kind in (list, tuple, set, frozenset):
-        return ["set" if kind is frozenset else kind.__name__, [encode(item) for item in value]]
-    return ["object", kind.__name__]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key), encode(item)] for key, item in dict.items(value)]]
+    for kind in _CONTAINERS:
+        if isinstance(value, kind):
+            return [kind.__name__, [encode(item) for item in kind.__iter__(value)]]
+    return ["object", type(value).__name__]
 
 
 def decode(encoded: Any) -> Any:
-    """Plain data from what `encode` makes of it."""
+    """Plain data from what `encode` makes of it. Raises for any other text."""
     if not isinstance(encoded, list):
         return encoded
     kind, content = encoded
@@ -104,4 +112,5 @@ def decode(encoded: Any) -> Any:
             return bytes.fromhex(content)
         case "dict":
             return {decode(key): decode(item) for key, item in content}
-    return {"list": list, "tuple": tuple, "set": set}[kind](map(decode, content))
+    make: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+    return make(map(decode, content))
