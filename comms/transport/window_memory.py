@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import final
 
 import torch
 
-from holdfast.comms.errors import RegionGone
+from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 
 Tensor = torch.Tensor
+
+_YIELDS = 200
+_SLEEP_SECONDS = 0.0002
+_yield_cpu = ctypes.CDLL(None).sched_yield
 
 
 class WindowMemory(ABC):
@@ -19,6 +27,10 @@ class WindowMemory(ABC):
     """The size of each rank's window, in bytes."""
     leaving = False
     """True once this rank closes the window: calls in progress then raise `closed_here()` at their next check."""
+
+    def __init__(self, ranks: int) -> None:
+        self._consumed = [0] * ranks
+        self._consuming = threading.Lock()
 
     @abstractmethod
     def write(self, rank: int, offset: int, source: Tensor, deadline: float) -> None:
@@ -43,8 +55,39 @@ class WindowMemory(ABC):
         """Add one to the count of signals from this rank to `rank`."""
 
     @abstractmethod
+    def count_signals(self, rank: int) -> int:
+        """The number of signals from `rank` that have arrived until now."""
+
+    @abstractmethod
+    def check_live(self, rank: int) -> None:
+        """Raise `RegionGone` if a window is closed, here or at `rank`, or that process is gone."""
+
+    @final
     def wait_signal(self, rank: int, deadline: float) -> None:
         """Wait for, and consume, one signal from `rank`. Raises `OpTimeout`, `RegionGone`."""
+        began, looks = time.monotonic(), 0
+        while not self._consume_signal(rank):
+            try:
+                self.check_live(rank)
+            except HoldfastError:
+                if self._consume_signal(rank):  # it arrived between the two looks, before the rank closed or died
+                    return
+                raise
+            looks += 1
+            if looks < _YIELDS:
+                _yield_cpu()
+                continue
+            if time.monotonic() >= deadline:
+                raise OpTimeout("wait_signal", self._consumed[rank] + 1, time.monotonic() - began, (rank,))
+            time.sleep(_SLEEP_SECONDS)
+
+    def _consume_signal(self, rank: int) -> bool:
+        """Consume a signal from `rank`; whether there was one."""
+        with self._consuming:
+            if self.count_signals(rank) <= self._consumed[rank]:
+                return False
+            self._consumed[rank] += 1
+            return True
 
     @abstractmethod
     def flush(self, rank: int | None, deadline: float) -> None:

@@ -205,7 +205,8 @@ class ActiveWindow(UcxWindow[ActiveSide, Target]):
 
     def _poll(self) -> None:
         with self._side.lock:
-            self._worker.progress()
+            while self._worker.progress():
+                pass
 
     def _withdraw(self) -> None:
         with self._side.lock:

@@ -149,7 +149,8 @@ class FarWindow(RegisteredWindow):
 
     def _poll(self) -> None:
         with self._side.lock:
-            self._worker.progress()
+            while self._worker.progress():
+                pass
 
     def _withdraw(self) -> None:
         if self._all_closed():

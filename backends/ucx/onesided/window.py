@@ -12,9 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker
-from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.errors import HoldfastError
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Transport
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
@@ -44,13 +43,13 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     """The words that the others write to this rank."""
 
     def __init__(self, side: SideOf, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
+        super().__init__(side.size)
         self._side, self._exposed = side, ExposedMemory(tensor)
         self._worker, self._call = side.worker, side.worker.lib.call
         self._rank, self._size = side.rank, side.size
         self._signalling = threading.Lock()
         self._closed = False
         self._parts: list[PartOf] = []
-        self._waited = [0] * side.size
         self._signalled = [0] * side.size
         self._prepare()
         try:
@@ -71,6 +70,9 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
         """Expose the tensor, and find the parts of all ranks; collective."""
 
     # -- liveness
+
+    def check_live(self, rank: int) -> None:
+        self._live(rank)
 
     def _live(self, rank: int) -> PartOf:
         if self.leaving:
@@ -95,20 +97,9 @@ class UcxWindow(WindowMemory, Generic[SideOf, PartOf]):
     def _poll(self) -> None:
         """Progress the words of the others, where that takes this rank's help."""
 
-    def wait_signal(self, rank: int, deadline: float) -> None:
-        word, wanted = 2 * rank + 1, self._waited[rank] + 1
-        began, turns = time.monotonic(), 0
-        while self._mine[word] < wanted:
-            self._live(rank)
-            self._poll()
-            turns += 1
-            if turns < YIELDS:
-                yield_cpu()
-                continue
-            if time.monotonic() >= deadline:
-                raise OpTimeout("wait_signal", wanted, time.monotonic() - began, (rank,))
-            time.sleep(SLEEP_SECONDS)
-        self._waited[rank] = wanted
+    def count_signals(self, rank: int) -> int:
+        self._poll()
+        return int(self._mine[2 * rank + 1])
 
     # -- the end
 

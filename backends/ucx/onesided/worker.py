@@ -149,7 +149,14 @@ class OneSidedWorker:
                         return
                     progress(handle)
             rounds += 1
-            self.check(rank)
+            try:
+                self.check(rank)
+            except HoldfastError:
+                with self.lock:
+                    progress(handle)
+                    if done():  # it arrived between the two looks, before the rank died
+                        return
+                raise
             if time.monotonic() > deadline:
                 raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
             if rounds > yields:

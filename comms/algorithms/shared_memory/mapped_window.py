@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,14 +19,11 @@ import torch
 
 from holdfast.comms._native import Words, copy
 from holdfast.comms.algorithms.window_lock import WindowLock
-from holdfast.comms.errors import OpTimeout, RegionGone
+from holdfast.comms.errors import RegionGone
 from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
 OPEN, CLOSED = 1, 2
-_SLEEP_SECONDS = 0.0002
-_YIELDS = 200
-_libc = ctypes.CDLL(None)
 
 
 def header_words(size: int) -> int:
@@ -61,10 +57,10 @@ class MappedWindow(WindowMemory):
         check: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
+        super().__init__(len(parts))
         self.sizes = [part.nbytes for part in parts]
         self._rank, self._parts = rank, list(parts)
         self._dead, self._check, self._release = dead, check, release
-        self._waited = [0] * len(parts)
         self._signalling = threading.Lock()
         self._closed = False
 
@@ -104,25 +100,16 @@ class MappedWindow(WindowMemory):
         with self._signalling:
             self._parts[self._rank].header[1 + rank] += 1
 
-    def wait_signal(self, rank: int, deadline: float) -> None:
-        header, at = self._parts[rank].header, 1 + self._rank
-        began = time.monotonic()
-        looks = 0
-        while header[at] <= self._waited[rank]:
-            self._live(rank)
-            looks += 1
-            if looks < _YIELDS:
-                _libc.sched_yield()
-                continue
-            if time.monotonic() >= deadline:
-                raise OpTimeout("wait_signal", self._waited[rank] + 1, time.monotonic() - began, (rank,))
-            time.sleep(_SLEEP_SECONDS)
-        self._waited[rank] += 1
+    def count_signals(self, rank: int) -> int:
+        return self._parts[rank].header[1 + self._rank]
 
     def flush(self, rank: int | None, deadline: float) -> None:
         """Check that the targets are live; copies are complete when they return."""
         for target in range(len(self._parts)) if rank is None else (rank,):
             self._live(target)
+
+    def check_live(self, rank: int) -> None:
+        self._live(rank)
 
     def _live(self, rank: int) -> Part:
         if self.leaving:
