@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.mpi.buffers import buffer_of
-from holdfast.backends.mpi.handshake import create_group
+from holdfast.backends.mpi.handshake import create_group, duplicate
 from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
 from holdfast.backends.mpi.window import MpiWindow, WindowService
 from holdfast.comms.algorithms.message_passing.cost import DEFAULTS
@@ -97,7 +97,7 @@ class MpiMessages(MessageTransport):
             raise
         self._token, self._comm = meeting.token, meeting.comm
         self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
-        self._peers, self._processes = context.peers, meeting.processes
+        self._peers = context.peers
         self._service: WindowService | None = None
         mailbox.open(self._token)
         mailbox.send(StatusMessage(self._token, self.rank, "built"), self._others)
@@ -243,8 +243,8 @@ class MpiMessages(MessageTransport):
 
     def window(self, tensor: Tensor, deadline: float) -> MpiWindow:
         if self._service is None:
-            mark = int(self._token[:16], 16)
-            self._service = WindowService(mark, self._processes, self._peers, self.rank, self._check_live, abandon)
+            comm = duplicate(self._comm, deadline, self._liveness)
+            self._service = WindowService(comm, self._peers, self.rank, self._check_live, abandon)
         return MpiWindow(self._service, self, tensor, deadline)
 
     def _check_live(self) -> None:

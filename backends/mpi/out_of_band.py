@@ -99,8 +99,8 @@ class Mailbox:
     def _sort(self, data: bytes) -> None:
         try:
             word = msgspec.msgpack.decode(data, type=StatusMessage)
-        except msgspec.DecodeError:
-            return
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # a message of the user's under the same tag
         if word.token in self._boxes:
             self._boxes[word.token].append(word)
         else:

@@ -27,17 +27,18 @@ from holdfast.backends.mpi.window_server import (
     GONE,
     INLINE_BYTES,
     PUT,
+    REFUSED,
     REPLY,
-    REQUEST,
     REQUEST_TAG,
     SIGNAL,
     SWAP,
     ExposedPart,
+    WindowRequest,
+    WindowServer,
     data_tag,
     reply_tag,
-    server,
 )
-from holdfast.comms.errors import OpTimeout, RegionGone
+from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer, Transport
 from holdfast.comms.transport.liveness import Liveness
@@ -59,32 +60,30 @@ _SLEEP_SECONDS = 0.0001
 class WindowService:
     """The state that all windows of a communicator share.
 
-    `processes` are the ranks of its members in MPI_COMM_WORLD. `check_live` raises what ended the communicator;
-    `abandon` keeps a request that was given up, and the memory that MPI may still access. `mark` identifies the
-    communicator.
+    `comm` has the same ranks, and nothing else uses it. `check_live` raises what ended the communicator; `abandon`
+    keeps a request that was given up, and the memory that MPI may still access.
     """
 
     def __init__(
         self,
-        mark: int,
-        processes: Sequence[int],
+        comm: MPI.Intracomm,
         peers: Sequence[Peer],
         rank: int,
         check_live: Callable[[], None],
         abandon: Callable[[MPI.Request, object], None],
     ) -> None:
-        self.mark, self.processes, self.abandon = mark, processes, abandon
-        self.ranks = {process: number for number, process in enumerate(processes)}
+        self.comm, self.abandon = comm, abandon
         self.numbers, self.windows = itertools.count(secrets.randbits(62)), itertools.count(1)
         self._check_live = check_live
         self._checking, self._next_check = threading.Lock(), 0.0
         self._dead: tuple[int, ...] = ()
         self._liveness = Liveness(peers, rank)
-        server.open()
+        self.server = WindowServer(comm)
 
-    def send(self, frame: bytes, rank: int) -> None:
-        """Begin to send a frame to the server of a rank."""
-        sent = MPI.COMM_WORLD.Isend([frame, MPI.BYTE], self.processes[rank], REQUEST_TAG)
+    def send(self, request: WindowRequest, rank: int, data: bytes = b"") -> None:
+        """Begin to send a request to the server of a rank."""
+        frame = request.encode() + data
+        sent = self.comm.Isend([frame, MPI.BYTE], rank, REQUEST_TAG)
         if not sent.Test():
             self.abandon(sent, frame)
 
@@ -99,7 +98,7 @@ class WindowService:
             raise RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
 
     def close(self) -> None:
-        for request, kept in server.close():
+        for request, kept in self.server.close():
             self.abandon(request, kept)
         self._liveness.close()
 
@@ -108,13 +107,13 @@ class _Reply:
     """A reply that this rank awaits."""
 
     def __init__(self, service: WindowService, rank: int, number: int, room: int = 0) -> None:
-        self._service, self._process, self._number = service, service.processes[rank], number
+        self._service, self._rank, self._number = service, rank, number
         self._text = bytearray(REPLY.size + room)
         self.expect_another()
 
     def expect_another(self) -> None:
         """Expect one more reply to the same request."""
-        self._request = MPI.COMM_WORLD.Irecv([self._text, MPI.BYTE], self._process, reply_tag(self._number))
+        self._request = self._service.comm.Irecv([self._text, MPI.BYTE], self._rank, reply_tag(self._number))
 
     def poll(self) -> tuple[int, int, memoryview] | None:
         """The outcome, value and data of the reply, or None if it has not come."""
@@ -145,20 +144,20 @@ class MpiWindow(WindowMemory):
     """See the module. Calls may come from several threads."""
 
     def __init__(self, service: WindowService, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
+        super().__init__(transport.size)
         self._service, self._rank = service, transport.rank
         self._number = next(service.windows)
         self._mine = ExposedPart(tensor, transport.size)
-        self._waited = [0] * transport.size
-        server.add(service.mark, self._number, self._mine, service.ranks)
+        service.server.add(self._number, self._mine)
         try:
             sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(transport.size)]
             transport.all_gather(sizes, torch.tensor([tensor.nbytes], device="cpu"), deadline)
         except BaseException:
-            server.drop(service.mark, self._number)
+            service.server.drop(self._number)
             raise
         self.sizes = [int(size) for size in sizes]
 
-    def _live(self, rank: int) -> None:
+    def check_live(self, rank: int) -> None:
         if self.leaving:
             raise closed_here()
         if self._mine.closed[rank]:
@@ -182,9 +181,9 @@ class MpiWindow(WindowMemory):
         """Send a request; returns its future reply and its number."""
         number = next(self._service.numbers)
         reply = _Reply(self._service, rank, number, room)
-        frame = REQUEST.pack(self._service.mark, kind, self._number, number, offset, nbytes, itemsize, *operands) + data
+        request = WindowRequest(kind, self._number, number, offset, nbytes, itemsize, *operands)
         try:
-            self._service.send(frame, rank)
+            self._service.send(request, rank, data)
         except MPI.Exception as error:
             raise self._explain(rank, error) from error
         return reply, number
@@ -197,7 +196,12 @@ class MpiWindow(WindowMemory):
                 turns += 1
                 if turns % _SPINS:
                     continue
-                self._live(rank)
+                try:
+                    self.check_live(rank)
+                except HoldfastError:
+                    if (heard := reply.poll()) is not None:  # it came between the two looks, before the rank closed
+                        break
+                    raise
                 if time.monotonic() > deadline:
                     raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
                 if turns < _SPINS * _YIELDS:
@@ -209,12 +213,14 @@ class MpiWindow(WindowMemory):
         outcome, value, data = heard
         if outcome == GONE:
             raise closed_there(rank)
+        if outcome == REFUSED:
+            raise HoldfastError(f"{op}: rank {rank} refused the request; its log says why")
         return value, data
 
     def _explain(self, rank: int, error: MPI.Exception) -> Exception:
         until = time.monotonic() + 0.2
         while time.monotonic() < until:
-            self._live(rank)
+            self.check_live(rank)
             time.sleep(_LOOK_SECONDS)
         return RegionGone(f"the window of rank {rank} cannot be reached: {error.Get_error_string()}")
 
@@ -228,7 +234,7 @@ class MpiWindow(WindowMemory):
     # -- the ops
 
     def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
-        self._live(rank)
+        self.check_live(rank)
         if rank == self._rank:
             ctypes.memmove(self._mine.address + offset, source.data_ptr(), source.nbytes)
         elif 0 < source.nbytes <= INLINE_BYTES:
@@ -247,7 +253,7 @@ class MpiWindow(WindowMemory):
         try:
             self._await_reply(reply, rank, deadline, "put")
             reply.expect_another()
-            sent = MPI.COMM_WORLD.Isend([buffer_of(source), MPI.BYTE], self._service.processes[rank], data_tag(number))
+            sent = self._service.comm.Isend([buffer_of(source), MPI.BYTE], rank, data_tag(number))
             try:
                 self._await_reply(reply, rank, deadline, "put")
                 while not sent.Test():  # the bytes have arrived; MPI will notice soon
@@ -262,7 +268,7 @@ class MpiWindow(WindowMemory):
             reply.cancel()
 
     def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
-        self._live(rank)
+        self.check_live(rank)
         address, nbytes = into.data_ptr(), into.nbytes
         if rank == self._rank:
             ctypes.memmove(address, self._mine.address + offset, nbytes)
@@ -275,7 +281,7 @@ class MpiWindow(WindowMemory):
                 reply.cancel()
         else:
             self._fetch(rank, offset, address, nbytes, deadline)
-        self._live(rank)
+        self.check_live(rank)
 
     def _fetch(self, rank: int, offset: int, address: int, nbytes: int, deadline: float) -> None:
         """Fetch a large get: two chunks under way, through memory of the window."""
@@ -313,9 +319,8 @@ class MpiWindow(WindowMemory):
         bounce = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         number = next(self._service.numbers)
         reply = _Reply(self._service, rank, number)
-        coming = MPI.COMM_WORLD.Irecv([buffer_of(bounce), MPI.BYTE], self._service.processes[rank], data_tag(number))
-        frame = REQUEST.pack(self._service.mark, GET, self._number, number, offset, nbytes, 0, 0, 0)
-        self._service.send(frame, rank)
+        coming = self._service.comm.Irecv([buffer_of(bounce), MPI.BYTE], rank, data_tag(number))
+        self._service.send(WindowRequest(GET, self._number, number, offset, nbytes), rank)
         return reply, coming, bounce
 
     def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
@@ -329,36 +334,26 @@ class MpiWindow(WindowMemory):
     def _change(
         self, kind: int, rank: int, offset: int, dtype: torch.dtype, operands: tuple[int, int], deadline: float
     ) -> int:
-        self._live(rank)
+        self.check_live(rank)
         if rank == self._rank:
             with self._mine.lock:
                 return self._mine.change(kind, offset, dtype.itemsize, *operands)
         return self._call("atomic", kind, rank, deadline, offset, 0, dtype.itemsize, operands)
 
     def signal(self, rank: int, deadline: float) -> None:
-        self._live(rank)
+        self.check_live(rank)
         if rank == self._rank:
             with self._mine.lock:
                 self._mine.signalled[rank] += 1
         else:
             self._call("signal", SIGNAL, rank, deadline)
 
-    def wait_signal(self, rank: int, deadline: float) -> None:
-        wanted, began, turns = self._waited[rank] + 1, time.monotonic(), 0
-        while self._mine.signalled[rank] < wanted:
-            self._live(rank)
-            if time.monotonic() > deadline:
-                raise OpTimeout("wait_signal", wanted, time.monotonic() - began, (rank,))
-            turns += 1
-            if turns < _YIELDS:
-                yield_cpu()
-            else:
-                time.sleep(_SLEEP_SECONDS)
-        self._waited[rank] = wanted
+    def count_signals(self, rank: int) -> int:
+        return self._mine.signalled[rank]
 
     def flush(self, rank: int | None, deadline: float) -> None:
         for target in range(len(self.sizes)) if rank is None else (rank,):
-            self._live(target)
+            self.check_live(target)
             if target != self._rank:
                 self._call("flush", FLUSH, target, deadline)
 
@@ -371,12 +366,12 @@ class MpiWindow(WindowMemory):
             if mine.busy:
                 mine.memory.vacate()
             mine.memory = ExposedMemory(torch.empty(0, device="cpu"))
-        server.drop(self._service.mark, self._number)
-        frame = REQUEST.pack(self._service.mark, CLOSED, self._number, 0, 0, 0, 0, 0, 0)
+        self._service.server.drop(self._number)
+        notice = WindowRequest(CLOSED, self._number, 0)
         for rank in range(len(self.sizes)):
             if rank == self._rank:
                 continue
             try:
-                self._service.send(frame, rank)
+                self._service.send(notice, rank)
             except MPI.Exception:
                 continue  # the peer is gone

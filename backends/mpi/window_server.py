@@ -4,19 +4,24 @@ Open MPI has one-sided calls, but documents each of its components for them as u
 memory they return bytes of dead processes, and elsewhere they wait for an idle target, past any abort. Messages can be
 abandoned and revoked, and report failures, so windows use messages.
 
-A request is a frame on one tag of MPI_COMM_WORLD. Its reply comes on a tag of its own number; so do the bytes of large
-puts and gets, straight out of and into the exposed memory. MPI_COMM_WORLD is used for two reasons: a communicator that
-is freed must have no message under way (Open MPI gives it to the next one, and then loses messages of that one), and
-messages of MPI_COMM_WORLD arrive when the communicator is revoked.
+A request is a frame on one tag of a communicator that only the windows use. Its reply comes on a tag of its own number;
+so do the bytes of large puts and gets, straight out of and into the exposed memory. That communicator is never revoked,
+so messages arrive while the ranks' own is, and never freed: Open MPI gives the number of a freed one to the next, and
+then loses messages of that one.
+
+The server answers each request once: a request that it cannot carry out is refused, and the server goes on. It replies
+while it holds the window's lock, so a reply comes before the notice that the window is closed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -25,12 +30,8 @@ from holdfast.backends.common.cpu_wait import change, yield_cpu
 from holdfast.comms.tensors.exposed import ExposedMemory
 
 PUT, GET, ADD, SWAP, SIGNAL, FLUSH, CLOSED = range(7)
-DONE, GO, GONE = range(3)
-REQUEST = struct.Struct("=QBIQqqqqq")
-"""The communicator's mark, kind, window, number, offset, nbytes, itemsize, and two operands.
-
-The bytes of a small put follow.
-"""
+DONE, GO, GONE, REFUSED = range(4)
+REQUEST = struct.Struct("=BIQqqqqq")
 REPLY = struct.Struct("=BQq")
 """Outcome, number and a value; the bytes of a small get follow."""
 INLINE_BYTES = 1024
@@ -42,6 +43,41 @@ _AWAKE_SECONDS = 0.0005
 _SLEEP_SECONDS = 0.00005
 _PATIENT_SECONDS = 0.05
 _LONG_SLEEP_SECONDS = 0.001
+
+_log = logging.getLogger("holdfast.backends")
+
+
+class WindowRequest(NamedTuple):
+    """The head of a frame. The bytes of a small put follow it."""
+
+    kind: int
+    window: int
+    number: int
+    offset: int = 0
+    nbytes: int = 0
+    itemsize: int = 0
+    first: int = 0
+    second: int = 0
+
+    def encode(self) -> bytes:
+        return REQUEST.pack(*self)
+
+    @staticmethod
+    def decode(frame: bytearray) -> WindowRequest | None:
+        """The head of a frame; None if the frame is too short for one."""
+        return WindowRequest(*REQUEST.unpack_from(frame)) if len(frame) >= REQUEST.size else None
+
+    def fault(self, room: int, data_bytes: int) -> str:
+        """The fault of a request on `room` bytes of memory, with `data_bytes` behind its head; "" if there is none."""
+        if not 0 <= self.kind <= CLOSED:
+            return f"{self.kind} is no kind of request"
+        if self.kind in (ADD, SWAP) and self.itemsize not in (4, 8):
+            return f"an integer of {self.itemsize} bytes"
+        size = self.itemsize if self.kind in (ADD, SWAP) else self.nbytes
+        if self.offset < 0 or size < 0 or self.offset + size > room:
+            return f"{size} bytes at {self.offset} of a window of {room} bytes"
+        expected = self.nbytes if self.kind == PUT and self.nbytes <= INLINE_BYTES else 0
+        return "" if data_bytes == expected else f"{data_bytes} bytes of data, where {expected} belong"
 
 
 def reply_tag(number: int) -> int:
@@ -79,45 +115,31 @@ class _Transfer:
         self.request, self.kept, self.after = request, kept, after
 
 
-class Server:
-    """The thread of this process, which runs while a communicator has windows."""
+class WindowServer:
+    """The thread that serves the windows of one communicator; `comm` is its own, with the same ranks."""
 
-    def __init__(self) -> None:
-        self._comm = MPI.COMM_WORLD
-        self._windows: dict[tuple[int, int], tuple[ExposedPart, dict[int, int]]] = {}
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._windows: dict[int, ExposedPart] = {}
         self._transfers: list[_Transfer] = []
-        self._users, self._using = 0, threading.Lock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="holdfast-mpi-windows", daemon=True)
+        self._thread.start()
 
-    def open(self) -> None:
-        """Start the thread, unless it runs; it ends after as many calls of `close`."""
-        with self._using:
-            self._users += 1
-            if self._thread is None:
-                self._stop.clear()
-                self._thread = threading.Thread(target=self._run, name="holdfast-mpi-windows", daemon=True)
-                self._thread.start()
+    def add(self, number: int, exposed: ExposedPart) -> None:
+        """Serve a window."""
+        self._windows[number] = exposed
 
-    def add(self, mark: int, number: int, exposed: ExposedPart, ranks: dict[int, int]) -> None:
-        """Serve a window; `ranks` are those of its processes."""
-        self._windows[mark, number] = exposed, ranks
-
-    def drop(self, mark: int, number: int) -> None:
-        self._windows.pop((mark, number), None)
+    def drop(self, number: int) -> None:
+        self._windows.pop(number, None)
 
     def close(self) -> Sequence[tuple[MPI.Request, object]]:
-        """Stop the thread after the last `close`; returns the transfers that it left, with their memory."""
-        with self._using:
-            self._users -= 1
-            if self._users or self._thread is None:
-                return []
-            self._stop.set()
-            self._thread.join()
-            self._thread = None
-            left = [(job.request, job.kept) for job in self._transfers]
-            self._transfers.clear()
-            return left
+        """Stop the thread; returns the transfers that it left, with their memory."""
+        self._stop.set()
+        self._thread.join()
+        left = [(job.request, job.kept) for job in self._transfers]
+        self._transfers.clear()
+        return left
 
     # -- the thread
 
@@ -144,7 +166,16 @@ class Server:
             return False
         frame = bytearray(status.Get_count(MPI.BYTE))
         message.Recv([frame, MPI.BYTE])
-        self._answer(status.Get_source(), frame)
+        source = status.Get_source()
+        request = WindowRequest.decode(frame)
+        if request is None:
+            _log.warning("rank %d sent a window request of %d bytes; it is ignored", source, len(frame))
+        elif request.kind == CLOSED:
+            if (exposed := self._windows.get(request.window)) is not None:
+                with exposed.lock:
+                    exposed.closed[source] = True
+        else:
+            self._answer(source, request, frame)
         return True
 
     def _finish_transfers(self) -> bool:
@@ -160,61 +191,60 @@ class Server:
                 worked = True
         return worked
 
-    def _answer(self, source: int, frame: bytearray) -> None:
-        mark, kind, window, number, offset, nbytes, itemsize, first, second = REQUEST.unpack_from(frame)
-        found = self._windows.get((mark, window))
-        if found is None:
-            if kind != CLOSED:
-                self._reply(source, number, GONE)
+    def _answer(self, source: int, request: WindowRequest, frame: bytearray) -> None:
+        """Carry out a request, or refuse it, and reply."""
+        exposed = self._windows.get(request.window)
+        if exposed is None:
+            self._reply(source, request, GONE)
             return
-        exposed, ranks = found
-        rank = ranks[source]
         with exposed.lock:
-            if kind == CLOSED:
-                exposed.closed[rank] = True
-                return
             if not exposed.open or exposed.memory.moved:
-                self._reply(source, number, GONE)
-                return
-            if kind == SIGNAL:
-                exposed.signalled[rank] += 1
-            elif kind in (ADD, SWAP):
-                self._reply(source, number, DONE, exposed.change(kind, offset, itemsize, first, second))
-                return
-            elif nbytes > INLINE_BYTES:
-                self._transfer(exposed, kind, source, number, offset, nbytes)
-                return
-            elif kind == PUT:
-                data = (ctypes.c_char * nbytes).from_buffer(frame, REQUEST.size)
-                ctypes.memmove(exposed.address + offset, data, nbytes)
-            elif kind == GET:
-                self._reply(source, number, DONE, 0, ctypes.string_at(exposed.address + offset, nbytes))
-                return
-        self._reply(source, number, DONE)
+                self._reply(source, request, GONE)
+            elif fault := request.fault(exposed.memory.nbytes, len(frame) - REQUEST.size):
+                _log.warning("rank %d sent a window request that is refused: %s", source, fault)
+                self._reply(source, request, REFUSED)
+            elif request.nbytes > INLINE_BYTES:
+                self._transfer(source, request, exposed)
+            else:
+                self._reply(source, request, DONE, *self._carry_out(source, request, frame, exposed))
 
-    def _transfer(self, exposed: ExposedPart, kind: int, source: int, number: int, offset: int, nbytes: int) -> None:
+    def _carry_out(
+        self, source: int, request: WindowRequest, frame: bytearray, exposed: ExposedPart
+    ) -> tuple[int, bytes]:
+        """Carry out a checked request without a transfer; returns the value and the data of its reply."""
+        kind, offset, nbytes = request.kind, request.offset, request.nbytes
+        if kind in (ADD, SWAP):
+            return exposed.change(kind, offset, request.itemsize, request.first, request.second), b""
+        if kind == GET:
+            return 0, ctypes.string_at(exposed.address + offset, nbytes)
+        if kind == PUT and nbytes:
+            data = (ctypes.c_char * nbytes).from_buffer(frame, REQUEST.size)
+            ctypes.memmove(exposed.address + offset, data, nbytes)
+        elif kind == SIGNAL:
+            exposed.signalled[source] += 1
+        return 0, b""
+
+    def _transfer(self, source: int, request: WindowRequest, exposed: ExposedPart) -> None:
         """Begin to move bytes straight into or out of the memory; reply when they have moved."""
-        memory = [MPI.buffer.fromaddress(exposed.address + offset, nbytes), MPI.BYTE]
-        exposed.busy += 1
+        memory = [MPI.buffer.fromaddress(exposed.address + request.offset, request.nbytes), MPI.BYTE]
 
         def after(well: bool) -> None:
             with exposed.lock:
                 exposed.busy -= 1
-                outcome = DONE if exposed.open else GONE
-            if well:
-                self._reply(source, number, outcome)
+                self._reply(source, request, DONE if well and exposed.open else GONE)
 
-        if kind == GET:
-            request = self._comm.Isend(memory, source, data_tag(number))
+        if request.kind == GET:
+            transfer = self._comm.Isend(memory, source, data_tag(request.number))
         else:
-            request = self._comm.Irecv(memory, source, data_tag(number))
-            self._reply(source, number, GO)
-        self._transfers.append(_Transfer(request, exposed.memory.held, after))
+            transfer = self._comm.Irecv(memory, source, data_tag(request.number))
+            self._reply(source, request, GO)
+        exposed.busy += 1
+        self._transfers.append(_Transfer(transfer, exposed.memory.held, after))
 
-    def _reply(self, source: int, number: int, outcome: int, value: int = 0, data: bytes = b"") -> None:
-        text = REPLY.pack(outcome, number, value) + data
-        request = self._comm.Isend([text, MPI.BYTE], source, reply_tag(number))
-        self._transfers.append(_Transfer(request, text, lambda _: None))
-
-
-server = Server()
+    def _reply(self, source: int, request: WindowRequest, outcome: int, value: int = 0, data: bytes = b"") -> None:
+        text = REPLY.pack(outcome, request.number, value) + data
+        try:
+            sent = self._comm.Isend([text, MPI.BYTE], source, reply_tag(request.number))
+        except MPI.Exception:
+            return  # the rank is gone
+        self._transfers.append(_Transfer(sent, text, lambda _: None))

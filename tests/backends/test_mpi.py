@@ -372,3 +372,50 @@ def test_a_job_goes_on_with_a_spare_when_a_rank_is_killed() -> None:
 def test_an_unknown_launcher_is_refused() -> None:
     with pytest.raises(Unsupported, match="srun"):
         launch("srun", 2)
+
+
+def test_window_requests_that_are_wrong_are_refused_and_the_server_goes_on() -> None:
+    """Each request has one reply, and the messages of the user's own on MPI_COMM_WORLD do not reach the server."""
+
+    def body(comm: Communicator) -> tuple[list[str], int, bytes]:
+        from mpi4py import MPI
+
+        from holdfast.backends.mpi import window_server as server
+        from holdfast.backends.mpi.window import MpiWindow
+
+        memory = torch.zeros(4, dtype=torch.int64)
+        world, own, outcomes = MPI.COMM_WORLD, bytearray(3), []
+        with comm.window(memory) as window:
+            comm.barrier()
+            if comm.rank == 1:
+                assert isinstance(window.memory, MpiWindow)
+                windows, number = window.memory._service.comm, window.memory._number
+                windows.Send([b"short", MPI.BYTE], 0, server.REQUEST_TAG)
+                world.Send([b"own", MPI.BYTE], 0, server.REQUEST_TAG)
+                wrong = [
+                    server.WindowRequest(99, number, 1),
+                    server.WindowRequest(server.GET, number, 2, 0, 33),
+                    server.WindowRequest(server.GET, number, 3, -8, 8),
+                    server.WindowRequest(server.PUT, number, 4, 24, 8),
+                    server.WindowRequest(server.PUT, number, 5, 0, 1 << 40),
+                    server.WindowRequest(server.ADD, number, 6, 32, 0, 8, 1),
+                    server.WindowRequest(server.ADD, number, 7, 0, 0, 3, 1),
+                    server.WindowRequest(server.FLUSH, number, 8, 0, -1),
+                    server.WindowRequest(server.GET, number + 1, 9, 0, 8),
+                ]
+                for request in wrong:
+                    windows.Send([request.encode(), MPI.BYTE], 0, server.REQUEST_TAG)
+                    reply = bytearray(server.REPLY.size)
+                    windows.Recv([reply, MPI.BYTE], 0, server.reply_tag(request.number))
+                    outcomes.append({server.REFUSED: "refused", server.GONE: "gone"}[server.REPLY.unpack(reply)[0]])
+                window.fetch_add(0, 3, 5)
+                window.put(torch.tensor([7]), 0, 0)
+            else:
+                world.Recv([own, MPI.BYTE], 1, server.REQUEST_TAG)
+            comm.barrier()
+        return outcomes, int(memory.sum()), bytes(own)
+
+    with LocalCluster(2, "mpi", timeout=30.0) as cluster:
+        (_, total, own), (outcomes, _, _) = cluster.run(body)
+    assert outcomes == ["refused"] * 8 + ["gone"]
+    assert (total, own) == (12, b"own")
