@@ -6,12 +6,13 @@ all ranks raise.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.liveness import this_process
 
 log = logging.getLogger("holdfast.comms")
+
+_NAMED_RANKS = 8
+"""The number of a part's ranks that an error names by their numbers in the whole."""
 
 _counts: dict[tuple[str, str, int], MeetingCounter] = {}
 _open: set[tuple[str, str, int]] = set()
@@ -172,7 +176,8 @@ def connect_part(
             raise again(error)
 
     exchange = OfferExchange(place, within, count, deadline=deadline, timeout=timeout, check_abort=check_abort)
-    with exchange.meeting(_offer(len(members), [whole.backend], {}), lambda offers: None) as meeting:
+    offer = _offer(len(members), [whole.backend], {})
+    with _naming_members(whole, members), exchange.meeting(offer, lambda offers: None) as meeting:
         return connect_members(
             whole.backend,
             rank=rank,
@@ -187,6 +192,23 @@ def connect_part(
             over=lambda: whole.over,
             recorder=recorder,
         )
+
+
+@contextlib.contextmanager
+def _naming_members(whole: Communicator, members: Sequence[int]) -> Iterator[None]:
+    """Let errors of a part, which name its ranks, say which ranks of the whole these are."""
+    try:
+        yield
+    except HoldfastError as error:
+        if whole.over is not None or members == tuple(range(len(members))):
+            raise
+        ranks = getattr(error, "missing_ranks" if isinstance(error, OpTimeout) else "ranks", ())
+        named = ranks or range(len(members))
+        pairs = ", ".join(f"rank {rank} is rank {members[rank]}" for rank in named[:_NAMED_RANKS])
+        more = ", ..." if len(named) > _NAMED_RANKS else ""
+        copy = error.again()
+        copy.args = (f"{error} (of {whole.name!r}, {pairs}{more})",)
+        raise copy from error
 
 
 @reraise_local_cause("connecting")

@@ -42,10 +42,10 @@ class MappablePlane(CheckedPlane):
 
     def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
         place, (descriptor, offset) = self._mappable(handle)
-        with OpenMemory(place.owner, descriptor) as memory:
+        with OpenMemory(self.name, place.owner, descriptor) as memory:
             if lasting:
                 memory.hold()
-            _check_open(place)  # after the lock was taken: it stays as it is
+            _check_open(self.name, place)  # after the lock was taken: it stays as it is
             if lasting:
                 return memory.map(offset, handle.nbytes)
             return self._mapped.get(memory, offset, handle.nbytes)
@@ -62,9 +62,9 @@ class MappablePlane(CheckedPlane):
         return place, place.memory
 
 
-def _check_open(place: TableAddress) -> None:
+def _check_open(plane: str, place: TableAddress) -> None:
     """Raise `RegionGone` unless a region of this host is open now."""
-    with open_table(place) as (descriptor, _):
+    with open_table(plane, place) as (descriptor, _):
         if generation_in(descriptor, place.slot) != place.generation:
             raise RegionGone(f"process {place.owner.pid} closed the region; it must not be used any more")
 

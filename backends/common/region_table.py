@@ -48,7 +48,7 @@ _FLOCK = struct.Struct("hhqqi")
 
 
 class TableAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address in a handle of the shm plane: the owner, its table, the slot and its generation.
+    """The address in a handle: the owner, its table, the slot and its generation.
 
     The table is named by its descriptor in the owner and its id. `memory` is the descriptor of the memfd that holds the
     region, and the region's first byte in it; None if it lies in other memory, which cannot be mapped.
@@ -156,8 +156,10 @@ def _row(slot: int) -> int:
 
 
 @contextmanager
-def open_table(address: TableAddress) -> Iterator[tuple[int, int]]:
+def open_table(plane: str, address: TableAddress) -> Iterator[tuple[int, int]]:
     """Open the table that `address` names; yields its file's descriptor and its address in the owner.
+
+    `plane` is what errors call the memory plane.
 
     Raises `RegionGone` if the table does not exist (any more), `BackendUnavailable` if it may not be opened.
     """
@@ -169,7 +171,7 @@ def open_table(address: TableAddress) -> Iterator[tuple[int, int]]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except PermissionError as error:
         raise BackendUnavailable(
-            "shm", f"process {owner.pid} may not be read: {error.strerror}", "run all processes as one user"
+            plane, f"process {owner.pid} may not be read: {error.strerror}", "run all processes as one user"
         ) from error
     except OSError as error:
         raise RegionGone(f"process {owner.pid} is gone, or closed its regions: {error.strerror}") from error

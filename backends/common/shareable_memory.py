@@ -99,9 +99,10 @@ class OpenMemory:
     """The memfd of another process, or of this one, opened to be mapped. A context manager.
 
     Raises `RegionGone` if the process or its memfd is gone, `BackendUnavailable` if it may not be opened.
+    `plane` is what errors call the memory plane.
     """
 
-    def __init__(self, owner: Peer, descriptor: int, writable: bool = False) -> None:
+    def __init__(self, plane: str, owner: Peer, descriptor: int, writable: bool = False) -> None:
         self.writable = writable
         self._path = path = Path(f"/proc/{owner.pid}/fd/{descriptor}")
         gone = f"process {owner.pid}, which exposed this region, is gone, or has closed it"
@@ -111,7 +112,7 @@ class OpenMemory:
             self._descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except PermissionError as error:
             hint = "run all processes as one user"
-            raise BackendUnavailable("shm", f"memory of process {owner.pid} may not be mapped", hint) from error
+            raise BackendUnavailable(plane, f"memory of process {owner.pid} may not be mapped", hint) from error
         except OSError as error:
             raise RegionGone(gone) from error
         try:

@@ -95,7 +95,7 @@ class InprocPlane(BlockCopyPlane):
         descriptor = descriptor_of(exposed)
         if descriptor is None:
             raise Unsupported("mapping this region", "only what lies in memory of empty() can be mapped")
-        with OpenMemory(_process(os.getpid()), descriptor) as memory:
+        with OpenMemory(self.name, _process(os.getpid()), descriptor) as memory:
             if lasting:
                 memory.hold()
             region = self._region(handle)

@@ -35,7 +35,7 @@ class InprocTransport(DirectTransport):
         board = Board(
             board_memory, context.rank, context.size, context.epoch, dead=tuple, journal=context.journal, pids=pids
         )
-        super().__init__(board)
+        super().__init__(board, "inproc")
 
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
         ctypes.memmove(into, address, nbytes)

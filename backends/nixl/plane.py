@@ -90,7 +90,7 @@ class _RemoteRegion:
         """Raise `RegionGone` if the process or its table is gone: a transfer to missing memory never ends."""
         self.alive()
         if self.here:
-            with open_table(self.place):
+            with open_table("nixl", self.place):
                 pass
 
     def check(self, deadline: float) -> None:
@@ -235,7 +235,7 @@ class NixlPlane(MappablePlane):
             raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
         if not region.here:
             raise Unsupported("writing to memory of another host over nixl", "let its owner read, or use ucx")
-        with open_table(region.place) as (descriptor, _), held_open(descriptor, region.place.slot, deadline):
+        with open_table(self.name, region.place) as (descriptor, _), held_open(descriptor, region.place.slot, deadline):
             region.check(deadline)
             if nbytes:
                 self._transfer(region, address, offset, nbytes, deadline, writing=True)

@@ -99,7 +99,7 @@ class ShmPlane(BlockCopyPlane, MappablePlane):
 
     def map_writable(self, handle: Handle) -> torch.Tensor:
         place, (descriptor, offset) = self._mappable(handle)
-        with OpenMemory(place.owner, descriptor, writable=True) as memory:
+        with OpenMemory(self.name, place.owner, descriptor, writable=True) as memory:
             self._open_region(handle, writing=True).release(True)
             return self._mapped.get(memory, offset, handle.nbytes)
 
@@ -129,7 +129,7 @@ class ShmPlane(BlockCopyPlane, MappablePlane):
         key = (owner.pid, owner.started, address.table)
         base = self._bases.get(key)
         if base is None:
-            with open_table(address) as (_, base):
+            with open_table(self.name, address) as (_, base):
                 self._bases[key] = base
         try:
             return _Reader(address, base, functools.partial(self._reuse, handle.address))
@@ -207,7 +207,7 @@ class _Writer(RegionAccess):
         self._words = _Words()
         self._open = ExitStack()
         with ExitStack() as undo:
-            self._descriptor, base = undo.enter_context(open_table(address))
+            self._descriptor, base = undo.enter_context(open_table("shm", address))
             self._row = slot_address(base, address.slot)
             self._look()
             _, self._memory, self.nbytes, flags = self._words

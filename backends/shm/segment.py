@@ -88,7 +88,7 @@ class SharedSegment:
         try:
             descriptor = os.open(f"/proc/{peers[0].pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise unopenable_file(0, "shared memory", error) from error
+            raise unopenable_file("shm", 0, "shared memory", error) from error
         found = os.fstat(descriptor)
         if (found.st_ino, found.st_size) != (place.inode, BOARD_SLOTS * layout_of(place.rows).nbytes):
             os.close(descriptor)

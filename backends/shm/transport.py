@@ -65,7 +65,8 @@ class ShmTransport(DirectTransport):
                 journal=context.journal,
                 rows=segment.address.rows,
                 pids=[peer.pid for peer in context.peers],
-            )
+            ),
+            "shm",
         )
         if context.previous is not None:
             self._board.stop_spinning(FIRST_PHASES)
@@ -77,7 +78,7 @@ class ShmTransport(DirectTransport):
         except ProcessLookupError:
             raise PeerFailed((rank,), "its process is gone") from None
         except OSError as error:
-            raise unreadable_memory(rank, error.errno or 0) from error
+            raise unreadable_memory("shm", rank, error.errno or 0) from error
         if copied != nbytes:
             raise PeerFailed((rank,), f"its memory can be read up to byte {copied} of {nbytes} alone")
 

@@ -87,7 +87,7 @@ def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[
             held.callback(whole.close)
             address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + offset
     except OSError as error:
-        raise unopenable_file(rank, "window", error) from error
+        raise unopenable_file("shm", rank, "window", error) from error
     lock = _FileLock(descriptor)
     return Part(
         header, address, nbytes, WindowLock(rank, me, header, holder_word(size), lock.try_acquire, lock.release)

@@ -208,7 +208,7 @@ def parse(text: bytes) -> tuple[int, WorkerHello | HelloReceived | str]:
         if kind == bytes([_MET]):
             return _MET, msgspec.msgpack.decode(body, type=HelloReceived)
     except msgspec.DecodeError as error:
-        raise CorruptData(f"a peer's connect_payload over ucx: {error}") from error
+        raise CorruptData(f"a peer's hello over ucx cannot be read: {error}") from error
     if kind in (bytes([CLOSED]), bytes([ABORTED])):
         return kind[0], body.decode(errors="replace")
-    raise CorruptData(f"a notice over ucx that is neither connect_payload nor farewell: {text[:16]!r}")
+    raise CorruptData(f"a notice over ucx that is neither hello nor farewell: {text[:16]!r}")

@@ -82,20 +82,20 @@ def out_of_descriptors(doing: str) -> ResourceExhausted | None:
     return None
 
 
-def unreadable_memory(rank: int, number: int) -> HoldfastError:
+def unreadable_memory(backend: str, rank: int, number: int) -> HoldfastError:
     """The error for an errno of process_vm_readv on the memory of `rank`, which is still alive."""
     if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         reason = f"this process may not read the memory of rank {rank}: {os.strerror(number)}"
-        return BackendUnavailable("shm", reason, MEMORY_HINT)
+        return BackendUnavailable(backend, reason, MEMORY_HINT)
     cause = resource_exhausted(number, f"reading the memory of rank {rank}")
     return cause or PeerFailed((rank,), f"its memory cannot be read: {os.strerror(number)}")
 
 
-def unopenable_file(rank: int, what: str, error: OSError) -> HoldfastError:
+def unopenable_file(backend: str, rank: int, what: str, error: OSError) -> HoldfastError:
     """The error for a failed open of `what`, a /proc file of the process of `rank`."""
     if error.errno in (errno.EPERM, errno.EACCES):
         reason = f"this process may not open {what} of rank {rank}: {error.strerror}"
-        return BackendUnavailable("shm", reason, MEMORY_HINT)
+        return BackendUnavailable(backend, reason, MEMORY_HINT)
     cause = resource_exhausted(error.errno, f"opening {what} of rank {rank}")
     return cause or PeerFailed((rank,), f"its {what} cannot be opened: {error}")
 

@@ -236,7 +236,7 @@ def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(
             eventually((tmp_path / "heard").exists, 10.0)  # a closing process drops what it could not send yet
             return ""
         eventually((tmp_path / "said").exists, 10.0)  # no process sends a farewell to one that has left
-        with pytest.raises(CorruptData, match="neither connect_payload nor farewell"):
+        with pytest.raises(CorruptData, match="neither hello nor farewell"):
             comm.recv(torch.zeros(1), 0)
         transport = comm.transport
         assert isinstance(transport, UcxTransport)

@@ -30,12 +30,13 @@ from holdfast.comms.transport.base import FastPath, Observed, Transport
 class DirectTransport(Transport):
     """A transport over a `Board` and a way to read a peer's memory, which a backend supplies."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, backend: str) -> None:
+        """`backend` is what errors call it."""
         self.rank, self.size = board.rank, board.size
         self._board = board
         self._ops = Publications(board)
         self._channels = Channels(board, self._read_memory)
-        self._staging = Staging(board)
+        self._staging = Staging(board, backend)
 
     def start(self, deadline: float, connect_payload: Sequence[int] = ()) -> None:
         """Run `enter` and `wait_for_ranks`. Releases everything on failure."""

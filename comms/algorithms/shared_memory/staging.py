@@ -36,8 +36,8 @@ _UNREADABLE = -1
 class Staging:
     """The stage of one communicator."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, board: Board, backend: str) -> None:
+        self._board, self._backend = board, backend
 
     def all_reduce(self, given: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float, number: int) -> None:
         """Reduce contiguous tensors `given` of all ranks into `tensor` of all ranks (they may be one)."""
@@ -96,4 +96,4 @@ class Staging:
     def _give_up(self, rank: int, number: int) -> NoReturn:
         """Raise: the inputs that `rank` exposed cannot be read."""
         self._board.check_peers(lambda: [rank])
-        raise unreadable_memory(rank, number)
+        raise unreadable_memory(self._backend, rank, number)

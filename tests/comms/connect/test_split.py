@@ -44,6 +44,19 @@ def test_an_abort_ends_split_communicators(backend: str) -> None:
         assert ranks.run(whole) == ["freed", "did not come"]
 
 
+def test_a_split_that_is_late_names_the_missing_rank_by_both_numbers() -> None:
+    def waits(comm: Communicator) -> str:
+        if comm.rank != 1:
+            return ""
+        with pytest.raises(OpTimeout) as late:
+            comm.split([1, 2], timeout=0.2)
+        assert late.value.missing_ranks == (1,), "the part's own number, as for all its errors"
+        return str(late.value).replace(comm.name, "whole")
+
+    with LocalCluster(3, "inproc") as ranks:
+        assert "(of 'whole', rank 1 is rank 2)" in ranks.run(waits)[1]
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "mpi"])
 def test_a_split_communicator_outlives_close_of_the_whole(backend: str) -> None:
     """One rank is late, and the other waits long enough to check for failures."""

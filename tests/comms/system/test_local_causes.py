@@ -52,13 +52,14 @@ def test_a_refused_read_of_memory_is_not_a_death() -> None:
     """The system refuses such reads for user namespaces, seccomp and Yama."""
     refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
     for error in (
-        unreadable_memory(1, errno.EPERM),
-        unreadable_memory(1, errno.ENOSYS),
-        unopenable_file(1, "window", refused),
+        unreadable_memory("inproc", 1, errno.EPERM),
+        unreadable_memory("inproc", 1, errno.ENOSYS),
+        unopenable_file("inproc", 1, "window", refused),
     ):
-        assert isinstance(error, BackendUnavailable) and "rank 1" in str(error) and "user namespace" in str(error)
-    assert isinstance(unreadable_memory(1, errno.EFAULT), PeerFailed)
-    assert isinstance(unopenable_file(1, "window", OSError(errno.ENOENT, "no")), PeerFailed)
+        assert isinstance(error, BackendUnavailable) and error.name == "inproc"
+        assert "rank 1" in str(error) and "user namespace" in str(error)
+    assert isinstance(unreadable_memory("inproc", 1, errno.EFAULT), PeerFailed)
+    assert isinstance(unopenable_file("inproc", 1, "window", OSError(errno.ENOENT, "no")), PeerFailed)
 
 
 _GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
