@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
-# One more than there are cores: many tests wait for something.
-JOBS ?= $(shell expr $$(nproc) + 1)
+# As many processes as cores and memory allow: tests/support/run_record.py.
+JOBS ?= auto
 PEERS := $(VENV)/peers
 PROFILE ?= quick
 BASE ?= HEAD~1
@@ -15,7 +15,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test lint types unit torch-suite demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough torch-suite demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -40,7 +40,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/*.[ch]
 	$(call install,$(VENV),-c constraints.txt --no-deps nixl nixl-cu12 nixl-cu13)
 	touch $(STAMP)
 
-test: lint types unit  ## ruff, mypy --strict, and all tests
+test: lint types unit  ## ruff, mypy --strict, and the tests of what a change can break: a quarter of an hour on two cores
+
+test-all: test thorough  ## the rest too: many processes, soaks, other systems' environments, SLURM, browsers
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -49,8 +51,13 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy --strict
 	$(BIN)/mypy
 
-unit: $(STAMP) peers  ## the tests, in one process more than there are cores (JOBS=n for n)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --record build/tests/$@
+
+unit: $(STAMP) peers  ## the tests of the first tier (JOBS=n for n processes)
+	$(PYTEST) -m "not thorough"
+
+thorough: $(STAMP) peers  ## the tests of the second tier, and all properties again with ten times the examples
+	$(PYTEST) -m "thorough or hypothesis" --hypothesis-profile thorough
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/torch_suite.py compare

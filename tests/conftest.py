@@ -7,7 +7,6 @@ the session also no new sockets, pipes or shared memory. A session that leaks fa
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,14 @@ from support import dispositions
 from support.children import Child, children
 from support.leaks import Snapshot, settle
 
+pytest_plugins = ["support.run_record"]
+
 dispositions.restore()
 pytest.register_assert_rewrite("holdfast.harness.conformance")
-settings.register_profile("holdfast", deadline=None)  # a slow machine is no failure
-settings.load_profile("holdfast")
+# A slow machine is no failure. `--hypothesis-profile thorough` chooses the other: see CONTRIBUTING.md.
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile("quick")
 
 _leaks: list[str] = []
 _start: list[Snapshot] = []
@@ -132,19 +135,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many tests were skipped for which reason, and what leaked."""
-    skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
-    if skipped:
-        terminalreporter.section("skipped")
-        for reason, count in skipped.most_common():
-            terminalreporter.line(f"{count} skipped: {reason}")
+    """Say what leaked."""
     if _leaks:
         terminalreporter.section("left behind by the session", red=True)
         for line in _leaks:
             terminalreporter.line(line)
-
-
-def _reason(report: Any) -> str:
-    longrepr = report.longrepr
-    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
-    return str(text).removeprefix("Skipped: ")

@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import comms
@@ -121,7 +121,6 @@ def reduced_by_library(given: list[Tensor], op: ReduceOp) -> Tensor:
     return total if factor is None else (total * factor).to(total.dtype)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from([*arithmetic.REDUCIBLE, *EIGHT_BIT_FLOATS]),
     st.sampled_from(sorted(OPS_BY_NAME)),

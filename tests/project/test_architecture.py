@@ -244,7 +244,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {installed_path(path) for path in modules()} <= names
@@ -288,19 +288,19 @@ def run_command(command: Path, *arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_installed_wheel_lists_its_backends(installed: Path, tmp_path: Path) -> None:
     listed = run_command(installed, "backends", cwd=tmp_path)
     assert all(name in listed for name in ("inproc", "shm", "gloo"))
     assert "broken" not in listed
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_installed_wheel_is_a_module_to_run(installed: Path, tmp_path: Path) -> None:
     assert run_command(installed.parent / "python", "-m", "holdfast", "--version", cwd=tmp_path).startswith("holdfast ")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_installed_wheel_runs_the_demo(installed: Path, tmp_path: Path) -> None:
     run_command(installed, "demo", "--steps", "8", "--report", str(tmp_path / "report"), cwd=tmp_path)

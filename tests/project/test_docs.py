@@ -26,15 +26,27 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "figures"))
 SITE = sorted(path for path in PAGES if path.parent != DOCS or path.name in ("index.md", "install.md", "quickstart.md"))
 SITE.append(ROOT / "README.md")
-RUNNING = [page for page in SITE if any(block.runs for block in blocks(page))]
 
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def languages(page: Path) -> set[str]:
+    """The languages of the blocks that are run."""
+    return {block.language for block in blocks(page) if block.runs}
+
+
+RUNNING = [
+    pytest.param(page, id=name(page), marks=[pytest.mark.thorough] if "bash" in ran else [])
+    for page in SITE
+    if (ran := languages(page))
+]
+"""The pages with blocks that are run; those whose shell commands start jobs are in the second tier."""
+
+
 @pytest.mark.timeout(400)  # a page trains a whole run
-@pytest.mark.parametrize("page", RUNNING, ids=name)
+@pytest.mark.parametrize("page", RUNNING)
 def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path)
 
@@ -215,7 +227,7 @@ def screenshot(address: str, into: Path, dark: bool) -> tuple[Image.Image, str]:
     return Image.open(into / "page.png").convert("RGB"), console
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("page", ["index", "quickstart", "reference/ft", "concepts/ranks-views-epochs"])

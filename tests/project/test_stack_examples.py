@@ -43,13 +43,13 @@ def show(extra: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_trl_is_equal_over_holdfast_and_gloo_and_after_a_kill() -> None:
     show("trl", "grpo.py")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_openenv_validates_our_environments_and_plays_them() -> None:
     show("openenv")

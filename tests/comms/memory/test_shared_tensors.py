@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -51,7 +51,6 @@ def bits(tensor: Tensor) -> bytes:
 version = iter(range(1 << 30))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(views(), min_size=1, max_size=4), st.booleans(), st.integers(0, 2**31))
 def test_views_of_one_base_all_get_their_bytes_or_nothing_changes(
     store: WeightStore, kinds: list[Tensor], agreeing: bool, seed: int

@@ -123,7 +123,7 @@ def test_files_are_read_and_written_whole(data: bytes, at_once: int, offset: int
         os.close(fd)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["shm", "ucx"])
 def test_messages_and_sums_of_more_than_2_gib_arrive(backend: str) -> None:
     """Each rank has one tensor, for machines with little memory."""
@@ -149,7 +149,7 @@ def test_messages_and_sums_of_more_than_2_gib_arrive(backend: str) -> None:
         cluster.run(body)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["shm", "ucx"])
 def test_windows_of_more_than_2_gib_are_read_and_written(backend: str) -> None:
     nbytes = (1 << 31) + (1 << 20)

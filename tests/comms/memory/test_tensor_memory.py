@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -351,7 +351,6 @@ def test_native_functions_refuse_a_null_address() -> None:
     _native.copy(0, 0, 0)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 8), st.integers(1, 8), st.integers(0, 80))
 def test_plain_memory_is_what_its_storage_covers(offset: int, count: int, held: int) -> None:
     tensor = torch.zeros(16)[offset : offset + count]

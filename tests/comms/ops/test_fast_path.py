@@ -93,7 +93,7 @@ programs = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(program=programs)
 def test_ranks_may_mix_the_fast_and_the_slow_path_and_be_late(
     ranks: LocalCluster, program: list[tuple[str, int, int, int]]

@@ -65,7 +65,7 @@ def test_a_reduction_gives_what_torch_gives(dtype: torch.dtype, op: str) -> None
         assert dtype.is_floating_point or dtype.is_complex, "integers have every op"
         return
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     @given(count=st.integers(0, 300), seed=st.integers(0, 2**32), into=st.sampled_from(["a", "b", "another"]))
     def same(count: int, seed: int, into: str) -> None:
         a, b = random_tensor(dtype, count, seed), random_tensor(dtype, count, seed + 1)

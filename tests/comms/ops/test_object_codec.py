@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.codecs.object_codec import decode_object, encode_object
@@ -72,7 +72,6 @@ def alike(sent: Any, arrived: Any) -> bool:
     return bool(sent == arrived) or (isinstance(sent, float) and math.isnan(sent) and math.isnan(arrived))
 
 
-@settings(deadline=None)
 @given(objects)
 def test_an_accepted_object_arrives_as_it_was(obj: Any) -> None:
     assert alike(obj, decode_object(encode_object(obj)))

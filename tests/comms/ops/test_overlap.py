@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Recv, Send
@@ -156,7 +156,6 @@ def test_a_window_is_not_read_into_a_tensor_whose_elements_share_memory() -> Non
         assert cluster.run(refuse) == [True]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=3),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=3),

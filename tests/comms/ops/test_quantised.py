@@ -44,7 +44,7 @@ def largest(contributions: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     count=st.integers(0, 1500),
     seed=st.integers(0, 1000),

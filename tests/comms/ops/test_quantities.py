@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import comms
@@ -28,7 +28,6 @@ NO_TIMEOUTS: list[Any] = [True, "5", float("nan"), float("inf"), -float("inf"), 
 NO_TIMEOUTS += [1e12, 10**400, -(10**400)]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 200), st.sampled_from(INTEGERS))
 def test_every_kind_of_integer_becomes_its_int(value: int, kind: Callable[[int], Any]) -> None:
     found = integer(kind(value), "it")

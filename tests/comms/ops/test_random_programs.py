@@ -15,7 +15,7 @@ from support.samples import programs
 PROGRAMS = 4
 """How many programs one communicator runs, since connecting takes longer than most programs."""
 
-quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+quick = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 class Clusters:
@@ -70,7 +70,7 @@ def test_any_program_gives_the_same_with_eight_processes(
     assert clusters.outcome(process_backend, 8, given_programs) == expected
 
 
-@settings(quick, max_examples=25)
+@settings(quick)
 @given(size=st.integers(1, 8), data=st.data())
 def test_any_program_gives_the_same_in_each_run_with_one_to_eight_ranks(
     clusters: Clusters, size: int, data: st.DataObject

@@ -77,7 +77,7 @@ def test_large_ops_follow_each_other_in_any_order() -> None:
             st.sampled_from([0, 7, 7, 5]),
         )
 
-        @settings(max_examples=20, deadline=None)
+        @settings(max_examples=20)
         @given(st.lists(steps, min_size=1, max_size=12))
         def holds(program: list[tuple[str, int, int, int, int]]) -> None:
             cluster.run(run, program)

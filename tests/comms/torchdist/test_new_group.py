@@ -36,7 +36,7 @@ def test_groups_with_equal_numbers_and_different_members_are_a_mismatch(tmp_path
         in_group(cluster, tmp_path, body)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_compiled_ddp_model_has_the_gradients_of_ddp(tmp_path: Path) -> None:
     """Uses dynamo's DDP optimizer, which splits the graph at the two buckets."""
 

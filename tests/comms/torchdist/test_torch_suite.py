@@ -11,7 +11,7 @@ from support.torch_suite import TABLE, TRANSPORTS, outcomes
 SELECTION: list[str] = tomllib.loads(TABLE.read_text())["selection"]["tests"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_passes_over_plain_gloo_passes_over_holdfast(transport: str) -> None:

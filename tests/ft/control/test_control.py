@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
@@ -227,7 +227,6 @@ def dialler_after(steps: int) -> DiallerHandshake:
 framed = st.binary(max_size=200).map(frames.frame)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([listener_after, dialler_after]),
     st.integers(0, 1),
@@ -245,7 +244,6 @@ def test_no_bytes_open_a_session_without_the_key(
     assert handshake.session is None
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.binary(max_size=50), min_size=1, max_size=5),
     st.sampled_from(["flip", "cut", "remove", "insert", "replay", "swap", "drop"]),
@@ -271,7 +269,6 @@ def test_a_tampered_stream_gives_a_prefix_of_what_was_sent_and_then_an_error(
     assert failed or stream == b"".join(sealed)[: len(stream)]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 3), st.integers(0), st.integers(0, 7))
 def test_one_wrong_bit_anywhere_in_the_handshake_opens_no_pair_of_sessions(step: int, where: int, bit: int) -> None:
     dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")

@@ -365,7 +365,7 @@ class SqliteAgainstModel(AgainstModel):
     scheme = "sqlite"
 
 
-FEW = settings(max_examples=25, stateful_step_count=25, deadline=None)
+FEW = settings(stateful_step_count=25)
 TestMemoryAgainstModel = MemoryAgainstModel.TestCase
 TestMemoryAgainstModel.settings = FEW
 TestSqliteAgainstModel = SqliteAgainstModel.TestCase

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData, OpTimeout
@@ -147,13 +147,11 @@ def test_an_example_of_every_message_is_accepted() -> None:
         assert listener.state() != before
 
 
-@settings(max_examples=400, deadline=None)
 @given(peers, bodies)
 def test_any_bytes_are_accepted_or_refused(peer: str, body: bytes) -> None:
     hears(peer, body)
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     peers,
     st.sampled_from(SAYINGS),

@@ -457,7 +457,7 @@ def test_the_explorer_catches_a_broken_core(broken: type[Membership]) -> None:
 # Random orders of larger worlds ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(
     size=st.integers(1, 5),
     spares=st.integers(0, 3),

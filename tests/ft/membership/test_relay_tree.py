@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.transport.base import Peer
@@ -123,7 +123,6 @@ class FakeLinks:
         raise NotImplementedError
 
 
-@settings(max_examples=30)
 @given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[int], seed: int) -> None:
     """Members install the view at different times; a connection that comes back brings what was lost."""

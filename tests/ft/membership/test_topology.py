@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -33,7 +33,6 @@ def view_of(hosts: list[int], epoch: int = 1, size: int | None = None) -> View:
     return View(epoch, "running", tuple(members), job, "test")
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=40))
 def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> None:
     view = view_of(hosts)
@@ -44,7 +43,6 @@ def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> 
         assert all(member in observers(view, other, SPARSE) for other in around)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=60))
 def test_a_view_announced_by_any_member_reaches_all_members(hosts: list[int]) -> None:
     view = view_of(hosts)
@@ -130,7 +128,6 @@ def test_a_delta_of_another_view_is_refused() -> None:
     assert delta_between(old, swapped) is None
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_evidence_gives_the_same_losses_in_any_order(data: st.DataObject) -> None:
     view = view_of([2, 2, 2, 1])

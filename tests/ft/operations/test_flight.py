@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
@@ -216,7 +216,6 @@ def test_a_recording_decodes(recorded: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
 def test_a_recording_that_was_cut_short_is_refused(recorded: bytes, data: st.DataObject) -> None:
     cut = recorded[: data.draw(st.integers(0, len(recorded) - 1))]
     with pytest.raises(BadRecording):
@@ -224,7 +223,6 @@ def test_a_recording_that_was_cut_short_is_refused(recorded: bytes, data: st.Dat
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None)
 def test_a_damaged_recording_is_refused_or_reads_as_one(recorded: bytes, data: st.DataObject) -> None:
     """Any change of bytes gives a recording or `BadRecording`, and no other error."""
     damaged = bytearray(recorded)
@@ -239,7 +237,6 @@ def test_a_damaged_recording_is_refused_or_reads_as_one(recorded: bytes, data: s
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=40, deadline=None)
 def test_noise_is_refused(recorded: bytes, noise: bytes) -> None:
     data = (noise * (len(recorded) // max(1, len(noise)) + 1))[: len(recorded)] if noise else noise
     with pytest.raises(BadRecording):

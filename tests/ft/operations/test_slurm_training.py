@@ -23,7 +23,7 @@ from support.source_tree import ROOT
 from support.waiting import becomes_true
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.timeout(900),
     pytest.mark.skipif(slurm.missing() is not None, reason=f"SLURM: {slurm.missing()}"),
     pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'"),

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
@@ -99,7 +99,6 @@ def test_ranks_with_different_steps_are_refused() -> None:
         decide([holder(4, False), holder(5, False)], 0)
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_no_schedule_of_deaths_makes_survivors_disagree(data: st.DataObject) -> None:
     """A model of one step: ranks prepare, enter and leave the barrier.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -98,7 +98,6 @@ def cut(leaf: Leaf, tensor: torch.Tensor, mesh: Mesh, part: int) -> torch.Tensor
 
 
 @given(st.lists(leaf(), min_size=1, max_size=4), meshes, meshes, st.data())
-@settings(max_examples=150, deadline=None)
 def test_a_state_is_redistributed_from_the_needed_bytes_only(
     made: list[Leaf], before: Mesh, after: Mesh, data: st.DataObject
 ) -> None:

@@ -485,7 +485,7 @@ def test_the_example_in_the_readme_runs_unchanged() -> None:
 # -- every scenario of the library, for real
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(LIBRARY not in os.environ, reason=f"ten minutes: asked for by {LIBRARY}=1")
 def test_every_scenario_of_the_library_passes() -> None:

@@ -34,7 +34,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 @needs_monarch
 @needs_hosts
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", ["ucx", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["ucx", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_a_host_of_a_run_is_lost_and_nothing_with_it(tmp_path: Path, backend: str) -> None:
     done = demo("--hosts", "3", "--steps", str(SHORT), "--backend", backend, "--json", "--report", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

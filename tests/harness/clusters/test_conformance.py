@@ -65,7 +65,7 @@ def test_a_backend_that_is_unknown_gives_status_2() -> None:
     assert done.returncode == 2 and "unknown" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_example_plugin_installs_and_passes(tmp_path: Path) -> None:
     source = tmp_path / "source"

@@ -59,7 +59,7 @@ def test_the_backend_of_the_package_passes_conformance_checks(installed: Path) -
     assert {check["outcome"] for check in checks} == {"passed"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_test_of_the_package_runs_the_conformance_kit(installed: Path, tmp_path: Path) -> None:
     test = tmp_path / "test_holdfast_paper_mail.py"
     test.write_text(files("paper_mail")[test.name])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.algorithms.collate import collate, step_totals
@@ -86,7 +86,6 @@ def by_the_papers(logprobs: torch.Tensor, inputs: LossInputs, chosen: Objective)
 
 @pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None)
 def test_a_loss_equals_its_paper(chosen: Objective, seed: int) -> None:
     logprobs, inputs = sequences(seed)
     assert float(loss(logprobs, inputs, totals_of(inputs), chosen)) == pytest.approx(
@@ -125,7 +124,6 @@ def gradient_of(logprobs: torch.Tensor, inputs: LossInputs, totals: StepTotals, 
 
 @pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 5), padding=st.integers(1, 40))
-@settings(max_examples=25, deadline=None)
 def test_splits_order_and_padding_change_no_bit_of_a_gradient(
     chosen: Objective, seed: int, cut: int, padding: int
 ) -> None:

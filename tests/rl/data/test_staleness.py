@@ -154,7 +154,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestSchedules.settings = settings(stateful_step_count=60)
 
 
 def test_to_wait_only_for_groups_that_are_due_now_would_not_do() -> None:

@@ -17,7 +17,7 @@ import pytest
 from support.source_tree import TESTS
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'"),
 ]

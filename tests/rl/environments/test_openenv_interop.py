@@ -26,7 +26,7 @@ PEER = ROOT / ".venv" / "extras" / "openenv" / "bin" / "python"
 PROGRAM = TESTS / "support" / "rl" / "openenv_peer.py"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(not PEER.exists(), reason="openenv is not installed: make extra-openenv"),
 ]
 SEEDS = [0, 3, 7, 11]

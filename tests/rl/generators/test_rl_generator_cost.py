@@ -73,7 +73,7 @@ def test_a_request_costs_no_more_than_a_loop_without_cache_and_seeds() -> None:
     assert other < 1.3 * one * 1.5, "1.3, and half as much for a busy machine"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_time_from_a_published_version_to_serving_it(tmp_path: Any) -> None:
     """10 million parameters, whole tensors, on one host: beside the time of a plain copy of as many bytes, twice."""
     source = ModelSource(

@@ -132,7 +132,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(asked=st.lists(requests, min_size=1, max_size=4), slots=st.integers(1, 6))
 def test_a_running_batch_draws_what_each_request_alone_draws(asked: list[SamplingRequest], slots: int) -> None:
     """Whatever else runs, whichever slots are free: the same tokens, and log-probs that differ by rounding only."""
@@ -158,7 +158,6 @@ def test_a_fixed_batch_is_equal_to_the_bit_on_every_replica(generators: Generato
     assert first[0] != first[1]
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     logits=st.lists(st.lists(st.floats(-30, 30), min_size=6, max_size=6), min_size=1, max_size=4),
     top_p=st.floats(0.01, 1.0),

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -99,7 +99,6 @@ def test_a_program_that_differs_from_the_model_is_refused_and_not_kept(
     assert not list(tmp_path.iterdir())
 
 
-@settings(deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 6), min_size=1, max_size=4),
     most=st.integers(1, 6),
@@ -117,7 +116,7 @@ def test_the_greedy_loop_ends_at_the_first_stop_token(prompt: list[int], most: i
     assert len(said) == most or said[-1] in stop
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_a_program_of_executorch_answers_as_the_model(tmp_path: Path) -> None:
     if not (ROOT / ".venv" / "extras" / "executorch" / "bin" / "python").exists():

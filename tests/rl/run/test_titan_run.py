@@ -28,7 +28,7 @@ PYTHON = ROOT / ".venv" / "extras" / "titan" / "bin" / "python"
 STEPS, PROMPTS = 5, 24
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="torchtitan is not installed: make extra-titan"),
 ]

@@ -193,7 +193,7 @@ def test_hostile_values_are_compared_in_time() -> None:
     assert not equals(json.dumps(["set", [["frozenset", json.loads(colliding)[1]]]]).encode(), {1})
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(value=plain)
 def test_every_plain_argument_arrives(sandbox: Sandbox, value: object) -> None:
     assert run_tests("def f(x): return x", [CallTest("f", (value,), value)], sandbox=sandbox).passed == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError
 from holdfast.rl.environments.sandbox.limits import MEBIBYTE
 
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=12)
 
 
 @few
@@ -75,7 +75,7 @@ def test_as_many_open_files_as_the_limit(sandbox: Sandbox, limit: int) -> None:
     assert int(sandbox.run(code, limits=Limits(open_files=limit)).stdout) == limit
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seconds=st.floats(0.1, 1.0), processes=st.integers(1, 3))
 def test_processor_time_of_all_processes_together(sandbox: Sandbox, seconds: float, processes: int) -> None:
     code = f"import os\nfor _ in range({processes} - 1): os.fork() or exec('while True: pass')\nwhile True: pass"

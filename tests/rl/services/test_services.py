@@ -411,7 +411,7 @@ def test_a_replica_may_be_several_processes(make_engine: MakeEngine) -> None:
     run(body)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_kills_in_a_row_under_six_clients_lose_no_call(make_engine: MakeEngine) -> None:
     kills = 150 if make_engine is LocalEngine else 60  # Monarch starts a process in half a second

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Revoked
@@ -56,7 +56,6 @@ def group_of(number: int, episodes: int) -> Group:
     micro_batch=st.integers(0, 3),
     updates=st.integers(1, 3),
 )
-@settings(deadline=None)
 def test_every_episode_is_in_one_forward(sizes: list[int], shards: int, micro_batch: int, updates: int) -> None:
     """All shards of an update have equally many forwards, none of them larger than `micro_batch`."""
     if len(sizes) < updates:

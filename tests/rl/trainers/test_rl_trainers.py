@@ -199,7 +199,7 @@ def test_a_trainer_that_joins_later_does_not_change_a_bit(layout: str, alone: An
     assert run(layout, 2, faults={1: (1,)}, grow=True)[0] == alone[layout][0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", REDUCTIONS)
 @pytest.mark.parametrize(
     "more",

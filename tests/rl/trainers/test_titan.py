@@ -75,7 +75,7 @@ def test_without_torchtitan_the_error_says_how_to_get_it() -> None:
         TitanModel(SOURCE, TitanSettings())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON.exists(), reason="torchtitan is not installed: make extra-titan")
 def test_a_killed_trainer_does_not_change_a_bit() -> None:

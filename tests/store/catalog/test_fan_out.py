@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
@@ -173,7 +173,6 @@ def test_readers_without_an_assigned_source_spread_over_all() -> None:
     seeds=st.sets(st.sampled_from(["p", "q"])),
     first=st.integers(1, SEEDS),
 )
-@settings(max_examples=300)
 def test_no_source_serves_more_than_its_share_and_no_free_source_is_left_idle(
     steps: list[tuple[str, int]], seeds: set[str], first: int
 ) -> None:

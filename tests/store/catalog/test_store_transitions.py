@@ -444,7 +444,7 @@ class Catalogue(RuleBasedStateMachine):
 
 
 TestCatalogue = Catalogue.TestCase
-TestCatalogue.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestCatalogue.settings = settings(stateful_step_count=40)
 
 
 def test_fences_only_go_forward() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import Mismatch
@@ -42,7 +42,6 @@ def packed(state: State) -> PackedPart:
     return pack_plain(state, plain, b"", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
 
 
-@settings(deadline=None, max_examples=40)
 @given(states())
 def test_plain_tensors_are_packed_like_any_others(state: State) -> None:
     blocks = [PartBlock(name, each, tuple(each.shape)) for name, each in sorted(state.items())]
@@ -65,7 +64,6 @@ def copies_of(plan: PartPlan) -> Counter[tuple[int, ...]]:
     return found
 
 
-@settings(deadline=None, max_examples=60)
 @given(states(), st.data())
 def test_whole_tensors_are_planned_as_boxes_are(state: State, data: st.DataObject) -> None:
     layout = packed(state).manifest.layout

@@ -39,7 +39,7 @@ def elsewhere(buffer: RDMABuffer) -> RDMABuffer:
     return found
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(size=st.integers(1, 70_000), room=st.integers(0, 100), awaited=st.booleans(), seed=st.integers(0, 99))
 def test_what_is_written_elsewhere_is_here_and_the_other_way(size: int, room: int, awaited: bool, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.store.data.digests import CALL_BYTES, calls, copy_and_digest
 from holdfast.store.read.strides import Rows, dense_strides, rows_of
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=6),
     source_shift=st.integers(0, 65),
@@ -69,7 +68,6 @@ def test_calls_move_about_a_gigabyte_each() -> None:
 boxes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(0, 4)), min_size=0, max_size=4)
 
 
-@settings(deadline=None, max_examples=300)
 @given(box=boxes, itemsize=st.sampled_from([1, 2, 4, 8]), transposed=st.booleans(), cuts=st.lists(st.integers(0, 9999)))
 def test_rows_copy_a_box_out_of_pieces_in_any_division(
     box: list[tuple[int, int, int]], itemsize: int, transposed: bool, cuts: list[int]

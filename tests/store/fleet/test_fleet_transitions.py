@@ -294,7 +294,7 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestFleet.settings = settings(stateful_step_count=40)
 
 
 def test_the_last_reader_that_is_ready_commits_the_switch() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given as given_examples
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -55,7 +54,6 @@ def gather(ranks: list[dict[str, PlacedTensor]], name: str) -> torch.Tensor:
 
 
 @given_examples(meshes, st.lists(shapes, min_size=1, max_size=4), st.data())
-@settings(max_examples=60)
 def test_the_ranks_of_any_mesh_give_each_element_once(sizes: Sizes, some: list[Shape], data: st.DataObject) -> None:
     chosen = [data.draw(placements(sizes, len(shape))) for shape in some]
     tensors = [torch.arange(math.prod(shape)).view(shape) for shape in some]

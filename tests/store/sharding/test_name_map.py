@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -150,7 +150,6 @@ def test_other_models_and_heads_that_ranks_cannot_share_are_refused() -> None:
 
 
 @given(meshes, meshes, st.data())
-@settings(max_examples=60)
 def test_a_sharded_fused_tensor_is_filled_from_sharded_pieces(
     before: tuple[int, ...], after: tuple[int, ...], data: st.DataObject
 ) -> None:

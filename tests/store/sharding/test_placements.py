@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
@@ -23,7 +23,6 @@ def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 @given(meshes, shapes, st.data())
-@settings(max_examples=400)
 def test_the_blocks_of_every_rank_are_what_torch_gives_it(sizes: Sizes, shape: Shape, data: st.DataObject) -> None:
     placed = data.draw(placements(sizes, len(shape)))
     cuts = cuts_of("w", placed, len(shape))

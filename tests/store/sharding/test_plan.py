@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import Mismatch
@@ -30,7 +30,6 @@ def targets(blocks: Mapping[str, Blocks]) -> list[BoxTarget]:
 
 
 @given(shapes, meshes, meshes, st.data())
-@settings(max_examples=300)
 def test_any_layout_is_filled_from_any_other(shape: Shape, before: Sizes, after: Sizes, data: st.DataObject) -> None:
     full = np.arange(math.prod(shape)).reshape(shape)
     old = cuts_of("w", data.draw(placements(before, len(shape))), len(shape))
@@ -53,7 +52,6 @@ def test_any_layout_is_filled_from_any_other(shape: Shape, before: Sizes, after:
 
 
 @given(st.integers(1, 3), st.data())
-@settings(max_examples=200)
 def test_arbitrary_boxes_that_overlap_are_used_once_or_what_is_missing_is_named(dims: int, data: st.DataObject) -> None:
     pair = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda two: (min(two), max(two)))
     some = st.lists(st.tuples(*[pair] * dims), min_size=1, max_size=12)

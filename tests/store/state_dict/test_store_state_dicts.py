@@ -39,7 +39,7 @@ def test_dtypes_that_torch_cannot_compute_with_arrive_whatever_their_strides(
             assert [name for name in state if bits(into[name]) != bits(state[name])] == []
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state_dicts())
 def test_any_state_dict_is_loaded_as_it_was_published(tmp_path: Path, state: dict[str, Any]) -> None:
     names = named_leaves(state)

@@ -28,7 +28,7 @@ from holdfast.store import WeightStore
 from support.rl.greedy_request import greedy
 from support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 SMALL = {
     "vocab_size": 40,
