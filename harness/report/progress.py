@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from statistics import median
 
 from holdfast.harness.report.model import ReportedFault
 from holdfast.harness.report.svg import AxisScale, badge, drawing, element, line, polyline, text, title
@@ -31,8 +32,8 @@ def draw_progress(
         parts.append(text(LEFT - 8, y(steps) + 4, f"{steps:,.0f}", "axis", "end"))
     parts += [text(x(moment), y.start + 20, f"{moment:g} s", "axis", "middle") for moment in x.ticks(8)]
     parts.append(text((LEFT + WIDTH - RIGHT) / 2, y.start + 40, "committed steps over time", "axis", "middle"))
-    gaps = sorted((after[0] - before[0]) / max(1, after[1] - before[1]) for before, after in itertools.pairwise(points))
-    least = max(LEAST_OUTAGE * seconds, USUAL * gaps[len(gaps) // 2] if gaps else 0.0)
+    gaps = [(after[0] - before[0]) / max(1, after[1] - before[1]) for before, after in itertools.pairwise(points)]
+    least = max(LEAST_OUTAGE * seconds, USUAL * median(gaps) if gaps else 0.0)
     for before, after in itertools.pairwise(points):
         if after[0] - before[0] > least and after[1] - before[1] <= 1:
             words = title(f"no step was committed for {after[0] - before[0]:.3g} s")

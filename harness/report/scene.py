@@ -64,13 +64,13 @@ def _after(seconds: float) -> str:
 
 
 def _lane(lane: ProcessRecord, spans: Sequence[Span], x: AxisScale, top: float) -> list[str]:
-    begin, end = max(lane.born, x.low), min(lane.ended, x.high)
+    begin, end = x.within(lane.born), x.within(lane.ended)
     parts = [
-        element("rect", title(words(lane)), x=x(begin), y=top, width=max(1.0, x(end) - x(begin)), height=BAR, rx=3.0,
+        element("rect", title(words(lane)), x=begin, y=top, width=max(1.0, end - begin), height=BAR, rx=3.0,
                 cls=f"life role-{lane.role}")
     ]  # fmt: skip
     for span in spans:
-        left, right = x(max(span.start, x.low)), x(min(span.end, x.high, lane.ended))
+        left, right = x.within(span.start), x.within(min(span.end, lane.ended))
         if right <= left:
             continue
         said = f"{lane.name}: {span.activity} {span.label}".rstrip() + f", {coarse_seconds(span.end - span.start)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.svg import AxisScale, drawing, element, line, text, title
@@ -33,7 +34,8 @@ def draw_strip(rows: Mapping[str, Sequence[tuple[float, str]]]) -> str:
             said = title(f"{words}: {name} {coarse_seconds(seconds)}")
             parts.append(element("circle", said, cx=across, cy=up, r=4.5, cls=f"dot dot-{index % 4}"))
         if ordered:
-            median = ordered[max(0, math.ceil(len(ordered) / 2) - 1)]
-            parts.append(line(x(math.log10(median)), middle - 15, x(math.log10(median)), middle + 15, "median"))
-            parts.append(text(WIDTH - RIGHT + 10, middle + 4, f"median {coarse_seconds(median)}", "axis"))
+            middle_value = median(ordered)
+            across = x(math.log10(middle_value))
+            parts.append(line(across, middle - 15, across, middle + 15, "median"))
+            parts.append(text(WIDTH - RIGHT + 10, middle + 4, f"median {coarse_seconds(middle_value)}", "axis"))
     return drawing(WIDTH, bottom + BOTTOM, parts, "How long each recovery took, by stage")

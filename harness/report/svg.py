@@ -74,6 +74,10 @@ class AxisScale:
         span = self.high - self.low
         return self.start + (self.end - self.start) * ((value - self.low) / span if span else 0.5)
 
+    def within(self, value: float) -> float:
+        """The place of a value; that of the nearer end for one outside of the axis."""
+        return self(min(max(value, self.low), self.high))
+
     def ticks(self, about: int) -> list[float]:
         """About `about` round values within the range."""
         span = self.high - self.low

@@ -67,17 +67,18 @@ def _lane(lane: ProcessRecord, spans: Sequence[Span], x: AxisScale, top: float) 
     life = element(
         "rect",
         title(words(lane)),
-        x=x(lane.born),
+        x=x.within(lane.born),
         y=top,
-        width=max(1.5, x(lane.ended) - x(lane.born)),
+        width=max(1.5, x.within(lane.ended) - x.within(lane.born)),
         height=BAR,
         rx=3.0,
         cls="life",
     )
     rebuilds = [
         element("rect", title(f"{lane.name}: {span.label or 'rebuild'}, {coarse_seconds(span.end - span.start)}"),
-                x=x(span.start), y=top, width=max(2.5, x(span.end) - x(span.start)), height=BAR, cls="act-rebuild")
-        for span in spans if span.activity == "rebuild"
+                x=x.within(span.start), y=top, width=max(2.5, x.within(span.end) - x.within(span.start)), height=BAR,
+                cls="act-rebuild")
+        for span in spans if span.activity == "rebuild" and span.end > x.low
     ]  # fmt: skip
     working = [span for span in spans if span.activity != "rebuild"]
     group = element("g", life + _filling(working, x, top + BAR) + "".join(rebuilds), cls=f"role-{lane.role}")

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import typer
@@ -266,7 +267,7 @@ def _show_sightings(sightings: list[Sighting]) -> None:
         )
     out = console()
     out.print(table)
-    found = sorted(seen.seeds for seen in sightings if seen.found)
+    found = [seen.seeds for seen in sightings if seen.found]
     if found:
         largest = max(seen.shrunk for seen in sightings)
-        out.print(f"median {found[len(found) // 2]} seeds; the largest schedule has {counted(largest, 'event')}")
+        out.print(f"median {median(found):g} seeds; the largest schedule has {counted(largest, 'event')}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 
 from holdfast.ft.console.units import coarse_seconds, counted, reward_text
 from holdfast.harness.report.model import Figure, RunReport
@@ -96,12 +97,12 @@ def _figures(facts: RunFacts) -> tuple[Figure, ...]:
             Figure("Staleness", f"{sum(behind) / len(behind):.2f}", f"versions on average, at most {max(behind)}")
         )
     if facts.served:
-        times = sorted(each.seconds for each in facts.served)
+        times = [each.seconds for each in facts.served]
         figures.append(
             Figure(
                 "Weights served after",
-                coarse_seconds(times[len(times) // 2]),
-                f"median; at most {coarse_seconds(times[-1])}",
+                coarse_seconds(median(times)),
+                f"median; at most {coarse_seconds(max(times))}",
             )
         )
     model = facts.model_share()

@@ -51,6 +51,17 @@ DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.quantities", "holdfast.com
 LONGEST = 800
 
 
+def test_medians_come_from_statistics() -> None:
+    """`values[len(values) // 2]` is no median of an even number of values: it is the higher of the middle pair."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == f"len({ast.unparse(node.value)}) // 2"
+    ]
+    assert not wrong, wrong
+
+
 def test_dependencies_point_one_way() -> None:
     wrong = []
     for path in modules():

@@ -28,7 +28,7 @@ from holdfast.harness.report import (
 from holdfast.harness.report.curve import HEIGHT, Point, draw_curve, smoothed
 from holdfast.harness.report.scene import LEAST, LONGEST, window
 from holdfast.harness.report.svg import AxisScale
-from holdfast.harness.report.timeline import busy
+from holdfast.harness.report.timeline import LEFT, WIDTH, busy, draw_timeline
 from support.samples.report_sample import STRUCK, sample_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -93,6 +93,18 @@ def test_the_table_of_faults_has_the_times(page: str) -> None:
     assert re.search(
         r"SIGKILL of a trainer\s+Planned\.\s+trainer-1\s+14.2 s\s+\d+\s+0.9 ms\s+detected\s+7.1 ms\s+rebuilt", table
     )
+
+
+def test_bars_stay_within_the_axis() -> None:
+    """Work that began before the run did, as the first rebuild does, must not cover the names of the lanes."""
+    lane = ProcessRecord("a", "rank", 1, -3.0, 99.0, "finished")
+    spans = [Span("a", "rebuild", -2.0, -1.0), Span("a", "rebuild", -1.0, 0.2), Span("a", "step", -0.5, 20.0)]
+    [picture] = pictures(f'<div class="chart">{draw_timeline([lane], spans, [], 10.0)}</div>')
+    bars = list(picture.iter("{http://www.w3.org/2000/svg}rect"))
+    assert len(bars) == 2, "one for the process, one for the rebuild that ended in the picture"
+    for bar in bars:
+        assert float(bar.attrib["x"]) >= LEFT
+        assert float(bar.attrib["x"]) + float(bar.attrib["width"]) <= WIDTH
 
 
 def test_a_run_that_is_not_done_says_so() -> None:
