@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from holdfast.harness.chaos.scenario.fault_type import FaultType
     from holdfast.harness.chaos.scenario.planning import schedule
     from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
+    from holdfast.harness.chaos.workloads.session import report_state
 
 _API = (
     "ChaosFailed",
@@ -60,6 +61,7 @@ _HOMES = {
     **dict.fromkeys(("BadScenario", "Scenario", "load", "parse"), "holdfast.harness.chaos.scenario.scenario"),
     "FaultType": "holdfast.harness.chaos.scenario.fault_type",
     "FaultContext": "holdfast.harness.chaos.run.fault_context",
+    "report_state": "holdfast.harness.chaos.workloads.session",
     "schedule": "holdfast.harness.chaos.scenario.planning",
 }
 
@@ -82,6 +84,7 @@ __all__ = [
     "partition",
     "pause",
     "register_away",
+    "report_state",
     "run",
     "run_scenario",
     "schedule",

@@ -147,6 +147,8 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
         table.add_row(mark, run.name, str(injected), *stages, goodput, str(broken))
     yield table
     for run in report.runs:
+        if run.passed and run.unchecked:
+            yield Text(f"{run.name}: results of the ranks not checked: {run.unchecked}")
         if not run.passed:
             yield panel("\n".join(run.failures), title=f"{run.name}: not as expected", style="bold red")
 
@@ -164,9 +166,18 @@ def whole_run(run: ChaosRun) -> Iterator[RenderableType]:
         faults.add_row(where, ", ".join(each.victims), str(each.step), *(took.get(name, "-") for name in STAGES))
     yield faults
     if run.passed:
-        yield panel("every invariant held, nothing was lost", title="passed", style="bold green")
+        yield panel(_held(run), title="passed", style="bold green")
     else:
         yield panel("\n".join(run.failures), title="failed", style="bold red")
+
+
+def _held(run: ChaosRun) -> str:
+    """What a run that passed has shown, and what it has not."""
+    idle = [finding.invariant for finding in run.findings if not finding.looked]
+    lines = ["every invariant that was checked held, nothing was lost"]
+    lines += [f"not checked, as no event was about it: {', '.join(idle)}"] if idle else []
+    lines += [f"results of the ranks not checked: {run.unchecked}"] if run.unchecked else []
+    return "\n".join(lines)
 
 
 def comparison(title: str, names: tuple[str, str], rows: Sequence[ComparedFigure]) -> Table:

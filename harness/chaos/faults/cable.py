@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from holdfast.harness.chaos.faults.process import ProcessFault
+from holdfast.harness.chaos.run.fault_context import NoTargetProcess
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class HostLost(FaultType, frozen=True, kw_only=True):
         hosts = context.hosts()
         number = len(hosts.network.addresses) - 1 if self.host is None else self.host
         there = context.everybody() & set(hosts.network.processes(number))
+        if not there:
+            raise NoTargetProcess(f"no process of the job is on host {number}")
         context.note("host-lost", context.found(there), host=number)
         hosts.network.lose(number)
         return None

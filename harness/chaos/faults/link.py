@@ -36,6 +36,17 @@ class _LinkFault(FaultType, frozen=True, kw_only=True):
             if not 0 <= rank < scenario.job.ranks:
                 raise ValueError(f"no rank {rank} ({counted(scenario.job.ranks, 'rank')})")
 
+    def stalls(self, scenario: Scenario) -> str:
+        """On one host the kernel tells who is alive, so silence evicts nobody and the job waits for the bytes."""
+        if not self.silences or self.control_alone or scenario.job.hosts != "one":
+            return ""
+        return "on one host a rank that is cut off is known to be alive: it is not evicted, and the job waits for it"
+
+    @property
+    def silences(self) -> bool:
+        """Whether no byte passes."""
+        return False
+
     @property
     def named(self) -> tuple[int, ...]:
         """The ranks that the fault names."""
@@ -86,6 +97,10 @@ class Cut(_DirectedLinkFault, frozen=True, kw_only=True):
 
     summary: ClassVar[str] = "link cut"
 
+    @property
+    def silences(self) -> bool:
+        return True
+
     def policy(self) -> LinkPolicy:
         return LinkPolicy(cut=True)
 
@@ -115,6 +130,7 @@ class Lossy(_DirectedLinkFault, frozen=True, kw_only=True):
     """A `share` of the segments is lost; each costs TCP's least retransmission time, 200 ms."""
 
     summary: ClassVar[str] = "lossy link"
+    counter: ClassVar[str] = "lost"
     share: Share = 0.02
 
     def policy(self) -> LinkPolicy:
@@ -128,6 +144,7 @@ class Corrupt(_DirectedLinkFault, frozen=True, kw_only=True):
     """
 
     summary: ClassVar[str] = "bits flipped on the link"
+    counter: ClassVar[str] = "corrupted"
     share: Share = 0.1
     headers: bool = False
 
@@ -139,6 +156,7 @@ class Reset(_DirectedLinkFault, frozen=True, kw_only=True):
     """Connections are reset, and new ones too while it lasts."""
 
     summary: ClassVar[str] = "connections reset"
+    counter: ClassVar[str] = "reset"
 
     def policy(self) -> LinkPolicy:
         return LinkPolicy(reset=True)
@@ -149,6 +167,10 @@ class Partition(_LinkFault, frozen=True, kw_only=True):
 
     summary: ClassVar[str] = "network partitioned"
     groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def silences(self) -> bool:
+        return True
 
     def check(self, scenario: Scenario) -> None:
         _LinkFault.check(self, scenario)

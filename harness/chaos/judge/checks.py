@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import ClassVar
 
 from holdfast.ft.console.units import counted
 from holdfast.harness.invariants import Bounds, Checker, CheckResult, Event, Violation
 
 WEIGHTS = "same weights as without faults"
+RESULTS = "same result on all ranks"
+OF_RESULTS = (WEIGHTS, RESULTS)
 LEAKS = "nothing leaks"
 _MEANING = {
     WEIGHTS: "All ranks end with the same bits, and those are the bits of a run without faults.",
+    RESULTS: "All ranks that return something return the same bits.",
     LEAKS: "A process that lives through many rebuilds ends with as many descriptors and threads as it had early on.",
 }
 
@@ -122,21 +126,22 @@ class RightBytes(Checker):
             self.violated(event, f"fetched version {event.integer('version')} with other bytes than were published")
 
 
-def same_weights(digests: dict[str, str], reference: str) -> CheckResult:
-    """Check that all digests are equal, and equal to `reference`, that of the fault-free run ("": unknown)."""
-    violations = []
-    for name, digest in digests.items():
-        if reference and digest != reference:
-            text = f"ends with {digest[:16]}, a run without faults with {reference[:16]}"
-            violations.append(Violation(WEIGHTS, name, 0.0, text))
-    first = next(iter(digests.items()), None)
-    if not reference and first is not None:
-        for name, digest in digests.items():
-            if digest != first[1]:
-                violations.append(
-                    Violation(WEIGHTS, name, 0.0, f"ends with {digest[:16]}, {first[0]} with {first[1][:16]}")
-                )
-    return CheckResult(WEIGHTS, _MEANING[WEIGHTS], len(digests), tuple(violations))
+def same_weights(digests: Mapping[str, str], reference: str) -> CheckResult:
+    """Check that all digests of results are equal to `reference`, that of the fault-free run.
+
+    Without a `reference` ("") they are compared with each other: one alone is compared with nothing.
+    """
+    invariant = WEIGHTS if reference else RESULTS
+    first, wanted = "a run without faults", reference
+    if not reference and digests:
+        first, wanted = next(iter(digests.items()))
+    violations = [
+        Violation(invariant, name, 0.0, f"ends with {digest[:16]}, {first} with {wanted[:16]}")
+        for name, digest in digests.items()
+        if digest != wanted
+    ]
+    compared = len(digests) if reference or len(digests) > 1 else 0
+    return CheckResult(invariant, _MEANING[invariant], compared, tuple(violations))
 
 
 SLACK = {"descriptors": 12, "threads": 4}

@@ -52,9 +52,10 @@ def compared(before: ChaosRun, after: ChaosRun) -> list[ComparedFigure]:
     for stage in ("detected", "rebuilt", "resumed", "undisturbed"):
         if stage in before.percentiles and stage in after.percentiles:
             old, new = before.percentiles[stage], after.percentiles[stage]
-            for name in ("p50", "p90", "p99", "worst"):
-                values = getattr(old, name), getattr(new, name)
-                rows += [_number(f"{stage} {name}", *values, format_seconds, higher=False)]
+            for field, name in (("p50", "median"), ("p90", "p90"), ("p99", "p99"), ("worst", "worst")):
+                values = getattr(old, field), getattr(new, field)
+                if None not in values:
+                    rows += [_number(f"{stage} {name}", *values, format_seconds, higher=False)]
     rows.append(_words("rebuilds", str(before.rebuilds), str(after.rebuilds)))
     violations = [sum(len(finding.violations) for finding in run.findings) for run in (before, after)]
     rows.append(_words("violations", str(violations[0]), str(violations[1]), better=violations[1] < violations[0],

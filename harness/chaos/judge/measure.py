@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.harness.chaos.judge.record import InjectedFault, Percentiles, Speed
@@ -115,13 +116,20 @@ def percentiles(found: Iterable[InjectedFault]) -> dict[str, Percentiles]:
     return {name: _percentiles(sorted(values)) for name, values in seconds.items()}
 
 
+LEAST_VALUES = 5
+"""Fewer values are shown one by one: a percentile of them would say no more."""
+
+
 def _percentiles(values: Sequence[float]) -> Percentiles:
-    """Percentiles by the nearest-rank method: always a measured value."""
+    """The median, and the other percentiles by the nearest-rank method."""
 
-    def at(share: float) -> float:
-        return values[max(0, math.ceil(share * len(values)) - 1)]
+    def at(share: float) -> float | None:
+        return values[max(0, math.ceil(share * len(values)) - 1)] if len(values) >= LEAST_VALUES else None
 
-    return Percentiles(count=len(values), p50=at(0.5), p90=at(0.9), p99=at(0.99), worst=values[-1])
+    few = tuple(values) if len(values) < LEAST_VALUES else ()
+    return Percentiles(
+        count=len(values), p50=statistics.median(values), p90=at(0.9), p99=at(0.99), worst=values[-1], values=few
+    )
 
 
 def spans(raw: RawRun, names: Mapping[int, str]) -> tuple[Span, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.harness.chaos.judge.checks import OF_RESULTS, WEIGHTS
 from holdfast.harness.chaos.judge.compare import ComparedFigure, compared
 from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, HostLoss, InjectedFault
 from holdfast.harness.report.model import Figure, ReportedFault
@@ -121,7 +122,8 @@ def _episodes(run: ChaosRun) -> str:
 def _verdict(run: ChaosRun) -> str:
     if not run.passed:
         return "✗ not as expected"
-    return "✓ held" if run.expected == "held" else "✓ broken, as expected"
+    verdict = "✓ held" if run.expected == "held" else "✓ broken, as expected"
+    return f"{verdict}; results unchecked" if run.unchecked else verdict
 
 
 def _rate(run: ChaosRun) -> float | None:
@@ -161,24 +163,33 @@ def figures_of(run: ChaosRun) -> tuple[Figure, ...]:
         found.append(Figure("Goodput", f"{run.goodput:.1%}", "of the steps a second without faults"))
     injected = sum(fault.time is not None for fault in run.strikes)
     found.append(Figure("Faults", f"{injected}", counted(run.rebuilds, "rebuild")))
-    for name, note in (("detected", "median, from the fault"), ("rebuilt", "median"), ("resumed", "median, next step")):
+    for name, note in (("detected", "from the fault"), ("rebuilt", "from the fault"), ("resumed", "to the next step")):
         if name in run.percentiles:
-            found.append(Figure(name.capitalize(), coarse_seconds(run.percentiles[name].p50), note))
+            of = run.percentiles[name]
+            median = "" if of.count == 1 else f"median of {of.count}, "
+            found.append(Figure(name.capitalize(), coarse_seconds(of.p50), f"{median}{note}"))
     found += [figure for loss in run.host_losses for figure in _figures_of(loss)]
-    if run.reference_digest:
-        same = run.digest == run.reference_digest
-        found.append(
-            Figure(
-                "Final state",
-                "equal bits" if same else "other bits",
-                "to those of a run without faults" if same else "than those of a run without faults",
-                "good" if same else "bad",
-            )
-        )
+    found += _final_state(run)
     broken = sum(len(finding.violations) for finding in run.findings)
     looked = sum(finding.looked for finding in run.findings)
-    found.append(Figure("Violations", f"{broken}", f"{counted(looked, 'event')} checked", "bad" if broken else "good"))
+    idle = sum(not finding.looked and not finding.violations for finding in run.findings)
+    note = f"{counted(looked, 'event')} checked" + (f"; {counted(idle, 'invariant')} not checked" if idle else "")
+    found.append(Figure("Violations", f"{broken}", note, "bad" if broken else "good"))
     return tuple(found)
+
+
+def _final_state(run: ChaosRun) -> Iterator[Figure]:
+    """What the comparison of the ranks' results came to."""
+    if run.unchecked:
+        yield Figure("Final state", "not checked", run.unchecked)
+        return
+    for finding in run.findings:
+        if finding.invariant in OF_RESULTS:
+            whose = "a run without faults" if finding.invariant == WEIGHTS else "all ranks"
+            if finding.violations:
+                yield Figure("Final state", "other bits", f"compared with {whose}", "bad")
+            else:
+                yield Figure("Final state", "equal bits", f"compared with {whose}", "good")
 
 
 def _figures_of(loss: HostLoss) -> Iterator[Figure]:

@@ -32,13 +32,17 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles of one stage in seconds, over the `count` faults that have it."""
+    """Percentiles of one stage in seconds, over the `count` faults that have it.
+
+    `p50` is the median. A few values have no percentiles: then p90 and p99 are None, and `values` are all of them.
+    """
 
     count: int
     p50: float
-    p90: float
-    p99: float
+    p90: float | None
+    p99: float | None
     worst: float
+    values: tuple[float, ...] = ()
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +109,8 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     reference_digest: str
     rebuilds: int
     ranks: int
+    unchecked: str = ""
+    """Why what the ranks returned was compared with nothing; empty if it was compared."""
     progress: tuple[tuple[float, int], ...] = ()
     """How many steps were committed at which time."""
     links: tuple[LinkTotals, ...] = ()

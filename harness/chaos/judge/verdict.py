@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.judge.checks import OnlyFaultyMembersLeave
@@ -42,6 +42,7 @@ def failures(
         for each in faults
         if each.time is None and not each.refused and each.number not in outlived
     ]
+    found += _without_effect(raw)
     if raw.too_long:
         found.append(f"the run was not over after {scenario.limit:.0f} s: {counted(speed.steps, 'step')} committed")
     elif expect.finishes:
@@ -52,6 +53,8 @@ def failures(
             found += [f"{process} ended with {lines[0]}" for process, lines in told if lines]
     elif not raw.results.errors:
         found.append("the job finished, and it was expected that it does not")
+    if raw.too_long or raw.results.errors:
+        found += _stalled(scenario, raw)
     if expect.ranks is not None and raw.results.ranks != expect.ranks:
         found.append(f"the job ended with {counted(raw.results.ranks, 'rank')}, expected are {expect.ranks}")
     if expect.rebuilds is not None and not expect.rebuilds[0] <= rebuilds <= expect.rebuilds[1]:
@@ -73,6 +76,22 @@ def failures(
         if not any(words in text for words in expect.caught):
             found.append(f"nobody noticed: none of {list(expect.caught)} is in the logs")
     return found
+
+
+def _stalled(scenario: Scenario, raw: RawRun) -> Iterator[str]:
+    """Why the job got no further during faults that stall it."""
+    for each in raw.faults:
+        if each.time is not None and (why := each.planned.what.stalls(scenario)):
+            yield f'fault {each.planned.number} ({each.planned.what.words()}): {why}; see job.hosts = "many"'
+
+
+def _without_effect(raw: RawRun) -> Iterator[str]:
+    """The faults of links that were injected and changed nothing: no byte came their way."""
+    for each in raw.faults:
+        counter = each.planned.what.counter
+        if counter and each.time is not None and not sum(getattr(link, counter) for link in raw.traffic):
+            number, words = each.planned.number, each.planned.what.words()
+            yield f"fault {number} ({words}) changed nothing: the proxy counted nothing as {counter}"
 
 
 def _outlived(raw: RawRun) -> set[int]:

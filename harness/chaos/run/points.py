@@ -34,7 +34,8 @@ def gate_address(path: Path, triggers: Sequence[Trigger]) -> GateAddress:
 
 def _filters(when: Trigger) -> tuple[PointFilter, ...]:
     if when.step is not None:
-        return PointFilter(_COMMIT, step=when.step + LATE_STEPS), PointFilter(_FINISH)
+        # a job that ends before the step reaches no moment of this fault: its end is no substitute
+        return PointFilter(_COMMIT, step=when.step + LATE_STEPS), PointFilter(_FINISH, since=when.step + 1)
     if when.point is not None:
         return (PointFilter(when.point, when.in_step, when.rank, when.epoch, when.since),)
     return ()

@@ -170,10 +170,10 @@ def _fast(scenario: Scenario) -> Scenario:
 
 
 def _digests(scenario: Scenario, raw: RawRun) -> dict[str, str]:
-    """The final state of every process, as checksums."""
+    """What every process returned, as checksums. A process that returned nothing has none."""
     if scenario.workload.family in ("store", "rl"):
         return {name: value["digest"] for name, value in raw.results.values.items() if "digest" in value}
-    return {name: digest_of(value) for name, value in raw.results.values.items()}
+    return {name: digest_of(value) for name, value in raw.results.values.items() if value is not None}
 
 
 def _judged(
@@ -191,6 +191,7 @@ def _judged(
             wanted = digest_of(weights(scenario.workload, scenario.workload.versions))
         elif reference is not None:
             wanted = reference.digest
+    if scenario.expect.weights != "unchecked":
         findings.append(checks.same_weights(digests, wanted))
     if scenario.expect.leaks:
         findings.append(checks.growth(raw.events))
@@ -231,6 +232,7 @@ def _judged(
         reference_digest=wanted,
         rebuilds=rebuilds,
         ranks=raw.results.ranks,
+        unchecked=_unchecked(scenario, digests, findings),
         links=_links(raw, names),
         learning=learning,
         episodes=episodes,
@@ -240,6 +242,15 @@ def _judged(
         output=raw.output[-20000:] if found else "",
     )
     return ScenarioOutcome(run, raw.results.values)
+
+
+def _unchecked(scenario: Scenario, digests: Mapping[str, str], findings: Sequence[CheckResult]) -> str:
+    """Why what the ranks returned was compared with nothing; empty if it was compared."""
+    if scenario.expect.weights == "unchecked":
+        return 'expect.weights = "unchecked"'
+    if any(each.looked for each in findings if each.invariant in checks.OF_RESULTS):
+        return ""
+    return "one process alone returned something" if digests else "the ranks returned nothing"
 
 
 def _backend(scenario: Scenario) -> str:

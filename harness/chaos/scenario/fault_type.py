@@ -38,10 +38,16 @@ class FaultType(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A kind of fault. `summary` says what it breaks, in a few words."""
 
     summary: ClassVar[str] = ""
+    counter: ClassVar[str] = ""
+    """Of faults of links: which count of `LinkTraffic` shows that the fault changed something."""
 
     def check(self, scenario: Scenario) -> None:
         """Raise ValueError, saying why, if this cannot be injected in the scenario."""
         return
+
+    def stalls(self, scenario: Scenario) -> str:
+        """Why a job of the scenario gets no further while this lasts; empty if it does."""
+        return ""
 
     def drawn(self, dice: random.Random, scenario: Scenario) -> Self:
         """This fault with all random choices made, from `dice` alone."""

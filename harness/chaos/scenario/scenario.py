@@ -139,7 +139,8 @@ class Expect(_Strict, frozen=True, kw_only=True):
     """The expected outcome.
 
     `verdict`: "held", or "broken" if one or more of the invariants named in `broken` are violated, and no other (for a
-    limit that is known, or a bug that is shown). `weights`: "identical" to those of a run without faults, or "any".
+    limit that is known, or a bug that is shown). `weights`: what the ranks return has equal bits; "identical": those of
+    a run without faults, too; "any": those are not asked for; "unchecked": nothing that the ranks return is compared.
     `finishes`: all steps are committed. `goodput`: at least this share of the steps a second of a run without faults.
     `ranks`: so many at the end. `rebuilds = [least, most]`: how often the communicator was rebuilt. `progress`: seconds
     within which a step is committed after any fault. `caught`: words of which one must be in the logs of the job (a
@@ -150,7 +151,7 @@ class Expect(_Strict, frozen=True, kw_only=True):
 
     verdict: Literal["held", "broken"] = "held"
     broken: tuple[str, ...] = ()
-    weights: Literal["identical", "any"] = "identical"
+    weights: Literal["identical", "any", "unchecked"] = "identical"
     finishes: bool = True
     goodput: Share = 0.0
     ranks: Annotated[int, Meta(ge=0)] | None = None
@@ -254,7 +255,7 @@ def _check_training(scenario: Scenario, workload: ReinforcementLearning, text: s
         raise BadScenario(source, line_of(text, ("job",)), reason)
     if scenario.expect.weights == "identical" and config.algorithm.mode != "synchronous":
         reason = 'expect.weights: only the loop of workload.run.algorithm.mode = "synchronous" gives equal weights'
-        raise BadScenario(source, line_of(text, ("expect", "weights")), reason + '; expect.weights = "any"')
+        raise BadScenario(source, line_of(text, ("expect", "weights")), reason + '; expect.weights = "unchecked"')
 
 
 def load(path: Path) -> Scenario:
@@ -300,6 +301,8 @@ def check_fits(scenario: Scenario, fault: ScenarioFault) -> None:
     if fault.at.point in WORKLOAD_POINTS and family != "rl":
         raise ValueError(f'the point {fault.at.point} is reached by a workload of kind = "rl" only')
     fault.what.check(scenario)
+    if fault.lasts is None and (why := fault.what.stalls(scenario)):
+        raise ValueError(f'{why}; give `lasts`, or job.hosts = "many"')
 
 
 def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> ScenarioFault:

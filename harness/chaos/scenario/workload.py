@@ -61,8 +61,8 @@ class Python(_Kind, frozen=True, kw_only=True, tag="python"):
     """Your own training, called as `function(session, **arguments)` on every rank.
 
     `target` is `path/to/file.py:function` or `module:function`; a path counts from the folder of the scenario's file.
-    `steps` is how many it takes: needed for faults at a random step. The result of rank 0 is compared with that of a
-    run without faults.
+    `steps` is how many it takes: needed for faults at a random step. The results of the ranks are compared with each
+    other and with those of a run without faults.
     """
 
     target: Annotated[str, Meta(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")]

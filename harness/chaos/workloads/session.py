@@ -59,6 +59,16 @@ class Notes:
         self.close()
 
 
+def report_state(session: Session, step: int, state: Any) -> None:
+    """Log a digest of the state after a committed step, which chaos compares between ranks ("equal bits").
+
+    `state` is what `digest_of` takes: a module, tensors, numbers, text, nested. Does nothing in a job without logs.
+    """
+    log = EventLog(session.identity)
+    log.emit("state", step=step, digest=digest_of(state))
+    log.close()
+
+
 def resources() -> dict[str, int]:
     """The numbers of descriptors and threads of this process, and its resident bytes."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -22,23 +22,26 @@ from holdfast.comms.errors import PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
 from holdfast.ft.console.units import counted
+from holdfast.ft.fault_gate import Arrival
 from holdfast.harness import chaos as chaos_module
-from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyFaultyMembersLeave, growth
+from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyFaultyMembersLeave, growth, same_weights
 from holdfast.harness.chaos.judge.compare import compared, load_report
 from holdfast.harness.chaos.judge.measure import injected_faults, percentiles
-from holdfast.harness.chaos.judge.page import write_comparison, write_report
+from holdfast.harness.chaos.judge.page import figures_of, write_comparison, write_report
 from holdfast.harness.chaos.judge.record import ChaosReport, InjectedFault, Speed
 from holdfast.harness.chaos.judge.verdict import failures
 from holdfast.harness.chaos.run.fault_context import FaultNote
-from holdfast.harness.chaos.run.points import LATE_STEPS
+from holdfast.harness.chaos.run.points import LATE_STEPS, fits
 from holdfast.harness.chaos.run.scenario_run import FaultOutcome, RawRun
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.planning import Planned, Trigger
 from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.chaos.scenario.workload import StoreWorkload
+from holdfast.harness.chaos.scenario.workload import AllReduce, StoreWorkload
+from holdfast.harness.chaos.workloads.session import report_state
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli.app import app
-from holdfast.harness.invariants import Bounds, Event
+from holdfast.harness.invariants import Bounds, CheckResult, Event
+from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import RecoveryStage
 from support.source_tree import ROOT
 
@@ -152,6 +155,48 @@ def test_a_run_may_end_before_a_recurring_fault_comes_again(again: bool, came: b
     assert any("never struck: its moment (5.00 s)" in each for each in told) == (not again or not came)
 
 
+def test_a_fault_waits_at_the_end_of_a_job_only_if_its_step_was_committed() -> None:
+    ends = [Arrival(1, "finish.before_propose", steps, 1, 1) for steps in (9, 10, 11)]
+    assert [fits(each, Trigger(step=9)) for each in ends] == [False, True, True]
+    assert not any(fits(each, Trigger(step=1000)) for each in ends)
+
+
+def test_faults_whose_moment_never_came_fail_the_run_by_name(chaos: Any) -> None:
+    late = [chaos.kill(1, step=1000), chaos.kill(1, step=6), chaos.kill(0, seconds=500.0)]
+    run = chaos.run(train, 6, ranks=2, faults=late, compare=False)
+    assert run.failures == (
+        "fault 1 (SIGKILL: rank 1) never struck: its moment (step 1000) did not come",
+        "fault 2 (SIGKILL: rank 1) never struck: its moment (step 6) did not come",
+        "fault 3 (SIGKILL: rank 0) never struck: its moment (500.00 s) did not come",
+    )
+    assert run.report.rebuilds == 0
+
+
+def link_faults(**traffic: int) -> list[str]:
+    """The verdict on a run with `lossy` and a cut on one host, which did not end; `traffic` was counted."""
+    raw = RawRun(0.0, traffic=(LinkTraffic(source=1, target=2, control=False, connections=1, bytes=9, **traffic),))
+    made = (chaos_module.lossy(0.1, step=1).what, chaos_module.cut(1, lasts=50.0, step=1).what)
+    raw.faults = [
+        FaultOutcome(Planned(number=number, type="", when=Trigger(step=1), what=what), time=1.0)
+        for number, what in enumerate(made, start=1)
+    ]
+    raw.too_long = True
+    scenario = Scenario(name="links", title="", summary="", workload=AllReduce())
+    return failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
+
+
+def test_a_fault_of_links_that_changed_nothing_fails_the_run() -> None:
+    named = "fault 1 (lossy link: all ↔ all) changed nothing: the proxy counted nothing as lost"
+    assert named in link_faults(lost=0)
+    assert named not in link_faults(lost=3)
+
+
+def test_a_run_that_a_cut_on_one_host_stalled_names_the_fault_and_the_setting() -> None:
+    (stalled,) = (each for each in link_faults(lost=1) if each.startswith("fault 2"))
+    assert "it is not evicted, and the job waits for it" in stalled
+    assert 'job.hosts = "many"' in stalled
+
+
 def test_commands_report_invalid_arguments(tmp_path: Path) -> None:
     unknown = invoke("run", "no-such-scenario", "--report", str(tmp_path))
     assert unknown.exit_code == 2
@@ -233,6 +278,36 @@ def test_no_content_of_the_pages_is_wider_than_its_container(killed: Path, tmp_p
         assert " CUT " not in shown.partition("<title>")[2].partition("</title>")[0]
 
 
+def test_what_was_not_checked_is_never_shown_as_held(killed: Path, tmp_path: Path) -> None:
+    run, _ = runs(killed)
+    idle = CheckResult("equal bits", "All who log a digest have the same.", 0, ())
+    unchecked = msgspec.structs.replace(run, unchecked="the ranks returned nothing", findings=(*run.findings, idle))
+    write_report(ChaosReport(version="1", machine="here", runs=(unchecked,)), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "✓ held; results unchecked</span>" in text
+    row = re.sub(r"\s+|<[^>]+>", " ", text[text.rindex("<b>equal bits</b>") :].partition("</tr>")[0])
+    assert "not checked" in row and " 0 " not in row
+    shown = [figure for figure in figures_of(unchecked) if figure.label == "Final state"]
+    assert [(figure.value, figure.note, figure.tone) for figure in shown] == [
+        ("not checked", "the ranks returned nothing", "plain")
+    ]
+
+
+def test_a_few_recoveries_are_shown_each_and_without_percentiles(killed: Path, tmp_path: Path) -> None:
+    run, _ = runs(killed)
+    fault = run.strikes[0]
+    resumed = [
+        msgspec.structs.replace(fault, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", seconds)))
+        for seconds in (0.1, 0.2, 0.4, 0.8, 1.6)
+    ]
+    for count, columns in ((2, "each: 100 ms, 200 ms"), (5, "400 ms</td>")):
+        few = msgspec.structs.replace(run, percentiles=percentiles(resumed[:count]))
+        write_report(ChaosReport(version="1", machine="here", runs=(few,)), tmp_path / "report.html")
+        table = (tmp_path / "report.html").read_text().partition("<td>resumed</td>")[2].partition("</tr>")[0]
+        assert columns in table
+        assert ("each:" in table) == (count < 5)
+
+
 def test_every_drawn_mark_has_a_legend(killed: Path, tmp_path: Path) -> None:
     """Bands where no step was committed, the dashed line, and what the headline counts."""
     run, *_ = load_report(killed).runs
@@ -260,6 +335,9 @@ def test_a_slower_run_is_worse() -> None:
     assert percentiles([fault])["resumed"].p50 == 0.01
     assert percentiles([fault, slower])["resumed"].worst == 0.5
     assert percentiles([fault, slower, slower])["resumed"].p50 == 0.5
+    assert percentiles([fault, slower])["resumed"].p50 == pytest.approx(0.255), "the mean of the middle pair"
+    assert percentiles([fault, slower])["resumed"].p90 is None
+    assert percentiles([fault, *[slower] * 4])["resumed"].p90 == 0.5
 
 
 def history(*lines: tuple[float, str, dict[str, Any]]) -> RawRun:
@@ -378,6 +456,24 @@ def test_descriptors_for_members_that_come_and_go_are_not_growth() -> None:
     assert not finding.violations
 
 
+@pytest.mark.parametrize(
+    ("digests", "reference", "invariant", "compared", "differ"),
+    [
+        ({"rank 0": "a", "rank 1": "b"}, "", "same result on all ranks", 2, ["rank 1"]),
+        ({"rank 0": "a", "rank 1": "a"}, "", "same result on all ranks", 2, []),
+        ({"rank 0": "a"}, "", "same result on all ranks", 0, []),
+        ({}, "", "same result on all ranks", 0, []),
+        ({"rank 0": "a", "rank 1": "b"}, "a", "same weights as without faults", 2, ["rank 1"]),
+    ],
+)
+def test_results_are_compared_with_those_without_faults_else_with_each_other(
+    digests: dict[str, str], reference: str, invariant: str, compared: int, differ: list[str]
+) -> None:
+    finding = same_weights(digests, reference)
+    assert (finding.invariant, finding.looked) == (invariant, compared)
+    assert [violation.process for violation in finding.violations] == differ
+
+
 # -- under pytest
 
 
@@ -435,6 +531,25 @@ def test_a_bug_in_a_users_training_is_found(chaos: Any, tmp_path: Path) -> None:
         in str(caught.value)
     )
     assert (tmp_path / "chaos" / "report.html").exists()
+
+
+def diverge(session: Session, steps: int) -> float | None:
+    """Training that ends differently on each rank, and reports nothing in 0 steps."""
+    for attempt in session.steps(steps):
+        with attempt:
+            attempt.comm.all_reduce(torch.ones(1))
+        if attempt.committed:
+            report_state(session, attempt.step, {"rank": attempt.comm.rank})
+    return float(session.rank or 0) if steps else None
+
+
+def test_ranks_that_diverge_are_found_unless_their_results_are_unchecked(chaos: Any) -> None:
+    any_bits = chaos.run(diverge, 3, ranks=2, expect={"weights": "any"}, compare=False)
+    assert {each.partition(":")[0] for each in any_bits.failures} == {"same result on all ranks", "equal bits"}
+    assert "step 0 has digest" in next(each for each in any_bits.failures if each.startswith("equal bits"))
+    unchecked = chaos.run(diverge, 1, ranks=2, expect={"weights": "unchecked"}, compare=False)
+    assert unchecked.report.unchecked == 'expect.weights = "unchecked"'
+    assert not any(each.startswith("same result") for each in unchecked.failures)
 
 
 def train_with_wrapped_errors(session: Session, steps: int) -> torch.Tensor:

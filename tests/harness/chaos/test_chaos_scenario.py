@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.plugins.registry import plugin_manager
@@ -24,6 +27,7 @@ from holdfast.harness.chaos.scenario.locate import line_of
 from holdfast.harness.chaos.scenario.planning import encoded, schedule
 from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
 from holdfast.harness.chaos.scenario.workload import Python, ReinforcementLearning
+from holdfast.harness.cli.app import app
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.links.breakable import unbreakable
 from support.source_tree import ROOT
@@ -234,7 +238,21 @@ def test_faults_of_links_need_links() -> None:
         parsed(text)
     with pytest.raises(BadScenario, match="the shm backend has no links"):
         parsed(text.replace("ranks = 3", "ranks = 3\nlinks = true"))
-    assert parsed(text.replace("ranks = 3", 'ranks = 3\nlinks = true\nbackend = "gloo"')).faults
+    linked = text.replace("ranks = 3", 'ranks = 3\nlinks = true\nbackend = "gloo"')
+    with pytest.raises(BadScenario, match="it is not evicted, and the job waits for it; give `lasts`"):
+        parsed(linked)
+    assert parsed(linked.replace("source = 1", "source = 1\nlasts = 0.5")).faults
+    assert parsed(linked.replace("source = 1", 'source = 1\nplane = "control"')).faults
+    assert parsed(linked.replace("links = true", 'links = true\nhosts = "many"')).faults
+
+
+def test_the_page_has_every_fault_type_of_the_command_with_its_keys() -> None:
+    page = (ROOT / "docs/reference/scenarios.md").read_text().partition("## `[[fault]]`: what")[2].partition("\n## ")[0]
+    rows = {
+        row[0]: set(row[2].split()) for row in re.findall(r"^\| `([a-z-]+)` \| (.*) \| (?:`(.*)`)? ?\|$", page, re.M)
+    }
+    listed = json.loads(CliRunner().invoke(app, ["chaos", "list", "--json"]).stdout)["faults"]
+    assert rows == {name: set(kind["keys"]) for name, kind in listed.items()}
 
 
 def test_a_verdict_of_broken_names_the_invariant() -> None:
