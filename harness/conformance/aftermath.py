@@ -1,7 +1,9 @@
-"""Helpers of the checks: wait for files, run two ranks of which one dies, count descriptors, threads and maps."""
+"""Helpers of the checks: wait for files, run two ranks of which one dies, name what rounds leave behind."""
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,23 +22,67 @@ def outlived(backend: str, body: Callable[[Communicator], None], done: Path, tim
     assert done.exists()
 
 
-def held(memory: str) -> tuple[int, int, int]:
-    """Count this process's descriptors, threads, and maps with `memory` in their names."""
-    maps = Path("/proc/self/maps").read_text()
-    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps.count(memory)
+Held = dict[str, dict[str, str]]
+"""What this process holds: its descriptors, threads and maps, each by a key of its own, with its name."""
 
 
-def growth(start: tuple[int, int, int], memory: str) -> tuple[int, int, int]:
-    """How much more `held` counts now than at `start`.
+def leaks(turn: Callable[[int], None], rounds: int, memory: str, warm_up: int = 2) -> list[str]:
+    """What `rounds` calls of `turn(number)` leave behind in this process, by name; nothing if no kind grows.
 
-    Waits up to 5 s until the growth is below two of each, for threads and connections that still end.
+    What a library makes once per process counts once: `warm_up` rounds come before the count, and one thing of each
+    kind may still come later. Maps count if `memory` is in their names. Waits up to 5 s for what still ends.
     """
+    for number in range(warm_up):
+        turn(number)
+    start = held(memory)
+    for number in range(warm_up, warm_up + rounds):
+        turn(number)
     deadline = time.monotonic() + 5.0
-    while True:
-        descriptors, threads, maps = (now - then for then, now in zip(start, held(memory), strict=True))
-        if max(descriptors, threads, maps) <= 1 or time.monotonic() >= deadline:
-            return descriptors, threads, maps
+    while (found := _grown(start, held(memory), rounds)) and time.monotonic() < deadline:
         time.sleep(0.02)
+    return found
+
+
+def held(memory: str) -> Held:
+    """The descriptors and threads of this process, and its maps with `memory` in their names."""
+    python = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines() if memory in line]
+    return {
+        "descriptors": {fd.name: _target(fd) for fd in Path("/proc/self/fd").iterdir()},
+        "threads": {task.name: python.get(task.name) or _named(task) for task in Path("/proc/self/task").iterdir()},
+        "maps": {fields[0]: fields[-1] for fields in maps},
+    }
+
+
+def _grown(start: Held, now: Held, rounds: int) -> list[str]:
+    """A line for each kind of which there are at least two more, with the names of the new ones."""
+    found = []
+    for kind, things in now.items():
+        more = len(things) - len(start[kind])
+        if more > 1:
+            new = sorted(f"{key} ({name})" for key, name in things.items() if start[kind].get(key) != name)
+            found.append(f"{more} {kind} more after {rounds} rounds: {', '.join(new)}")
+    return found
+
+
+def _target(fd: Path) -> str:
+    """What a descriptor is open on, a socket with its addresses."""
+    try:
+        target = str(fd.readlink())
+        if not target.startswith("socket:"):
+            return target
+        with socket.socket(fileno=os.dup(int(fd.name))) as copy:
+            return f"{target} {copy.family.name} at {copy.getsockname()!r}"
+    except OSError:
+        return "closed meanwhile"
+
+
+def _named(task: Path) -> str:
+    """The name that the kernel has for a thread."""
+    try:
+        return (task / "comm").read_text().strip()
+    except OSError:
+        return "ended meanwhile"
 
 
 def wait_for_files(*paths: Path, seconds: float = 10.0) -> None:

@@ -20,7 +20,7 @@ from holdfast.comms import Communicator, CorruptData, OpTimeout, RegionGone, Uns
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.liveness import is_stopped
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import outlived, wait_for_files
+from holdfast.harness.conformance.aftermath import leaks, outlived, wait_for_files
 from holdfast.harness.conformance.capability import capabilities
 
 CARRIER = "gloo"
@@ -205,11 +205,8 @@ def test_the_memory_of_a_process_that_is_killed_meanwhile(planed_processes: str,
 def test_planes_leave_nothing_behind(planed_processes: str) -> None:
     name = planed_processes
 
-    def body(comm: Communicator) -> tuple[int, int]:
-        def held() -> tuple[int, int]:
-            return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
-
-        def turn() -> None:
+    def body(comm: Communicator) -> list[str]:
+        def turn(number: int) -> None:
             with comms.memory(name) as plane:
                 region = plane.expose(torch.ones(1000), writable=True)
                 handle = Handle.decode(comm.all_gather_object(region.handle.encode())[1 - comm.rank])
@@ -217,14 +214,7 @@ def test_planes_leave_nothing_behind(planed_processes: str) -> None:
                 plane.write(handle, torch.ones(10)).wait()
                 comm.barrier()
 
-        turn()
-        turn()
-        start = held()
-        for _ in range(8):
-            turn()
-        comm.barrier()
-        return tuple(b - a for a, b in zip(start, held(), strict=True))  # type: ignore[return-value]
+        return leaks(turn, 8, "shm")
 
     with LocalCluster(2, CARRIER, timeout=30.0) as cluster:
-        for grown in cluster.run(body):
-            assert max(grown) <= 1, f"descriptors, threads grew by {grown}"
+        assert cluster.run(body) == [[], []]

@@ -22,7 +22,7 @@ from holdfast.comms import Communicator, OpTimeout, PeerFailed, RegionGone, Revo
 from holdfast.comms.transport.liveness import is_stopped
 from holdfast.comms.window import Window
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import growth, held, outlived, wait_for_files
+from holdfast.harness.conformance.aftermath import leaks, outlived, wait_for_files
 from holdfast.harness.conformance.capability import capabilities
 from holdfast.harness.conformance.windows import INTS, LARGE
 
@@ -266,7 +266,7 @@ def test_a_new_window_on_the_same_memory_is_another_window(windowed: str) -> Non
 def test_communicators_with_windows_leave_nothing_behind(windowed_processes: str) -> None:
     """Communicators aborted, or closed before their windows, leave no descriptors, threads and maps behind."""
 
-    def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
+    def body(comm: Communicator, rounds: int) -> list[str]:
         def turn(number: int) -> None:
             part = comm.split(range(comm.size))
             window = part.window(torch.zeros(10_000))
@@ -280,13 +280,7 @@ def test_communicators_with_windows_leave_nothing_behind(windowed_processes: str
             part.close()
             comm.barrier()
 
-        for number in range(3):
-            turn(number)
-        start = held("shm")
-        for number in range(rounds):
-            turn(number)
-        return growth(start, "shm")
+        return leaks(turn, rounds, "shm", warm_up=3)
 
     with LocalCluster(2, windowed_processes, timeout=60.0) as cluster:
-        for grown in cluster.run(body, 12):
-            assert max(grown) <= 1, f"descriptors, threads, maps grew by {grown}"
+        assert cluster.run(body, 12) == [[], []]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from holdfast.harness.conformance.aftermath import leaks
 from holdfast.harness.conformance.failures import *  # noqa: F403
 from support.programs.forked_programs import run_holdfast
 from support.source_tree import ROOT
@@ -79,3 +83,36 @@ def test_the_example_plugin_installs_and_passes(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["passed"], [check for check in report["checks"] if check["outcome"] == "failed"]
     assert {check["outcome"] for check in report["checks"]} == {"passed"}
+
+
+def test_what_rounds_leave_behind_is_named_and_what_is_made_once_is_not(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as undo:
+
+        def turn(number: int) -> None:
+            """Leak a file in each round; a library's own is opened in the first."""
+            if number == 0:
+                undo.enter_context((tmp_path / "made once").open("w"))
+            leaked.append(undo.enter_context((tmp_path / f"log-{number}").open("w")))
+
+        leaked: list[object] = []
+        (found,) = leaks(turn, 3, "no such map")
+        assert found.startswith("3 descriptors more after 3 rounds: ")
+        assert all(f"log-{number})" in found for number in (2, 3, 4))
+        assert "made once" not in found and "log-0" not in found
+        assert leaks(lambda number: None, 3, "no such map") == []
+
+
+def test_a_leaked_thread_and_a_leaked_socket_are_named() -> None:
+    over = threading.Event()
+    with contextlib.ExitStack() as undo:
+        undo.callback(over.set)
+
+        def turn(number: int) -> None:
+            listener = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports.append(listener.getsockname()[1])
+            threading.Thread(target=over.wait, name=f"holdfast-forgotten-{number}", daemon=True).start()
+
+        ports: list[int] = []
+        descriptors, threads = leaks(turn, 2, "no such map")
+    assert all(f"AF_INET at ('127.0.0.1', {port})" in descriptors for port in ports[2:])
+    assert "holdfast-forgotten-2" in threads and "holdfast-forgotten-0" not in threads
