@@ -21,6 +21,8 @@ def render_run(directory: Path, status: RunStatus) -> RenderableType:
     """The whole screen."""
     if status.ended:
         state = Text("ended", "bold cyan")
+    elif status.driver in status.gone:
+        state = Text(f"its driver (pid {status.driver}) has ended; holdfast rl resume {directory} goes on", "bold red")
     elif status.age > OLD:
         state = Text(f"its driver (pid {status.driver}) was last heard {coarse_seconds(status.age)} ago", "bold red")
     else:
@@ -32,6 +34,7 @@ def render_run(directory: Path, status: RunStatus) -> RenderableType:
         table.add_column(name, justify="left" if name in ("process", "state") else "right")
     for each in sorted(status.trainers, key=lambda each: (each.rank is None, each.rank)):
         role = Text("spare", "cyan") if each.rank is None else Text(f"rank {each.rank}, epoch {each.epoch}", "green")
+        role = _gone(status) if each.pid in status.gone else role
         behind = "" if each.newest_batch is None else str(max(0, each.newest_batch + 1 - each.committed))
         table.add_row(each.name, str(each.pid), role, behind, str(each.committed), "")
     for service in status.services:
@@ -39,7 +42,7 @@ def render_run(directory: Path, status: RunStatus) -> RenderableType:
             table.add_row(
                 replica.name,
                 ", ".join(map(str, replica.pids)) or "-",
-                Text(replica.health, _HEALTH[replica.health]),
+                _gone(status) if {*replica.pids} & {*status.gone} else Text(replica.health, _HEALTH[replica.health]),
                 str(replica.load),
                 "-" if replica.version is None else str(replica.version),
                 str(replica.restarts or ""),
@@ -56,3 +59,8 @@ def render_run(directory: Path, status: RunStatus) -> RenderableType:
     ]
     body = Group(head, Text(), table, Text(), *lines)
     return Panel(body, title=Text("holdfast top"), title_align="left")
+
+
+def _gone(status: RunStatus) -> Text:
+    """The state of a process that has ended."""
+    return Text("ended", "dim" if status.ended else "bold red")

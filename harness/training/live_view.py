@@ -31,13 +31,18 @@ _BAD = (ProcessLost, EpisodeFailed)
 
 
 class LiveView:
-    """An observer of a run of `steps` steps. A context manager; `quiet` shows nothing."""
+    """An observer of a run of `steps` steps. A context manager; `quiet` shows nothing.
+
+    Each line has the seconds since this view began, with its driver, by one clock: events come late from other
+    processes, and those of a resumed run count from the run's first start.
+    """
 
     def __init__(self, console: Console, steps: int, *, quiet: bool = False) -> None:
+        self._began = time.monotonic()
         self._console, self._steps, self._quiet = console, steps, quiet
         self._recent: deque[StepTrained] = deque(maxlen=WINDOW)
         self._held_out: float | None = None
-        self._next, self._now = 0.0, 0.0
+        self._next = 0.0
         self._wide = console.width >= 100
         self._progress: Progress | None = None
         if console.is_terminal and not quiet:
@@ -63,17 +68,16 @@ class LiveView:
         if self._progress is not None:
             self._progress.stop()
         elif self._recent and not self._quiet:
-            self._print(self._recent[-1].time, self.figures())
+            self._print(self.figures())
 
     def __call__(self, event: Event) -> None:
-        self._now = max(self._now, event.time)
         if isinstance(event, StepTrained):
             self._recent.append(event)
             self._step(event)
         elif isinstance(event, Evaluated):
             self._held_out = event.reward
         if not self._quiet and (text := _words(event)):
-            self._print(event.time, text, "red" if isinstance(event, _BAD) else "")
+            self._print(text, "red" if isinstance(event, _BAD) else "")
 
     @property
     def step(self) -> int:
@@ -83,12 +87,12 @@ class LiveView:
     def begin(self, text: str) -> None:
         """Show a line before the first event."""
         if not self._quiet:
-            self._print(0.0, text)
+            self._print(text)
 
     def note(self, text: str) -> None:
-        """Show a line that is no event, at the time of the last one."""
+        """Show a line that is no event."""
         if not self._quiet:
-            self._print(self._now, text, "bold red")
+            self._print(text, "bold red")
 
     def figures(self, wide: bool = True) -> str:
         """Reward, held-out reward, speed and, if there is room for it, staleness, in words."""
@@ -110,10 +114,10 @@ class LiveView:
             self._progress.update(self._task, completed=event.step + 1, figures=self.figures(self._wide))
         elif not self._quiet and time.monotonic() >= self._next:
             self._next = time.monotonic() + _LINE_SECONDS
-            self._print(event.time, f"step {event.step + 1} of {self._steps}: {self.figures()}")
+            self._print(f"step {event.step + 1} of {self._steps}: {self.figures()}")
 
-    def _print(self, at: float, text: str, style: str = "") -> None:
-        self._console.print(Text(f"{at:8.2f} s  {text}", style=style), soft_wrap=True)
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(f"{time.monotonic() - self._began:8.2f} s  {text}", style=style), soft_wrap=True)
 
 
 def _words(event: Event) -> str:
@@ -133,6 +137,7 @@ def _words(event: Event) -> str:
                 ", the best" if event.best else ""
             )
         case RunResumed():
-            return f"resumed after {counted(event.step, 'step')}"
+            before = f"the run had lasted {coarse_seconds(event.time)}"
+            return f"resumed after {counted(event.step, 'step')}; times count from this start, {before} before it"
         case _:
             return ""

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.errors import HoldfastError, again
+from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.ft.launch.job_contract import LocalContract
@@ -246,6 +247,7 @@ class TrainingRun:
             trainers=await trainers.rows(),
             services=services(),
             ended=ended,
+            host="" if self._config.engine.hosts else this_host(),
         )
         self._directory.write_status(status)
 

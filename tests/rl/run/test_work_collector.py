@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 import subprocess
 import sys
 import threading
@@ -10,14 +12,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from holdfast.comms.transport.liveness import this_host
 from holdfast.harness.cli.app import app
+from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable
-from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessStarted
-from holdfast.rl.run.run_status import RunStatus, TrainerRow
+from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessReady, ProcessStarted, RunResumed
+from holdfast.rl.run.run_status import RunStatus, TrainerRow, read_status
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.run.work_collector import WorkCollector
 from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
@@ -174,3 +180,65 @@ def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: P
         for part in ("step 6 of 40", "rank 0, epoch 2", "spare", "generator-4", "5 queued", "3 replicas lost"):
             assert part in shown.output
     assert '"restarts": 3' in CliRunner().invoke(app, ["top", str(tmp_path), "--json"]).output
+
+
+def test_top_looks_at_each_process_of_a_run_whose_driver_has_ended(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    replica = ReplicaStatus(
+        name="generator-0", slot=0, host="", pids=(dead.pid,), health="ready", load=2, version=6, restarts=0
+    )
+    service = ServiceStatus(
+        name="generator", version=6, replicas=(replica,), queued=0, calls=9, retried=0, overloaded=0, lost=0
+    )
+    row = TrainerRow(name="trainer-0", pid=dead.pid, rank=0, epoch=2, committed=6, newest_batch=7)
+    other = msgspec.structs.replace(row, name="trainer-1", pid=os.getpid(), rank=1)
+    status = RunStatus(
+        time=time.time(),
+        driver=dead.pid,
+        step=6,
+        steps=40,
+        trainers=(row, other),
+        services=(service,),
+        host=this_host(),
+    )
+    RunDirectory(tmp_path).write_status(status)
+    lines = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE).output.splitlines()
+    said = {
+        name: next(line for line in lines if name in line)
+        for name in ("driver", "trainer-0", "trainer-1", "generator-0")
+    }
+    assert f"its driver (pid {dead.pid}) has ended; holdfast rl resume" in said["driver"]
+    assert "ended" in said["trainer-0"] and "ended" in said["generator-0"] and "ready" not in said["generator-0"]
+    assert "rank 1, epoch 2" in said["trainer-1"]
+
+
+def test_a_process_that_began_after_the_status_is_another_one_with_its_id(tmp_path: Path) -> None:
+    status = RunStatus(
+        time=time.time() - 3600 * 24 * 365,
+        driver=os.getpid(),
+        step=6,
+        steps=40,
+        trainers=(),
+        services=(),
+        host=this_host(),
+    )
+    RunDirectory(tmp_path).write_status(status)
+    read = read_status(RunDirectory(tmp_path).status_file)
+    assert read is not None and read.gone == (os.getpid(),)
+
+
+def test_the_lines_of_a_run_have_one_clock_that_never_runs_backwards() -> None:
+    """Events of other processes come late, and those of a resumed run count from its first start."""
+    console = Console(file=io.StringIO(), width=200)
+    with LiveView(console, 40) as view:
+        view.begin("starting")
+        view(RunResumed(time=125.0, step=12))
+        view(ProcessReady(time=128.0, name="trainer-0", role="trainer", seconds=3.0))
+        view(ProcessReady(time=115.0, name="generator-0", role="generator", seconds=1.0))
+        view.note("SIGKILL")
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    times = [float(line.split(" s ")[0]) for line in lines]
+    assert times == sorted(times) and times[-1] < 60.0
+    assert "times count from this start, the run had lasted 2 min 5 s before it" in lines[1]
