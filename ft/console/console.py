@@ -6,11 +6,12 @@ stream cannot encode. Consoles and tables from here do not; use `rich.text.Text`
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,23 +88,54 @@ class FoldingTable(Table):
     """A table that loses no text on a narrow terminal.
 
     Text cells fold; right-justified cells (numbers with units) stay whole. If the longest words do not fit side by
-    side, each row becomes lines of `column: value`.
+    side, columns named in `drop` are left out, in that order, and the caption names them. Where that is not enough,
+    each row becomes lines of `column: value`.
     """
+
+    def __init__(self, *headers: Any, drop: Sequence[str] = (), **options: Any) -> None:
+        self._drop = tuple(drop)
+        super().__init__(*headers, **options)
 
     def add_column(self, *arguments: Any, **options: Any) -> None:
         super().add_column(*arguments, **{**options, "overflow": "fold"})
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in range(len(self._drop) + 1):
+            narrower = self._without(self._drop[:count], console)
+            if (room := narrower._room(console, options)) >= 0:
+                yield from narrower._fitted(console, options, room)
+                return
+        yield from self._records(console)
+
+    def _without(self, names: Sequence[str], console: Console) -> FoldingTable:
+        """This table without the columns of these names."""
+        if not names:
+            return self
+        smaller = copy.copy(self)
+        smaller.columns = [each for each in self.columns if _text_of(each.header, console).plain not in names]
+        smaller.caption = Text.assemble(
+            *((_text_of(self.caption, console), "\n") if self.caption else ()),
+            f"not shown at this width: {', '.join(names)}",
+        )
+        return smaller
+
+    def _widths(self, console: Console, options: ConsoleOptions) -> tuple[list[int], list[int]]:
+        """The widths of each column's longest word, or number, and of its longest line."""
         wide = options.update(max_width=10_000)
         for column in self.columns:
             column.overflow, column.no_wrap, column.width = "fold", False, None
         words = [max(_needed(console, wide, column)) for column in self.columns]
         lines = [max(_width(console, wide, cell).maximum for cell in (c.header, *c.cells)) for c in self.columns]
-        frame = Measurement.get(console, wide, self).maximum - sum(lines)
-        room = options.max_width - frame - sum(words)
-        if room < 0:
-            yield from self._records(console)
-            return
+        return words, lines
+
+    def _room(self, console: Console, options: ConsoleOptions) -> int:
+        """How many columns of the terminal are left beside the longest words; negative if they do not fit."""
+        words, lines = self._widths(console, options)
+        frame = super().__rich_measure__(console, options.update(max_width=10_000)).maximum - sum(lines)
+        return options.max_width - frame - sum(words)
+
+    def _fitted(self, console: Console, options: ConsoleOptions, room: int) -> RenderResult:
+        words, lines = self._widths(console, options)
         wanted = sum(lines) - sum(words)
         if wanted > room:  # rich would narrow the widest columns first, below their longest words
             for column, word, line in zip(self.columns, words, lines, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import time
@@ -58,6 +59,11 @@ class GuardedProcess:
     def pid(self) -> int:
         """The command's process id; the guardian's if it died before it could report that."""
         return int(self._line() or self._guardian.pid)
+
+    @property
+    def started(self) -> bool:
+        """Whether the guardian has started the command, so that `pid` does not wait for it."""
+        return "pid" in self.__dict__ or bool(select.select([self._status], [], [], 0)[0])
 
     def signal(self, number: int) -> None:
         """Send a signal (one of `guardian.FORWARDED`) to the command's process group."""

@@ -13,7 +13,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.comms.errors import BackendUnavailable, Unsupported
+from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.system.file_io import write_all
 from holdfast.comms.transport.liveness import is_stopped, this_host
@@ -45,7 +45,7 @@ from holdfast.ft.launch.launchers import launch as launch_ranks
 from holdfast.ft.launch.restarts import RestartBudget
 from holdfast.ft.launch.run_report import LastErrorLine
 from holdfast.ft.launch.torch_environment import ReservedPort, TorchEnvironment
-from holdfast.ft.membership.view import View
+from holdfast.ft.membership.view import Member, View
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.termination import TERMINATED
 
@@ -102,6 +102,11 @@ class LaunchPlan:
             raise ValueError("there is no script to run")
 
     @property
+    def needs_sessions(self) -> bool:
+        """Whether the plan asks for what only processes that join by `ft.Session` have."""
+        return bool(self.spares or self.min_size or self.shards or self.restarts or self.here is not None)
+
+    @property
     def members_here(self) -> int:
         return self.size if self.here is None else self.here
 
@@ -109,8 +114,8 @@ class LaunchPlan:
 class Launcher:
     """The processes of one job on this host, from start to end. `start` is the launcher that the plan's backend needs.
 
-    `torch` has the variables of each process for torch.distributed. `watch` follows the job where other hosts take part
-    in it. `log` gives the file for the output of a process.
+    `torch` has the variables of each process for torch.distributed. `agent` is there if other hosts take part in the
+    job. `log` gives the file for the output of a process.
     """
 
     def __init__(
@@ -120,12 +125,13 @@ class Launcher:
         console: Console,
         start: Launch,
         torch: TorchEnvironment,
-        watch: JobWatch | None = None,
+        agent: HostAgent | None = None,
         log: Callable[[int], Path] | None = None,
     ) -> None:
         self._plan, self._contract, self._console, self._launch = plan, contract, console, start
         self._torch = torch
-        self._watch, self._log = watch, log
+        self._agent, self._log = agent, log
+        self._watch: JobWatch | None = None if agent is None else agent.watch
         self._selector = selectors.DefaultSelector()
         self._processes: list[GuardedProcess] = []
         self._lines: dict[int, LineSplitter] = {}
@@ -136,6 +142,7 @@ class Launcher:
         self._due: list[float] = []
         self._ending = False
         self._leaving: float | None = None
+        self._late = run_report.LATE_SECONDS
 
     def run(self) -> int:
         """Start all processes and show their output until their end; returns 0 if the job ended well, else 1.
@@ -203,6 +210,7 @@ class Launcher:
             if over is None:
                 over = self._over() or self._give_up()
                 began = busy = now
+                self._name_missing(now - self._began)
             elif self._members_at_work(over):
                 busy = now
             if over is not None:
@@ -213,6 +221,46 @@ class Launcher:
                         text = f"still ran {now - began:.1f} s after the job was over: it is ended (pid {process.pid})"
                         self._say(number, text, "bold red")
                 return
+
+    def _name_missing(self, waited: float) -> None:
+        """After a while without all ranks, and twice as long each time, print each that is missing and where it is."""
+        if waited < self._late:
+            return
+        view = self._view()
+        if view is not None and view.phase != "forming":
+            self._late = float("inf")
+            return
+        # a script may never join: then once is enough
+        self._late = 2 * self._late if view is not None else float("inf")
+        members = () if view is None else view.members
+        text = f"after {waited:.0f} s {counted(len(members), 'rank')} of {self._plan.size} joined the job; missing:"
+        self._console.print(Text(f"holdfast run: {text}", "bold yellow"), soft_wrap=True)
+        joined = {event["pid"] for event in self._contract.events() if event["kind"] == "joined"}
+        for number, process in enumerate(self._processes):
+            if process.returncode is not None:
+                continue
+            if not process.started:
+                self._say(number, "its guardian has not started it yet", "yellow")
+            elif process.pid not in joined:
+                self._say(number, f"pid {process.pid} has not joined: {run_report.whereabouts(process.pid)}", "yellow")
+        for line in self._missing_elsewhere(members):
+            self._console.print(Text(visible(line), "yellow"), soft_wrap=True)
+
+    def _missing_elsewhere(self, members: Sequence[Member]) -> Iterator[str]:
+        """A line for each other host of which ranks are missing, and for ranks that no host has come for."""
+        if self._agent is None:
+            return
+        try:
+            hosts = self._agent.hosts()
+        except (RegisterAway, CorruptData) as error:
+            yield f"the other hosts are not known: {error}"
+            return
+        for name, host in sorted(hosts.items()):
+            there = sum(member.peer.host == host.machine for member in members)
+            if host.machine != this_host() and there < host.count:
+                yield f"host {name} ({host.address}): {there} of its {counted(host.count, 'rank')} joined"
+        if (left := self._plan.size - sum(host.count for host in hosts.values())) > 0:
+            yield f"no host has come for {counted(left, 'rank')}: start holdfast run there"
 
     def _running(self) -> bool:
         return bool(self._due) or any(process.returncode is None for process in self._processes)
@@ -354,12 +402,17 @@ class Launcher:
             self._console.print(Text("holdfast run: left the job after SIGTERM", "bold"), soft_wrap=True)
             return TERMINATED
         if view is None:
-            ended = "no process joined the job by holdfast.ft.Session(), so that nothing would have survived a death"
             codes = [process.returncode for process in self._processes]
+            statuses = [f"exit statuses {codes}"] if any(codes) else []
+            if self._plan.needs_sessions:
+                ended = (
+                    "no process joined the job by holdfast.ft.Session(), so that nothing would have survived a death"
+                )
+                statuses.insert(0, ended if any(codes) else f"all ended well; {ended}")
             if any(codes):
-                self._fail(f"{ended}; exit statuses {codes}")
-            else:
-                self._console.print(Text(f"holdfast run: all ended well; {ended}"), soft_wrap=True)
+                self._fail("; ".join(statuses))
+            elif statuses:
+                self._console.print(Text(f"holdfast run: {statuses[0]}"), soft_wrap=True)
             return 1 if any(codes) else 0
         if view.phase == "finished":
             failed = {rank: process.returncode for rank, process in self._members(view).items() if process.returncode}
@@ -441,9 +494,8 @@ def launch(plan: LaunchPlan, log_directory: Path | None = None, host: HostPlan |
         )
         try:
             start = stack.enter_context(closing(launch_ranks(launcher, plan.size + plan.spares)))
-            watch = None if agent is None else agent.watch
             log = None if log_directory is None else partial(_output_file, log_directory, node)
-            job = Launcher(plan, contract, out, start, torch, watch, log)
+            job = Launcher(plan, contract, out, start, torch, agent, log)
             signals.leave = job.leave
             return job.run()
         except KeyboardInterrupt:

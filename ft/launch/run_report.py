@@ -1,12 +1,21 @@
-"""The table that `holdfast run` prints at the end of a failed job: which ranks failed, and how."""
+"""What launchers report: which ranks of a failed job failed, and how; which have not come yet, and where they are."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from holdfast.comms.transport.liveness import read_proc_stat
 from holdfast.ft.launch.exit_status import how_it_ended
+
+LATE_SECONDS = 30.0
+"""After so many seconds without all ranks a launcher says which are missing."""
+
+_STATES = {b"R": "runs", b"D": "waits for a disk", b"T": "is stopped", b"t": "is stopped by a debugger"}
 
 _TRACEBACK = "Traceback (most recent call last):"
 _MOST_TEXT = 200
@@ -59,3 +68,36 @@ def table(failures: Sequence[ProcessFailure]) -> list[str]:
         rows.append((rank, str(each.pid), how_it_ended(each.code), each.words or "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
+
+
+def whereabouts(pid: int) -> str:
+    """What a process of this host does now, in words: for one that is late."""
+    try:
+        fields = read_proc_stat(pid)
+    except OSError:
+        return "cannot be looked at"
+    if not fields or fields[0] in (b"Z", b"X"):
+        return "has ended"
+    ticks = os.sysconf("SC_CLK_TCK")
+    used = (int(fields[11]) + int(fields[12])) / ticks
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / ticks
+    state = _STATES.get(fields[0]) or f"sleeps{_kernel_function(pid)}"
+    return f"{state}, {used:.1f} s of processor time in {age:.0f} s, {_imported(pid)}"
+
+
+def _kernel_function(pid: int) -> str:
+    """The function of the kernel in which a process sleeps, if this process may know it."""
+    try:
+        name = Path(f"/proc/{pid}/wchan").read_text().strip()
+    except OSError:
+        return ""
+    return f" in {name}" if name.strip("0") else ""
+
+
+def _imported(pid: int) -> str:
+    """Whether a process has come as far as the import of torch."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return "its memory cannot be read"
+    return "torch is imported" if "libtorch_python" in maps else "torch is not imported yet"

@@ -52,8 +52,8 @@ class BesidePeers:
 
         ours = "holdfast:shm"
         bench = run(BenchPlan((op,), (ours, peer), (ours,), (ranks,), (size,), rounds=7, seconds=profile(0.3, 1.0)))
-        if bench.failures or bench.wrong:
-            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures}")
+        if bench.failures or bench.unmeasured or bench.wrong:
+            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures} {bench.unmeasured}")
         return bench.ratios[0].median
 
 

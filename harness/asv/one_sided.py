@@ -62,8 +62,8 @@ class BesideUcx:
 
         peer, ours = "ucx_perftest", "holdfast:ucx"
         bench = run(BenchPlan((op,), (ours, peer), (ours,), (2,), (size,), rounds=5, seconds=profile(0.2, 1.0)))
-        if bench.failures or bench.wrong:
-            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures}")
+        if bench.failures or bench.unmeasured or bench.wrong:
+            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures} {bench.unmeasured}")
         return bench.ratios[0].median
 
 

@@ -110,7 +110,7 @@ def _bench(
     if then is not None and not json:
         show.show_compared(compared, compare.differing(bench, then), out)
     broken = [failure for failure in bench.failures if failure.contestant in ours]
-    left_out = [name for name in bench.skipped if name in ours]
+    left_out = {*bench.skipped, *(each.contestant for each in bench.unmeasured)} & {*ours}
     if bench.wrong or broken or left_out:
         notes.print(
             styled("not all is well", "bold red") + f": {bench.wrong} wrong elements, {len(broken)} failures and "

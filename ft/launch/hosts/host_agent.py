@@ -62,7 +62,7 @@ class HostAgent:
             asked = HostRanks(members, size, port)
             registry = HostRegistry(plan.register, job, key, plan.node, self.address, asked)
             undo.enter_context(contextlib.closing(registry))
-            self.torch = registry.torch
+            self.torch, self.hosts = registry.torch, registry.hosts
             self._undo = undo.pop_all()
 
     def __enter__(self) -> HostAgent:

@@ -106,6 +106,11 @@ class HostRegistry:
             self.torch = TorchEnvironment(ranks.size, mine.count, mine.first, host, master.port)
             self._undo = undo.pop_all()
 
+    def hosts(self) -> dict[str, HostEntry]:
+        """The hosts that take part now, by name. Raises `RegisterAway`, `CorruptData`."""
+        version, data = self._cell.read()
+        return self._checked(data).hosts if version else {}
+
     def close(self) -> None:
         """Take the entry out, if the register can be reached. Idempotent."""
         self._undo.close()

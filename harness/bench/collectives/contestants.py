@@ -17,9 +17,11 @@ from types import TracebackType
 from typing import Protocol
 
 from holdfast.comms.system.paths import bind_unix
+from holdfast.ft.launch.guardian import descendants
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file
+from holdfast.ft.launch.run_report import LATE_SECONDS, whereabouts
 from holdfast.ft.processes.message_socket import MessageSocket
-from holdfast.harness.bench.collectives.failure import ContestantFailed
+from holdfast.harness.bench.collectives.failure import ContestantFailed, OpFailed
 from holdfast.harness.bench.collectives.launch import HOLDFAST, launcher_of
 from holdfast.harness.bench.collectives.startline import StartLine
 from holdfast.harness.bench.collectives.wire import (
@@ -123,7 +125,11 @@ class WorkerGroup:
 
     def gather(self, listener: socket.socket, key: str, deadline: float) -> None:
         """Accept the connections of all ranks. Raises `ContestantFailed` if they do not come."""
+        late = time.monotonic() + LATE_SECONDS
         while len(self._members) < self.ranks:
+            if time.monotonic() > late:
+                late = float("inf")
+                self._name_missing()
             if self._process.poll() is not None:
                 raise ContestantFailed(f"{self.contestant} ended while starting: {self._last_words()}")
             if time.monotonic() > deadline:
@@ -144,11 +150,20 @@ class WorkerGroup:
             line.close()
         self._members.sort(key=lambda member: member.hello.rank)
 
+    def _name_missing(self) -> None:
+        """Print to stderr which ranks have not come after a while, and where the processes are that start them."""
+        there = {member.hello.rank: member.hello.pid for member in self._members}
+        missing = ", ".join(str(rank) for rank in range(self.ranks) if rank not in there)
+        lines = [f"{self.contestant}: after {LATE_SECONDS:.0f} s without rank {missing}; {self._last_words()}"]
+        started = (self._process.pid, *descendants(self._process.pid))
+        lines += [f"  pid {pid} {whereabouts(pid)}" for pid in started if pid not in there.values()]
+        sys.stderr.write("\n".join(lines) + "\n")
+
     def measure(self, order: Measure, timeout: float) -> list[Measurement]:
         """Give the order to all ranks; their answers by rank.
 
-        Raises NotImplementedError with the library's words if every rank refused the op alike,
-        `ContestantFailed` if a rank failed, ended, or did not answer within `timeout` seconds.
+        Raises NotImplementedError with the library's words if it does not have the op, `OpFailed` if it failed alike on
+        every rank, `ContestantFailed` if a rank failed, ended, or did not answer within `timeout` seconds.
         """
         try:
             for member in self._members:
@@ -156,11 +171,11 @@ class WorkerGroup:
             answers = self._answers(time.monotonic() + timeout)
         except (EOFError, TimeoutError, OSError) as error:
             raise ContestantFailed(f"{self.contestant} in {order.op}: {error}: {self._last_words()}") from error
-        failures = [answer.text for answer in answers if isinstance(answer, MeasurementFailed)]
+        failures = [answer for answer in answers if isinstance(answer, MeasurementFailed)]
         if len(failures) == self.ranks:
-            raise NotImplementedError(failures[0])
+            raise (NotImplementedError if failures[0].unmeasured else OpFailed)(failures[0].text)
         if failures:
-            raise ContestantFailed(f"{self.contestant} in {order.op}: {failures[0]}")
+            raise ContestantFailed(f"{self.contestant} in {order.op}: {failures[0].text}")
         return [answer for answer in answers if isinstance(answer, Measurement)]
 
     def _answers(self, deadline: float) -> list[Message]:

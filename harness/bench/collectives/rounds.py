@@ -19,7 +19,7 @@ import numpy as np
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.collectives.contestants import MEMCPY, ContestantLauncher, RunningContestant, missing
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, SIZELESS, SMALL, Operation
-from holdfast.harness.bench.collectives.failure import ContestantFailed
+from holdfast.harness.bench.collectives.failure import ContestantFailed, OpFailed
 from holdfast.harness.bench.collectives.wire import Measure, Measurement
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.bench.output.results import Bench, BenchRow, Machine, OpFailure, Timing, ratios
@@ -142,19 +142,20 @@ class Contest:
 
 def _compete(
     contest: Contest, groups: list[RunningContestant], launcher: ContestantLauncher
-) -> tuple[list[BenchRow], list[OpFailure]]:
-    """All rounds of one op at one size.
+) -> tuple[list[BenchRow], list[OpFailure], list[OpFailure]]:
+    """All rounds of one op at one size: what was measured, what failed, and which libraries do not have the op.
 
     A library that fails is left out; one that is broken leaves `groups`.
     """
     failures: list[OpFailure] = []
+    unmeasured: list[OpFailure] = []
     entries = [TimedLibrary(group) for group in groups]
 
     def attempt(entry: TimedLibrary, body: Callable[[TimedLibrary], object]) -> None:
         try:
             body(entry)
-        except (NotImplementedError, ContestantFailed) as error:
-            failures.append(
+        except (NotImplementedError, OpFailed, ContestantFailed) as error:
+            (unmeasured if isinstance(error, NotImplementedError) else failures).append(
                 OpFailure(contest.operation.name, contest.ranks, entry.group.contestant, contest.nbytes, str(error))
             )
             entries.remove(entry)
@@ -174,7 +175,7 @@ def _compete(
         first = number % max(1, len(entries))
         for entry in entries[first:] + entries[:first]:
             attempt(entry, timed)
-    return [contest.row(entry) for entry in entries], failures
+    return [contest.row(entry) for entry in entries], failures, unmeasured
 
 
 def machine(noise: Noise) -> Machine:
@@ -229,6 +230,7 @@ def run(plan: BenchPlan, progress: Progress = lambda text: None) -> Bench:
     taking_part: dict[str, str] = {}
     rows: list[BenchRow] = []
     failures: list[OpFailure] = []
+    unmeasured: list[OpFailure] = []
     with ContestantLauncher() as launcher:
         for ranks in plan.ranks:
             names = [name for name in plan.contestants if name not in skipped]
@@ -241,9 +243,10 @@ def run(plan: BenchPlan, progress: Progress = lambda text: None) -> Bench:
                     for size in plan.sizes if operation.layout not in SIZELESS else (0,):
                         contest = Contest(plan, operation, size, ranks)
                         progress(f"{name}, {counted(ranks, 'rank')}, {contest.nbytes} bytes")
-                        done, failed = _compete(contest, groups, launcher)
+                        done, failed, without = _compete(contest, groups, launcher)
                         rows += done
                         failures += failed
+                        unmeasured += without
     return Bench(
         command=plan.command,
         machine=machine(noise),
@@ -252,5 +255,6 @@ def run(plan: BenchPlan, progress: Progress = lambda text: None) -> Bench:
         rows=tuple(rows),
         ratios=ratios(rows, plan.ours),
         failures=tuple(failures),
+        unmeasured=tuple(unmeasured),
         fresh=plan.fresh,
     )

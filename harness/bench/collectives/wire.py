@@ -46,9 +46,10 @@ class Measurement(msgspec.Struct, frozen=True, tag=True):
 
 
 class MeasurementFailed(msgspec.Struct, frozen=True, tag=True):
-    """The op raised."""
+    """The op raised. `unmeasured`: the library has no such op, and nothing was tried."""
 
     text: str
+    unmeasured: bool = False
 
 
 class StopWorker(msgspec.Struct, frozen=True, tag=True):

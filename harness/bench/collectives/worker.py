@@ -129,6 +129,8 @@ def serve(key: str, directory: Path, driver: LibraryDriver, give_way: Callable[[
                     bound = None
                     bound = Bound(driver, *wanted)
                 bench.send(_measure(bound, line, order))
+            except NotImplementedError as error:
+                bench.send(MeasurementFailed(str(error), unmeasured=True))
             except Exception as error:
                 bench.send(MeasurementFailed("".join(traceback.format_exception_only(error)).strip()))
     if bound is not None:

@@ -69,7 +69,7 @@ class Ratio(msgspec.Struct, frozen=True):
 
 
 class OpFailure(msgspec.Struct, frozen=True):
-    """An op that a library refused or failed in, at one size and number of ranks."""
+    """An op in which a library failed, or that it does not have, at one size and number of ranks."""
 
     op: str
     ranks: int
@@ -93,7 +93,7 @@ class Bench(msgspec.Struct, frozen=True):
     """A whole run.
 
     `contestants` maps 'name, n ranks' to the library's details and the places of its ranks. `fresh`: ranks wrote their
-    inputs anew before each op, in the time taken.
+    inputs anew before each op, in the time taken. `unmeasured` are ops that a library does not have: none was tried.
     """
 
     command: str
@@ -103,12 +103,17 @@ class Bench(msgspec.Struct, frozen=True):
     rows: tuple[BenchRow, ...]
     ratios: tuple[Ratio, ...]
     failures: tuple[OpFailure, ...]
+    unmeasured: tuple[OpFailure, ...] = ()
     fresh: bool = False
 
     @property
     def wrong(self) -> int:
         """How many elements were wrong in all rows."""
         return sum(row.wrong or 0 for row in self.rows)
+
+    def left_out(self) -> dict[str, str]:
+        """Which library was left out of which op, and why: one entry for all sizes."""
+        return {f"{each.contestant} left out of {each.op}": each.reason for each in self.unmeasured}
 
     def json(self) -> str:
         """This bench as JSON, indented by two spaces."""

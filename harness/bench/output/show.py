@@ -46,7 +46,10 @@ def _wrong(count: int | None) -> Text:
 def _table(op: str, ranks: int, rows: list[BenchRow], ratios: dict[tuple[int, str, str], Ratio], fresh: bool) -> Table:
     ours = list(dict.fromkeys(name for _, name, _ in ratios))
     operation = OPERATIONS[op]
+    all_right = () if any(row.wrong for row in rows) else ("#wrong",)
+    speed_ups = [f"{_short(name)} speed-up" for name in ours]
     table = FoldingTable(
+        drop=("min", "p99", "algbw GB/s", *all_right, "busbw GB/s", *reversed(speed_ups)),
         title=f"{op}, {counted(ranks, 'rank')}" + (", inputs written anew before each op" if fresh else ""),
         title_justify="left",
         caption=f"size: {operation.size}; busbw = algbw x {operation.factor}"
@@ -57,8 +60,8 @@ def _table(op: str, ranks: int, rows: list[BenchRow], ratios: dict[tuple[int, st
         table.add_column(name, justify="right" if name == "size" else "left")
     for name in ("p50", "p99", "min", "algbw GB/s", "busbw GB/s", "#wrong"):
         table.add_column(name, justify="right")
-    for name in ours:
-        table.add_column(f"{_short(name)} speed-up", justify="right")
+    for name in speed_ups:
+        table.add_column(name, justify="right")
     before = None
     for row in sorted(rows, key=lambda row: row.nbytes):
         if before not in (None, row.nbytes):
@@ -93,6 +96,8 @@ def show(bench: Bench, out: Console) -> None:
         out.print(f"  {name}: {detail}")
     for name, reason in bench.skipped.items():
         out.print(styled(f"  {name} left out", "yellow") + f": {reason}")
+    for what, reason in bench.left_out().items():
+        out.print(styled(f"  {what}", "yellow") + f": {reason}")
     for op, ranks in dict.fromkeys((row.op, row.ranks) for row in bench.rows):
         chosen = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
         ratios = {(r.nbytes, r.ours, r.peer): r for r in bench.ratios if (r.op, r.ranks) == (op, ranks)}
@@ -110,6 +115,7 @@ def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: C
     for words in differing:
         out.print(styled("another machine", "yellow") + f": {words}")
     table = FoldingTable(
+        drop=("then / now", "then", "ranks"),
         title="beside the stored run",
         title_justify="left",
         caption="changed: all turns of one run lie beyond all turns of the other; `holdfast gate` finds small changes",

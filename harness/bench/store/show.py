@@ -66,8 +66,13 @@ def show(bench: StoreBench, out: Console) -> None:
 
 
 def _table(bench: StoreBench, workload: str, rows: Sequence[StoreRow]) -> FoldingTable:
+    all_right = () if any(row.wrong for row in rows) else ("#wrong",)
     table = FoldingTable(
-        title=_heading(bench, workload, rows), title_justify="left", caption=CAPTION, caption_justify="left"
+        drop=("min", "p99", *all_right, "first", "GB/s"),
+        title=_heading(bench, workload, rows),
+        title_justify="left",
+        caption=CAPTION,
+        caption_justify="left",
     )
     for name in ("figure", "library"):
         table.add_column(name, justify="left")

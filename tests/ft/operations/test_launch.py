@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.comms.system.environment import flag
-from holdfast.ft.launch import guardian
+from holdfast.ft.launch import guardian, run_report
 from holdfast.ft.launch.guarded_process import GuardedProcess
-from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
-from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ranks, table
+from holdfast.ft.launch.local_launcher import Launcher, LaunchPlan, launch, python_command
+from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ranks, table, whereabouts
 from holdfast.ft.telemetry.flight import find
 from support.waiting import becomes_true
 
@@ -108,6 +108,49 @@ def test_run_passes_min_size_and_shards_to_its_sessions(tmp_path: Path, capsys: 
     output = capsys.readouterr().out
     assert "job 2 6 (0, 1, 2)" in output
     assert "job 2 6 (3, 4, 5)" in output
+
+
+LATE = """
+    import os, pathlib, time
+    while os.environ["RANK"] == "1" and not pathlib.Path({go!r}).exists():
+        time.sleep(0.01)
+    from holdfast import ft
+    with ft.Session() as session:
+        for attempt in session.steps(1):
+            with attempt:
+                attempt.comm.barrier()
+"""
+
+
+def test_run_names_each_rank_that_has_not_joined_after_a_while(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, name_missing = tmp_path / "go", Launcher._name_missing
+
+    def name_and_go_on(launcher: Launcher, waited: float) -> None:
+        late = launcher._late
+        joined = any(event["kind"] == "joined" for event in launcher._contract.events())
+        name_missing(launcher, waited if joined else 0.0)
+        if launcher._late != late:
+            go.touch()
+
+    monkeypatch.setattr(run_report, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(Launcher, "_name_missing", name_and_go_on)
+    assert launch(LaunchPlan(python_command(script(tmp_path, LATE.format(go=str(go))), ()), 2)) == 0
+    output = capsys.readouterr().out
+    assert "of 2 joined the job; missing:" in output
+    missing = [line for line in output.splitlines() if "has not joined" in line]
+    assert missing and all(line.startswith("[1] pid ") for line in missing), output
+    assert "torch is not imported yet" in missing[0] and "s of processor time" in missing[0]
+
+
+def test_whereabouts_tell_a_stopped_process_from_one_that_has_ended() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    process.send_signal(signal.SIGSTOP)
+    assert becomes_true(lambda: whereabouts(process.pid).startswith("is stopped"), 10.0)
+    process.kill()
+    assert becomes_true(lambda: whereabouts(process.pid) == "has ended", 10.0)
+    process.wait()
 
 
 def test_run_succeeds_when_all_ranks_stop_early(tmp_path: Path) -> None:

@@ -309,21 +309,22 @@ def test_run_refuses_bad_numbers(tmp_path: Path, options: tuple[str, str]) -> No
     assert said("run", *options, script(tmp_path, "")).exit_code == 2
 
 
-def test_run_says_if_no_process_joins(tmp_path: Path) -> None:
-    """That is no failure: scripts of torch.distributed do not."""
-    done = holdfast("run", "-n", "2", script(tmp_path, "print('I have work of my own')"))
+@pytest.mark.parametrize("asked", [(), ("--min-size", "1")])
+def test_run_says_that_no_process_joined_where_that_was_asked_for(tmp_path: Path, asked: tuple[str, ...]) -> None:
+    """That is no failure: scripts of torch.distributed do not join."""
+    done = holdfast("run", "-n", "2", *asked, script(tmp_path, "print('I have work of my own')"))
     assert done.returncode == 0
     assert sorted(line for line in done.stdout.splitlines() if "work" in line) == [
         "[0] I have work of my own",
         "[1] I have work of my own",
     ]
-    assert "no process joined the job" in done.stdout
+    assert ("no process joined the job" in done.stdout) == bool(asked)
 
 
 def test_run_fails_if_no_process_joins_and_one_fails(tmp_path: Path) -> None:
     done = holdfast("run", "-n", "2", script(tmp_path, "import os, sys; sys.exit(os.environ['RANK'] == '1')"))
     assert done.returncode == 1
-    assert "no process joined the job" in done.stdout and "exit statuses [0, 1]" in done.stdout
+    assert "no process joined the job" not in done.stdout and "exit statuses [0, 1]" in done.stdout
 
 
 TORCH_SCRIPT = """

@@ -194,6 +194,21 @@ def test_where_nothing_fits_rows_become_lines(monkeypatch: pytest.MonkeyPatch) -
     assert "p99: 12345.6 us" in screen.text.splitlines()
 
 
+@pytest.mark.parametrize("columns", [55, 60, 70])
+def test_columns_that_may_go_are_left_out_where_a_table_does_not_fit(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = wide_table()
+    table._drop = ("min", "p99")
+    with Screen() as screen:
+        console().print(table)
+    assert max(map(len, screen.text.splitlines())) <= columns
+    assert "p50: " not in screen.text, "a table, and no line a figure"
+    assert "not shown at this width: min" in screen.text
+    assert "1234.5" in screen.text and "1200.0" not in screen.text
+
+
 # -- long commands that are piped
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from holdfast.ft import Timeouts
@@ -22,7 +24,7 @@ from holdfast.ft.console.console import console
 from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.held_directory import MARKER
 from holdfast.harness.bench.collectives import rounds
-from holdfast.harness.bench.collectives.contestants import ContestantLauncher, missing
+from holdfast.harness.bench.collectives.contestants import ContestantLauncher, WorkerGroup, missing
 from holdfast.harness.bench.collectives.data import START, Array, allocate, count_wrong, fill, pattern
 from holdfast.harness.bench.collectives.definitions import (
     OPERATIONS,
@@ -31,9 +33,9 @@ from holdfast.harness.bench.collectives.definitions import (
     parse_size,
     parse_sizes,
 )
-from holdfast.harness.bench.collectives.failure import ContestantFailed
+from holdfast.harness.bench.collectives.failure import ContestantFailed, OpFailed
 from holdfast.harness.bench.collectives.startline import StartLine
-from holdfast.harness.bench.collectives.wire import Measure
+from holdfast.harness.bench.collectives.wire import Measure, Measurement, MeasurementFailed
 from holdfast.harness.bench.collectives.worker import Bound, time_ops
 from holdfast.harness.bench.command import app
 from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
@@ -193,15 +195,11 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_a_timing_is_that_of_the_slowest_rank() -> None:
-    from holdfast.harness.bench.collectives.wire import Measurement
-
     answers = [Measurement([(0, 1000), (0, 5000)], [], 0), Measurement([(0, 3000), (0, 2000)], [], 0)]
     assert rounds._slowest(answers, blocks=False) == pytest.approx([3e-6, 5e-6])
 
 
 def test_a_barrier_that_lets_a_rank_out_early_is_wrong() -> None:
-    from holdfast.harness.bench.collectives.wire import Measurement
-
     good = [Measurement([(0, 10)], [], 0), Measurement([(5, 11)], [], 0)]
     bad = [Measurement([(0, 4)], [], 0), Measurement([(5, 11)], [], 0)]
     assert (rounds._early(good), rounds._early(bad)) == (0, 1)
@@ -219,8 +217,9 @@ def _plan(
 
 def _refused(bench: Bench) -> set[tuple[str, str]]:
     """The ops that libraries do not have, as (library, op)."""
-    assert all("not measured" in failure.reason for failure in bench.failures), bench.failures
-    return {(failure.contestant, failure.op) for failure in bench.failures}
+    assert not bench.failures
+    assert all("not measured" in failure.reason for failure in bench.unmeasured), bench.unmeasured
+    return {(failure.contestant, failure.op) for failure in bench.unmeasured}
 
 
 def test_every_op_is_right_on_ours_and_on_gloo_in_the_same_run() -> None:
@@ -293,10 +292,33 @@ def test_a_library_that_cannot_run_is_left_out_with_the_reason() -> None:
     assert {row.contestant for row in bench.rows} == {"memcpy"}
 
 
-def test_an_op_that_a_library_refuses_is_a_failure_of_that_op_alone() -> None:
-    bench = rounds.run(_plan(("copy", "barrier"), ("torch-gloo",), sizes="8"))
-    assert [(failure.op, failure.contestant) for failure in bench.failures] == [("copy", "torch-gloo")]
+def test_a_library_that_does_not_measure_an_op_is_left_out_of_it_with_a_word() -> None:
+    bench = rounds.run(_plan(("copy", "barrier"), ("torch-gloo",), sizes="8,16"))
+    assert bench.failures == ()
+    assert [(failure.op, failure.contestant) for failure in bench.unmeasured] == [("copy", "torch-gloo")] * 2
     assert [row.op for row in bench.rows] == ["barrier"]
+    shown = Console(file=io.StringIO(), width=100)
+    show.show(bench, shown)
+    assert isinstance(shown.file, io.StringIO)
+    text = shown.file.getvalue()
+    assert text.count("torch-gloo left out of copy: copy is not measured on torch") == 1
+    assert "failed" not in text
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([MeasurementFailed("no put", unmeasured=True)] * 2, NotImplementedError),
+        ([MeasurementFailed("OpTimeout: too late")] * 2, OpFailed),
+        ([MeasurementFailed("OpTimeout: too late"), Measurement([(0, 1)], [], 0)], ContestantFailed),
+    ],
+)
+def test_only_what_was_tried_fails(answers: list[Any], error: type[Exception], tmp_path: Path) -> None:
+    group = WorkerGroup("gloo", 2, subprocess.Popen(["true"]), tmp_path / "errors")
+    group._answers = lambda deadline: answers  # type: ignore[method-assign]
+    with pytest.raises(error):
+        group.measure(Measure("put", 1, "float32", 0, 1, 0, 1), 1.0)
+    group.close(gently=False)
 
 
 def test_memcpy_beside_an_op_copies_as_many_bytes() -> None:
