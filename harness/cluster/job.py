@@ -27,11 +27,12 @@ from holdfast.ft.launch.launchers import launch
 from holdfast.ft.membership.view import View
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.packed_errors import unpack_error
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
+from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.telemetry.event import event_of
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterSettings
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
+from holdfast.harness.cluster.rank_processes import zygote_of_ranks
 from holdfast.harness.cluster.results import RankResult, values
 from holdfast.harness.cluster.session_worker import STACK_SIGNAL, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by
@@ -273,7 +274,9 @@ class Job:
         name, output = f"process {number}", self.directory / f"process-{number}.log"
         assert self._launch is not None
         own = {**self._settings.environ, **self._contract.environ(), **self._launch.environ(number)}
-        process = zygote().spawn(self._target, name=name, output=output, threads=self._settings.threads, environ=own)
+        process = zygote_of_ranks("holdfast.harness.cluster.session_worker", "holdfast.ft.session").spawn(
+            self._target, name=name, output=output, threads=self._settings.threads, environ=own
+        )
         self.processes += (process,)
         self._launch.attach(number, process.pidfd)
         self._echo.follow(name, output)

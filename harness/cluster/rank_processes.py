@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import select
 import signal
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from holdfast.comms.plugins.registry import GROUP
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.output import Echo, last_stack
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.packed_errors import unpack_error
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote, zygote_with
+from holdfast.ft.processes.zygote_client import ForkedProcess, ZygoteClient, zygote, zygote_with
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
 from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
 from holdfast.harness.cluster.results import RankResult
+
+
+def zygote_of_ranks(*workers: str) -> ZygoteClient:
+    """The zygote, with the modules of workers imported, and holdfast's own plugins, which every rank loads.
+
+    A fork has them at once; to import them takes a rank longer than to start.
+    """
+    return zygote_with(*workers, *_plugins())
+
+
+@cache
+def _plugins() -> list[str]:
+    """The modules of our plugins. Those of others may not be importable, which each rank reports by itself."""
+    modules = {point.module for point in importlib.metadata.entry_points(group=GROUP)}
+    return sorted(module for module in modules if module.startswith("holdfast."))
 
 
 class RankProcesses(ClusterRanks):
@@ -43,7 +61,7 @@ class RankProcesses(ClusterRanks):
     def start(self) -> None:
         if self._launch is None:
             self._launch = launch(self._settings.launcher, self._settings.size)
-            zygote_with("holdfast.harness.cluster.rank_worker")
+            zygote_of_ranks("holdfast.harness.cluster.rank_worker")
         for rank in range(self._settings.size):
             if rank not in self._processes:
                 output = self._directory / f"rank-{rank}.log"
