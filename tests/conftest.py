@@ -35,17 +35,20 @@ settings.register_profile("quick", deadline=None, max_examples=30)
 settings.register_profile("thorough", deadline=None, max_examples=300)
 settings.load_profile("quick")
 
+MPI = pytest.param("mpi", marks=pytest.mark.thorough)
+"""Four times as dear as shm. `tests/backends/test_mpi.py` and the conformance kit have it in the first tier."""
+
 _leaks: list[str] = []
 _start: list[Snapshot] = []
 
 
-@pytest.fixture(params=["inproc", "shm", "gloo", "ucx", "mpi"])
+@pytest.fixture(params=["inproc", "shm", "gloo", "ucx", MPI])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend in turn."""
     return str(request.param)
 
 
-@pytest.fixture(params=["shm", "gloo", "ucx", "mpi"])
+@pytest.fixture(params=["shm", "gloo", "ucx", MPI])
 def process_backend(request: pytest.FixtureRequest) -> str:
     """Each backend with processes as ranks, so that they can be killed."""
     return str(request.param)

@@ -120,6 +120,7 @@ def test_a_connected_gloo_group_accepts_no_connection() -> None:
         assert cluster.run(body) == [(False, True, True)] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_job_recovers_from_a_kill_while_every_port_of_it_is_flooded(backend: str, tmp_path: Path) -> None:
     started = tmp_path / "started"

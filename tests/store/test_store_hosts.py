@@ -15,7 +15,10 @@ from holdfast.harness.testbed.netns import Network
 from support.children import Child
 from support.samples.stores_on_hosts import OLD, StoreOnHost
 
-pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}"),
+]
 
 MIB = 1 << 20
 PATIENCE = 60.0

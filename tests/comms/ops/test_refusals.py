@@ -101,9 +101,8 @@ def _unsupported(comm: Communicator) -> list[str]:
     return wrong + ["ops are numbered differently"] * (comm.progress[0] - before[0] != 9)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
-def test_a_communicator_works_after_a_transport_refused_an_op(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
+def test_a_communicator_works_after_a_transport_refused_an_op(process_backend: str) -> None:
+    with LocalCluster(2, process_backend, timeout=30.0) as cluster:
         assert cluster.run(_unsupported) == [[], []]
 
 
@@ -128,10 +127,9 @@ def _prepare_fails(comm: Communicator) -> list[str]:
     return wrong + [f"{comm.over}"] * (not _works(comm))
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx", "mpi"])
 @pytest.mark.usefixtures("fast_and_checked")
-def test_an_op_that_could_not_be_prepared_can_be_called_again(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
+def test_an_op_that_could_not_be_prepared_can_be_called_again(process_backend: str) -> None:
+    with LocalCluster(2, process_backend, timeout=30.0) as cluster:
         assert cluster.run(_prepare_fails) == [[], []]
 
 

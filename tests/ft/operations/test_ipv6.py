@@ -29,7 +29,7 @@ def missing() -> bool:
     return False
 
 
-pytestmark = pytest.mark.skipif(missing(), reason="this host has no ::1")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(missing(), reason="this host has no ::1")]
 
 
 def exchange(url: str) -> None:

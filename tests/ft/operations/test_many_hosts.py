@@ -199,6 +199,7 @@ def test_a_process_that_died_comes_back_as_a_spare(tmp_path: Path, capsys: pytes
     assert len(list((tmp_path / "logs").glob("output-*-[012].log"))) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_detached_processes_outlive_a_killed_agent(tmp_path: Path, key: Path) -> None:
     logs, gate = tmp_path / "logs", tmp_path / "gate"
@@ -292,6 +293,7 @@ def three_hosts(folder: Path, key: Path) -> Iterator[HostProcesses]:
             yield hosts
 
 
+@pytest.mark.thorough
 @needs_hosts
 @pytest.mark.timeout(900)
 def test_a_host_is_lost_comes_back_and_another_leaves_in_good_order(tmp_path: Path, key: Path) -> None:

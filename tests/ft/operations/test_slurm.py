@@ -22,7 +22,7 @@ from holdfast.harness.testbed.slurm import SlurmCluster
 from support.source_tree import ROOT
 from support.waiting import becomes_true
 
-pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=f"SLURM: {slurm.missing()}")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(slurm.missing() is not None, reason=f"SLURM: {slurm.missing()}")]
 
 SECONDS = 180.0
 LEFT = "Terminated: SIGTERM asked this process to leave"

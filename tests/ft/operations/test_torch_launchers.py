@@ -26,6 +26,8 @@ from holdfast.harness.testbed.netns import Network
 from support.hosts import start_holdfast, start_program
 from support.waiting import becomes_true
 
+pytestmark = pytest.mark.thorough
+
 needs_hosts = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
 SECONDS = 120.0
 HERE = HostRanks(2, 4, 99)

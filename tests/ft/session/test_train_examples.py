@@ -12,6 +12,8 @@ from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from support.source_tree import ROOT
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = ROOT / "examples"
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
 STEPS = 5

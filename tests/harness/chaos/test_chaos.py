@@ -232,6 +232,7 @@ def test_the_page_is_self_contained_and_has_all_pictures(killed: Path) -> None:
         assert words in page
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_it_in_light_and_dark(killed: Path, tmp_path: Path, scheme: str) -> None:
@@ -264,6 +265,7 @@ for (const each of document.querySelectorAll(".chart, .scroll, pre, main"))
 </script>"""
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 @pytest.mark.parametrize("width", [1280, 800])
 def test_no_content_of_the_pages_is_wider_than_its_container(killed: Path, tmp_path: Path, width: int) -> None:
@@ -308,6 +310,7 @@ def test_a_few_recoveries_are_shown_each_and_without_percentiles(killed: Path, t
         assert ("each:" in table) == (count < 5)
 
 
+@pytest.mark.thorough
 def test_every_drawn_mark_has_a_legend(killed: Path, tmp_path: Path) -> None:
     """Bands where no step was committed, the dashed line, and what the headline counts."""
     run, *_ = load_report(killed).runs
@@ -581,11 +584,13 @@ class TensorState:
         self.tensor.copy_(state["tensor"])
 
 
+@pytest.mark.thorough
 def test_training_survives_a_library_that_raises_runtime_error_for_peer_failed(chaos: Any) -> None:
     faults = [chaos.kill(1, point="commit.before_prepare", in_step=9), chaos.kill(0, point="step.begin", in_step=15)]
     chaos.run(train_with_wrapped_errors, 30, ranks=3, spares=2, faults=faults).check()
 
 
+@pytest.mark.thorough
 def test_the_example_in_the_readme_runs_unchanged() -> None:
     root = ROOT
     example = root / "examples" / "test_my_training.py"

@@ -238,6 +238,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.thorough
 def test_links_need_no_privilege() -> None:
     """A user without any capability leads a connection to another address by seccomp."""
     subprocess.run([sys.executable, "-c", UNPRIVILEGED], check=True, timeout=60)

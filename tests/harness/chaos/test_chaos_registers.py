@@ -159,6 +159,7 @@ def run(name: str) -> Any:
     return report
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["register-tcp-stopped", "register-etcd-stopped"])
 def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(
     name: str, request: pytest.FixtureRequest
@@ -171,6 +172,7 @@ def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(
     assert away.healed - away.time < 4.0, "the run itself waits for no register"
 
 
+@pytest.mark.thorough
 def test_the_other_nodes_of_etcd_take_over_from_a_leader_that_is_killed(etcd: None) -> None:
     report = run("register-etcd-leader")
     assert report.strikes[0].healed is None, "it is not its return that lets the job be rebuilt"

@@ -93,6 +93,7 @@ def played(runner: ScenarioRunner, faults: str) -> ChaosRun:
     return runner.run(parse(RUN + faults, "test", "test.toml"), 0).run
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_run_outlives_faults_in_every_role_and_ends_with_the_same_bits(runner: ScenarioRunner) -> None:
     run = played(runner, IN_EVERY_ROLE)
@@ -110,6 +111,7 @@ def test_a_run_outlives_faults_in_every_role_and_ends_with_the_same_bits(runner:
     assert looked["committed steps are kept"] > STEPS
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_driver_that_is_killed_is_resumed(runner: ScenarioRunner) -> None:
     run = played(runner, OF_THE_DRIVER)

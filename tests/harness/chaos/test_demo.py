@@ -60,6 +60,7 @@ def demonstrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, An
     return json.loads(done.stdout), folder
 
 
+@pytest.mark.thorough
 def test_every_role_is_struck_and_recovers(demonstrated: tuple[dict[str, Any], Path]) -> None:
     summary, _ = demonstrated
     struck = [fault["process"].split("-")[0] for fault in summary["faults"]]
@@ -71,6 +72,7 @@ def test_every_role_is_struck_and_recovers(demonstrated: tuple[dict[str, Any], P
         assert times == sorted(times)
 
 
+@pytest.mark.thorough
 def test_nothing_is_lost_and_no_invariant_broken(demonstrated: tuple[dict[str, Any], Path]) -> None:
     summary, _ = demonstrated
     assert summary["passed"] and summary["violations"] == []
@@ -78,6 +80,7 @@ def test_nothing_is_lost_and_no_invariant_broken(demonstrated: tuple[dict[str, A
     assert summary["looked"][PROMPTS] == 64 * STEPS
 
 
+@pytest.mark.thorough
 def test_the_report_shows_the_run_and_its_episodes(demonstrated: tuple[dict[str, Any], Path]) -> None:
     _, folder = demonstrated
     page = (folder / "report.html").read_text()
@@ -98,6 +101,7 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, short: Path, number: int) -> None:
     environ = {**os.environ, "TMPDIR": str(short)}

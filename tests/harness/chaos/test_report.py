@@ -239,6 +239,7 @@ def screenshot(page: Path, into: Path, width: int, dark: bool = False) -> Any:
     return imread(into)[:, :, :3]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_the_report_looks_right_in_a_browser(tmp_path: Path) -> None:
     write(sample_report(), tmp_path / "report.html")

@@ -191,6 +191,7 @@ def test_lost_heartbeats_evict_no_healthy_node() -> None:
     assert result.windows > 50 and result.suspicions > 10
 
 
+@pytest.mark.thorough
 def test_the_soak_evicts_a_node_that_no_peer_hears() -> None:
     assert soak(hours=10, burst=0.2, shared=0.5, seed=1).false_evictions > 0
 
@@ -251,6 +252,7 @@ def test_there_are_twenty_known_bugs_or_more() -> None:
     assert len({bug.name for bug in KNOWN_BUGS}) == len(KNOWN_BUGS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -269,6 +271,7 @@ def test_each_known_bug_is_found_and_shrunk(name: str) -> None:
     assert seen.schedule is not None and seen.shrunk <= min(8, seen.events)
 
 
+@pytest.mark.thorough
 def test_several_known_bugs_are_searched_in_parallel_and_reported_as_found() -> None:
     names = ["joiners first", "last step dropped"]
     chosen = [place for place, bug in enumerate(KNOWN_BUGS) if bug.name in names]
@@ -347,6 +350,7 @@ def test_the_messages_of_an_exchange_grow_slower_than_the_job() -> None:
     assert large.depth <= small.depth + 2
 
 
+@pytest.mark.thorough
 def test_the_command_shows_a_scenario_of_many_ranks() -> None:
     result = CliRunner().invoke(app.app, ["simulate", "--ranks", "512", "--hosts", "64", "--scenario", "host-loss"])
     assert result.exit_code == 0, result.output

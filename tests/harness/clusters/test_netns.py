@@ -29,7 +29,10 @@ from holdfast.harness.testbed.netns import EnterNamespace, Network
 from support.samples.tally import SHARDS, Tally
 from support.waiting import becomes_true
 
-pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}"),
+]
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.6, operation=12.0, rebuild=12.0, join=20.0)
 LAST = 15

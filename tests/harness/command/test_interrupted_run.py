@@ -13,6 +13,8 @@ from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
 from support.source_tree import ROOT
 
+pytestmark = pytest.mark.thorough
+
 SMALL = ("model.warmup_steps=0", "evaluation.every=0", "trainer.spares=0", "trainer.replicas=1", "engine.kind=local")
 
 

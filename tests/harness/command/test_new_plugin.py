@@ -51,6 +51,7 @@ def test_the_backends_of_the_package_are_found(installed: Path) -> None:
     assert described["broken"] == {}
 
 
+@pytest.mark.thorough
 def test_the_backend_of_the_package_passes_conformance_checks(installed: Path) -> None:
     report = holdfast(installed, "conformance", "--backend", "paper_mail", "-n", "2", "-k", QUICK)
     checks = report["checks"]

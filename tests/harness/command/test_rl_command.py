@@ -69,6 +69,7 @@ def test_an_environment_that_is_not_there_is_not_served() -> None:
     assert done.returncode == 2 and "there are 2048, arithmetic, coder" in done.stderr, done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_run_is_trained_and_gone_on_with_and_its_pages_are_written(tmp_path: Path) -> None:
     """The second command trains the steps that the first was not asked for."""

@@ -120,6 +120,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html_dir"
 
 
+@pytest.mark.thorough
 def test_a_run_has_figures_and_leaves_no_rank_behind(published: Path) -> None:
     names = set(json.loads((published / "index.json").read_text())["benchmarks"])
     assert {"rl.Bookkeeping.time_batches", "one_sided.Atomics.time_op"} <= names
@@ -140,6 +141,7 @@ def _is_rank(command: Path, published: Path) -> bool:
     return b"holdfast.harness.bench" in words and f"HOME={published.parent}".encode() in environment
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_the_published_pages_open_in_a_browser_without_a_network(published: Path, tmp_path: Path) -> None:
     assert "://" not in (published / "index.html").read_text().split("<body", 1)[0].replace("http://www.w3.org", "")

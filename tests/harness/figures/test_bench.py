@@ -235,6 +235,7 @@ def test_every_op_is_right_on_ours_and_on_gloo_in_the_same_run() -> None:
     assert large.timing.block == 1, "large ops are timed one by one"
 
 
+@pytest.mark.thorough
 def test_fresh_inputs_are_written_before_each_op() -> None:
     operation = OPERATIONS["all_reduce"]
     bound = Bound(Summing(2), operation, 64, "float32")
@@ -246,6 +247,7 @@ def test_fresh_inputs_are_written_before_each_op() -> None:
     assert np.array_equal(bound.source, 2 * given), "twice what was written, not eight times"
 
 
+@pytest.mark.thorough
 def test_every_collective_is_right_on_fresh_inputs() -> None:
     ops = tuple(name for name, op in OPERATIONS.items() if op.kind in ("collective", "point to point"))
     plan = dataclasses.replace(_plan(ops, ("holdfast:shm", "torch-gloo"), sizes="8,300K"), fresh=True)
@@ -254,6 +256,7 @@ def test_every_collective_is_right_on_fresh_inputs() -> None:
     assert {row.op for row in bench.rows if row.contestant == "holdfast:shm"} == set(ops)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_every_op_that_mpi_has_is_right_on_it(mpi: str) -> None:
     if (reason := missing(mpi)) is not None:
@@ -265,6 +268,7 @@ def test_every_op_that_mpi_has_is_right_on_it(mpi: str) -> None:
     assert {"openmpi": "Open MPI", "mpich": "MPICH"}[mpi] in bench.contestants[f"{mpi}, 2 ranks"]
 
 
+@pytest.mark.thorough
 def test_one_sided_ops_run_beside_the_benchmark_of_ucx_itself() -> None:
     if (reason := missing("ucx_perftest")) is not None:
         pytest.skip(reason)
@@ -276,6 +280,7 @@ def test_one_sided_ops_run_beside_the_benchmark_of_ucx_itself() -> None:
     assert {row.wrong for row in bench.rows if row.contestant == "ucx_perftest"} == {None}, "it does not say"
 
 
+@pytest.mark.thorough
 def test_an_odd_number_of_ranks_runs_every_op() -> None:
     bench = rounds.run(_plan(COLLECTIVES, ("holdfast:inproc",), ranks=3, sizes="64", turns=1))
     assert (bench.skipped, bench.failures, bench.wrong) == ({}, (), 0)
@@ -321,6 +326,7 @@ def test_only_what_was_tried_fails(answers: list[Any], error: type[Exception], t
     group.close(gently=False)
 
 
+@pytest.mark.thorough
 def test_memcpy_beside_an_op_copies_as_many_bytes() -> None:
     bench = rounds.run(_plan(("all_gather", "barrier"), ("memcpy",), sizes="1K"))
     assert (bench.failures, bench.wrong) == ((), 0)
@@ -345,6 +351,7 @@ def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
     assert not directory.exists()
 
 
+@pytest.mark.thorough
 def test_shared_files_of_open_mpi_lie_in_the_folder_that_is_removed() -> None:
     if (reason := missing("openmpi")) is not None:
         pytest.skip(reason)
@@ -418,6 +425,7 @@ def test_a_plot_without_data_is_an_error(tmp_path: Path) -> None:
         show.plot(bench, tmp_path / "plot.png")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
 def test_repeated_sums_in_place_stay_finite(tmp_path: Path, ranks: int) -> None:
     operation = OPERATIONS["all_reduce_reproducible"]
@@ -431,6 +439,7 @@ def test_repeated_sums_in_place_stay_finite(tmp_path: Path, ranks: int) -> None:
     alone.close()
 
 
+@pytest.mark.thorough
 def test_import_cost_is_measured_in_fresh_processes() -> None:
     cost = measure(processes=1)
     assert cost.torch > cost.extra > 0
@@ -467,6 +476,7 @@ def test_a_recovery_without_a_trace_is_an_error() -> None:
         recovery.analyse([], 0, killed=100.0, epoch=1, survivors={1})
 
 
+@pytest.mark.thorough
 def test_recovery_is_measured_beside_its_lower_bound(capsys: pytest.CaptureFixture[str]) -> None:
     bench = recovery.run("shm", ranks=3, kills=2, bound=True)
     assert bench.bound is not None
@@ -481,6 +491,7 @@ def test_a_lower_bound_that_was_not_measured_is_an_error() -> None:
         recovery_bound.kill_one(ranks=2, victim=5, wait=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spares", [0, 2])
 def test_recovery_is_measured_on_real_kills(spares: int) -> None:
     bench = recovery.run("shm", ranks=3, kills=2, spares=spares)
@@ -501,6 +512,7 @@ def test_a_job_has_recovered_once_none_of_the_lost_is_a_member() -> None:
     assert recovery.last_with({"c"}, events, epoch=1) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("proposer", [False, True])
 def test_recovery_from_the_loss_of_several_is_measured(proposer: bool) -> None:
     bench = recovery.run("shm", ranks=4, kills=1, together=1 if proposer else 2, proposer=proposer)
@@ -508,6 +520,7 @@ def test_recovery_from_the_loss_of_several_is_measured(proposer: bool) -> None:
     assert 0 < kill.detect <= kill.total
 
 
+@pytest.mark.thorough
 def test_recovery_from_a_rank_that_stops_is_measured() -> None:
     bench = recovery.run("shm", ranks=3, kills=1, stopped=True)
     (stop,) = bench.kills
@@ -543,6 +556,7 @@ def test_processor_time_of_our_children_is_not_noise() -> None:
     assert theirs > 0.2, "a child that still runs cannot be told from others"
 
 
+@pytest.mark.thorough
 def test_recovery_of_ulfm_is_measured_on_real_kills_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

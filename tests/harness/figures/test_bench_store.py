@@ -47,12 +47,14 @@ def test_all_contestants_hand_over_the_same_small_tensors() -> None:
     assert "| get | holdfast |" in show.markdown(bench)
 
 
+@pytest.mark.thorough
 def test_a_get_survives_the_kill_of_a_holder_and_the_next_round_has_two_again() -> None:
     bench = run(a_plan(("killed",), size=8 << 20))
     assert (bench.failures, bench.wrong) == ((), 0)
     assert "undisturbed" in {row.figure for row in bench.rows}
 
 
+@pytest.mark.thorough
 def test_a_model_is_handed_over_and_a_reader_that_waits_for_it_is_served() -> None:
     bench = run(a_plan(("verification", "served")))
     assert (bench.failures, bench.wrong) == ((), 0)
@@ -60,6 +62,7 @@ def test_a_model_is_handed_over_and_a_reader_that_waits_for_it_is_served() -> No
     assert {goal.figure for goal in bench.goals} == {"get", "served"}
 
 
+@pytest.mark.thorough
 def test_a_model_is_loaded_mapped_and_resharded() -> None:
     bench = run(a_plan(("load", "reshard"), (MEMCPY,)))
     assert (bench.failures, bench.wrong) == ((), 0)
@@ -69,12 +72,14 @@ def test_a_model_is_loaded_mapped_and_resharded() -> None:
     assert ours["mapped"].memory is not None
 
 
+@pytest.mark.thorough
 def test_a_reader_on_another_host_gets_what_changed() -> None:
     bench = run(a_plan(("delta",), size=16 << 20))
     assert (bench.failures, bench.wrong) == ((), 0)
     assert {row.figure for row in bench.rows} == {"all changed", "1% changed"}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif("HOLDFAST_TORCHSTORE" not in os.environ, reason="no checkout of torchstore")
 def test_torchstore_takes_part_from_a_checkout() -> None:
     plan = a_plan(("small",), (TORCHSTORE,))
@@ -199,6 +204,7 @@ def said(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, arguments)
 
 
+@pytest.mark.thorough
 def test_the_command_prints_json_and_writes_plot_and_tables(tmp_path: Path) -> None:
     plot, tables = tmp_path / "plot.png", tmp_path / "tables.md"
     done = said(

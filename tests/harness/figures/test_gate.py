@@ -159,6 +159,7 @@ def test_a_subfolder_stands_for_the_tree_that_it_is_in(
         assert (side.root / "constraints.txt").is_file()
 
 
+@pytest.mark.thorough
 def test_sigterm_ends_the_gate_with_nothing_left_behind(repository: Path, tmp_path: Path) -> None:
     own = tmp_path / "temporary"
     own.mkdir()
@@ -200,6 +201,7 @@ def _copy(into: Path) -> Path:
     return into
 
 
+@pytest.mark.thorough
 def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.mkdir()
@@ -219,6 +221,7 @@ def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: P
     assert "### ❌ Slower: long-way" in comment.read_text()
 
 
+@pytest.mark.thorough
 def test_a_trial_of_the_gate_itself_is_a_run_of_it(tmp_path: Path) -> None:
     side = build(str(ROOT), ROOT, tmp_path / "here")
     found = calibrate((side, side), DecisionRule(first=2, most=3), 1, ["membership"], injected=0.5)

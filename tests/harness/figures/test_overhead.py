@@ -8,6 +8,7 @@ from holdfast.comms.errors import Unsupported
 from holdfast.harness.bench.overhead import layer, overhead
 
 
+@pytest.mark.thorough
 def test_overhead_measures_every_variant_and_steps_with_and_without_a_session() -> None:
     cost = overhead.run(rounds=8, work_ms=1.0)
     assert [op.variant for op in cost.ops] == list(overhead.VARIANTS)
@@ -19,6 +20,7 @@ def test_overhead_measures_every_variant_and_steps_with_and_without_a_session() 
     assert "under ft.Session" in overhead.table(cost)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", sorted(layer.WAYS))
 def test_layer_measures_each_way_at_each_size(backend: str) -> None:
     ways = layer.WAYS[backend]

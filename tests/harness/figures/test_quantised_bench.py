@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.harness.bench.overhead.quantised import run
 
 
+@pytest.mark.thorough
 def test_a_quarter_of_the_bytes_travels_within_the_bound() -> None:
     bench = run(["inproc"], [1 << 20], ranks=3, rounds=1)
     (cost,) = bench.costs

@@ -16,6 +16,7 @@ def monarch() -> None:
     start_monarch_once()
 
 
+@pytest.mark.thorough
 def test_both_loops_train_the_same_episodes_and_are_compared() -> None:
     found = [modes.measure(mode, 12, every=4) for mode in modes.MODES]
     assert [each.mode for each in found] == ["synchronous", "asynchronous"]
@@ -24,6 +25,7 @@ def test_both_loops_train_the_same_episodes_and_are_compared() -> None:
     assert modes.lines(found)[-1] == f"asynchronous over synchronous: {ratio:.2f}"
 
 
+@pytest.mark.thorough
 def test_each_version_is_timed_until_the_last_generator_serves_it() -> None:
     found = updates.measure(12, TINY)
     assert len(found) == 12 - updates.WARM and all(0 < each < 60 for each in found)

@@ -61,6 +61,7 @@ app(sys.argv[1:])
 """
 
 
+@pytest.mark.thorough
 def test_the_driver_of_a_whole_run_does_not_import_transformers(tmp_path: Path) -> None:
     """Its model is read, warmed up, and kept when it is the best, without the seconds that this import takes."""
     (tmp_path / "run.toml").write_text(CONFIG)

@@ -97,6 +97,7 @@ def test_a_group_is_of_several_turns_and_learns_from_the_tokens_of_the_policy_al
     assert [event.version for event in directory.events() if isinstance(event, Evaluated)] == [0, 4, 8]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["local", "monarch"])
 def test_the_weights_have_the_same_bits_when_servers_are_killed_and_stopped(
     tmp_path: Path, undisturbed: tuple[str, RunDirectory], kind: str
@@ -116,6 +117,7 @@ def test_the_weights_have_the_same_bits_when_servers_are_killed_and_stopped(
     assert trained == list(range(STEPS))
 
 
+@pytest.mark.thorough
 def test_saved_weights_are_evaluated_in_the_environment_as_in_the_run(tmp_path: Path) -> None:
     config = configured(steps=4)
     best = run(config, tmp_path).best
@@ -140,6 +142,7 @@ MIXED = {
 }
 
 
+@pytest.mark.thorough
 def test_a_share_of_the_groups_is_played_beside_prompts_and_outlives_the_servers_too(tmp_path: Path) -> None:
     quiet = run(configured(**MIXED, environment__servers=0), tmp_path / "quiet")
     killer = Killer({0: ("environment", signal.SIGKILL), 2: ("environment", signal.SIGSTOP)})
@@ -184,6 +187,7 @@ def test_an_environment_that_is_not_there_is_named_before_anything_starts(
     assert roles.keys() <= {"driver", "environment"}
 
 
+@pytest.mark.thorough
 def test_what_servers_and_holders_did_is_in_the_report_also_from_a_server_that_the_run_did_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +234,7 @@ class Flawed(GuessNumberEnvironment):
 """
 
 
+@pytest.mark.thorough
 def test_an_environment_of_ones_own_that_lies_or_hangs_costs_its_episodes_alone(tmp_path: Path) -> None:
     """It lies of one secret number of five, and hangs once: there another session goes on."""
     (tmp_path / "flawed.py").write_text(FLAWED)

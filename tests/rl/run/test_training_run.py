@@ -78,7 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(configured(trainer__replicas=1, trainer__spares=0), tmp_path_factory.mktemp("run")).digest
 
 
-@pytest.mark.parametrize(("strategy", "replicas"), [("ddp", 3), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "replicas"), [("ddp", 3), pytest.param("fsdp2", 2, marks=pytest.mark.thorough)])
 def test_the_weights_are_equal_to_the_bit_on_any_number_of_trainers(
     tmp_path: Path, undisturbed: str, strategy: str, replicas: int
 ) -> None:
@@ -94,7 +94,7 @@ def test_the_weights_are_equal_to_the_bit_on_any_number_of_trainers(
     assert result.best is not None and (saved.best, best.reward) == (result.best.version, result.best.reward)
 
 
-@pytest.mark.parametrize("kind", ["local", "monarch"])
+@pytest.mark.parametrize("kind", ["local", pytest.param("monarch", marks=pytest.mark.thorough)])
 def test_the_weights_are_equal_to_the_bit_after_kills_in_every_role(
     tmp_path: Path, undisturbed: str, kind: str
 ) -> None:
@@ -107,6 +107,7 @@ def test_the_weights_are_equal_to_the_bit_after_kills_in_every_role(
     assert trained == list(range(STEPS)), "no step is lost, and none is trained twice"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("point", ["loop.before_step:1", "loop.after_step:6", "loop.after_update:8"])
 def test_a_driver_that_dies_at_any_point_is_resumed_to_the_same_bits(
     tmp_path: Path, undisturbed: str, point: str
@@ -140,6 +141,7 @@ def test_a_driver_that_dies_at_any_point_is_resumed_to_the_same_bits(
     assert resumed in ([done // 3 * 3], [(done - 1) // 3 * 3]), "the newest checkpoint that was whole"
 
 
+@pytest.mark.thorough
 def test_adapters_and_small_forwards_end_with_the_same_bits_when_a_trainer_is_killed(tmp_path: Path) -> None:
     """The forwards are of three of the eight episodes of a part, so gradients are accumulated."""
     changes: dict[str, object] = {
@@ -160,6 +162,7 @@ def test_adapters_and_small_forwards_end_with_the_same_bits_when_a_trainer_is_ki
     assert changed == {"q_proj", "v_proj"}, "the layers that have adapters, and no other"
 
 
+@pytest.mark.thorough
 def test_asynchronous_groups_are_never_staler_than_the_bound_and_each_prompt_is_trained_once(tmp_path: Path) -> None:
     """A generator dies on the way, and its requests go to others."""
     config = configured(algorithm__mode="asynchronous", algorithm__staleness=2)
@@ -192,6 +195,7 @@ def test_a_run_that_has_ended_goes_on_to_more_steps_with_the_same_bits(tmp_path:
     assert trained == list(range(5))
 
 
+@pytest.mark.thorough
 def test_a_run_whose_processes_die_again_and_again_fails_with_the_reason(tmp_path: Path) -> None:
     def kill_trainers(event: Event) -> None:
         if isinstance(event, ProcessStarted) and event.role == "trainer":

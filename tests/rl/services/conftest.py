@@ -11,7 +11,7 @@ from holdfast.rl.engine.local import LocalEngine
 from support.rl.started_monarch import start_monarch_once
 
 
-@pytest.fixture(params=["local", "monarch"])
+@pytest.fixture(params=["local", pytest.param("monarch", marks=pytest.mark.thorough)])
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """A function that makes an engine."""
     return LocalEngine if request.param == "local" else start_monarch_once()

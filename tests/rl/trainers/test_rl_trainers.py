@@ -223,6 +223,7 @@ def test_every_setting_has_the_same_bits_on_one_trainer_and_on_three_with_a_kill
     assert run(layout, 3, faults={1: (1,)}, **more)[0] == one[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", REDUCTIONS)
 def test_both_layouts_learn_alike(layout: str, alone: Any) -> None:
     """Losses and norms agree up to rounding, so they are the same algorithm."""
@@ -245,6 +246,7 @@ def test_every_committed_version_is_published_whole(layout: str, tmp_path: Path,
     assert SOURCE.build().load_state_dict(versions["killed"][BATCHES])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", REDUCTIONS)
 def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_trainers(
     layout: str, tmp_path: Path, alone: Any

@@ -159,6 +159,7 @@ def test_readers_of_one_host_get_the_same_bytes_over_shared_memory(holders: Hold
         assert close(cast, 2, into["w"])  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 @pytest.mark.parametrize(
     "holders", [{}, {"hosts": ("south", "south")}], ids=["hosts of their own", "one host"], indirect=True

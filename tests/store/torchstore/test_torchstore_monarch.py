@@ -13,9 +13,12 @@ import pytest
 
 from support.source_tree import TESTS
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[monarch]'"
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[monarch]'"
+    ),
+]
 
 DRIVER = """
 import asyncio, os, sys
