@@ -12,7 +12,8 @@ from holdfast.rl.algorithms.protocols import Buffer, Generation, Policy
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.episode import Completion, Prompt
 from holdfast.rl.rewards.errors import RewardFailed
-from holdfast.rl.rewards.reward import Judge, Score
+from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.rewards.reward import Score
 
 
 class EvaluationScore(msgspec.Struct, frozen=True, kw_only=True):

@@ -180,6 +180,11 @@ def _environment(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
             yield (addresses,), f"{each!r} is no address of a server, such as ws://host:8123 (number {number + 1})"
     if environment.addresses and environment.servers:
         yield (("environment", "servers"), addresses), "0, where servers run already at environment.addresses"
+    if not environment.addresses and not environment.servers:
+        yield (
+            (("environment", "servers"), addresses),
+            "1 or more, unless servers run already at environment.addresses",
+        )
     if environment.addresses and environment.arguments:
         yield (
             (("environment", "arguments"), addresses),

@@ -129,7 +129,7 @@ class EnvironmentConfig(_Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=MOST_PROCESSES,
-            description="Server processes that the run starts; 0: at `addresses`, or in the driver.",
+            description="Server processes that the run starts; 0: episodes are played at `addresses`.",
         ),
     ] = 1
     addresses: Annotated[tuple[str, ...], Meta(description="Servers that run already, such as `ws://host:8123`.")] = ()

@@ -14,13 +14,13 @@ from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.executed_process import ExecutedProcess
 from holdfast.ft.processes.remote_calls import ObjectRecipe, pack
+from holdfast.ft.processes.spawning import ChildProcess, spawned
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.engine.calls_in_flight import MADE, START_SECONDS, CallsInFlight, merged
 from holdfast.rl.engine.death_watch import DeathWatch
 from holdfast.rl.engine.engine import EngineContext, OnExit
 from holdfast.rl.engine.errors import ActorStartFailed
 from holdfast.rl.engine.local_worker import NUMBER, serve_actor
-from holdfast.rl.engine.spawning import ChildProcess, spawned
 
 _LENGTH = NUMBER
 _REAP_SECONDS = 15.0

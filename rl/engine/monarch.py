@@ -20,6 +20,7 @@ from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.executed_process import ExecutedProcess
 from holdfast.ft.processes.fork_shim import ForkRequest, ShimServer, shim_command
 from holdfast.ft.processes.remote_calls import ObjectRecipe, pack
+from holdfast.ft.processes.spawning import ChildProcess, spawned
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.engine.calls_in_flight import START_SECONDS, merged
 from holdfast.rl.engine.death_watch import DeathWatch
@@ -29,7 +30,6 @@ from holdfast.rl.engine.monarch_calls import MonarchCalls, exit_code, plain_name
 from holdfast.rl.engine.monarch_host import PRELOAD, listen_on
 from holdfast.rl.engine.monarch_remote import RemoteHost, RemoteProcess
 from holdfast.rl.engine.monarch_worker import become_proc
-from holdfast.rl.engine.spawning import ChildProcess, spawned
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0

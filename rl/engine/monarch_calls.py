@@ -10,9 +10,9 @@ import re
 from collections.abc import Awaitable
 from typing import Any
 
+from holdfast.ft.processes.spawning import ChildProcess
 from holdfast.rl.engine.calls_in_flight import MADE, CallsInFlight
 from holdfast.rl.engine.engine import OnExit
-from holdfast.rl.engine.spawning import ChildProcess
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0

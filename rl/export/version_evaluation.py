@@ -15,13 +15,15 @@ from holdfast.rl.algorithms.turns import HeldOutGames
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
+from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
-from holdfast.rl.rewards.reward import Judge, Score
+from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.rewards.reward import Score
 from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure, places
-from holdfast.rl.run.episodes.environment_servers import open_source
+from holdfast.rl.run.episodes.environment_servers import EnvironmentServers
 from holdfast.rl.run.episodes.episode_codec import codec_of
 from holdfast.rl.run.generation import generator_settings
 from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
@@ -94,7 +96,7 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
     if config.has_prompts:
         task = task_of(config)
         prompts = held_out_prompts(config, task, count)
-        judge = Judge(await reward_of(config), task.tokenizer)
+        judge = Judge(reward_of(config), task.tokenizer)
         work = partial(_judged_answers, judge, prompts, config.sampling, settings.slots)
     elif count:
         work = partial(_played_answers, config, source, count)
@@ -122,17 +124,18 @@ async def _judged_answers(
 ) -> _Answers:
     answers: list[HeldOutAnswer] = []
     tokens = 0
-    for at in range(0, len(prompts), slots):
-        some = prompts[at : at + slots]
-        completions, scores = await judged(generation, judge, some, sampling, None)
-        tokens += sum(len(each.tokens) for each in completions)
-        for prompt, completion, score in zip(some, completions, scores, strict=True):
-            answers.append(_answer(prompt, judge.text(completion), score))
+    async with judge:
+        for at in range(0, len(prompts), slots):
+            some = prompts[at : at + slots]
+            completions, scores = await judged(generation, judge, some, sampling, None)
+            tokens += sum(len(each.tokens) for each in completions)
+            for prompt, completion, score in zip(some, completions, scores, strict=True):
+                answers.append(_answer(prompt, judge.text(completion), score))
     return answers, tokens
 
 
 async def _played_answers(config: RunConfig, source: ModelSource, count: int, generation: Generation) -> _Answers:
-    """Play in this process, or at the addresses of the configuration."""
+    """Play at the addresses of the configuration, or else at a server, whose process ends with this."""
     failures: list[str] = []
 
     def failed(failure: EpisodeFailure) -> None:
@@ -140,13 +143,19 @@ async def _played_answers(config: RunConfig, source: ModelSource, count: int, ge
             failures.append(failure.reason)
 
     environment = config.environment
-    here = msgspec.structs.replace(environment, servers=0, sessions=max(places(environment), config.sampling.group))
+    sessions = max(places(environment), config.sampling.group)
+    here = msgspec.structs.replace(environment, servers=0 if environment.addresses else 1, sessions=sessions)
     config = msgspec.structs.replace(config, environment=here)
     tokenizer = tokenizer_of(config)
     limit = environment.max_tokens or source.longest_sequence()
-    async with await open_source(here) as sessions:
-        games = EnvironmentGames(sessions, codec_of(tokenizer, beside_prompts=False), config, limit, failed)
-        episodes = await HeldOutGames(games, count, config.sampling).episodes(generation, None)
+    async with LocalEngine() as engine:
+        servers = EnvironmentServers(here, engine)
+        try:
+            codec = codec_of(tokenizer, beside_prompts=False)
+            games = EnvironmentGames(await servers.start(), codec, config, limit, failed)
+            episodes = await HeldOutGames(games, count, config.sampling).episodes(generation, None)
+        finally:
+            await servers.close()
     answers = [
         HeldOutAnswer(prompt=each.prompt.text, reference="", answer=tokenizer.decode(each.tokens), reward=each.reward)
         for each in episodes

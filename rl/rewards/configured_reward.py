@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from holdfast.rl.rewards.ensemble import Verifier, WeakVerifierEnsemble
 from holdfast.rl.rewards.length_penalty import LengthPenalty
 from holdfast.rl.rewards.matching import ExactMatch, FormatMatch
 from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward
+from holdfast.rl.rewards.reward_processes import RewardProcesses
 from holdfast.rl.rewards.rubric import Criterion, Rubric
 
 
@@ -26,36 +29,58 @@ class _AnswerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer: str = ""
 
 
-async def reward_of(config: RunConfig) -> Reward:
+def reward_of(config: RunConfig, log: Path | None = None) -> Reward | RewardProcesses:
     """The reward of a configuration: one criterion, or the weighted sum of several.
+
+    One with functions or regular expressions of the user's judges in processes, which write to the file `log`.
+    """
+    bounded = [reward for each in config.reward if (reward := _bounded(each, config)) is not None]
+    if len(bounded) == len(config.reward):
+        return _rubric(config, bounded)
+    return RewardProcesses(partial(make_reward, config), log=log)
+
+
+async def make_reward(config: RunConfig) -> Reward:
+    """Make the reward of a configuration here; its code is imported.
 
     Raises `NoSuchCode`, and for an ensemble `BadDataset` and `NotIdentifiable`.
     """
-    criteria = [
-        Criterion(
-            f"{each.kind}-{number}" if len(config.reward) > 1 else each.kind,
-            each.weight,
-            await _criterion(each, config),
-        )
-        for number, each in enumerate(config.reward)
-    ]
-    return Rubric(criteria)
+    return _rubric(config, [_bounded(each, config) or await _of_the_user(each) for each in config.reward])
 
 
-async def _criterion(criterion: CriterionConfig, config: RunConfig) -> Reward:
+def _rubric(config: RunConfig, rewards: Sequence[Reward]) -> Rubric:
+    several = len(rewards) > 1
+    return Rubric(
+        [
+            Criterion(f"{each.kind}-{number}" if several else each.kind, each.weight, reward)
+            for number, (each, reward) in enumerate(zip(config.reward, rewards, strict=True))
+        ]
+    )
+
+
+def _bounded(criterion: CriterionConfig, config: RunConfig) -> Reward | None:
+    """The reward of a criterion that runs no code of the user's; None for any other."""
+    if criterion.kind == "exact" and not criterion.pattern:
+        return ExactMatch()
+    if criterion.kind == "length":
+        most = config.sampling.max_new_tokens
+        return LengthPenalty(most, criterion.margin or most)
+    return None
+
+
+async def _of_the_user(criterion: CriterionConfig) -> Reward:
     match criterion.kind:
         case "exact":
             return ExactMatch(criterion.pattern)
         case "format":
             return FormatMatch(criterion.pattern)
-        case "length":
-            most = config.sampling.max_new_tokens
-            return LengthPenalty(most, criterion.margin or most)
         case "python":
             return _function(criterion.function)
         case "ensemble":
             verifiers = [Verifier(_function(each)) for each in criterion.verifiers]
             return await WeakVerifierEnsemble.calibrated(verifiers, read_answers(Path(criterion.answers)))
+        case "length":
+            raise AssertionError("it runs no code of the user's")
 
 
 def _function(code: str) -> Reward:

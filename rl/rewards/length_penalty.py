@@ -11,6 +11,7 @@ class LengthPenalty:
     """0 up to `most - margin` tokens, falling to -1 at `most`: DAPO's soft overlong punishment (2503.14476, eq. 13)."""
 
     name = "length"
+    bounded = True
 
     def __init__(self, most: int, margin: int) -> None:
         if not 0 < margin <= most:

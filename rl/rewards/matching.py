@@ -20,6 +20,7 @@ class ExactMatch:
         self._extract = re.compile(extract, re.DOTALL) if extract else None
         if self._extract is not None and self._extract.groups != 1:
             raise ValueError(f"extract={extract!r} must have one group, which is the answer")
+        self.bounded = self._extract is None  # the time of a regular expression may grow exponentially with the text
 
     async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
         """1 or 0 for each answer."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
+from holdfast.comms.errors import describe
 from holdfast.rl.rewards.errors import RewardFailed
-from holdfast.rl.rewards.reward import JudgedAnswer, Reward, Score
+from holdfast.rl.rewards.reward import JudgedAnswer, Reward, Score, is_bounded, is_cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Rubric:
         self._names = names = [each.name for each in self._criteria]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a rubric needs criteria with names of their own, not {names}")
+        self.bounded = all(is_bounded(each.reward) for each in self._criteria)
 
     async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
         """Weighted sums. Raises `RewardFailed`, which names the criterion."""
@@ -44,6 +46,8 @@ class Rubric:
     async def _column(self, criterion: Criterion, answers: Sequence[JudgedAnswer]) -> list[float]:
         try:
             return [each.value for each in await criterion.reward.score(answers)]
-        except Exception as error:
+        except BaseException as error:
+            if is_cancelled(error):
+                raise
             number = answers[0].prompt.number
-            raise RewardFailed(self.name, number, f"criterion {criterion.name!r}: {error}") from error
+            raise RewardFailed(self.name, number, f"criterion {criterion.name!r}: {describe(error)}") from error

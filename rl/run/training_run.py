@@ -38,6 +38,7 @@ from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
 from holdfast.rl.engine.engine import Engine
+from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.episode_sources import (
     EnvironmentEpisodes,
@@ -129,7 +130,14 @@ class TrainingRun:
         policy.check_device()
         await in_policy_process("the check of the model", partial(check_policy, config, policy), directory.policy)
         episodes = self._episodes()
-        source = await episodes.prepare(policy, directory.policy)
+        try:
+            source = await episodes.prepare(policy, directory.policy)
+            return await self._run(episodes, source, began)
+        finally:
+            await episodes.close()
+
+    async def _run(self, episodes: EpisodeSource, source: ModelSource, began: ProcessStarted) -> RunResult:
+        config, directory = self._config, self._directory
         self.telemetry.emit(began)  # a run that is refused has no event, so the next one is not called resumed
         self._failure = asyncio.get_running_loop().create_future()
         directory.write_config(resolved(self._written))

@@ -1,4 +1,4 @@
-"""The environment of a run: servers as replicas of a service, servers that run already, or sessions in the driver."""
+"""The environment of a run: servers as replicas of a service, or servers that run already; never in the driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from holdfast.rl.engine.endpoint import endpoint
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.errors import EnvironmentFailed, UnknownEnvironment
-from holdfast.rl.environments.local import LocalPool
 from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.registry import check_environment, environment_factory
 from holdfast.rl.environments.server import EnvironmentServer
@@ -101,22 +100,21 @@ class EnvironmentServers:
     """The source of a run's sessions. `start` before use; `close` ends the servers that it started."""
 
     def __init__(
-        self, config: EnvironmentConfig, engine: Engine, telemetry: RunTelemetry, hosts: tuple[str, ...] = ()
+        self,
+        config: EnvironmentConfig,
+        engine: Engine,
+        telemetry: RunTelemetry | None = None,
+        hosts: tuple[str, ...] = (),
     ) -> None:
-        """The servers that it starts are spread over `hosts`; none: this host."""
+        """The servers that it starts are spread over `hosts`; none: this host. `telemetry` is that of a run."""
         self.name = full_name(config)
         self._config, self._engine, self._hosts = config, engine, hosts
-        self._addressed = AddressedServers(config.addresses, ROLE, telemetry)
-        self._recorder = ProcessRecorder(ROLE, telemetry)
+        self._addressed = None if telemetry is None else AddressedServers(config.addresses, ROLE, telemetry)
+        self._recorder = None if telemetry is None else ProcessRecorder(ROLE, telemetry)
         self._urls: dict[str, str] = {}
         self._pool: EnvironmentPool | None = None
         self._service: Service | None = None
         self._source: SessionSource | None = None
-
-    def check(self) -> None:
-        """Raise `UnknownEnvironment` if the name, or an option, is not one that there is."""
-        if not self._config.addresses:
-            environment_factory(self.name)
 
     async def start(self) -> SessionSource:
         """Start what must run. Raises `UnknownEnvironment`."""
@@ -136,11 +134,14 @@ class EnvironmentServers:
                 self._service = await spec.as_service(name, config.sessions, config.timeout, bool(self._hosts))
             except ServiceFailed as error:
                 raise UnknownEnvironment(name, f"no server of it can be started: {error}") from error
-            self._recorder.see_first(self._service)
+            if self._recorder is not None:
+                self._recorder.see_first(self._service)
             # No other client has a use for its own servers, so sessions are kept.
             self._source = self._pool = _pool(config, tuple(self._urls.values()), keep=True)
         else:
-            self._source = await open_source(config)
+            if all(found := await asyncio.gather(*(_why_not(url, config.timeout) for url in config.addresses))):
+                raise UnknownEnvironment(name, f"no server of it can be used: {'; '.join(found)}")
+            self._source = _pool(config, config.addresses, keep=False)
         return self._source
 
     def status(self) -> tuple[ServiceStatus, ...]:
@@ -150,7 +151,7 @@ class EnvironmentServers:
     async def work(self) -> Mapping[str, WorkReport]:
         """What each server did since the last call, without those that do not answer."""
         if self._service is None:
-            return await self._addressed.work()
+            return {} if self._addressed is None else await self._addressed.work()
         found = await self._service.work.fanout()
         return {each.replica: each.value for each in found if each.error is None}
 
@@ -166,7 +167,8 @@ class EnvironmentServers:
         self._use()
 
     def _hear(self, event: ReplicaEvent) -> None:
-        self._recorder.hear(event)
+        if self._recorder is not None:
+            self._recorder.hear(event)
         if event.kind in ("lost", "start_failed", "stopped"):
             self._urls.pop(event.replica, None)
             self._use()
@@ -177,15 +179,10 @@ class EnvironmentServers:
             self._pool.set_servers(self._urls.values())
 
 
-async def open_source(config: EnvironmentConfig) -> SessionSource:
-    """Sessions at servers that run already, or else in this process. Raises `UnknownEnvironment`."""
-    name = full_name(config)
+def check_name(config: EnvironmentConfig) -> None:
+    """Raise `UnknownEnvironment` if the name, or an option, is not one that there is; the user's code is imported."""
     if not config.addresses:
-        await asyncio.to_thread(check_environment, name)
-        return LocalPool(environment_factory(name), name, timeout=config.timeout, limit=config.sessions)
-    if all(found := await asyncio.gather(*(_why_not(url, config.timeout) for url in config.addresses))):
-        raise UnknownEnvironment(name, f"no server of it can be used: {'; '.join(found)}")
-    return _pool(config, config.addresses, keep=False)
+        environment_factory(full_name(config))
 
 
 def _pool(config: EnvironmentConfig, urls: tuple[str, ...], *, keep: bool) -> EnvironmentPool:

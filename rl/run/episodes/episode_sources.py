@@ -20,10 +20,10 @@ from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
-from holdfast.rl.rewards.reward import Judge
+from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure
-from holdfast.rl.run.episodes.environment_servers import EnvironmentServers
+from holdfast.rl.run.episodes.environment_servers import EnvironmentServers, check_name
 from holdfast.rl.run.episodes.episode_codec import codec_of
 from holdfast.rl.run.policy.policy_process import in_policy_process
 from holdfast.rl.run.policy.warm_up import warm_up, warmed_up
@@ -76,6 +76,7 @@ class PromptEpisodes:
     def __init__(self, config: RunConfig, telemetry: RunTelemetry) -> None:
         self._config, self._telemetry = config, telemetry
         self._task: Task
+        self._judge: Judge | None = None
 
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
         """The policy after its supervised steps."""
@@ -87,7 +88,8 @@ class PromptEpisodes:
         if (tokens := longest + config.sampling.max_new_tokens) > most:
             why = f"the longest prompt and sampling.max_new_tokens make {tokens} tokens, and it attends to {most}"
             raise ModelMisfit(policy.name, why, "shorten the prompts, or lower sampling.max_new_tokens")
-        self._judge = Judge(await reward_of(config), task.tokenizer, self._failed)
+        self._judge = Judge(reward_of(config, folder.with_name("rewards.log")), task.tokenizer, self._failed)
+        await self._judge.start()  # raises what is wrong with the code of the reward
         return warmed_up(policy, config.model, folder)
 
     async def start(self) -> None:
@@ -99,7 +101,9 @@ class PromptEpisodes:
         await in_policy_process("the supervised steps", warm, folder)
 
     async def close(self) -> None:
-        """There is no process."""
+        """End the processes of the reward. Idempotent."""
+        if self._judge is not None:
+            await self._judge.close()
 
     def episode(self, policy: Policy, buffer: ReplayBuffer) -> Callable[[], Awaitable[None]]:
         """See `generate_episode`."""
@@ -112,7 +116,7 @@ class PromptEpisodes:
     async def _episode(self, prompts: Data, policy: Policy, buffer: ReplayBuffer) -> None:
         config = self._config
         settings = (config.sampling, config.seed, config.objective.redraws)
-        await generate_episode(prompts, policy, self._judge, buffer, *settings)
+        await generate_episode(prompts, policy, self._judging(), buffer, *settings)
 
     def held_out(self) -> HeldOut | None:
         """The first held-out prompts."""
@@ -120,7 +124,7 @@ class PromptEpisodes:
         if source is None:
             return None
         prompts = [source.prompt(number) for number in range(min(wanted or len(source), len(source)))]
-        return HeldOutPrompts(self._judge, prompts, self._config.sampling)
+        return HeldOutPrompts(self._judging(), prompts, self._config.sampling)
 
     def status(self) -> tuple[ServiceStatus, ...]:
         """There is no service."""
@@ -129,6 +133,10 @@ class PromptEpisodes:
     async def work(self) -> Mapping[str, WorkReport]:
         """There is no process."""
         return {}
+
+    def _judging(self) -> Judge:
+        assert self._judge is not None, "`prepare` makes it"
+        return self._judge
 
     def _failed(self, failed: RewardFailed) -> None:
         self._telemetry.emit(EpisodeFailed(time=self._telemetry.now(), prompt=failed.number, reason=str(failed)))
@@ -144,7 +152,8 @@ class EnvironmentEpisodes:
 
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
         """The policy as it is."""
-        self._servers.check()
+        check = partial(check_name, self._config.environment)
+        await in_policy_process("the check of the environment", check, folder)
         self._limit = self._config.environment.max_tokens or await in_policy_process(
             CHECK, policy.longest_sequence, folder
         )
@@ -210,8 +219,9 @@ class MixedEpisodes:
         await all_done(self._prompts.start(), self._games.start())
 
     async def close(self) -> None:
-        """End the servers. Idempotent."""
+        """End the servers, and the processes of the reward. Idempotent."""
         await self._games.close()
+        await self._prompts.close()
 
     def episode(self, policy: Policy, buffer: ReplayBuffer) -> Callable[[], Awaitable[None]]:
         """See `generate_episode` and `play_episodes`."""

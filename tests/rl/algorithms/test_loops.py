@@ -32,8 +32,9 @@ from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream
 from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
+from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.matching import ExactMatch
-from holdfast.rl.rewards.reward import FunctionReward, Judge, JudgedAnswer, Reward
+from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()
@@ -136,14 +137,14 @@ async def train(
     rule = StalenessRule(groups=4, bound=bound)
     buffer = ReplayBuffer(rule, patience=30.0) if state is None else ReplayBuffer.from_state(state, patience=30.0)
     data = PromptStream(PromptSource(PROBLEMS, TOKENIZER, seed=1), buffer)
-    judge = Judge(reward or ExactMatch(), TOKENIZER)
-    episode = functools.partial(generate_episode, data, cluster, judge, buffer, SAMPLING, 5, redraws)
     chosen = evaluation(buffer) if evaluation else NoEvaluation()
     await chosen.begin(steps.start)
-    if bound:
-        await asynchronous(episode, cluster, buffer, cluster, chosen, steps, concurrency=6)
-    else:
-        await synchronous(episode, cluster, buffer, cluster, chosen, steps)
+    async with Judge(reward or ExactMatch(), TOKENIZER) as judge:
+        episode = functools.partial(generate_episode, data, cluster, judge, buffer, SAMPLING, 5, redraws)
+        if bound:
+            await asynchronous(episode, cluster, buffer, cluster, chosen, steps, concurrency=6)
+        else:
+            await synchronous(episode, cluster, buffer, cluster, chosen, steps)
     return buffer
 
 

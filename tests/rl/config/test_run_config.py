@@ -183,6 +183,7 @@ kind = "fancy"
         (GUESS.replace("guess", "python:absent.py:A"), "run.toml:4: environment.name: there is no file"),
         (GUESS + 'addresses = ["a:1"]', "run.toml:5: environment.addresses: 'a:1' is no address of a server"),
         (GUESS + 'addresses = ["ws://a:1"]\nservers = 2', "run.toml:6: environment.servers: 0, where servers run"),
+        (GUESS + "servers = 0", "run.toml:5: environment.servers: 1 or more, unless servers run already"),
         ("[environment]\nshare = 0.5", "run.toml:2: environment.share: there is no environment"),
         (GUESS + "share = 0", "run.toml:5: environment.share: 0 is not allowed"),
         (GUESS + 'share = 0.5\n[data]\ntask = "jsonl"', 'run.toml:7: data.train: task = "jsonl" needs a file'),

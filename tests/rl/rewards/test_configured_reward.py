@@ -17,7 +17,8 @@ from holdfast.rl.data.episode import Prompt
 from holdfast.rl.data.errors import BadDataset
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import NotIdentifiable
-from holdfast.rl.rewards.reward import JudgedAnswer
+from holdfast.rl.rewards.reward import JudgedAnswer, Score
+from holdfast.rl.rewards.reward_processes import RewardProcesses
 
 REWARDS = """
 def brief(answer):
@@ -41,7 +42,14 @@ def values(config: RunConfig, *texts: str) -> list[float]:
     async def body() -> list[float]:
         prompt = Prompt(number=0, tokens=(1,))
         answers = [JudgedAnswer(prompt=prompt, text=text, length=len(text)) for text in texts]
-        return [each.value for each in await (await reward_of(config)).score(answers)]
+        reward = reward_of(config)
+        assert isinstance(reward, RewardProcesses), "code of the user's runs where it can be ended"
+        try:
+            await reward.start()
+            scores = await reward.score_each(answers, 60.0)
+        finally:
+            await reward.close()
+        return [each.value for each in scores if isinstance(each, Score)]
 
     return asyncio.run(body())
 

@@ -12,9 +12,10 @@ from holdfast.rl.data.arithmetic import CharacterTokenizer
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.replay_buffer import FailedGroup
 from holdfast.rl.rewards.errors import RewardFailed
+from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.length_penalty import LengthPenalty
 from holdfast.rl.rewards.matching import ExactMatch, FormatMatch
-from holdfast.rl.rewards.reward import FunctionReward, Judge, JudgedAnswer, Reward, Score, score_each
+from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward, Score, score_each
 from holdfast.rl.rewards.rubric import Criterion, Rubric
 
 PROMPT = Prompt(number=7, tokens=(1,), text="7+8+5=", answer="20")
@@ -130,10 +131,15 @@ def test_a_reward_that_hangs_or_miscounts_fails() -> None:
             assert words in str(failed)
 
 
+async def judged(judge: Judge, *completions: Completion) -> Group | FailedGroup:
+    async with judge:
+        return await judge.evaluate(PROMPT, completions)
+
+
 def test_a_group_is_made_of_what_could_be_judged() -> None:
     seen: list[RewardFailed] = []
     judge = Judge(FunctionReward("inverse", _divide), TOKENIZER, seen.append)
-    group = asyncio.run(judge.evaluate(PROMPT, [completion("5\n", stopped=True), completion("0"), completion("4")]))
+    group = asyncio.run(judged(judge, completion("5\n", stopped=True), completion("0"), completion("4")))
     assert isinstance(group, Group)
     assert [each.reward for each in group.episodes] == [4.0, 5.0], "the stop token is not in the text"
     assert group.episodes[0].tokens == tuple(TOKENIZER.encode("5\n"))
@@ -143,6 +149,6 @@ def test_a_group_is_made_of_what_could_be_judged() -> None:
 
 def test_a_group_of_one_has_nothing_to_compare_with() -> None:
     judge = Judge(FunctionReward("inverse", _divide), TOKENIZER)
-    failed = asyncio.run(judge.evaluate(PROMPT, [completion("5"), completion("0")]))
+    failed = asyncio.run(judged(judge, completion("5"), completion("0")))
     assert isinstance(failed, FailedGroup)
     assert "ZeroDivisionError" in failed.reasons[0]

@@ -25,8 +25,8 @@ from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Completion, Group, SamplingRequest
 from holdfast.rl.data.prompts import PromptSource, PromptStream
 from holdfast.rl.data.replay_buffer import ReplayBuffer
+from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.matching import ExactMatch
-from holdfast.rl.rewards.reward import Judge
 from holdfast.rl.rewards.rubric import Criterion, Rubric
 from holdfast.rl.run.batched_requests import BatchedRequests
 

@@ -1,0 +1,285 @@
+"""Runs rewards in forked processes, so that one that hangs, whatever it hangs in, can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from holdfast.comms.errors import HoldfastError, describe
+from holdfast.ft.launch.held_directory import HeldDirectory
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.framed_socket import ChannelClosed, FramedSocket
+from holdfast.ft.processes.packed_errors import pack_error, unpack_error
+from holdfast.ft.processes.remote_calls import CallResult, pack, unpack
+from holdfast.ft.processes.spawning import ChildProcess, spawned
+from holdfast.ft.processes.zygote_client import zygote_with
+from holdfast.rl.rewards.errors import RewardFailed
+from holdfast.rl.rewards.reward import JudgedAnswer, Reward, Score, score_each
+
+MakeReward = Callable[[], Awaitable[Reward]]
+"""Makes the reward, in each process that needs it. It goes there by cloudpickle."""
+
+MOST_PROCESSES = 8
+START_SECONDS = 180.0
+"""Seconds in which a process must have made the reward: it may load a model."""
+
+_PATIENCE = 0.05
+"""Seconds that answers wait for a process that is busy before another one is forked."""
+_MARGIN = 1.0
+"""Seconds after its limit that a reward which can be cancelled has to say so itself."""
+_SEND_SECONDS = 60.0
+_LENGTH = struct.Struct("<Q")
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    """What a process is asked: to judge answers, each within `timeout` seconds."""
+
+    answers: tuple[JudgedAnswer, ...]
+    timeout: float
+
+
+class _Result(msgspec.Struct, frozen=True, array_like=True):
+    """What a process answers for each of them, as soon as it knows; `failure` is empty for a score."""
+
+    value: float
+    parts: Mapping[str, float]
+    reward: str = ""
+    failure: str = ""
+
+
+class RewardProcesses:
+    """At most `most` processes that judge answers with the reward that `make` makes, forked as they are needed.
+
+    A process that gives no score in time is killed and replaced: that costs the answer which it was judging, and no
+    other. `ended` counts the processes that ended so, or by themselves. The processes write to the file `log`.
+    """
+
+    def __init__(self, make: MakeReward, *, most: int = MOST_PROCESSES, log: Path | None = None) -> None:
+        self.ended = 0
+        self._make, self._log = make, log
+        self._places = asyncio.Semaphore(most)
+        self._idle: list[_RewardProcess] = []
+        self._busy: set[_RewardProcess] = set()
+        self._freed = asyncio.Event()
+        self._directory: HeldDirectory | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start the first process. Raises what `make` raises there, and `StartFailed`."""
+        if not self._idle and not self._busy:
+            self._idle.append(await self._started())
+
+    async def score_each(self, answers: Sequence[JudgedAnswer], timeout: float) -> list[Score | RewardFailed]:
+        """The score of each answer, or its failure; each may take `timeout` seconds."""
+        results: list[Score | RewardFailed] = []
+        while len(results) < len(answers):
+            left = answers[len(results) :]
+            async with self._places:
+                try:
+                    process = await self._free_process()
+                except Exception as error:  # the code of the user's may raise anything as it is imported
+                    why = f"no process can judge it: {describe(error)}"
+                    return [*results, *(RewardFailed("reward", each.prompt.number, why) for each in left)]
+                results += await self._judged(process, left, timeout)
+        return results
+
+    async def close(self) -> None:
+        """End all processes. Idempotent."""
+        for process in (*self._idle, *self._busy):
+            self._end(process)
+        self._idle.clear()
+        while self._closing:
+            await asyncio.wait(self._closing)
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+
+    async def _judged(
+        self, process: _RewardProcess, answers: Sequence[JudgedAnswer], timeout: float
+    ) -> list[Score | RewardFailed]:
+        self._busy.add(process)
+        whole = False
+        try:
+            results, whole = await process.judge(answers, timeout)
+            return results
+        finally:
+            self._busy.discard(process)
+            if whole:
+                self._idle.append(process)
+            else:
+                self.ended += 1
+                self._end(process)
+            self._freed.set()
+
+    async def _free_process(self) -> _RewardProcess:
+        """A process that judges nothing: one that is there, or will be in a moment, or else a new one."""
+        if not self._idle and self._busy:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PATIENCE):
+                    while not self._idle:
+                        self._freed.clear()
+                        await self._freed.wait()
+        return self._idle.pop() if self._idle else await self._started()
+
+    async def _started(self) -> _RewardProcess:
+        if self._log is None and self._directory is None:
+            self._directory = HeldDirectory("holdfast-rewards-")
+        log = self._log or (self._directory.path / "rewards.log" if self._directory is not None else Path())
+        process = _RewardProcess(await spawned(partial(_spawn, self._make, log)))
+        try:
+            await process.begin(START_SECONDS)
+        except BaseException:
+            self._end(process)
+            raise
+        return process
+
+    def _end(self, process: _RewardProcess) -> None:
+        task = asyncio.ensure_future(process.end())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+class _Frames(asyncio.Protocol):
+    """What one process says: frames of bytes. Several that come together cost the event loop one turn."""
+
+    def __init__(self) -> None:
+        self._buffer, self._frames = bytearray(), list[bytes]()
+        self._wanted = 0
+        self._heard = asyncio.Event()
+        self.transport: asyncio.Transport
+        self.lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost = True
+        self._heard.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, at)
+            end = at + _LENGTH.size + length
+            if end > len(self._buffer):
+                break
+            self._frames.append(bytes(self._buffer[at + _LENGTH.size : end]))
+            at = end
+        del self._buffer[:at]
+        self._heard.set()
+
+    async def receive(self, wanted: int, silence: float) -> list[bytes]:
+        """The next `wanted` frames; fewer if the process is silent for so many seconds, or `lost`."""
+        found = list[bytes]()
+        try:
+            async with asyncio.timeout(silence) as bound:
+                while True:
+                    found += self._frames
+                    self._frames.clear()
+                    if len(found) >= wanted or self.lost:
+                        return found
+                    self._heard.clear()
+                    await self._heard.wait()
+                    bound.reschedule(asyncio.get_running_loop().time() + silence)
+        except TimeoutError:
+            return found
+
+
+class _RewardProcess:
+    """One of the processes, as the driver sees it."""
+
+    def __init__(self, process: ChildProcess) -> None:
+        self._process = process
+        self._frames = _Frames()
+
+    async def begin(self, timeout: float) -> None:
+        """Wait until the reward is made. Raises what made it fail."""
+        sock = self._process.channel.detach()
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._frames, sock=sock)
+        found = await self._frames.receive(1, timeout)
+        if not found:
+            late = f"it took more than {timeout:.3g} s (pid {self._process.pid})"
+            raise HoldfastError(f"the reward was not made: {await self._epitaph() if self._frames.lost else late}")
+        made: CallResult = unpack(found[0])
+        if made.error is not None:
+            error = unpack_error(made.error)
+            # SystemExit of a user's module must not end this process too.
+            why = HoldfastError(f"the reward was not made: {describe(error)}")
+            raise error if isinstance(error, Exception) else why
+
+    async def judge(self, answers: Sequence[JudgedAnswer], timeout: float) -> tuple[list[Score | RewardFailed], bool]:
+        """Results up to the first answer that the process did not come back from; whether it may judge others."""
+        batch = msgspec.msgpack.encode(_Batch(tuple(answers), timeout))
+        self._frames.transport.write(_LENGTH.pack(len(batch)) + batch)
+        frames = await self._frames.receive(len(answers), timeout + _MARGIN)
+        results = [_outcome(_decode(frame), answer) for frame, answer in zip(frames, answers, strict=False)]
+        if len(results) == len(answers):
+            return results, True
+        if self._frames.lost:
+            why = f"its process ended: {await self._epitaph()}"
+        else:
+            why = f"no score after {timeout:.3g} s; its process {self._process.pid} was killed"
+        return [*results, RewardFailed("reward", answers[len(results)].prompt.number, why)], False
+
+    async def end(self) -> None:
+        """Kill it, and wait for its end. Idempotent."""
+        if hasattr(self._frames, "transport"):
+            self._frames.transport.abort()
+        await asyncio.to_thread(self._process.close)
+
+    async def _epitaph(self) -> str:
+        return (await asyncio.to_thread(self._process.epitaph)).splitlines()[0]
+
+
+_decode = msgspec.msgpack.Decoder(_Result).decode
+
+
+def _outcome(result: _Result, answer: JudgedAnswer) -> Score | RewardFailed:
+    if result.failure:
+        return RewardFailed(result.reward, answer.prompt.number, result.failure)
+    return Score(result.value, result.parts)
+
+
+def _spawn(make: MakeReward, log: Path) -> ChildProcess:
+    return zygote_with(__name__).spawn(partial(_serve, make), name="rewards", output=log)
+
+
+def _serve(make: MakeReward, channel: ProcessChannel) -> None:
+    """Judge batch after batch, until the parent closes its end."""
+    frames = FramedSocket(channel.detach())
+    loop = asyncio.new_event_loop()
+    try:
+        reward = loop.run_until_complete(_made(make))
+    except BaseException as error:
+        frames.send(pack(CallResult(error=pack_error(error))), _SEND_SECONDS)
+        return
+    frames.send(pack(CallResult()), _SEND_SECONDS)
+    while True:
+        try:
+            batch = msgspec.msgpack.decode(frames.receive(), type=_Batch)
+        except ChannelClosed:
+            return
+        for answer in batch.answers:
+            frames.send(msgspec.msgpack.encode(_judge(loop, reward, answer, batch.timeout)), _SEND_SECONDS)
+
+
+async def _made(make: MakeReward) -> Reward:
+    return await make()
+
+
+def _judge(loop: asyncio.AbstractEventLoop, reward: Reward, answer: JudgedAnswer, timeout: float) -> _Result:
+    try:
+        (result,) = loop.run_until_complete(score_each(reward, [answer], timeout))
+    except BaseException as error:  # a task of the reward's own has ended the loop by SystemExit
+        return _Result(0.0, {}, reward.name, describe(error))
+    if isinstance(result, RewardFailed):
+        return _Result(0.0, {}, result.reward, result.reason)
+    return _Result(result.value, result.parts)
