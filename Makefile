@@ -140,7 +140,7 @@ asv-publish: $(STAMP)  ## the history of all benchmarks as pages in .asv/html, w
 	$(BIN)/python -m holdfast.harness.asv.pages .asv/html
 
 gate: $(STAMP)  ## is HEAD slower than BASE? (BASE=HEAD~1 HEAD=HEAD; HEAD=. for the files as they are)
-	$(BIN)/holdfast gate $(BASE) $(HEAD)
+	@$(BIN)/holdfast gate $(BASE) $(HEAD); status=$$?; echo "holdfast gate: exit status $$status"; exit $$status
 
 FIGURES := docs/figures
 BENCH_FIGURES := all_reduce reduce_scatter all_gather broadcast all_to_all

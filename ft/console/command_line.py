@@ -6,6 +6,7 @@ signal or cannot write ends with a status from 64 on, so that no script takes a 
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import select
@@ -40,6 +41,10 @@ class GuardedCommand(TyperCommand):
                 raise typer.BadParameter(f"{value} is not a number to work with", ctx=ctx, param_hint=parameter.opts[0])
         return rest
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.help = by_paragraph(self.help or "")
+        super().format_help(ctx, formatter)
+
     def invoke(self, ctx: Any) -> Any:
         with guarded(ctx.command_path):
             return super().invoke(ctx)
@@ -50,6 +55,15 @@ class CommandGroup(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         return super().command(name, **{"cls": GuardedCommand, **options})
+
+
+def by_paragraph(text: str) -> str:
+    """A help text with one line a paragraph, which the terminal wraps; indented lines are examples and stay."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        each if any(line.startswith(" ") for line in each.splitlines()) else each.replace("\n", " ")
+        for each in paragraphs
+    )
 
 
 @contextmanager

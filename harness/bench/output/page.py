@@ -35,7 +35,7 @@ def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> s
     )
     environment.filters |= {"counted": counted, "size": format_bytes, "time": show_time, "short": pictures.short}
     charts = [*pictures.bandwidths(bench), *pictures.times(bench), *pictures.sweeps(bench)]
-    ours = [failure for failure in bench.failures if failure.contestant.startswith(HOLDFAST)]
+    ours = [failure for failure in (*bench.failures, *bench.unmeasured) if failure.contestant.startswith(HOLDFAST)]
     page = environment.get_template(TEMPLATE).render(
         bench=bench,
         good=not bench.wrong and not ours,

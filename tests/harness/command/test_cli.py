@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -72,6 +73,21 @@ def test_each_command_has_examples(command: tuple[str, ...]) -> None:
     done = said(*command, "--help")
     assert done.exit_code == 0
     assert f"holdfast {' '.join(command)}" in done.stdout.partition("Examples")[2]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_texts_are_wrapped_by_paragraph_at_any_width(columns: int) -> None:
+    """No line of prose ends where the first word of the next would still have fitted."""
+    early = []
+    for command in (("run",), ("gate",), ("chaos", "run")):  # one class renders the help of all
+        runner = CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+        text = runner.invoke(app, [*command, "--help"]).stdout.partition("\u256d")[0].partition("Usage:")[2]
+        for line, following in itertools.pairwise(text.splitlines()):
+            prose = all(each.startswith(" ") and not each.startswith("  ") for each in (line, following))
+            words = following.split()
+            if prose and line.strip() and words and len(line.rstrip()) + 1 + len(words[0]) < columns - 1:
+                early.append(f"{' '.join(command)}: {line.strip()} / {words[0]}")
+    assert not early, "\n".join(early)
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,16 @@ def test_a_library_that_does_not_measure_an_op_is_left_out_of_it_with_a_word() -
     assert "failed" not in text
 
 
+def test_ranks_that_have_not_come_after_a_while_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    group = WorkerGroup("torch-gloo", 2, subprocess.Popen(["sleep", "60"]), tmp_path / "errors")
+    group._name_missing()
+    group._process.kill()
+    group.close(gently=False)
+    first, process = capfd.readouterr().err.splitlines()
+    assert first == "torch-gloo: after 30 s without rank 0, 1; it said nothing"
+    assert process.startswith(f"  pid {group._process.pid} ") and "s of processor time" in process
+
+
 @pytest.mark.parametrize(
     ("answers", "error"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from holdfast.ft.console.console import console
 from holdfast.harness.bench.command import app
-from holdfast.harness.bench.output import chart, compare, page, pictures
+from holdfast.harness.bench.output import chart, compare, page, pictures, show
 from holdfast.harness.bench.output.results import Bench, BenchRow, Machine, OpFailure, Timing, ratios
 
 MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
@@ -85,6 +87,21 @@ def test_bars_are_drawn_to_their_percentiles() -> None:
 def test_names_of_pictures_say_what_they_show() -> None:
     assert [name for name, _ in pictures.bandwidths(bench())] == ["all_reduce-2", "all_reduce-4"]
     assert [name for name, _ in pictures.sweeps(bench())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_tables_of_a_bench_fit_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    out = console()
+    show.show(bench(), out)
+    show.show_compared(compare.compare(bench(slower=1.5), bench()), (), out)
+    lines = stream.getvalue().splitlines()
+    assert not any(line.startswith(("p50: ", "size: 8", "library: ", "now: ")) for line in lines), "a line a figure"
+    assert "not shown at this width: " in stream.getvalue()
+    assert sum("all_reduce" in line for line in lines) > 2
+    assert max(map(len, (line for line in lines if line[:1] in "\u2502\u2503"))) <= columns
 
 
 # A stored run ----------------------------------------------------------------------------------------------------

@@ -305,3 +305,21 @@ def test_a_workload_that_only_head_cannot_run_is_broken() -> None:
     states = tuple(ComparisonState(workload) for workload in chosen(["call", "store"]))
     cluster(OnePair(), (side, side), 0, [Comparison(states)])
     assert [state.finding().verdict for state in states] == ["does not run", "not compared"]
+
+
+def test_make_says_with_which_status_the_gate_ended(tmp_path: Path) -> None:
+    """make itself ends with 2 whatever has failed, which is another of the gate's statuses than 1, slower."""
+    command = tmp_path / "holdfast"
+    command.write_text("#!/bin/sh\nexit $GATE_STATUS\n")
+    command.chmod(0o700)
+    for status in ("0", "1", "74"):
+        done = subprocess.run(
+            ["make", "--no-print-directory", "gate", f"BIN={tmp_path}", "STAMP="],
+            cwd=ROOT,
+            env={**os.environ, "GATE_STATUS": status},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.splitlines()[-1] == f"holdfast gate: exit status {status}", done.stderr
+        assert (done.returncode == 0) == (status == "0")
