@@ -28,6 +28,7 @@ class StoreTimeout(OpTimeout):
     `mixed` are tensors of the reader that hold a mixture of old and new bytes.
     """
 
+    retryable = True
     mixed: tuple[str, ...] = ()
 
     def __init__(self, op: str, version: int, waited: float, why: str) -> None:
@@ -86,6 +87,8 @@ class StoreFull(StoreTimeout):
 
     It needs `nbytes`; `used` of `limit` bytes are taken.
     """
+
+    retryable = False
 
     def __init__(self, version: int, nbytes: int, used: int, limit: int, waited: float) -> None:
         self.nbytes, self.used, self.limit = nbytes, used, limit

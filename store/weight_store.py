@@ -18,9 +18,11 @@ from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.registers import RegisterAway
 from holdfast.store.arguments import name_sequence, wanted_version, whole_number
 from holdfast.store.casts.wire_cast import CastName, WireCast, wire_cast
 from holdfast.store.catalog import transitions
+from holdfast.store.catalog.cell_client import until
 from holdfast.store.catalog.client import DEFAULT, CatalogClient
 from holdfast.store.catalog.fleet_records import Reader, reader_name
 from holdfast.store.catalog.records import Catalog, Holder, Spread, Version
@@ -79,7 +81,8 @@ class WeightStore:
     room, then fails. `reserve` bytes are touched before the constructor returns, for each version that is kept and the
     one that is being published: a first publish is then as fast as later ones.
 
-    Every call raises `RegisterAway` while the register cannot be reached. Safe to use from several threads; not in a
+    A register that is away is waited for: a call raises `RegisterAway` if that takes longer than `timeout`, or than the
+    call may take. Safe to use from several threads; not in a
     process forked from the one that opened it.
     """
 
@@ -114,7 +117,9 @@ class WeightStore:
         with ExitStack() as undo:
             limit = None if limit is None else integer_in(limit, "limit", 1)
             holder = Holder(secrets.token_hex(6), this_process(), not hold, limit)
-            self._catalog_client = CatalogClient(self.url, partial(_tell_ended, self._observe, holder.id), name)
+            self._catalog_client = CatalogClient(
+                self.url, partial(_tell_ended, self._observe, holder.id), name, self._timeout
+            )
             undo.callback(self._catalog_client.close)
             self._plane = memory("inproc" if local and plane == "auto" else plane)
             undo.callback(self._plane.close)
@@ -180,19 +185,20 @@ class WeightStore:
         parts = mine.parts if parts is None else whole_number(parts, "parts")
         if not part < parts:
             raise ValueError(f"part {part} of {parts} parts: parts are numbered from 0")
-        _, catalog = self._catalog_client.read()
-        transitions.check_fence(catalog, fence)
-        packed = self._pack(version, mine, deadline)
+        with until(deadline):
+            _, catalog = self._catalog_client.read()
+            transitions.check_fence(catalog, fence)
+            packed = self._pack(version, mine, deadline)
 
-        def observe(kind: str) -> None:
-            self._observe(kind, {"version": version, "part": part, "bytes": packed.nbytes})
+            def observe(kind: str) -> None:
+                self._observe(kind, {"version": version, "part": part, "bytes": packed.nbytes})
 
-        observe("copied")
-        if not self._hold:
-            self._catalog_client.change(lambda now: transitions.join(now, self._replica_holder.holder))
-        terms = PublishTerms(version, part, parts, self._replicas, self._keep, fence, self._spread, shares)
-        publication = Publication(self._catalog_client, self._replica_holder, self._plane, terms, packed, observe)
-        publication.run(max(deadline - time.monotonic(), 0.0))
+            observe("copied")
+            if not self._hold:
+                self._catalog_client.change(lambda now: transitions.join(now, self._replica_holder.holder))
+            terms = PublishTerms(version, part, parts, self._replicas, self._keep, fence, self._spread, shares)
+            publication = Publication(self._catalog_client, self._replica_holder, self._plane, terms, packed, observe)
+            publication.run(max(deadline - time.monotonic(), 0.0))
 
     def _pack(self, version: int, part: PublishedPart, deadline: float) -> PackedPart:
         pool, taken = self._replica_holder.pool, []
@@ -289,22 +295,23 @@ class WeightStore:
         number = wanted_version(version)
         began = time.monotonic()
         deadline = began + seconds_or(timeout, self._timeout)
-        at, catalog = self._catalog_client.read()
-        while True:
-            found = catalog.need(number)
-            try:
-                reader = self._reader(catalog, found, deadline, cast)
-                with torch.no_grad():
-                    result = read(reader)
-                note_read(self._catalog_client, found.number, reader.is_mapped)
-                return result
-            except RegionGone as error:
-                why = error
-            self._catalog_client.remove_dead_holders()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise StoreTimeout("get", found.number, time.monotonic() - began, str(why)) from why
-            at, catalog = self._catalog_client.wait(at, min(left, PAUSE_SECONDS)) or self._catalog_client.read()
+        with until(deadline):
+            at, catalog = self._catalog_client.read()
+            while True:
+                found = catalog.need(number)
+                try:
+                    reader = self._reader(catalog, found, deadline, cast)
+                    with torch.no_grad():
+                        result = read(reader)
+                    note_read(self._catalog_client, found.number, reader.is_mapped)
+                    return result
+                except RegionGone as error:
+                    why = error
+                self._catalog_client.remove_dead_holders()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise StoreTimeout("get", found.number, time.monotonic() - began, str(why)) from why
+                at, catalog = self._catalog_client.wait(at, min(left, PAUSE_SECONDS)) or self._catalog_client.read()
 
     def _reader(self, catalog: Catalog, version: Version, deadline: float, cast: WireCast | None) -> VersionReader:
         report, me = self._replica_holder.report_corrupt, os.getpid()
@@ -336,7 +343,13 @@ class WeightStore:
         version = whole_number(version, "version")
         began = time.monotonic()
         deadline = began + seconds_or(timeout, self._timeout)
-        at, catalog = self._catalog_client.read()
+        try:
+            with until(deadline):
+                at, catalog = self._catalog_client.read()
+        except RegisterAway as error:
+            if self._catalog_client.gave_up:
+                raise
+            raise StoreTimeout("wait", version, time.monotonic() - began, str(error)) from error
         while not (there := catalog.visible()) or there[-1] < version:
             found = self._catalog_client.wait(at, deadline - time.monotonic())
             if found is None:
@@ -379,7 +392,8 @@ class WeightStore:
     def open_catalog(self) -> CatalogClient:
         """The store's catalogue through a connection of its own, for a thread that waits for its changes."""
         self._check_usable()
-        return CatalogClient(self.url, partial(_tell_ended, self._observe, self._replica_holder.holder.id), self.name)
+        ended = partial(_tell_ended, self._observe, self._replica_holder.holder.id)
+        return CatalogClient(self.url, ended, self.name, self._timeout)
 
     # -- fleets
 

@@ -11,6 +11,8 @@ from holdfast.comms.errors import HoldfastError
 class RegisterAway(HoldfastError):
     """The register cannot be reached or used now. The operation may or may not have been done: read again."""
 
+    retryable = True
+
     def __init__(self, url: str, reason: str) -> None:
         self.url, self.reason = url, reason
         super().__init__(f"register {url} is away: {reason}")

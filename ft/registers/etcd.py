@@ -56,6 +56,8 @@ _TRANSIENT = ("no leader", "timed out", "leader changed", "unavailable", "too ma
 class OtherCluster(RegisterAway):
     """An endpoint belongs to another etcd cluster, or to one that was restored from an older state."""
 
+    retryable = False
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:

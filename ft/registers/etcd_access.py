@@ -17,6 +17,8 @@ _SECURE = "etcds://user@host:2379,host:2379/name?cacert=/path&cert=/path&key=/pa
 class Unauthorised(RegisterAway):
     """etcd rejects this process's certificate, user or password, or this process rejects etcd's certificate."""
 
+    retryable = False
+
 
 @dataclass(frozen=True, slots=True)
 class Access:

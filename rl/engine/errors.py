@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from holdfast.comms.errors import HoldfastError
 
+AWAY_SECONDS = 30.0
+"""Seconds for which processes are started again that fail by an error that passes, such as a register that is away."""
+
 
 class NoEngine(HoldfastError):
     """There is no engine to start processes with."""
@@ -33,6 +36,8 @@ class HostAway(ActorStartFailed):
 class ActorDied(HoldfastError):
     """The process of an actor has ended. `name` and `pid` say which, `how` it ended."""
 
+    retryable = True
+
     def __init__(self, name: str, pid: int, how: str, method: str) -> None:
         self.name, self.pid, self.how, self.method = name, pid, how, method
         super().__init__(f"actor {name} (pid {pid}) cannot do {method}: {how}; start another, and call that")
@@ -40,6 +45,8 @@ class ActorDied(HoldfastError):
 
 class EndpointTimeout(HoldfastError, TimeoutError):
     """A call was not answered in time. The method may still run in the actor."""
+
+    retryable = True
 
     def __init__(self, name: str, pid: int, method: str, seconds: float) -> None:
         self.name, self.pid, self.method, self.seconds = name, pid, method, seconds
@@ -63,3 +70,13 @@ class EndpointFailed(HoldfastError):
     def __init__(self, name: str, method: str, summary: str, trace: str) -> None:
         self.name, self.method, self.summary, self.trace = name, method, summary, trace
         super().__init__(f"actor {name} failed in {method}: {summary}\n\n{trace}")
+
+
+def is_retryable(error: BaseException | None) -> bool:
+    """Whether what failed may succeed later, or in another process: the class of the error, or of its cause, says so.
+
+    An actor that failed, or did not start, is as its own error is.
+    """
+    while isinstance(error, EndpointFailed | ActorStartFailed) and not error.retryable:
+        error = error.__cause__
+    return isinstance(error, HoldfastError) and error.retryable

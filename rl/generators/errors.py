@@ -26,6 +26,8 @@ class BadRequest(HoldfastError):
 class GeneratorNotReady(HoldfastError):
     """The generator has no weights that it may serve: none came yet, or its last update failed."""
 
+    retryable = True
+
     def __init__(self, why: str) -> None:
         self.why = why
         super().__init__(f"the generator is not ready: {why}; ask another one, or call catch_up()")
@@ -33,6 +35,8 @@ class GeneratorNotReady(HoldfastError):
 
 class GeneratorClosed(HoldfastError):
     """The generator was closed; `cause` says why if that was an error of its own."""
+
+    retryable = True
 
     def __init__(self, cause: str = "") -> None:
         self.cause = cause
@@ -54,6 +58,8 @@ class VersionGone(HoldfastError):
 class UpdateFailed(HoldfastError):
     """A version could not be brought into a generator, which serves nothing until another update worked."""
 
+    retryable = True
+
     def __init__(self, version: int, why: str) -> None:
         self.version, self.why = version, why
         super().__init__(f"version {version} could not be loaded: {why}; update the generator again, or replace it")
@@ -61,6 +67,8 @@ class UpdateFailed(HoldfastError):
 
 class GenerationTimeout(HoldfastError):
     """The completions of a request were not drawn in time; the request was given up."""
+
+    retryable = True
 
     def __init__(self, seconds: float, samples: int) -> None:
         self.seconds, self.samples = seconds, samples

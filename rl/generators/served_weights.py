@@ -58,6 +58,8 @@ class ServedWeights:
         self._changed = threading.Condition()
         self._reading = threading.Lock()
         self._failure: HoldfastError | None = None
+        self._unanswered: HoldfastError | None = None
+        """The failure of a look for newer versions."""
         self._served: int | None = None
         self._closed = False
         self._follower: threading.Thread | None = None
@@ -194,16 +196,26 @@ class ServedWeights:
             try:
                 newest = store.wait(0 if self._served is None else self._served + 1, LOOK_SECONDS)
             except StoreTimeout:
+                self._answered()
                 continue
-            except HoldfastError as error:
+            except HoldfastError as error:  # the register is away for longer than the store's timeout
+                self._unanswered = error
                 self._fail(error)
                 continue
+            self._answered()
             try:
                 self.update(newest, READ_SECONDS)
             except (VersionGone, GeneratorClosed):
                 continue
             except HoldfastError as error:
                 self._fail(error)
+
+    def _answered(self) -> None:
+        """The store is there: forget that it was away, which damaged no weights."""
+        with self._changed:
+            if self._failure is self._unanswered:
+                self._failure = None
+            self._unanswered = None
 
     def _fail(self, error: HoldfastError) -> None:
         with self._changed:

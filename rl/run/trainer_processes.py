@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from holdfast.ft.console.units import counted
 from holdfast.rl.config.extra_environment import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.engine.engine import ActorProcess, Engine
-from holdfast.rl.engine.errors import ActorDied, ActorStartFailed, EndpointFailed
+from holdfast.rl.engine.errors import AWAY_SECONDS, ActorDied, ActorStartFailed, EndpointFailed, is_retryable
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.hosts import HostTurns, session_options
@@ -23,7 +24,7 @@ from holdfast.rl.run.policy_source import lora_settings
 from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted
+from holdfast.rl.trainers.errors import TrainerEnded
 from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
 from holdfast.rl.trainers.titan.settings import TitanSettings
 from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerPosition, TrainerStatus
@@ -62,8 +63,12 @@ def trainer_settings(config: RunConfig, source: ModelSource, checkpoints: Path) 
     )
 
 
+PAUSE_SECONDS = 0.5
+"""Seconds until a trainer is started again that could not be made for a reason that passes."""
+
+
 class MemberProcess:
-    """The process of a trainer. One that the others evicted is killed, and counts as dead from then on."""
+    """The process of a trainer. One that was evicted, or could not join, is killed, and counts as dead from then on."""
 
     def __init__(self, process: ActorProcess) -> None:
         self._process = process
@@ -75,7 +80,7 @@ class MemberProcess:
             return await self._process.call(method, *args, timeout=timeout)
         except EndpointFailed as error:
             ended = error.__cause__
-            if isinstance(ended, TrainerEvicted):
+            if isinstance(ended, TrainerEnded) and ended.retryable:
                 self._process.kill()
                 raise ActorDied(self._process.name, self.pid, describe(ended), method) from error
             if isinstance(ended, TrainerEnded) and not ended.fault:
@@ -220,11 +225,15 @@ class TrainerProcesses:
             task.add_done_callback(self._starting.discard)
 
     async def _replace(self, name: str) -> None:
+        began = time.monotonic()
         while True:
             try:
                 await self._start(replaces=name)
                 return
             except ActorStartFailed as error:
+                if is_retryable(error) and time.monotonic() - began < AWAY_SECONDS:
+                    await asyncio.sleep(PAUSE_SECONDS)
+                    continue
                 if self._one_more_lost(f"that in place of {name}: {describe(error)}"):
                     return
             except HoldfastError as error:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from holdfast.comms.errors import HoldfastError, again, describe
 from holdfast.rl.engine.engine import Engine
-from holdfast.rl.engine.errors import HostAway
+from holdfast.rl.engine.errors import AWAY_SECONDS, HostAway, is_retryable
 from holdfast.rl.services.errors import Overloaded, ServiceClosed, ServiceFailed
 from holdfast.rl.services.gpus import gpus_of
 from holdfast.rl.services.options import ServiceOptions
-from holdfast.rl.services.replica import ServiceReplica, as_error
+from holdfast.rl.services.replica import ServiceReplica, as_error, is_loss
 from holdfast.rl.services.routing import RouteChoice, Router
 from holdfast.rl.services.status import ReplicaEvent, ReplicaResult
 
@@ -156,7 +156,7 @@ class ReplicaSet:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _keep(self, slot: Slot) -> None:
-        failures = 0
+        failures, since = 0, time.monotonic()
         while not slot.leaving:
             replica = slot.replica = self._new(slot.number, slot.fillings, slot.gpus, slot.moves)
             slot.fillings += 1
@@ -171,10 +171,11 @@ class ReplicaSet:
                     if slot.moves % len(self.options.hosts):
                         continue
                 failures += 1
-                if failures >= self.options.start_failures:
+                passing = is_retryable(error) and not is_loss(error) and time.monotonic() - since < AWAY_SECONDS
+                if failures >= self.options.start_failures and not passing:
                     self._end(ServiceFailed(self.name, failures, describe(error)))
                     return
-                await asyncio.sleep(min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** (failures - 1)))
+                await asyncio.sleep(min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(failures - 1, 10)))
                 continue
             failures = 0
             replica.health = "ready"
@@ -182,6 +183,7 @@ class ReplicaSet:
             slot.ready.set()
             self.settle()
             await replica.gone.wait()
+            since = time.monotonic()
             self._start(replica.stop())
 
     async def _bring_up(self, replica: ServiceReplica) -> None:

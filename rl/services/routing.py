@@ -18,6 +18,8 @@ class RouteChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: Policy = "least_loaded"
     key: Hashable = None
+    avoid: frozenset[str] = frozenset()
+    """Replicas that are chosen only if there is no other."""
 
 
 class Router:
@@ -29,6 +31,8 @@ class Router:
 
     def choose(self, replicas: Sequence[ServiceReplica], choice: RouteChoice) -> ServiceReplica | None:
         """The replica for a call, with one more call in flight; None if the call has to wait."""
+        others = [each for each in replicas if each.name not in choice.avoid and each.health == "ready"]
+        replicas = others or replicas
         if choice.key is not None:
             ready = [each for each in replicas if each.health == "ready"]
             found = max(ready, key=lambda each: affinity(choice.key, each.slot), default=None)

@@ -9,14 +9,20 @@ from collections.abc import AsyncIterator, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import msgspec
+
 from holdfast.rl.engine.endpoint import Endpoint, endpoint_of
 from holdfast.rl.engine.engine import current_engine
+from holdfast.rl.engine.errors import is_retryable
 from holdfast.rl.services.errors import NoReplica, QuorumMissed, ReplicaLost
 from holdfast.rl.services.options import ServiceOptions
 from holdfast.rl.services.replica import ServiceReplica, as_error, is_loss
 from holdfast.rl.services.replica_set import ReplicaSet
 from holdfast.rl.services.routing import RouteChoice
 from holdfast.rl.services.status import ReplicaResult, ServiceStatus
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+"""Seconds between two tries of a call that every replica has failed."""
 
 
 @dataclass(slots=True)
@@ -53,8 +59,9 @@ class ServiceEndpoint:
     async def route(self, *args: Any, **kwargs: Any) -> Any:
         """Call one replica.
 
-        If its replica is lost, an idempotent call goes to others; a call that passed its `deadline` costs the replica.
-        Raises `ReplicaLost`, `Overloaded`, `NoReplica`, `ServiceFailed`, and `EndpointFailed` if the method raised.
+        If its replica is lost, an idempotent call goes to others, and so it does after an error that is `retryable`; a
+        call that passed its `deadline` costs the replica. Raises `ReplicaLost`, `Overloaded`, `NoReplica`,
+        `ServiceFailed`, and `EndpointFailed` if the method raised.
         """
         self._counts.calls += 1
         replica: ServiceReplica | None = None
@@ -62,9 +69,9 @@ class ServiceEndpoint:
         bound = asyncio.timeout(self.timeout)
         try:
             async with bound:
-                tries = 0
+                tries, choice = 0, self.choice
                 while True:
-                    replica = await self._replicas.acquire(self.choice)
+                    replica = await self._replicas.acquire(choice)
                     try:
                         if replica.health == "lost":  # since it was chosen: it never had the call
                             continue
@@ -74,18 +81,26 @@ class ServiceEndpoint:
                             self._replicas.took_over(replica, lost, time.monotonic() - began)
                         return answer
                     except Exception as error:
-                        if not is_loss(error):
+                        if is_loss(error):
+                            self._may_try_again(replica, tries, error)
+                            lost = lost or replica.name
+                        elif not is_retryable(error) or not self.endpoint.idempotent or tries >= self._most_tries:
                             raise
-                        self._may_try_again(replica, tries, error)
                         self._counts.retried += 1
-                        lost = lost or replica.name
                     finally:
                         self._replicas.release(replica)
+                    if replica.name in choice.avoid:  # there is no other one
+                        await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**tries))
+                    choice = msgspec.structs.replace(choice, avoid=choice.avoid | {replica.name})
         except TimeoutError:
             if not bound.expired():
                 raise
             states = ", ".join(f"{each.name}: {each.health}" for each in self._replicas.replicas)
             raise NoReplica(self._replicas.name, self.timeout, states) from None
+
+    @property
+    def _most_tries(self) -> int:
+        return self._replicas.options.tries
 
     async def fanout(self, *args: Any, quorum: int | None = None, **kwargs: Any) -> tuple[ReplicaResult, ...]:
         """Call all replicas; a result or an error for each. Raises `QuorumMissed` if fewer than `quorum` did it."""
@@ -128,7 +143,7 @@ class ServiceEndpoint:
             self._replicas.release(replica)
 
     def _may_try_again(self, replica: ServiceReplica, tries: int, error: Exception) -> None:
-        name, most = self.endpoint.name, self._replicas.options.tries
+        name, most = self.endpoint.name, self._most_tries
         if not self.endpoint.idempotent:
             hint = "it may be half done, and is not declared idempotent, so it is not tried elsewhere"
             raise ReplicaLost(replica.name, name, replica.why, tries, hint) from error

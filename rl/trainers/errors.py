@@ -49,6 +49,14 @@ class TrainerEnded(HoldfastError):
 class TrainerEvicted(TrainerEnded):
     """The other trainers go on without this one, which they took for dead; its process must be replaced."""
 
+    retryable = True
+
+
+class TrainerUnjoined(TrainerEnded):
+    """The trainer could not join the others for a reason that passes; its process must be replaced."""
+
+    retryable = True
+
 
 class TrainersLost(HoldfastError):
     """No trainer is left to train on a batch; `errors` says how each one ended."""

@@ -16,7 +16,7 @@ from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.trainers.batch_inbox import BatchInbox
-from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted
+from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted, TrainerUnjoined
 from holdfast.rl.trainers.publisher import Publisher
 from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.trainers.training import Training
@@ -69,6 +69,7 @@ class TrainerActor:
         self._waiting: dict[int, list[Future[StepReport | None]]] = {}
         self._last: StepReport | None = None
         self._position: Future[TrainerPosition] = Future()
+        self._joined = False
         self._end: Future[str] = Future()
         self._publisher: Publisher | None = None
         self._work = WorkLog()
@@ -172,12 +173,15 @@ class TrainerActor:
     def _ended(self) -> HoldfastError:
         cause = self._end.exception()
         kind = TrainerEvicted if isinstance(cause, StaleEpoch) else TrainerEnded
+        if not self._joined and isinstance(cause, HoldfastError) and cause.retryable:
+            kind = TrainerUnjoined
         fault = cause is not None and not isinstance(cause, HoldfastError)
         ended = kind("all batches are committed" if cause is None else describe(cause), fault=fault)
         ended.__cause__ = cause
         return ended
 
     def _begun(self, step: int, buffer: BufferState | None) -> None:
+        self._joined = True
         _answer(self._position, TrainerPosition(step=step, buffer=buffer))
 
     def _take(self, step: int, over: Callable[[], None]) -> EncodedBatch:

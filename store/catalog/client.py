@@ -29,8 +29,10 @@ def cell_of(name: str) -> str:
 class CatalogClient(CellClient[Catalog]):
     """The catalogue of the store `name` at a register URL."""
 
-    def __init__(self, url: str, changed: Callable[[Catalog, Catalog], None], name: str = DEFAULT) -> None:
-        super().__init__(url, cell_of(name), Catalog(), Catalog.decode, changed)
+    def __init__(
+        self, url: str, changed: Callable[[Catalog, Catalog], None], name: str = DEFAULT, patience: float = 0.0
+    ) -> None:
+        super().__init__(url, cell_of(name), Catalog(), Catalog.decode, changed, patience)
         self.name = name
 
     def remove_dead_holders(self) -> tuple[int, Catalog]:

@@ -103,6 +103,7 @@ class ReplicaHolder:
         The caller closes the plane before `join`.
         """
         deadline = time.monotonic() + patience
+        self._catalog_client.patience = 0.0  # nothing is lost by an end without a register
         try:
             at, catalog = self._catalog_client.change(lambda now: transitions.leave(now, self.holder.id))
             while (left := deadline - time.monotonic()) > 0 and not transitions.may_depart(catalog, self.holder.id):

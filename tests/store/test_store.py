@@ -347,8 +347,8 @@ def test_a_store_is_not_carried_over_a_fork(store: WeightStore, start: Callable[
 
 def test_a_register_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
     path = tmp_path / "job.sqlite"
-    with WeightStore(f"sqlite://{path}", replicas=1) as store:
-        store.publish(1, weights())
+    with WeightStore(f"sqlite://{path}", replicas=1, timeout=0.2) as store:
+        store.publish(1, weights(), timeout=30.0)
         path.unlink()
         for use in (store.versions, lambda: store.publish(2, weights()), lambda: store.get(1, blank(weights()))):
             with pytest.raises(RegisterAway):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators import errors
 from holdfast.rl.generators.drawing import draw, uniforms
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.served_weights import ServedWeights
 from holdfast.rl.generators.settings import GeneratorSettings, Mode
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.store import StoreTimeout, WeightStore
@@ -413,3 +415,21 @@ def test_an_error_inside_a_generation_is_the_requests_error_alone(generators: Ge
             run(generator, request((1, 2)))
         failing.clear()
         assert run(generator, request((1, 2)))[0]
+
+
+def test_a_register_that_was_away_leaves_a_healthy_generator_ready(tmp_path: Path) -> None:
+    """The weights are whole: only looks for newer ones failed."""
+    folder, away = tmp_path / "register", tmp_path / "away"
+    folder.mkdir(mode=0o700)
+    url = f"sqlite://{folder}/job.sqlite"
+    with WeightStore(url, replicas=1) as store, WeightStore(url, hold=False, timeout=0.3) as reader:
+        store.publish(1, source().build().state_dict())
+        weights = ServedWeights(source().build, reader, 2)
+        assert weights.update(1, 20.0) == 1
+        weights.follow()
+        folder.rename(away)
+        eventually(lambda: weights.failure is not None, 20.0)
+        away.rename(folder)
+        eventually(lambda: weights.failure is None, 20.0)
+        assert weights.check_ready() == 1
+        weights.close()

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.ft.registers import RegisterAway
+from holdfast.ft.registers.etcd import OtherCluster
+from holdfast.rl.engine.errors import ActorDied, ActorStartFailed, EndpointFailed, is_retryable
 from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
 from holdfast.rl.services.errors import NotEnoughGpus
 from holdfast.rl.services.gpus import GpuPool, gpus_of
 from holdfast.rl.services.metrics import ServiceMetrics
@@ -18,6 +22,7 @@ from holdfast.rl.services.options import ServiceOptions
 from holdfast.rl.services.replica import ServiceReplica
 from holdfast.rl.services.routing import RouteChoice, Router
 from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
+from holdfast.store import StoreTimeout
 
 SLOTS = st.integers(1, 8)
 
@@ -119,3 +124,21 @@ def test_metrics_show_services_and_replicas() -> None:
         'holdfast_replica_restarts{replica="1",service="policy"} 2.0',
         'holdfast_replica_version{replica="1",service="policy"} -1.0',
     } <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "retried"),
+    [
+        (GenerationTimeout(1.0, 4), True),
+        (RegisterAway("sqlite:///x", "gone"), True),
+        (OtherCluster("etcd://x", "another"), False),
+        (StoreTimeout("get", 1, 1.0, "why"), True),
+        (VersionGone(1, [2]), False),
+        (ActorDied("a", 1, "killed", "f"), True),
+        (ValueError("no"), False),
+    ],
+)
+def test_the_class_of_an_error_says_whether_it_is_tried_again(error: Exception, retried: bool) -> None:
+    failed, unstarted = EndpointFailed("a", "f", "s", "t"), ActorStartFailed("a", "why")
+    failed.__cause__ = unstarted.__cause__ = error
+    assert [is_retryable(each) for each in (error, failed, unstarted)] == [retried] * 3

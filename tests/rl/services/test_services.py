@@ -16,6 +16,7 @@ from holdfast.rl.engine.endpoint import endpoint
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.engine.errors import EndpointFailed, NoEngine, NoSuchEndpoint
 from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.generators.errors import GenerationTimeout
 from holdfast.rl.services.errors import (
     NoReplica,
     Overloaded,
@@ -69,6 +70,16 @@ class Policy(Servable):
         if not Path(mark).exists():
             Path(mark).touch()
             await asyncio.sleep(600.0)
+        return os.getpid()
+
+    @endpoint(idempotent=True)
+    async def overloaded(self, mark: str, times: int) -> int:
+        """Time out in this process if it is the first, or in all of them, `times` times."""
+        marks = Path(mark).read_text().split() if Path(mark).exists() else []
+        if len(marks) < times and (times > 1 or not marks):
+            with Path(mark).open("a") as file:
+                file.write(f"{os.getpid()} ")
+            raise GenerationTimeout(1.0, 4)
         return os.getpid()
 
     async def environment(self) -> dict[str, str]:
@@ -204,6 +215,22 @@ def test_a_call_that_hangs_goes_elsewhere_at_its_deadline(make_engine: MakeEngin
             survivor = await policy.hang_once.route(str(tmp_path / "hung"))
             assert survivor in before and policy.status().lost == 1
             await until(lambda: len(pids(policy)) == 2)
+
+    run(body)
+
+
+def test_an_error_that_passes_is_tried_elsewhere_and_costs_no_replica(make_engine: MakeEngine, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with make_engine(), await Policy.options(num_replicas=2, tries=4).as_service() as policy:
+            answered = await policy.overloaded.route(str(tmp_path / "once"), 1)
+            assert answered != int((tmp_path / "once").read_text())
+            await policy.overloaded.route(str(tmp_path / "three"), 3)
+            first, second, _ = map(int, (tmp_path / "three").read_text().split())
+            assert first != second, "the other replica is asked before the same one again"
+            with pytest.raises(EndpointFailed, match="were not drawn"):
+                await policy.overloaded.route(str(tmp_path / "always"), 100)
+            assert len((tmp_path / "always").read_text().split()) == 4
+            assert (policy.status().lost, policy.status().retried) == (0, 7)
 
     run(body)
 
