@@ -1,7 +1,8 @@
 """The form of a part for readers that ask for a cast: what the cast shrinks, in fewer bytes.
 
 A form is a region like that of a part, with a manifest of its own. Its tensors are named by the positions that those of
-the part have in the part's layout. What the cast does not shrink is not in it: readers read that from the part.
+the part have in the part's layout. What the cast does not shrink or carry is not in it: readers
+read that from the part.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ def exponents_name(number: int) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def form_layout(layout: RegionLayout, cast: WireCast) -> RegionLayout:
-    """The layout of the form of a part: the same for all that compute it."""
+def form_layout(layout: RegionLayout, cast: WireCast, whole: frozenset[int] = frozenset()) -> RegionLayout:
+    """The layout of the form of a part: the same for all that compute it.
+
+    `whole` are the positions of entries that the cast would shrink, and cannot carry.
+    """
     found: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     for number, entry in enumerate(layout.entries):
-        if cast.shrinks(entry.torch_dtype, entry.extent):
+        if number not in whole and cast.shrinks(entry.torch_dtype, entry.extent):
             found.append((values_name(number), cast.dtype, entry.extent))
             if (shape := cast.exponents(entry.extent)) is not None:
                 found.append((exponents_name(number), torch.int16, shape))
@@ -46,8 +50,15 @@ def form_layout(layout: RegionLayout, cast: WireCast) -> RegionLayout:
 
 
 def is_cast(layout: RegionLayout, number: int, cast: WireCast) -> bool:
-    """Whether the entry at a position is in the form of its part."""
+    """Whether the entry at a position is in the form of its part, unless the cast cannot carry its elements."""
     return values_name(number) in form_layout(layout, cast).by_name
+
+
+def carried_whole(layout: RegionLayout, form: RegionLayout, cast: WireCast) -> frozenset[int]:
+    """The positions of a part's entries that the cast would shrink, and that its form does not have."""
+    names = form_layout(layout, cast).by_name
+    found = (number for number in range(len(layout.entries)) if values_name(number) in names)
+    return frozenset(number for number in found if values_name(number) not in form.by_name)
 
 
 def pack_form(
@@ -61,7 +72,13 @@ def pack_form(
 
     Raises `CorruptData` if the part's bytes were not right all the time.
     """
-    layout = form_layout(manifest.layout, cast)
+    whole = set[int]()
+    for number, entry in enumerate(manifest.layout.entries):
+        if is_cast(manifest.layout, number, cast):
+            check()
+            if not cast.carries(entry.of(region)):
+                whole.add(number)
+    layout = form_layout(manifest.layout, cast, frozenset(whole))
     memory = allocate(region_bytes(layout))
     for entry in layout.entries:
         memory[entry.offset + entry.nbytes : aligned(entry.offset + entry.nbytes)].fill_(0)

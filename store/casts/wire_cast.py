@@ -1,10 +1,11 @@
 """The casts that a reader can ask for, and what they do to each dtype.
 
 `bf16` halves float32 and quarters float64: rounded to nearest even, |y - x| <= |x| / 256, for denormals of bf16
-|y - x| <= 2**-134. Zeros keep their sign, infinities and NaNs stay what they are (a NaN with other bits); numbers from
-3.3961e38 on become infinite. `fp8` takes a byte for each element of any wider floating-point dtype, and two for each
-block of up to 128 elements of a row: `holdfast.comms.codecs.float8_blocks` states its bound. All other dtypes travel as
-they are.
+|y - x| <= 2**-134. Zeros keep their sign, infinities and NaNs stay what they are (a NaN with other bits). `fp8` takes a
+byte for each element of any wider floating-point dtype, and two for each block of up to 128 elements of a row:
+`holdfast.comms.codecs.float8_blocks` states its bound. All other dtypes travel as they are, and so does each tensor
+with an element that a cast would turn into something else: an infinity, for `fp8`; a number from 3.3961e38 on, for
+`bf16`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import torch
 from holdfast.comms.codecs import float8_blocks as fp8
 
 CastName = Literal["bf16", "fp8"]
+
+_AT_ONCE = 1 << 20
+"""About so many elements are looked at together: so they stay in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,22 @@ class WireCast(Enum):
         elements = math.prod(shape)
         extra = 2 * math.prod(self.exponents(shape) or (0,))
         return elements * self.dtype.itemsize + extra < elements * dtype.itemsize
+
+    def carries(self, source: torch.Tensor) -> bool:
+        """Whether finite elements stay finite in this cast, and infinite ones infinite: else the tensor is not cast."""
+        own = torch.finfo(source.dtype).max
+        most = min(own, torch.finfo(torch.bfloat16).max) if self is WireCast.BF16 else own
+        for part in torch.split(source.reshape(-1), _AT_ONCE):
+            low, high = map(float, part.aminmax()) if len(part) else (0.0, 0.0)
+            if not (-most <= low and high <= most) and not self._carries_exactly(part):
+                return False
+        return True
+
+    def _carries_exactly(self, part: torch.Tensor) -> bool:
+        """As `carries`, for elements of which one is a NaN, infinite or very large."""
+        if self is WireCast.FP8:
+            return not bool(part.isinf().any())
+        return torch.equal(part.isinf(), part.to(torch.bfloat16).isinf())
 
     def encode(self, source: torch.Tensor, into: EncodedTensor) -> None:
         """Write a contiguous tensor in its encoded form, which is contiguous too."""

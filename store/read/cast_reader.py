@@ -12,7 +12,7 @@ from holdfast.comms.codecs.float8_blocks import BLOCK
 from holdfast.comms.errors import CorruptData, RegionGone
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft.state.boxes import Box, count_of, shape_of, whole
-from holdfast.store.casts.part_form import exponents_name, form_layout, is_cast, values_name
+from holdfast.store.casts.part_form import carried_whole, exponents_name, form_layout, is_cast, values_name
 from holdfast.store.casts.wire_cast import EncodedTensor
 from holdfast.store.catalog.records import CastForm, Catalog, Version
 from holdfast.store.data.manifest import Manifest
@@ -72,14 +72,13 @@ class CastVersionReader(VersionReader):
             if self._is_cast(copy):
                 cast[copy.part].append(copy)
             else:
-                box = tuple((low + at, high + at) for (low, high), (at, _) in zip(copy.take, copy.source, strict=True))
-                plain.append(BoxTarget(copy.into, copy.name, box, copy.put))
+                plain.append(BoxTarget(copy.into, copy.name, _box_of(copy), copy.put))
         self._obtain(set(cast))
         if plain:
             super().fill(plain, into)
         for part, copies in cast.items():
             for batch in _batches(copies):
-                self._fill_cast(part, batch, into)
+                self._fill_uncast(self._fill_cast(part, batch, into), into)
 
     def fill_whole(self, names: tuple[str, ...], into: Mapping[str, torch.Tensor], key: Hashable) -> bool:
         """False: what is cast is not copied as it is."""
@@ -103,16 +102,25 @@ class CastVersionReader(VersionReader):
             found = self._cast_sources.obtain([self._sources[part].shard for part in missing])
             self._forms.update(zip(missing, found, strict=True))
 
-    def _fill_cast(self, part: int, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> None:
-        """Read and decode boxes of one part; if its form cannot be read, from that of the next holder."""
+    def _fill_cast(self, part: int, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> list[BoxCopy]:
+        """Read and decode boxes of one part; if its form cannot be read, from that of the next holder.
+
+        Returns the boxes of tensors that the cast cannot carry, which are still to be read.
+        """
         while True:
             self._obtain({part})
             form, source = self._forms[part]
             try:
                 manifest = source.manifest()
-                if manifest.layout.digest != form_layout(self.manifests[part].layout, self._cast).digest:
+                layout = self.manifests[part].layout
+                left = carried_whole(layout, manifest.layout, self._cast)
+                if manifest.layout.digest != form_layout(layout, self._cast, left).digest:
                     raise CorruptData(f"{source.what}: a cast to {self._cast.value} of another part")
-                self._read(source, manifest, part, copies, into)
+                cast, uncast = list[BoxCopy](), list[BoxCopy]()
+                for copy in copies:
+                    (uncast if layout.numbers[copy.name, copy.source] in left else cast).append(copy)
+                if cast:
+                    self._read(source, manifest, part, cast, into)
             except CastUnavailable:
                 raise
             except (RegionGone, CorruptData, StoreTimeout) as error:
@@ -121,7 +129,24 @@ class CastVersionReader(VersionReader):
                 self._cast_sources.pass_over(source.shard.part, form, str(error))
                 del self._forms[part]
             else:
-                return
+                return uncast
+
+    def _fill_uncast(self, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> None:
+        """Fill boxes from the part itself; the targets may have another floating-point dtype."""
+        if not copies:
+            return
+        staged, wanted = dict[str, torch.Tensor](), list[BoxTarget]()
+        for number, copy in enumerate(copies):
+            layout = self.manifests[copy.part].layout
+            dtype = layout.entries[layout.numbers[copy.name, copy.source]].torch_dtype
+            shape = shape_of(copy.take)
+            staged[str(number)] = torch.empty(shape, dtype=dtype, device="cpu")
+            wanted.append(BoxTarget(str(number), copy.name, _box_of(copy), whole(shape)))
+        super().fill(wanted, staged)
+        for number, copy in enumerate(copies):
+            local = into[copy.into]
+            with torch.inference_mode(local.is_inference()):
+                local[tuple(slice(low, high) for low, high in copy.put)].copy_(staged[str(number)])
 
     def _read(
         self,
@@ -155,6 +180,11 @@ class CastVersionReader(VersionReader):
                 last = shape_of(copy.source)[-1] if copy.source else 1
                 first = copy.take[-1][0] % BLOCK if copy.take else 0
                 self._cast.decode(encoded, part_of_local, first, last)
+
+
+def _box_of(copy: BoxCopy) -> Box:
+    """The box of the whole tensor that is copied."""
+    return tuple((low + at, high + at) for (low, high), (at, _) in zip(copy.take, copy.source, strict=True))
 
 
 def _blocks(take: Box) -> Box:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,32 @@ def test_what_a_cast_shrinks_is_within_the_bound_and_all_else_is_exact(
                 assert within_bound(cast, tensor, into[name])
             else:
                 assert torch.equal(into[name], tensor)
+
+
+UNUSUAL = (math.inf, -math.inf, math.nan, 3.4e38, -3.4e38)
+
+
+@given(st.lists(st.sampled_from(UNUSUAL), max_size=2), st.sampled_from(CASTS), st.sampled_from(FLOATS))
+def test_no_cast_turns_a_number_into_an_infinity_or_an_infinity_into_a_nan(
+    unusual: list[float], cast: CastName, dtype: torch.dtype
+) -> None:
+    """A tensor with an element that the cast cannot carry arrives as it is; those beside it do not."""
+    state = {"usual": torch.randn(300), "unusual": torch.randn(2, 300, dtype=torch.float64).to(dtype)}
+    state["unusual"][1, 3 : 3 + len(unusual)] = torch.tensor(unusual, dtype=dtype)
+    wanted = state["unusual"]
+    with WeightStore("memory://unusual") as store:
+        store.publish(1, state)
+        found = store.load(1, cast=cast)
+        row = store.load(1, {"unusual": Slice((1, 2), (1, 40))}, cast=cast)["unusual"]
+        halved = {"unusual": torch.zeros(2, 300, dtype=torch.bfloat16)} if dtype is not torch.float16 else {}
+        if halved and dtype.itemsize > 2:
+            store.get(1, halved, cast=cast, strict=False)
+            assert torch.equal(halved["unusual"].isnan(), wanted.isnan())
+    assert not torch.equal(found["usual"], state["usual"])
+    for mine, theirs in ((found["unusual"], wanted), (row, wanted[1:, 2:42])):
+        assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.isinf(), theirs.isinf())
+    if cast == "fp8" and wanted.isinf().any():
+        assert torch.equal(found["unusual"].nan_to_num(), wanted.nan_to_num())
 
 
 @given(st.data(), st.sampled_from(CASTS), st.sampled_from([0, 1]))
