@@ -25,6 +25,7 @@ from holdfast.store.catalog import transitions
 from holdfast.store.catalog.cell_client import until
 from holdfast.store.catalog.client import DEFAULT, CatalogClient
 from holdfast.store.catalog.fleet_records import Reader, reader_name
+from holdfast.store.catalog.fleet_targets import Digests, digests_of
 from holdfast.store.catalog.records import Catalog, Holder, Spread, Version
 from holdfast.store.data.packing import PackedPart
 from holdfast.store.data.rebuild import rebuild
@@ -242,8 +243,8 @@ class WeightStore:
         With a `cast` fewer bytes are moved: holders pack wider floating-point tensors as "bf16" (float32: half the
         bytes; each number within 1/256 of itself) or "fp8" (a quarter; within 1/16 of itself, or 2**-17 of the largest
         in its block of up to 128 in a row), and keep that with the version; the targets stay what they are. What a cast
-        does not shrink arrives as it is. `CastUnavailable` if no holder can do it in time: nothing is cast in silence,
-        nor left out.
+        does not shrink, and each tensor with an element that it cannot carry (an infinity in fp8), arrives as it is.
+        `CastUnavailable` if no holder can do it in time: nothing is cast in silence, nor left out.
 
         Raises `NoSuchVersion`, `CorruptVersion` if no replica has the right bytes, `StoreTimeout`.
         """
@@ -329,6 +330,13 @@ class WeightStore:
     def versions(self) -> list[int]:
         """The visible versions, oldest first."""
         return list(self._read().visible())
+
+    def digests(self, version: int) -> Digests:
+        """The digests of a version's parts; () if it is not there.
+
+        They tell its bytes from those of a version that had this number before, and was deleted or lost.
+        """
+        return digests_of(self._read(), whole_number(version, "version"))
 
     def holders(self, version: int | Literal["latest"] = "latest") -> tuple[Holder, ...]:
         """The holders of a version (of any part of it), publishers first; each has `pid` and `peer`."""

@@ -125,7 +125,7 @@ class GenerationThread:
                     return
                 try:
                     wanted = self._wanted(current)
-                    if wanted != current or model is None:
+                    if wanted != current or model is None or self._is_over(wanted, model):
                         held.close()
                         current = None
                         model, current = held.enter_context(self._weights.using(wanted)), wanted
@@ -150,6 +150,11 @@ class GenerationThread:
         if self._settings.weight_update == "swap" and not self._pinned and newest is not None:
             return max(current, newest)
         return current
+
+    def _is_over(self, version: int, model: PreTrainedModel) -> bool:
+        """Whether the running samples go on with other bytes of the same version: its number was published again."""
+        swaps = self._settings.weight_update == "swap" and not self._pinned
+        return swaps and not self._weights.has_in(version, model)
 
     def _join(self, version: int) -> None:
         """Add the requests to the batch that may be served with `version`, in their order, up to the first other."""

@@ -31,11 +31,12 @@ RETRY_SECONDS = 0.5
 
 
 class _Loaded:
-    """A model and the version of its weights; None while they are a mixture."""
+    """A model and the version of its weights, with the digests of its bytes; None while they are a mixture."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.version: int | None = None
+        self.digests: tuple[bytes, ...] = ()
         self.users = 0
 
 
@@ -90,6 +91,11 @@ class ServedWeights:
         with self._changed:
             return any(each.version == version for each in self._loaded)
 
+    def has_in(self, version: int, model: PreTrainedModel) -> bool:
+        """Whether `model` has the weights of a version; not if its number was published again, and read, meanwhile."""
+        with self._changed:
+            return any(each.version == version and each.model is model for each in self._loaded)
+
     @contextmanager
     def using(self, version: int) -> Iterator[PreTrainedModel]:
         """The model with the weights of a version, which stay inside of the block. Raises `VersionGone`."""
@@ -112,7 +118,7 @@ class ServedWeights:
         unless the version is merely not there: `VersionGone`, `StoreTimeout` of the wait.
         """
         deadline = time.monotonic() + timeout
-        if version is not None and self.has(version):
+        if version is not None and self._is_current(version):
             self._worked(version)
             return version
         if self._store is None:
@@ -123,7 +129,7 @@ class ServedWeights:
             await_visible(self._store, version, deadline)
         with self._reading:
             try:
-                if not self.has(version):
+                if not self._is_current(version):
                     self._read(version, deadline)
             except NoSuchVersion as error:
                 raise VersionGone(version, error.there) from error
@@ -153,11 +159,24 @@ class ServedWeights:
 
     def _read(self, version: int, deadline: float) -> None:
         assert self._store is not None
-        spare = self._spare(deadline)
+        spare, digests = self._spare(deadline), tuple[bytes, ...]()
         with self._work.doing("load_weights", version):
-            self._store.get(version, spare.model.state_dict(), timeout=max(0.001, deadline - time.monotonic()))
+            while not digests or digests != self._store.digests(version):  # else other bytes got the number meanwhile
+                digests = self._store.digests(version)
+                self._store.get(version, spare.model.state_dict(), timeout=max(0.001, deadline - time.monotonic()))
         with self._changed:
-            spare.version = version
+            for each in self._loaded:
+                if each.version == version:  # of the bytes that had this number before
+                    each.version = None
+            spare.version, spare.digests = version, digests
+
+    def _is_current(self, version: int) -> bool:
+        """Whether a version is here, and the store has no other bytes by its number."""
+        with self._changed:
+            here = [each.digests for each in self._loaded if each.version == version]
+        if not here or self._store is None:
+            return bool(here)
+        return self._store.digests(version) in (here[0], ())
 
     def _spare(self, deadline: float) -> _Loaded:
         """A model that serves nothing; it loses its version."""
@@ -194,7 +213,7 @@ class ServedWeights:
     def _follow(self, store: WeightStore) -> None:
         while not self._closed:
             try:
-                newest = store.wait(0 if self._served is None else self._served + 1, LOOK_SECONDS)
+                newest = self._newest(store)
             except StoreTimeout:
                 self._answered()
                 continue
@@ -216,6 +235,16 @@ class ServedWeights:
             if self._failure is self._unanswered:
                 self._failure = None
             self._unanswered = None
+
+    def _newest(self, store: WeightStore) -> int:
+        """Wait for a version that is not here. Raises `StoreTimeout` if there is none yet."""
+        served = self._served
+        try:
+            return store.wait(0 if served is None else served + 1, LOOK_SECONDS)
+        except StoreTimeout:
+            if served is None or self._is_current(served):
+                raise
+            return served  # its number was published again
 
     def _fail(self, error: HoldfastError) -> None:
         with self._changed:

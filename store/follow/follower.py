@@ -246,9 +246,16 @@ class Follower:
             must = target(catalog, me)
             if must is None:
                 raise NotCaughtUp(self.reader, self._version, None, "no switch that names it was committed")
-            if may_serve(catalog, me) and self._version == must.version:
+            digests = digests_of(catalog, must.version)
+            served = self._staged.served
+            if (
+                may_serve(catalog, me)
+                and self._version == must.version
+                and served
+                and served.holds(must.version, digests)
+            ):
                 return self._tell(must.version)
-            taken = self._staged.take(must.version, digests_of(catalog, must.version))
+            taken = self._staged.take(must.version, digests)
             if taken is None:
                 self._raise_unfit(catalog, must.version)
                 why = f"version {must.version}, committed by switch {must.serial}, is not staged yet"
@@ -269,6 +276,8 @@ class Follower:
                 self._version = before
             raise
         self._version = taken.version
+        if served is not None and taken.digests != served.digests:
+            self._told = None  # a number that was published again is another version
         self._staged.swapped()
         return self._stager.acknowledge(taken.version)
 

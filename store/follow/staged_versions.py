@@ -62,7 +62,9 @@ class StagedVersions:
         """Take the newest version that is ready, if it was the latest after the one that is served was."""
         latest = catalog.latest
         with self.changed:
-            if latest is None or self.refuses(latest) or (self.served and self.served.version == latest):
+            if latest is None or self.refuses(latest):
+                return None
+            if self.served and self.served.holds(latest, digests_of(catalog, latest)):
                 return None
             since = -1 if self.served is None else self.served.seen
             found = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -433,3 +434,37 @@ def test_a_register_that_was_away_leaves_a_healthy_generator_ready(tmp_path: Pat
         eventually(lambda: weights.failure is None, 20.0)
         assert weights.check_ready() == 1
         weights.close()
+
+
+class _Weights(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(100))
+
+
+def test_a_version_that_was_deleted_and_published_anew_is_read_anew(store: WeightStore) -> None:
+    """By an update, and by the thread that follows the store; running users keep the model that they have."""
+    build: Any = _Weights
+    served = ServedWeights(build, store, 2)
+
+    def value() -> Any:
+        with served.using(2) as model:
+            weights: Any = model
+            return weights.w[0].item()
+
+    for number, first in enumerate((1.0, 2.0, 3.0)):
+        if number:
+            store.delete(2)
+        store.publish(2, {"w": torch.full((100,), first)})
+        with contextlib.ExitStack() as users:
+            before: Any = users.enter_context(served.using(2)) if number else None
+            assert served.update(2, 10.0) == 2 and value() == first
+            assert before is None or before.w[0].item() == first - 1.0
+    store.delete(2)
+    assert served.update(2, 10.0) == 2 and value() == 3.0, "what the store has not any more is served as it was"
+    served.follow()
+    try:
+        store.publish(2, {"w": torch.full((100,), 4.0)})
+        eventually(lambda: value() == 4.0, 20.0)
+    finally:
+        served.close()

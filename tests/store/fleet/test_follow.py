@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.ft.registers import RegisterAway
 from holdfast.store import Follower, NoSuchVersion, NotCaughtUp, ReaderReplaced, StoreTimeout, WeightStore
+from holdfast.store.catalog.settling import without_versions
 from holdfast.store.data.tree import FlatState
 from holdfast.store.follow import follower as follower_module
 from holdfast.store.follow.staged_versions import StagedVersions
@@ -62,6 +64,18 @@ def test_a_follower_prefetches_and_swaps_between_two_batches(store: WeightStore)
         assert seen == [(1, me), (2, me), (3, me)]
         assert [each.served for each in store.readers()] == [3]
     assert store.readers() == () and value_of(into) == 3
+
+
+def test_a_number_that_is_lost_and_published_anew_is_swapped_in_as_another_version(store: WeightStore) -> None:
+    into, told = weights(-1), list[float]()
+    with store.follow(into, on_version=lambda number: told.append(value_of(into))) as follower:
+        store.publish(1, weights(1))
+        follower.catch_up()
+        store._change(lambda catalog: replace(without_versions(catalog, [1]), past=()))  # all holders died
+        assert follower.swap() == 1 and value_of(into) == 1, "there is nothing else to serve"
+        store.publish(1, weights(11))
+        eventually(lambda: follower.swap() == 1 and value_of(into) == 11)
+        assert told == [1.0, 11.0]
 
 
 def test_a_batch_waits_for_the_first_version(store: WeightStore) -> None:
