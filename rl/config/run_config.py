@@ -212,7 +212,10 @@ class GeneratorConfig(_Section, frozen=True, kw_only=True):
     ] = 1
     on_update: Annotated[
         Literal["keep", "wait", "abort"],
-        Meta(description="Running completions of `vllm` go on with new weights, end before them, or are cut off."),
+        Meta(
+            description="Running completions of `vllm` go on with new weights, end before them, or are cut off and go "
+            "on with keys and values that the new weights make anew."
+        ),
     ] = "keep"
     update: Annotated[
         Literal["swap", "drain"], Meta(description="Switch weights within completions, or between them.")

@@ -11,8 +11,20 @@ import msgspec
 
 from holdfast.rl.data.errors import InvalidEpisode
 
-Finish = Literal["stop", "length", "aborted"]
-"""Why a completion ended: a stop token, the limit of tokens, or it was cut off."""
+Finish = Literal["stop", "length"]
+"""Why a completion ended: by a stop token, or by its limit of tokens."""
+
+EpisodeFinish = Literal["stop", "length", "turns"]
+"""Why an episode ended: by itself; with a completion that its limit of tokens cut ("length"); by the limit of turns, or
+for want of room for another one."""
+
+MOST_REWARD = 1e12
+"""The largest size of a reward. Sums of squares, losses and gradients of float32 are finite up to there, and beyond."""
+
+
+def is_usable_reward(reward: float) -> bool:
+    """Whether a reward can be learned from: it is a finite number of a size that arithmetic in float32 bears."""
+    return abs(reward) <= MOST_REWARD
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +56,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_drawn("Completion", None, self.tokens, self.logprobs, self.versions)
+        if self.finish not in ("stop", "length"):
+            why = f"it did not end, but was cut off ({self.finish!r}): let it go on, or draw it again"
+            raise InvalidEpisode("Completion", None, why)
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +74,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[int, ...]
     mask: tuple[bool, ...]
     reward: float
-    finish: Finish
+    finish: EpisodeFinish
     turns: int = 1
     parts: Mapping[str, float] = msgspec.field(default_factory=dict)
 
@@ -68,8 +83,9 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
         _check_drawn("Episode", number, self.tokens, self.logprobs, self.versions)
         if len(self.mask) != len(self.tokens):
             _check_lengths("Episode", number, self.tokens, mask=self.mask)
-        if not math.isfinite(self.reward):
+        if not is_usable_reward(self.reward):
             _check_finite("Episode", number, "reward", (self.reward,))
+            raise InvalidEpisode("Episode", number, f"its reward {self.reward} is beyond {MOST_REWARD:g}")
         if not math.isfinite(sum(self.parts.values())):
             _check_finite("Episode", number, "parts", self.parts.values())
         if self.turns < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -11,7 +10,7 @@ import msgspec
 
 from holdfast.comms.errors import describe
 from holdfast.ft.console.units import counted
-from holdfast.rl.data.episode import Completion, Episode, Finish, Prompt
+from holdfast.rl.data.episode import Completion, Episode, EpisodeFinish, Prompt, is_usable_reward
 from holdfast.rl.environments.environment import Observation
 from holdfast.rl.environments.errors import (
     EnvironmentBusy,
@@ -48,14 +47,18 @@ class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that was played. `finish` is "stop" if the environment ended it, "length" if a limit did."""
+    """An episode that was played.
+
+    `finish` is "length" if the limit of tokens cut a completion of it. Else it is "stop" if the environment ended the
+    episode, "turns" if a limit of the episode did.
+    """
 
     environment: str
     seed: int
     first: Observation
     prompt: tuple[int, ...]
     turns: tuple[EpisodeTurn, ...]
-    finish: Finish
+    finish: EpisodeFinish
 
     @property
     def reward(self) -> float:
@@ -105,7 +108,7 @@ class EpisodePlay:
 
     What the environment does wrong makes the result a FailedEpisode, also a first observation that is over, empty, too
     long or not `prompt` (the episodes of a group have the same), and a text that the codec cannot encode. Errors of
-    decoding what the policy drew are raised. If the policy aborts a completion, the episode ends before it.
+    decoding what the policy drew are raised.
 
     An environment that died, hangs or is busy is tried again, `attempts` times in all: another one is brought to the
     same place by the same seed and actions, so that no token is drawn again. `on_retry` is called with each failure
@@ -157,9 +160,6 @@ class EpisodePlay:
 
     async def act(self, completion: Completion) -> None:
         """Take a turn of the policy, and the environment's answer to it."""
-        if completion.finish == "aborted":
-            self._end("aborted")
-            return
         drawn = completion.tokens
         action = self._codec.decode(drawn[:-1] if completion.finish == "stop" else drawn)
         try:
@@ -210,18 +210,19 @@ class EpisodePlay:
     def _end_at_limit(self) -> None:
         too_long = self._max_tokens is not None and len(self.seen) >= self._max_tokens
         if too_long or len(self._turns) >= self._max_turns:
-            self._end("length")
+            self._end("turns")
 
-    def _end(self, finish: Finish) -> None:
+    def _end(self, finish: EpisodeFinish) -> None:
+        cut = any(each.completion.finish == "length" for each in self._turns)
         played = Transcript(
             environment=self._session.environment,
             seed=self.seed,
             first=self._first,
             prompt=self._begun,
             turns=tuple(self._turns),
-            finish=finish,
+            finish="length" if cut else finish,
         )
-        if math.isfinite(played.reward):
+        if is_usable_reward(played.reward):
             self.result = played
         else:
             self._fail(self._lied(f"the rewards add up to {played.reward}"))

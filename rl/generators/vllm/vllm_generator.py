@@ -31,7 +31,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.request_limits import RequestLimits
 from holdfast.rl.generators.served_weights import await_visible
 from holdfast.rl.generators.transformers_generator import GeneratorHealth
-from holdfast.rl.generators.vllm.completions import completion_of, sampling_parameters
+from holdfast.rl.generators.vllm.completions import draw_whole, sampling_parameters
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.work_log import SharedSpan, WorkLog, WorkReport, processor_with_descendants
 from holdfast.store import Layout, WeightStore
@@ -74,6 +74,7 @@ class VllmGenerator:
         self._limits = RequestLimits(int(config.max_model_len), int(config.get_vocab_size()))
         self._url, self._joined = store, False
         self._served: int | None = None
+        self._digests: tuple[bytes, ...] = ()
         self._failure: HoldfastError | None = None
         self._updating = asyncio.Lock()
         self._exact = 0
@@ -119,7 +120,9 @@ class VllmGenerator:
         deadline = time.monotonic() + self._settings.timeout
         await asyncio.to_thread(await_visible, self._store, version, deadline)
         async with self._updating:
-            if self._failure is None and self._served is not None and self._served >= version:
+            digests = await asyncio.to_thread(self._store.digests, version)
+            same = self._served == version and digests in (self._digests, ())
+            if self._failure is None and self._served is not None and (self._served > version or same):
                 return version
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
@@ -129,7 +132,7 @@ class VllmGenerator:
                 failure = await self._failed(version, error)
                 self._failure = failure
                 raise failure from error
-            self._served, self._failure = version, None
+            self._served, self._digests, self._failure = version, digests, None
         return version
 
     async def catch_up(self) -> int:
@@ -214,21 +217,25 @@ class VllmGenerator:
             await asyncio.wait(drawing)
 
     async def _draw(self, prompt: tuple[int, ...], seed: int, request: SamplingRequest) -> Completion:
-        self._check_ready()
-        prompted, last, task = {"prompt_token_ids": list(prompt)}, None, asyncio.current_task()
+        async def draw(seen: tuple[int, ...], seed: int, most: int) -> Any:
+            self._check_ready()
+            last, prompted = None, {"prompt_token_ids": list(seen)}
+            async for each in self._engine.generate(prompted, sampling_parameters(request, seed, most), token_hex(8)):
+                last = each
+            if last is None or self._closed.is_set():
+                raise GeneratorClosed("vLLM ended a sample without a word")
+            return last.outputs[0]
+
+        task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
-            async for each in self._engine.generate(prompted, sampling_parameters(request, seed), token_hex(8)):
-                last = each
+            return await draw_whole(draw, prompt, seed, request.max_new_tokens)
         except asyncio.CancelledError:
             self._check_ready()
             raise
         finally:
             self._running.discard(task)
-        if last is None:
-            raise GeneratorClosed("vLLM ended a sample without a word")
-        return completion_of(last.outputs[0])
 
     # -- weights
 

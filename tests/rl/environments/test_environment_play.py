@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rl.data.episode import Completion, Prompt
+from holdfast.rl.algorithms.collate import counted_tokens
+from holdfast.rl.config.objective import objective
+from holdfast.rl.data.batch_columns import BatchColumns
+from holdfast.rl.data.episode import Completion, Finish, Group, Prompt
+from holdfast.rl.data.errors import InvalidEpisode
 from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Environment, Observation
 from holdfast.rl.environments.errors import FailureKind
@@ -27,9 +32,9 @@ class Characters:
         return bytes(tokens).decode().strip()
 
 
-def completion(text: str, version: int = 1) -> Completion:
+def completion(text: str, version: int = 1, finish: Finish = "stop") -> Completion:
     tokens = tuple(f"{text}\n".encode())
-    return Completion(tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=(version,) * len(tokens), finish="stop")
+    return Completion(tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=(version,) * len(tokens), finish=finish)
 
 
 def saying(*texts: str) -> Act:
@@ -94,20 +99,36 @@ def test_logprobs_and_versions_are_those_of_the_tokens() -> None:
 
 def test_an_episode_without_an_end_ends_at_the_limit_of_turns() -> None:
     result = transcript(played(Misbehaving, saying(*["go"] * 9), max_turns=4))
-    assert (result.finish, len(result.turns), result.reward) == ("length", 4, 2.0)
+    assert (result.finish, len(result.turns), result.reward) == ("turns", 4, 2.0)
 
 
 def test_an_episode_ends_at_the_limit_of_tokens() -> None:
     result = transcript(played(Misbehaving, saying(*["go"] * 9), max_tokens=8))
-    assert result.finish == "length"
+    assert result.finish == "turns"
     assert len(result.turns) == 2
 
 
-def test_an_aborted_completion_ends_the_episode() -> None:
-    async def act(tokens: tuple[int, ...]) -> Completion:
-        return Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
+@pytest.mark.parametrize("cut", [None, 0, 1])
+@pytest.mark.parametrize("ends", [False, True])
+def test_dapo_leaves_out_an_episode_with_a_completion_that_was_cut_and_no_other(cut: int | None, ends: bool) -> None:
+    """Neither the limit of turns nor the end that the environment makes decides that."""
+    said = iter(enumerate(("go", "end" if ends else "go")))
 
-    assert transcript(played(Misbehaving, act)).finish == "aborted"
+    async def act(tokens: tuple[int, ...]) -> Completion:
+        turn, text = next(said)
+        return completion(text, finish="length" if turn == cut else "stop")
+
+    result = transcript(played(Misbehaving, act, max_turns=2))
+    prompt = Prompt(number=0, tokens=result.prompt)
+    group = Group(number=0, prompt=prompt, episodes=(result.episode(prompt),))
+    mask = counted_tokens(BatchColumns.of([group]), objective("dapo"))
+    assert int(mask.sum()) == (0 if cut is not None else sum(result.mask))
+
+
+def test_a_completion_that_did_not_end_is_none() -> None:
+    finish: Any = "aborted"
+    with pytest.raises(InvalidEpisode, match="let it go on, or draw it again"):
+        completion("go", finish=finish)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ pytest.importorskip("transformers", reason="generators need transformers: pip in
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.rl.generators.vllm.completions import completion_of
+from holdfast.rl.generators.vllm.completions import draw_whole
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.generators.vllm.staged_weights import StagedWeights
 from holdfast.store import WeightStore
@@ -105,22 +107,53 @@ def test_models_and_ranks_that_have_no_plan_are_refused() -> None:
         StagedWeights({}, model_of("llama", 4, 2, False).config, 0, 3)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=4))
-def test_each_token_of_a_completion_has_the_version_that_drew_it(spans: list[tuple[int, int]]) -> None:
-    versions = [version for version, count in spans for _ in range(count)]
-    starts = [sum(count for _, count in spans[:index]) for index in range(len(spans) + 1)]
-    output = SimpleNamespace(
-        token_ids=list(range(len(versions))),
-        logprobs=[{index: SimpleNamespace(logprob=-float(index))} for index in range(len(versions))],
+def output_of(tokens: list[int], versions: list[int], finish: str) -> Any:
+    """An output of vLLM: versions come as spans of tokens."""
+    spans = [(version, len(list(found))) for version, found in itertools.groupby(versions)]
+    starts = list(itertools.accumulate((count for _, count in spans), initial=0))
+    return SimpleNamespace(
+        token_ids=tokens,
+        logprobs=[{token: SimpleNamespace(logprob=-float(token))} for token in tokens],
         weight_versions=[
-            SimpleNamespace(version=str(version), start=start, end=end)
-            for (version, _), start, end in zip(spans, starts, starts[1:], strict=False)
+            SimpleNamespace(version=str(version), start=start, end=start + count)
+            for (version, count), start in zip(spans, starts, strict=False)
         ],
-        finish_reason="abort",
+        finish_reason=finish,
     )
-    completion = completion_of(output)
-    assert completion.versions == tuple(versions)
-    assert (completion.finish, completion.logprobs) == ("aborted", tuple(-float(each) for each in completion.tokens))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.sets(st.integers(0, 7)), st.booleans())
+def test_a_sample_that_updates_cut_off_goes_on_behind_its_tokens(
+    versions: list[int], cuts: set[int], stopped: bool
+) -> None:
+    """So no completion that a trainer sees was cut off by an update, whatever came when."""
+    most = len(versions) + stopped
+    asked: list[tuple[tuple[int, ...], int]] = []
+    edges = [0, *sorted(cut for cut in cuts if cut < len(versions)), len(versions)]
+
+    async def draw(seen: tuple[int, ...], seed: int, left: int) -> Any:
+        begin, end = edges[len(asked)], edges[len(asked) + 1]
+        asked.append((seen, seed))
+        assert (seen, left) == ((7, 8, *range(begin)), most - begin)
+        last = "stop" if stopped else "length"
+        return output_of(
+            list(range(begin, end)), versions[begin:end], last if len(asked) == len(edges) - 1 else "abort"
+        )
+
+    completion = asyncio.run(draw_whole(draw, (7, 8), 5, most))
+    assert completion.tokens == tuple(range(len(versions))) and completion.versions == tuple(versions)
+    assert completion.logprobs == tuple(-float(each) for each in completion.tokens)
+    assert completion.finish == ("stop" if stopped else "length")
+    assert len({seed for seen, seed in asked}) == len({seen for seen, _ in asked}), (
+        "no part draws with another's numbers"
+    )
+
+
+def test_a_sample_that_is_cut_off_at_its_last_token_has_reached_its_limit() -> None:
+    async def draw(seen: tuple[int, ...], seed: int, left: int) -> Any:
+        return output_of([1, 2], [0, 0], "abort")
+
+    assert asyncio.run(draw_whole(draw, (7,), 5, 2)).finish == "length"
 
 
 @pytest.mark.parametrize("wrong", [{"on_update": "swap"}, {"slots": 0}, {"tensor_parallel": 0}, {"timeout": 0}])
