@@ -61,13 +61,5 @@ def policy_loss(logprobs: Tensor, inputs: LossInputs, form: LossForm) -> Tensor:
     return fused.policy_loss(kernels, logprobs, inputs, form)
 
 
-def group_advantages(rewards: Tensor, *, normalise: bool) -> Tensor:
-    """Rewards (groups, size) minus their group's mean; with `normalise` over its deviation; 0 where all are equal."""
-    kernels = _for(rewards)
-    if kernels is None:
-        return eager.group_advantages(rewards, normalise=normalise)
-    return kernels.advantages_forward(rewards.contiguous(), normalise)
-
-
 def _for(tensor: Tensor) -> fused.FusedKernels | None:
     return CHOICE.of(tensor.device, tensor.numel()) if tensor.dtype in FUSED_DTYPES else None

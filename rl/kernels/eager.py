@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from holdfast.rl.kernels.loss_form import LossForm, LossInputs
+from holdfast.rl.kernels.loss_form import MOST_LOG_RATIO, LossForm, LossInputs
 
 Tensor = torch.Tensor
 
@@ -32,7 +32,7 @@ def policy_loss(logprobs: Tensor, inputs: LossInputs, form: LossForm) -> Tensor:
     change = logprobs - old
     if form.sequence_ratio:
         change = _exact_sum(change).unsqueeze(1) / length
-    ratio = change.exp()
+    ratio = _clamped(change).exp()
     clipped = ratio.clamp(1.0 - form.clip_low, 1.0 + form.clip_high)
     advantage = inputs.advantages.unsqueeze(1)
     gain = torch.minimum(ratio * advantage, clipped * advantage)
@@ -40,10 +40,10 @@ def policy_loss(logprobs: Tensor, inputs: LossInputs, form: LossForm) -> Tensor:
         drift = old - inputs.generated.masked_fill(~mask, 0.0)
         if form.sequence_ratio:
             drift = _exact_sum(drift).unsqueeze(1) / length
-        gain = drift.detach().exp().clamp(max=form.truncation) * gain
+        gain = _clamped(drift.detach()).exp().clamp(max=form.truncation) * gain
     gain = gain.expand_as(mask)
     if form.kl and inputs.reference is not None:
-        apart = inputs.reference.masked_fill(~mask, 0.0) - logprobs
+        apart = _clamped(inputs.reference.masked_fill(~mask, 0.0) - logprobs)
         gain = gain - form.kl * (apart.exp() - apart - 1.0)
     if form.entropy and inputs.entropies is not None:
         gain = gain + form.entropy * inputs.entropies.masked_fill(~mask, 0.0)
@@ -51,15 +51,10 @@ def policy_loss(logprobs: Tensor, inputs: LossInputs, form: LossForm) -> Tensor:
     return -_exact_sum(gain / length if form.by_length else gain).sum() / form.divisor
 
 
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+
+
 def _exact_sum(values: Tensor) -> Tensor:
     """The sums of rows; in double precision, so that padding does not show in a result of single precision."""
     return values.double().sum(1).to(values.dtype)
-
-
-def group_advantages(rewards: Tensor, *, normalise: bool) -> Tensor:
-    """Rewards (groups, size) minus their group's mean, over its standard deviation; 0 where a whole group is alike."""
-    centred = rewards - rewards.mean(1, keepdim=True)
-    alike = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    if normalise:
-        centred = centred / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
-    return centred.masked_fill(alike, 0.0)

@@ -52,9 +52,6 @@ class FusedKernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The gain of each sequence (n,), before the division by `divisor`; its gradient in `logprobs` (n, length)."""
 
-    def advantages_forward(self, rewards: Tensor, normalise: bool) -> Tensor:
-        """The advantages of rewards (groups, size)."""
-
 
 def token_logprobs(
     kernels: FusedKernels, logits: Tensor, tokens: Tensor, temperature: float, *, entropies: bool

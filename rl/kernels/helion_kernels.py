@@ -8,7 +8,7 @@ import helion
 import helion.language as hl
 import torch
 
-from holdfast.rl.kernels.loss_form import LossForm
+from holdfast.rl.kernels.loss_form import MOST_LOG_RATIO, LossForm
 
 Tensor = torch.Tensor
 
@@ -88,6 +88,7 @@ def gain_rows(
     kl: float,
     entropy: float,
     truncation: float,
+    limit: float,
     sequence_ratio: hl.constexpr,
     by_length: hl.constexpr,
 ) -> tuple[Tensor, Tensor]:
@@ -116,19 +117,21 @@ def gain_rows(
             if sequence_ratio:
                 step = torch.zeros_like(step) + (change / count)[:, None]
                 moved = torch.zeros_like(step) + (drift / count)[:, None]
-            ratio = torch.exp(step)
+            within = torch.clamp(step, -limit, limit)
+            ratio = torch.exp(within)
             raw = ratio * advantage
             capped = torch.clamp(ratio, least, most) * advantage
             each = torch.minimum(raw, capped)
-            slope = torch.where(raw <= capped, raw, 0.0)
+            slope = torch.where((raw <= capped) & (within == step), raw, 0.0)
             if truncation > 0:
-                weight = torch.clamp(torch.exp(moved), max=truncation)
+                weight = torch.clamp(torch.exp(torch.clamp(moved, -limit, limit)), max=truncation)
                 each = each * weight
                 slope = slope * weight
             if kl > 0:
                 apart = torch.where(counts, reference[tile, places], 0.0) - new
-                each = each - kl * (torch.exp(apart) - apart - 1.0)
-                slope = slope + kl * (torch.exp(apart) - 1.0)
+                near = torch.clamp(apart, -limit, limit)
+                each = each - kl * (torch.exp(near) - near - 1.0)
+                slope = slope + torch.where(near == apart, kl * (torch.exp(near) - 1.0), 0.0)
             if entropy > 0:
                 each = each + entropy * torch.where(counts, entropies[tile, places], 0.0)
             if by_length:
@@ -138,21 +141,6 @@ def gain_rows(
             gradient[tile, places] = torch.where(counts, slope, 0.0)
         gains[tile] = gain
     return gains, gradient
-
-
-@helion.kernel(config=configuration("advantage_rows"), static_shapes=False)
-def advantage_rows(rewards: Tensor, normalise: hl.constexpr) -> Tensor:
-    groups, size = rewards.size()
-    advantages = torch.empty_like(rewards)
-    for tile in hl.tile(groups):
-        reward = rewards[tile, :]
-        centred = reward - (reward.sum(dim=1) / size)[:, None]
-        result = centred
-        if normalise:
-            result = centred / (torch.sqrt((centred * centred).sum(dim=1) / size) + 1e-4)[:, None]
-        alike = torch.amax(reward, dim=1) == torch.amin(reward, dim=1)
-        advantages[tile, :] = torch.where(alike[:, None], 0.0, result)
-    return advantages
 
 
 def logprobs_forward(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,12 +186,8 @@ def loss_forward(
         form.kl,
         form.entropy,
         form.truncation,
+        MOST_LOG_RATIO,
         form.sequence_ratio,
         form.by_length,
     )
     return found
-
-
-def advantages_forward(rewards: Tensor, normalise: bool) -> Tensor:
-    advantages: Tensor = advantage_rows(rewards, normalise)
-    return advantages

@@ -6,6 +6,13 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+MOST_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this size, as verl does, so that no exponential overflows: e^20 is 485 million.
+
+It holds for each of the three: the new policy to the old one, the old one to the generator, the reference to the new
+one. A log-ratio beyond it has no gradient.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
@@ -13,7 +20,8 @@ class LossInputs:
 
     `advantages` (n,); `generated` are the generator's log-probabilities, `old` the trainer's before the first update
     with these sequences, `reference` those of the policy to stay near (for `kl`); `entropies` are of the new policy.
-    Without `old`, this is the first update with them: the old policy is the new one, or the generator's.
+    Without `old`, the old policy is the new one, as at the first update with them; or the generator's, without
+    `truncation`.
     """
 
     mask: torch.Tensor

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.rl.kernels.loss_form import LossForm
+from holdfast.rl.kernels.loss_form import MOST_LOG_RATIO, LossForm
 
 Tensor = torch.Tensor
 
@@ -89,6 +89,7 @@ def gain_rows(
     kl,
     entropy,
     truncation,
+    limit,
     sequence_ratio: tl.constexpr,
     truncated: tl.constexpr,
     with_kl: tl.constexpr,
@@ -118,23 +119,26 @@ def gain_rows(
         counts = tl.load(mask + start + places, mask=places < length, other=0) != 0
         new = tl.load(logprobs + start + places, mask=counts, other=0.0)
         before = tl.load(old + start + places, mask=counts, other=0.0)
-        ratio = tl.exp(change / count) + tl.zeros_like(new) if sequence_ratio else tl.exp(new - before)
+        step = change / count + tl.zeros_like(new) if sequence_ratio else new - before
+        within = tl.minimum(tl.maximum(step, -limit), limit)
+        ratio = tl.exp(within)
         raw = ratio * advantage
         capped = tl.minimum(tl.maximum(ratio, least), most) * advantage
         each = tl.minimum(raw, capped)
-        slope = tl.where(raw <= capped, raw, 0.0)
+        slope = tl.where((raw <= capped) & (within == step), raw, 0.0)
         if truncated:
             if sequence_ratio:
-                weight = tl.exp(drift / count) + tl.zeros_like(new)
+                moved = drift / count + tl.zeros_like(new)
             else:
-                weight = tl.exp(before - tl.load(generated + start + places, mask=counts, other=0.0))
-            weight = tl.minimum(weight, truncation)
+                moved = before - tl.load(generated + start + places, mask=counts, other=0.0)
+            weight = tl.minimum(tl.exp(tl.minimum(tl.maximum(moved, -limit), limit)), truncation)
             each *= weight
             slope *= weight
         if with_kl:
             apart = tl.load(reference + start + places, mask=counts, other=0.0) - new
-            each -= kl * (tl.exp(apart) - apart - 1.0)
-            slope += kl * (tl.exp(apart) - 1.0)
+            near = tl.minimum(tl.maximum(apart, -limit), limit)
+            each -= kl * (tl.exp(near) - near - 1.0)
+            slope += tl.where(near == apart, kl * (tl.exp(near) - 1.0), 0.0)
         if with_entropy:
             each += entropy * tl.load(entropies + start + places, mask=counts, other=0.0)
         if by_length:
@@ -143,22 +147,6 @@ def gain_rows(
         gain += tl.sum(tl.where(counts, each, 0.0), 0)
         tl.store(gradient + start + places, tl.where(counts, slope, 0.0), mask=places < length)
     tl.store(gains + row, gain)
-
-
-@triton.jit
-def advantage_rows(rewards, advantages, size, normalise: tl.constexpr, block: tl.constexpr):
-    """The advantages of one group, which fits in one block."""
-    start = tl.program_id(0).to(tl.int64) * size
-    places = tl.arange(0, block)
-    inside = places < size
-    reward = tl.load(rewards + start + places, mask=inside, other=0.0)
-    centred = tl.where(inside, reward - tl.sum(reward, 0) / size, 0.0)
-    result = centred
-    if normalise:
-        result = centred / (tl.sqrt(tl.sum(centred * centred, 0) / size) + 1e-4)
-    highest = tl.max(tl.where(inside, reward, -float("inf")), 0)
-    lowest = tl.min(tl.where(inside, reward, float("inf")), 0)
-    tl.store(advantages + start + places, tl.where(highest == lowest, 0.0, result), mask=inside)
 
 
 def logprobs_forward(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,6 +219,7 @@ def loss_forward(
             form.kl,
             form.entropy,
             form.truncation,
+            MOST_LOG_RATIO,
             sequence_ratio=form.sequence_ratio,
             truncated=form.truncation > 0,
             with_kl=form.kl > 0,
@@ -239,13 +228,3 @@ def loss_forward(
             block=SEQUENCE_BLOCK,
         )
     return gains, gradient
-
-
-def advantages_forward(rewards: Tensor, normalise: bool) -> Tensor:
-    advantages = torch.empty_like(rewards)
-    if rewards.numel():
-        size = rewards.shape[1]
-        advantage_rows[(len(rewards),)](
-            rewards, advantages, size, normalise=normalise, block=triton.next_power_of_2(size)
-        )
-    return advantages

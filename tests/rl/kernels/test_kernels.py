@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from holdfast.comms.tensors.kernel_choice import Implementation, KernelChoice
-from holdfast.rl.kernels import dispatch, eager, group_advantages, token_logprobs
+from holdfast.rl.kernels import dispatch, eager, token_logprobs
 from support.source_tree import TESTS
 from support.weights.peers import site_of
 
@@ -47,14 +47,14 @@ def test_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
     """In the interpreter of the language, on CPU memory. The two refuse each other, so each has a process."""
     packages = ("triton",) if language == "triton" else ("triton", "helion")
     errors = run_program("compare", language, packages=packages, **{f"{language.upper()}_INTERPRET": "1"})
-    assert len(errors) == 9
+    assert len(errors) == 8
     assert not {name: error for name, error in errors.items() if error > BOUNDS.get(name, FLOAT32_BOUND)}
 
 
 @pytest.mark.timeout(320)
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """Triton's for an H100 down to machine code; Helion's to Triton, with the configurations that are kept in files."""
-    assert len(run_program("compile", packages=("triton", "helion"), TRITON_CACHE_DIR=str(tmp_path))) == 8
+    assert len(run_program("compile", packages=("triton", "helion"), TRITON_CACHE_DIR=str(tmp_path))) == 6
 
 
 def test_the_cpu_and_double_precision_get_torchs_ops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,6 @@ def test_the_cpu_and_double_precision_get_torchs_ops(monkeypatch: pytest.MonkeyP
     assert entropies is not None
     assert torch.equal(entropies, -(predicted.exp() * predicted).sum(-1))
     assert token_logprobs(logits, tokens)[1] is None
-    assert group_advantages(torch.tensor([[0.1, 0.1, 0.1]]), normalise=True).tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_a_choice_takes_the_first_implementation_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +86,18 @@ def test_the_dispatch_hands_large_calls_to_the_fused_kernels(monkeypatch: pytest
     asked: list[tuple[str, int]] = []
 
     def loads() -> Any:
-        return SimpleNamespace(advantages_forward=lambda rewards, normalise: asked.append(("advantages", len(rewards))))
+        def forward(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+            asked.append(("logprobs", len(logits)))
+            return (logits[:, 0],) * 3
+
+        return SimpleNamespace(logprobs_forward=forward)
 
     choice: KernelChoice[Any] = KernelChoice(Implementation(loads, least=8), Implementation(lambda: None))
     monkeypatch.setattr(dispatch, "CHOICE", choice)
-    group_advantages(torch.rand(4, 2), normalise=True)
-    assert asked == [("advantages", 4)]
-    for rewards in (torch.rand(3, 2), torch.rand(4, 2, dtype=torch.float64)):
-        assert torch.equal(group_advantages(rewards, normalise=False), eager.group_advantages(rewards, normalise=False))
+    token_logprobs(torch.rand(4, 2), torch.zeros(4, dtype=torch.int64))
+    assert asked == [("logprobs", 4)]
+    for logits in (torch.rand(3, 2), torch.rand(4, 2, dtype=torch.float64)):
+        tokens = torch.zeros(len(logits), dtype=torch.int64)
+        wanted = eager.token_logprobs(logits, tokens, 1.0, entropies=False)[0]
+        assert torch.equal(token_logprobs(logits, tokens)[0], wanted)
     assert len(asked) == 1
