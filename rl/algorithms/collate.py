@@ -31,7 +31,7 @@ def collate(columns: BatchColumns, objective: Objective) -> TrainingTokens:
     column = torch.arange(int(ends.max()), device="cpu").expand(len(prompts), -1)
     attention = column < ends
     after = (column[:, :-1] >= begins - 1) & (column[:, :-1] < ends - 1)
-    weights = [each for rewards in columns.rewards_by_group() for each in advantages(rewards, objective)]
+    weights = advantages(columns.rewards_by_group(), objective)
     return TrainingTokens(
         _placed(columns.tensor("tokens"), attention),
         attention,
@@ -43,10 +43,10 @@ def collate(columns: BatchColumns, objective: Objective) -> TrainingTokens:
     )
 
 
-def step_totals(columns: BatchColumns, objective: Objective) -> StepTotals:
-    """The totals of all groups of a step, whichever unit each is in."""
-    tokens = int(counted_tokens(columns, objective).sum())
-    return StepTotals(sequences=len(columns.overlong), tokens=max(tokens, 1))
+def step_totals(tokens: TrainingTokens) -> StepTotals:
+    """The totals of all episodes of an update, whichever unit each is in."""
+    mask = tokens.inputs.mask
+    return StepTotals(sequences=len(mask), tokens=max(int(mask.sum()), 1))
 
 
 def counted_tokens(columns: BatchColumns, objective: Objective) -> torch.Tensor:

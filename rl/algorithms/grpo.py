@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.rl.config.objective import Objective
+from holdfast.rl.data.episode import MOST_REWARD, is_usable_reward
+from holdfast.rl.data.errors import InvalidEpisode
 from holdfast.rl.kernels import LossForm, LossInputs, policy_loss
 
 
@@ -24,14 +26,32 @@ class StepTotals:
     tokens: int
 
 
-def advantages(rewards: Sequence[float], objective: Objective) -> tuple[float, ...]:
-    """The advantages of the episodes of one group; exact sums, so their order changes no bit."""
+def advantages(groups: Sequence[Sequence[float]], objective: Objective) -> tuple[float, ...]:
+    """The advantages of the episodes of a batch, from the rewards of each of its groups.
+
+    They are 0 where a whole group is alike. Sums are exact, so the order of the rewards changes no bit. Raises
+    `InvalidEpisode` for a reward that `is_usable_reward` refuses: all advantages are finite, in float32 too.
+    """
+    for number, rewards in enumerate(groups):
+        for reward in rewards:
+            if not is_usable_reward(reward):
+                raise InvalidEpisode("Group", number, f"its reward {reward} is not finite, or beyond {MOST_REWARD:g}")
+    of_batch = _deviation([each for rewards in groups for each in rewards])
+    found: list[float] = []
+    for rewards in groups:
+        mean = math.fsum(rewards) / len(rewards)
+        if max(rewards) == min(rewards):
+            found += [0.0] * len(rewards)
+            continue
+        scale = {"group": _deviation(rewards), "batch": of_batch, "none": 1.0}[objective.scale_rewards]
+        found += [(reward - mean) / scale for reward in rewards]
+    return tuple(found)
+
+
+def _deviation(rewards: Sequence[float]) -> float:
+    """What advantages are divided by: the unbiased standard deviation, and 1e-4."""
     mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not objective.normalise or max(rewards) == min(rewards):
-        return tuple(centred) if max(rewards) > min(rewards) else (0.0,) * len(rewards)
-    scale = math.sqrt(math.fsum(each * each for each in centred) / len(rewards)) + 1e-4
-    return tuple(each / scale for each in centred)
+    return math.sqrt(math.fsum((each - mean) ** 2 for each in rewards) / max(len(rewards) - 1, 1)) + 1e-4
 
 
 def loss(logprobs: torch.Tensor, inputs: LossInputs, totals: StepTotals, objective: Objective) -> torch.Tensor:

@@ -15,9 +15,13 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The loss of a step. The algorithm sets the defaults of the other fields; those here are GRPO's."""
 
     algorithm: Annotated[Algorithm, Meta(description="The algorithm, whose defaults the other fields have.")] = "grpo"
-    normalise: Annotated[
-        bool, Meta(description="Divide advantages by the standard deviation of the group's rewards.")
-    ] = True
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"],
+        Meta(
+            description="Divide advantages by the standard deviation of the rewards of their group, or of the whole "
+            "batch; or not. It is the unbiased one (over n - 1), plus 1e-4, as in TRL's option of this name."
+        ),
+    ] = "group"
     aggregate: Annotated[
         Literal["sequence", "token", "sum"],
         Meta(
@@ -42,12 +46,14 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     redraws: Annotated[
         int, Meta(ge=0, le=100, description="How often a group whose rewards are all equal is drawn again.")
     ] = 0
-    skip_overlong: Annotated[bool, Meta(description="Leave completions that were cut off out of the loss.")] = False
+    skip_overlong: Annotated[
+        bool, Meta(description="Leave episodes with a completion that the limit of tokens cut out of the loss.")
+    ] = False
 
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "grpo": {},
-    "dr_grpo": {"normalise": False, "aggregate": "sum"},
+    "dr_grpo": {"scale_rewards": "none", "aggregate": "sum"},
     "dapo": {"aggregate": "token", "clip_high": 0.28, "redraws": 4, "skip_overlong": True},
     "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
 }

@@ -62,10 +62,14 @@ class BatchColumns(msgspec.Struct, frozen=True, kw_only=True):
         """The number of groups."""
         return len(self.groups) // array("i").itemsize
 
+    def group_sizes(self) -> list[int]:
+        """The number of episodes of each group."""
+        return array("i", self.groups).tolist()
+
     def rewards_by_group(self) -> list[list[float]]:
         """The rewards of the episodes of each group."""
         rewards, found, begin = array("d", self.rewards).tolist(), [], 0
-        for size in array("i", self.groups):
+        for size in self.group_sizes():
             found.append(rewards[begin : begin + size])
             begin += size
         return found
@@ -77,24 +81,6 @@ class BatchColumns(msgspec.Struct, frozen=True, kw_only=True):
         if not data:
             return torch.zeros(0, dtype=wanted, device="cpu")
         return torch.frombuffer(data, dtype=stored).to(wanted)
-
-    def part(self, begin: int, end: int) -> BatchColumns:
-        """The columns of the groups from `begin` up to `end`."""
-        sizes = array("i", self.groups)
-        first, last = sum(sizes[:begin]), sum(sizes[:end])
-        prompts, drawn = array("i", self.prompts), array("i", self.drawn)
-        after = slice(sum(drawn[:first]), sum(drawn[:last]))
-        whole = slice(sum(prompts[:first]) + after.start, sum(prompts[:last]) + after.stop)
-        return BatchColumns(
-            groups=sizes[begin:end].tobytes(),
-            rewards=array("d", self.rewards)[first:last].tobytes(),
-            prompts=prompts[first:last].tobytes(),
-            drawn=drawn[first:last].tobytes(),
-            overlong=self.overlong[first:last],
-            tokens=array("i", self.tokens)[whole].tobytes(),
-            logprobs=array("f", self.logprobs)[after].tobytes(),
-            mask=self.mask[after],
-        )
 
 
 _TYPES = {

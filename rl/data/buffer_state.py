@@ -216,6 +216,11 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **fields)
 
 
+def even_edges(count: int, parts: int) -> list[tuple[int, int]]:
+    """The edges of `parts` consecutive parts of `count` things, as even as possible."""
+    return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+
 def _with(items: tuple[Item, ...], item: Item, number: Callable[[Any], int]) -> tuple[Item, ...]:
     """`items`, which are in the order of their numbers, with one more in its place."""
     at = bisect_left(items, number(item), key=number)

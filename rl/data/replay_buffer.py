@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.rl.data.buffer_state import BufferState, Permit, StalenessRule
+from holdfast.rl.data.buffer_state import BufferState, Permit, StalenessRule, even_edges
 from holdfast.rl.data.episode import Group
 from holdfast.rl.data.errors import BufferStalled
 
@@ -33,6 +33,13 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     groups: tuple[Group, ...]
     after: BufferState
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """How many versions behind the weights each group's oldest token is, at the update that trains the group."""
+        edges = even_edges(len(self.groups), self.after.rule.updates)
+        updates = [self.step + update for update, (begin, end) in enumerate(edges) for _ in range(begin, end)]
+        return tuple(update - group.version for update, group in zip(updates, self.groups, strict=True))
 
 
 class ReplayBuffer:

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast.comms.errors import describe
-from holdfast.rl.data.episode import Prompt
+from holdfast.rl.data.episode import MOST_REWARD, Prompt, is_usable_reward
 from holdfast.rl.rewards.errors import RewardFailed
 
 
@@ -94,10 +94,12 @@ def is_cancelled(error: BaseException) -> bool:
 
 
 def _is_finite(score: Score) -> bool:
-    return math.isfinite(score.value) and all(map(math.isfinite, score.parts.values()))
+    return is_usable_reward(score.value) and all(map(math.isfinite, score.parts.values()))
 
 
 def _not_finite(reward: Reward, answer: JudgedAnswer, score: Score) -> RewardFailed:
-    parts = (("its value", score.value), *score.parts.items())
-    name, value = next((name, value) for name, value in parts if not math.isfinite(value))
-    return RewardFailed(reward.name, answer.prompt.number, f"{name} is {value}")
+    found = next((f"{name} is {value}" for name, value in score.parts.items() if not math.isfinite(value)), "")
+    if not is_usable_reward(score.value):
+        beyond = f", beyond {MOST_REWARD:g}" if math.isfinite(score.value) else ""
+        found = f"its value is {score.value}{beyond}"
+    return RewardFailed(reward.name, answer.prompt.number, found)

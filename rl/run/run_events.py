@@ -52,8 +52,8 @@ class StepTrained(RunEvent, frozen=True, tag="step_trained"):
     """A step is committed.
 
     `reward` is the mean over the step's episodes, `tokens` the number that the policy drew, `staleness` the number of
-    versions by which each group was behind, `prompts` the numbers of their prompts, `epoch` and `size` those of the
-    trainers.
+    versions by which each group was behind at the update that trained it, `prompts` the numbers of their prompts,
+    `epoch` and `size` those of the trainers.
     """
 
     step: int

@@ -233,7 +233,7 @@ class TrainingRun:
                 loss=report.figures["loss"],
                 gradient_norm=report.figures["gradient_norm"],
                 tokens=sum([sum(each.mask) for each in episodes]),
-                staleness=tuple(max(0, batch.step - group.version) for group in batch.groups),
+                staleness=batch.staleness,
                 epoch=int(report.figures["epoch"]),
                 size=int(report.figures["trainers"]),
                 prompts=tuple(group.prompt.number for group in batch.groups),

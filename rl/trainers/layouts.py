@@ -6,7 +6,7 @@ an update have the same bits on any number of trainers, and after any death.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Forwards = Callable[[int], Sequence[tuple[TrainingTokens, StepTotals]]]
 """Returns the forwards of a shard, with the totals of the update."""
+Tokens = Callable[[int], Sequence[TrainingTokens]]
+"""Returns the forwards of a shard."""
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that a gradient is divided by, as torch does."""
@@ -54,6 +56,9 @@ class PolicyLayout(Protocol):
 
         `before_change` is called before the weights change, or the attempt ends.
         """
+
+    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
+        """The policy's log-probabilities now, of the forwards of each shard that this rank answers for; collective."""
 
     def committed(self, step: int) -> None:
         """Called after the attempt at `step` was committed."""
@@ -96,6 +101,12 @@ class ReplicatedLayout:
         check_finite(attempt.step, loss, self._norm)
         before_change()
         return UpdateResult(loss, self._norm)
+
+    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
+        with self._work.doing("forward", attempt.step):
+            return {
+                shard: [self._loss.logprobs(self._model, each) for each in tokens(shard)] for shard in attempt.shards
+            }
 
     def committed(self, step: int) -> None:
         with self._work.doing("optimizer", step):
@@ -150,6 +161,9 @@ class ShardedLayout:
     def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
         sums = ft.ShardSums(attempt)
         return self._update.run(attempt, self._things, sums, forwards, before_change, sharded_norm)
+
+    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
+        return self._update.logprobs(attempt, self._things, ft.ShardSums(attempt), tokens)
 
     def committed(self, step: int) -> None:
         pass
@@ -260,6 +274,19 @@ class ShardedUpdate:
             set_rate(optimizer, self._settings.schedule.at(attempt.step))
             optimizer.step()
         return UpdateResult(loss, norm)
+
+    def logprobs(
+        self, attempt: ft.Attempt, things: Any, sums: ft.ShardSums, tokens: Tokens
+    ) -> Mapping[int, Sequence[Tensor]]:
+        """The log-probabilities that the model gives now, of the forwards of each shard; collective."""
+        model, found = things["model"], dict[int, Sequence[Tensor]]()
+        with self._work.doing("forward", attempt.step):
+            for turn in sums.turns():
+                parts = [self._loss.logprobs(model, each) for each in tokens(turn.shard)]
+                if turn.counts:
+                    found[turn.shard] = parts
+            model.reshard()  # without a backward, the root stays gathered
+        return found
 
 
 def _reduced_loss(attempt: ft.Attempt, losses: Sequence[Tensor]) -> float:

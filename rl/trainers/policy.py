@@ -62,12 +62,18 @@ class PolicyLoss:
         """The share of one forward of `model` in the loss of its update."""
         inputs, objective = forward.inputs, self._objective
         if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = predict(self._reference, forward, self._temperature, entropies=False)
-            inputs = replace(inputs, reference=reference)
+            inputs = replace(inputs, reference=self._frozen(self._reference, forward, transformers_logits))
         wanted = objective.entropy > 0
         logprobs, entropies = predict(model, forward, self._temperature, entropies=wanted, logits_of=self._logits)
         return loss(logprobs, replace(inputs, entropies=entropies).to(logprobs.device), totals, objective)
+
+    def logprobs(self, model: torch.nn.Module, forward: TrainingTokens) -> Tensor:
+        """What `of` takes for the log-probabilities of `model` now, without a gradient."""
+        return self._frozen(model, forward, self._logits)
+
+    @torch.no_grad()
+    def _frozen(self, model: torch.nn.Module, forward: TrainingTokens, logits: Logits) -> Tensor:
+        return predict(model, forward, self._temperature, entropies=False, logits_of=logits)[0]
 
 
 def predict(

@@ -7,7 +7,7 @@ of its epoch, and the attempt ends once every part of it outlives its publisher.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,24 @@ class SavedBuffer:
         self.after = state["json"].encode()
 
 
+class OldLogprobs:
+    """The log-probabilities of a batch's later updates under the policy before its first one: the old policy.
+
+    Trainers that join in the middle of the batch get them from the others.
+    """
+
+    def __init__(self) -> None:
+        self.step, self.values = -1, list[torch.Tensor]()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The update that the batch begins with, and a tensor for each of the updates after it."""
+        return {"step": self.step, "values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.step, self.values = state["step"], list(state["values"])
+
+
 class Training:
     """All steps of one trainer. `take` gives batches.
 
@@ -99,6 +117,9 @@ class Training:
             self._layout = policy_layout(settings, PolicyLoss(settings), work or WorkLog())
         self._revocations = RevokedEpochs()
         self._buffer = SavedBuffer()
+        wanted = settings.objective.truncation > 0 and settings.updates > 1  # else the old policy is the present one
+        self._old = OldLogprobs() if wanted else None
+        self._found: list[torch.Tensor] = []
         self._batch: tuple[EncodedBatch, list[UpdateTokens]] | None = None
         self._losses: list[float] = []
         self._published: tuple[int, int] = (-1, 0)
@@ -114,6 +135,8 @@ class Training:
         session.subscribe(self._revocations.listen)
         self._layout.attach(session)
         session.attach("replay buffer", self._buffer)
+        if self._old is not None:
+            session.attach("old log-probabilities", self._old)
         if settings.checkpoint:
             session.checkpoints(settings.checkpoint, every=settings.checkpoint_steps, last=settings.steps)
         for attempt in session.steps(settings.steps + 1):
@@ -136,13 +159,37 @@ class Training:
 
     def _update(self, attempt: ft.Attempt) -> UpdateResult:
         part = attempt.step % self._settings.updates
-        update = self._updates(attempt.step - part, attempt)[part]
+        updates = self._updates(attempt.step - part, attempt)
+        update = updates[part]
+        if self._old is not None and part:
+            if self._old.step != attempt.step - part:
+                raise BadBatch(attempt.step - part, f"it is joined at its update {part + 1}, without its old policy")
+            update = update.with_old(self._old.values[part - 1])
+        elif self._old is not None:
+            self._found = self._old_logprobs(attempt, updates[1:])
 
         def forwards(shard: int) -> list[tuple[TrainingTokens, StepTotals]]:
             found = update.shard(shard, attempt.total_shards, self._settings.micro_batch)
             return [(each, update.totals) for each in found]
 
         return self._layout.attempt(attempt, forwards, self._finish_publication)
+
+    def _old_logprobs(self, attempt: ft.Attempt, updates: Sequence[UpdateTokens]) -> list[torch.Tensor]:
+        """The log-probabilities of these updates under the policy now, through the calls of an update; collective."""
+        shards, micro_batch = attempt.total_shards, self._settings.micro_batch
+
+        def tokens(shard: int) -> list[TrainingTokens]:
+            return [each for update in updates for each in update.shard(shard, shards, micro_batch)]
+
+        found = self._layout.logprobs(attempt, tokens)
+        joined, begin = [], 0
+        for update in updates:
+            end = begin + len(update.shard(0, shards, micro_batch))
+            mine = {shard: parts[begin:end] for shard, parts in found.items()}
+            joined.append(update.joined(shards, micro_batch, mine))
+            attempt.comm.all_reduce(joined[-1])  # each row is zero on all ranks but one: exact in any order
+            begin = end
+        return joined
 
     def _updates(self, step: int, attempt: ft.Attempt) -> list[UpdateTokens]:
         """The updates of the batch that begins with update `step`."""
@@ -156,6 +203,10 @@ class Training:
 
     def _committed(self, attempt: ft.Attempt, result: UpdateResult) -> None:
         part = attempt.step % self._settings.updates
+        if self._old is not None:
+            last = part == self._settings.updates - 1
+            self._old.step = -1 if last else attempt.step - part
+            self._old.values = [] if last else self._old.values if part else self._found
         self._losses = [*(self._losses if part else []), result.loss]
         if part < self._settings.updates - 1:
             return

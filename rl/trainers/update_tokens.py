@@ -5,7 +5,8 @@ The division depends on the batch and the settings alone, so a shard has the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +14,10 @@ from holdfast.rl.algorithms.collate import TrainingTokens, collate, step_totals
 from holdfast.rl.algorithms.grpo import StepTotals
 from holdfast.rl.config.objective import Objective
 from holdfast.rl.data.batch_columns import BatchColumns
+from holdfast.rl.data.buffer_state import even_edges
 from holdfast.rl.kernels import LossInputs
+
+Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +32,56 @@ class UpdateTokens:
 
         A forward that would have no episode has one with a mask that is false everywhere.
         """
-        edges = _edges(len(self.tokens.tokens), shards)
+        return [self._forward(begin, end) for begin, end in self._forward_edges(shard, shards, micro_batch)]
+
+    def with_old(self, old: Tensor) -> UpdateTokens:
+        """The same with the old policy's log-probabilities, one row an episode."""
+        return replace(self, tokens=replace(self.tokens, inputs=replace(self.tokens.inputs, old=old)))
+
+    def joined(self, shards: int, micro_batch: int, found: Mapping[int, Sequence[Tensor]]) -> Tensor:
+        """The rows that forwards of some shards gave, each in its place; 0 in the others."""
+        values = torch.zeros(self.tokens.inputs.mask.shape, dtype=torch.float32, device="cpu")
+        for shard, parts in found.items():
+            for (begin, end), part in zip(self._forward_edges(shard, shards, micro_batch), parts, strict=True):
+                values[begin:end, : part.shape[1]] = part[: end - begin].cpu()
+        return values
+
+    def _forward_edges(self, shard: int, shards: int, micro_batch: int) -> list[tuple[int, int]]:
+        edges = even_edges(len(self.tokens.tokens), shards)
         most = max(end - begin for begin, end in edges)
         count = max(1, -(-most // micro_batch)) if micro_batch else 1
         begin, end = edges[shard]
-        return [self._rows(begin + low, begin + high) for low, high in _edges(end - begin, count)]
+        return [(begin + low, begin + high) for low, high in even_edges(end - begin, count)]
 
-    def _rows(self, begin: int, end: int) -> TrainingTokens:
+    def _forward(self, begin: int, end: int) -> TrainingTokens:
         """Some episodes, padded to the longest of them."""
-        rows = slice(begin, end) if begin < end else slice(0, 1)
-        whole, inputs = self.tokens, self.tokens.inputs
-        length = int(whole.attention[rows].sum(1).max())
-        mask = inputs.mask[rows, : length - 1]
-        return TrainingTokens(
-            whole.tokens[rows, :length],
-            whole.attention[rows, :length],
-            LossInputs(
-                mask if begin < end else torch.zeros_like(mask),
-                inputs.advantages[rows],
-                inputs.generated[rows, : length - 1],
-            ),
-        )
+        if begin < end:
+            return _rows(self.tokens, begin, end)
+        alone = _rows(self.tokens, 0, 1)
+        return replace(alone, inputs=replace(alone.inputs, mask=torch.zeros_like(alone.inputs.mask)))
 
 
 def updates_of(columns: BatchColumns, updates: int, objective: Objective) -> list[UpdateTokens]:
     """The updates of a batch, each with consecutive groups. There are at least as many groups as updates."""
-    edges = _edges(len(columns), updates)
-    parts = [columns] if updates == 1 else [columns.part(begin, end) for begin, end in edges]
-    return [UpdateTokens(collate(part, objective), step_totals(part, objective)) for part in parts]
+    whole, sizes = collate(columns, objective), columns.group_sizes()
+    found = []
+    for first, last in even_edges(len(columns), updates):
+        part = whole if updates == 1 else _rows(whole, sum(sizes[:first]), sum(sizes[:last]))
+        found.append(UpdateTokens(part, step_totals(part)))
+    return found
 
 
-def _edges(count: int, parts: int) -> list[tuple[int, int]]:
-    """The edges of `parts` consecutive parts, as even as possible."""
-    return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+def _rows(whole: TrainingTokens, begin: int, end: int) -> TrainingTokens:
+    """Some episodes, padded to the longest of them."""
+    rows, inputs = slice(begin, end), whole.inputs
+    length = int(whole.attention[rows].sum(1).max())
+    return TrainingTokens(
+        whole.tokens[rows, :length],
+        whole.attention[rows, :length],
+        LossInputs(
+            inputs.mask[rows, : length - 1],
+            inputs.advantages[rows],
+            inputs.generated[rows, : length - 1],
+            None if inputs.old is None else inputs.old[rows, : length - 1],
+        ),
+    )

@@ -6,7 +6,7 @@ torch's, so the bits of the weights depend on its degree, and on nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 
 from holdfast import ft
 from holdfast.comms import Communicator
-from holdfast.rl.trainers.layouts import Forwards, ShardedUpdate, UpdateResult
+from holdfast.rl.trainers.layouts import Forwards, ShardedUpdate, Tokens, UpdateResult
 from holdfast.rl.trainers.policy import PolicyLoss, build_optimizer
 from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.trainers.titan.model import TitanModel
@@ -51,6 +51,10 @@ class TitanLayout:
         sums = ft.ShardSums(attempt, self._data)
         norm = partial(mesh_norm, mesh=self._mesh)
         return self._update.run(attempt, self._things, sums, forwards, before_change, norm, gives_losses=first)
+
+    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
+        found = self._update.logprobs(attempt, self._things, ft.ShardSums(attempt, self._data), tokens)
+        return found if self._mesh["tp"].get_local_rank() == 0 else {}
 
     def committed(self, step: int) -> None:
         pass

@@ -107,9 +107,7 @@ class ToyCluster:
         made = collate(BatchColumns.of(batch.groups), OBJECTIVE)
         predicted = table[made.tokens[:, 0]].log_softmax(-1).unsqueeze(1).expand(-1, 2, -1)
         logprobs = predicted.gather(2, made.tokens[:, 1:].unsqueeze(2)).squeeze(2)
-        (gradient,) = torch.autograd.grad(
-            loss(logprobs, made.inputs, step_totals(BatchColumns.of(batch.groups), OBJECTIVE), OBJECTIVE), table
-        )
+        (gradient,) = torch.autograd.grad(loss(logprobs, made.inputs, step_totals(made), OBJECTIVE), table)
         self.versions.append(table.detach() - 8.0 * gradient)
         self.batches.append(batch)
         self.training = False

@@ -15,7 +15,8 @@ from holdfast.rl.algorithms.collate import collate, step_totals
 from holdfast.rl.algorithms.grpo import StepTotals, advantages, loss
 from holdfast.rl.config.objective import Algorithm, Objective, objective
 from holdfast.rl.data.batch_columns import BatchColumns
-from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.episode import MOST_REWARD, Episode, Group, Prompt
+from holdfast.rl.data.errors import InvalidEpisode
 from holdfast.rl.kernels import LossInputs
 
 ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
@@ -161,17 +162,54 @@ def test_the_losses_of_the_units_add_up_to_that_of_the_step(chosen: Objective) -
 
 @given(rewards=st.lists(st.floats(-100, 100), min_size=2, max_size=16), seed=st.integers(0, 99))
 def test_advantages_depend_on_no_order_and_are_centred(rewards: list[float], seed: int) -> None:
-    for chosen in (objective("grpo"), objective("dr_grpo")):
-        found = advantages(rewards, chosen)
+    for chosen in (objective("grpo"), objective("dr_grpo"), objective("grpo", scale_rewards="batch")):
+        found = advantages([rewards], chosen)
         order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed)).tolist()
-        assert advantages([rewards[place] for place in order], chosen) == tuple(found[place] for place in order)
+        assert advantages([[rewards[place] for place in order]], chosen) == tuple(found[place] for place in order)
         assert math.fsum(found) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_grpo_divides_by_the_deviation_and_dr_grpo_does_not() -> None:
-    assert advantages([1.0, 0.0], objective("grpo")) == pytest.approx([1.0, -1.0], rel=1e-3)
-    assert advantages([1.0, 0.0], objective("dr_grpo")) == (0.5, -0.5)
-    assert advantages([0.1, 0.1, 0.1], objective("grpo")) == (0.0, 0.0, 0.0)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_are_scaled_as_trls_option_of_the_same_name_scales_them(scale: str) -> None:
+    """Written as TRL's GRPOTrainer has it: torch's unbiased deviation of a group, or of all groups together."""
+    groups = torch.tensor([[1.0, 0.0, 0.5], [0.1, 0.2, 0.9], [0.3, 0.3, 0.3]], dtype=torch.float64)
+    centred = groups - groups.mean(1, keepdim=True)
+    deviations = {"group": groups.std(1, keepdim=True), "batch": groups.std(), "none": torch.tensor(1.0 - 1e-4)}
+    wanted = centred / (deviations[scale] + 1e-4)
+    found = advantages(groups.tolist(), objective("grpo", scale_rewards=scale))
+    assert found == pytest.approx(wanted.flatten().tolist(), abs=1e-9)
+    assert found[6:] == (0.0, 0.0, 0.0)
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=64), min_size=2, max_size=6))
+def test_advantages_are_finite_in_single_precision_or_refused_by_name(rewards: list[float]) -> None:
+    for chosen in (objective(each) for each in ALGORITHMS):
+        try:
+            found = advantages([rewards], chosen)
+        except InvalidEpisode as error:
+            assert "reward" in str(error)
+            assert not all(abs(each) <= MOST_REWARD for each in rewards)
+        else:
+            assert torch.tensor(found, dtype=torch.float32).isfinite().all()
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e39, math.inf, math.nan])
+def test_a_reward_that_no_loss_can_be_computed_with_makes_no_episode(reward: float) -> None:
+    with pytest.raises(InvalidEpisode, match="reward"):
+        episode(Prompt(number=0, tokens=(7,)), (1,), reward)
+
+
+@pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
+@given(apart=st.sampled_from([25.0, 200.0, 1e6, math.inf]), sign=st.sampled_from([-1, 1]), seed=st.integers(0, 99))
+def test_extreme_log_ratios_give_finite_losses_and_gradients(
+    chosen: Objective, apart: float, sign: int, seed: int
+) -> None:
+    """Of the new policy to the old one, of that to the generator, of the reference to the new one."""
+    logprobs, inputs = single(*sequences(seed))
+    for name in ("old", "generated", "reference"):
+        moved = dataclasses.replace(inputs, **{name: getattr(inputs, name) + sign * apart})
+        assert loss(logprobs, moved, totals_of(inputs), chosen).isfinite()
+        assert gradient_of(logprobs, moved, totals_of(inputs), chosen).isfinite().all()
 
 
 def episode(prompt: Prompt, tokens: tuple[int, ...], reward: float, **fields: Any) -> Episode:
@@ -203,7 +241,7 @@ def test_episodes_become_rows_whose_columns_predict_the_next_token() -> None:
     assert made.inputs.mask.tolist() == [[False, True, False, True], [False, True, False, False]]
     assert made.inputs.generated[0].tolist() == [0.0, -1.0, 0.0, -3.0]
     assert made.inputs.advantages.tolist() == [0.5, -0.5]
-    assert step_totals(BatchColumns.of([group]), objective("grpo")) == StepTotals(sequences=2, tokens=3)
+    assert step_totals(made) == StepTotals(sequences=2, tokens=3)
 
 
 def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_comparison() -> None:
@@ -213,8 +251,8 @@ def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_compari
     )
     made = collate(BatchColumns.of([group]), objective("dapo"))
     assert made.inputs.mask.sum(1).tolist() == [2, 0]
-    assert made.inputs.advantages.tolist() == pytest.approx([1.0, -1.0], rel=1e-3)
-    assert step_totals(BatchColumns.of([group]), objective("dapo")).tokens == 2
+    assert made.inputs.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-3)
+    assert step_totals(made).tokens == 2
 
 
 @pytest.mark.parametrize("chosen", [objective("grpo", truncation=1.5), objective("gspo", truncation=1.1)], ids=named)

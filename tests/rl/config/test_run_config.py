@@ -340,7 +340,7 @@ def test_the_reference_has_every_field_with_its_default() -> None:
         '| `mode` | `"synchronous"`, `"asynchronous"` | `"asynchronous"` |',
         "| `stop` | list of whole number | `[]` | Token numbers that end a completion. |",
         "## `[[reward]]`",
-        '| `dr_grpo` | `normalise = false`, `aggregate = "sum"` |',
+        '| `dr_grpo` | `scale_rewards = "none"`, `aggregate = "sum"` |',
     ):
         assert row in tables
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from holdfast.rl.data.buffer_state import BufferState, Permit, StalenessRule
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.data.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
-from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
+from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer
 
 
 def group(number: int, version: int) -> Group:
@@ -137,6 +137,8 @@ class Schedules(RuleBasedStateMachine):
         assert numbers == sorted(numbers)
         last = (taken.batch + 1) * self.rule.updates - 1
         assert all(last - each.version <= self.rule.bound for each in groups)
+        batch = Batch(step=taken.batch * self.rule.updates, groups=groups, after=taken.commit())
+        assert min(batch.staleness) >= 0 and max(batch.staleness) <= self.rule.bound
 
     @invariant()
     def every_prompt_is_in_one_place(self) -> None:
@@ -155,6 +157,13 @@ class Schedules(RuleBasedStateMachine):
 
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(stateful_step_count=60)
+
+
+def test_the_staleness_of_a_group_is_that_of_the_update_that_trains_it() -> None:
+    """With several updates a batch, the weights move on under the groups that are trained last."""
+    rule = StalenessRule(groups=8, bound=5, updates=4)
+    batch = Batch(step=8, groups=tuple(group(number, 6) for number in range(8)), after=BufferState(rule=rule, batch=3))
+    assert batch.staleness == (2, 2, 3, 3, 4, 4, 5, 5)
 
 
 def test_to_wait_only_for_groups_that_are_due_now_would_not_do() -> None:

@@ -91,8 +91,8 @@ def _divide(each: JudgedAnswer) -> float:
     return 20 / int(each.text)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_score_that_is_not_finite_fails_its_answer_alone(bad: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e308, -1e39])
+def test_a_score_that_no_loss_can_be_computed_with_fails_its_answer_alone(bad: float) -> None:
     reward = FunctionReward("odd", lambda each: bad if each.text == "1" else 0.5)
     first, second = asyncio.run(score_each(reward, [answer("1"), answer("2")], 60.0))
     assert isinstance(first, RewardFailed)

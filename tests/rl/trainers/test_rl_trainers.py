@@ -225,6 +225,13 @@ def test_every_setting_has_the_same_bits_on_one_trainer_and_on_three_with_a_kill
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", REDUCTIONS)
+def test_a_trainer_that_joins_within_a_batch_gets_its_old_policy(layout: str) -> None:
+    """A spare takes the place of one that dies in the second of three updates, which the old policy bounds."""
+    more = {"updates": 3, "batches": 1, "objective": objective("grpo", truncation=2.0)}
+    assert run(layout, 2, spares=1, faults={1: (1,)}, **more)[0] == run(layout, 1, **more)[0]
+
+
+@pytest.mark.parametrize("layout", REDUCTIONS)
 def test_both_layouts_learn_alike(layout: str, alone: Any) -> None:
     """Losses and norms agree up to rounding, so they are the same algorithm."""
     for mine, other in zip(alone[layout][1], alone["replicated"][1], strict=True):

@@ -1,0 +1,179 @@
+"""The losses of whole trainers equal the papers' formulas, also over several updates with one batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
+
+from holdfast.ft import Session, Timeouts
+from holdfast.harness import LocalCluster
+from holdfast.rl.config.objective import Algorithm, Objective, objective
+from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.encoded_batch import EncodedBatch
+from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
+from holdfast.rl.trainers.training import Training
+
+ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
+GROUPS, BATCHES, RATE, WORDS = 3, 2, 0.02, 13
+TEMPERATURE = 0.8
+SOURCE = ModelSource(
+    config={
+        "model_type": "llama",
+        "vocab_size": WORDS,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+)
+QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
+
+
+def groups_of(step: int) -> tuple[Group, ...]:
+    """Groups of different lengths, with holes in their masks and completions that were cut off."""
+    random = torch.Generator().manual_seed(step)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    groups = []
+    for at in range(GROUPS):
+        prompt = Prompt(number=step * GROUPS + at, tokens=tuple(draw(0, WORDS) for _ in range(draw(1, 4))))
+        episodes = []
+        for member in range(3):
+            count = draw(2, 6)
+            episodes.append(
+                Episode(
+                    prompt=prompt,
+                    tokens=tuple(draw(0, WORDS) for _ in range(count)),
+                    logprobs=tuple(-2.5 + 0.2 * draw(-5, 5) for _ in range(count)),
+                    versions=(step,) * count,
+                    mask=(True, *(draw(0, 4) > 0 for _ in range(count - 1))),
+                    reward=float(member) + 0.5 * draw(0, 2),
+                    finish="length" if (at + member) % 4 == 3 else "stop",
+                )
+            )
+        groups.append(Group(number=step * GROUPS + at, prompt=prompt, episodes=tuple(episodes)))
+    return tuple(groups)
+
+
+def settings_of(chosen: Objective, updates: int, **more: Any) -> TrainerSettings:
+    given: dict[str, Any] = {"batches": BATCHES, "shards": 2, "max_norm": 1.0, "layout": "replicated"}
+    given |= {"schedule": RateSchedule(rate=RATE), "temperature": TEMPERATURE, "updates": updates, "objective": chosen}
+    return TrainerSettings(source=SOURCE, **given | more)
+
+
+Reports = list[tuple[float, float]]
+
+
+def train(session: Session, settings: TrainerSettings) -> Reports:
+    """Of each batch the mean loss, and the norm of the last gradient."""
+    reports: list[Any] = []
+
+    def take(step: int, over: Any) -> EncodedBatch:
+        rule = StalenessRule(groups=GROUPS, updates=settings.updates, bound=settings.updates)
+        after = BufferState(rule=rule, batch=step // settings.updates + 1)
+        return EncodedBatch.of(Batch(step=step, groups=groups_of(step), after=after))
+
+    Training(settings, None, take, reports.append).run(session)
+    return [(each.figures["loss"], each.figures["gradient_norm"]) for each in reports]
+
+
+# -- the same by the papers
+
+
+Rows = dict[int, torch.Tensor]
+"""Log-probabilities of each episode's tokens, by the id of the episode."""
+
+
+def predicted(model: torch.nn.Module, groups: Sequence[Group]) -> Rows:
+    found = {}
+    for each in (each for group in groups for each in group.episodes):
+        tokens = torch.tensor([*each.prompt.tokens, *each.tokens])
+        logits = model(input_ids=tokens[None]).logits[0] / TEMPERATURE
+        first = len(each.prompt.tokens)
+        found[id(each)] = logits.log_softmax(-1)[first - 1 : -1].gather(1, tokens[first:, None])[:, 0]
+    return found
+
+
+def by_the_papers(groups: Sequence[Group], new: Rows, old: Rows, reference: Rows, chosen: Objective) -> torch.Tensor:
+    """GRPO eq. 3, Dr. GRPO eq. 2, DAPO eq. 8, GSPO eq. 5: the negated objective of an update."""
+    sums, lengths = [], []
+    for group in groups:
+        rewards = torch.tensor([each.reward for each in group.episodes])
+        advantages = rewards - rewards.mean()
+        if chosen.algorithm != "dr_grpo":
+            advantages = advantages / (rewards.std() + 1e-4)
+        for advantage, each in zip(advantages, group.episodes, strict=True):
+            mask = torch.tensor(each.mask)
+            if chosen.algorithm == "dapo" and each.finish == "length":
+                mask = torch.zeros_like(mask)
+            generated = torch.tensor(each.logprobs)
+            before = old[id(each)] if chosen.truncation else generated
+            change, drift = new[id(each)] - before, before - generated
+            if chosen.algorithm == "gspo":
+                change, drift = (values[mask].mean().expand(len(mask)) for values in (change, drift))
+            ratio = change.exp()
+            clipped = ratio.clamp(1 - chosen.clip_low, 1 + chosen.clip_high)
+            gain = torch.minimum(ratio * advantage, clipped * advantage)
+            if chosen.truncation:
+                gain = gain * drift.exp().clamp(max=chosen.truncation)
+            apart = reference[id(each)] - new[id(each)]
+            gain = gain - chosen.kl * (apart.exp() - apart - 1)
+            sums.append(gain[mask].sum())
+            lengths.append(int(mask.sum()))
+    if chosen.algorithm == "dapo":
+        return -torch.stack(sums).sum() / sum(lengths)
+    if chosen.algorithm == "dr_grpo":
+        return -torch.stack(sums).mean()
+    return -torch.stack([total / length for total, length in zip(sums, lengths, strict=True)]).mean()
+
+
+def trained_by_the_papers(chosen: Objective, updates: int) -> Reports:
+    model, frozen = SOURCE.build(), SOURCE.build().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    reports: Reports = []
+    for step in range(0, BATCHES * updates, updates):
+        groups, losses, norm = groups_of(step), [], math.nan
+        with torch.no_grad():
+            old, reference = predicted(model, groups), predicted(frozen, groups)
+        for part in range(updates):
+            mine = groups[GROUPS * part // updates : GROUPS * (part + 1) // updates]
+            found = by_the_papers(mine, predicted(model, mine), old, reference, chosen)
+            optimizer.zero_grad()
+            torch.autograd.backward(found)
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            losses.append(found.item())
+        reports.append((sum(losses) / len(losses), norm))
+    return reports
+
+
+def run(settings: TrainerSettings) -> Reports:
+    options = {"timeouts": QUICK, "shards": 2, "size": 1, "on_error": "raise"}
+    with LocalCluster(1, "shm", session=options) as ranks:
+        reports: Reports = ranks.start(train, settings).results(90.0)[0]
+    return reports
+
+
+@pytest.mark.parametrize(("updates", "truncation"), [(1, 0.0), (3, 1.2)], ids=["one-update", "three-updates-truncated"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_trainer_computes_the_papers_losses(algorithm: Algorithm, updates: int, truncation: float) -> None:
+    """Clip, truncation, KL and masks. The old policy is that before the batch's first update."""
+    chosen = objective(algorithm, truncation=truncation, kl=0.05, clip_low=0.01, clip_high=0.02)
+    wanted = trained_by_the_papers(chosen, updates)
+    for mine, other in zip(run(settings_of(chosen, updates)), wanted, strict=True):
+        assert mine == pytest.approx(other, rel=2e-3, abs=1e-5)
+    if updates > 1:
+        unclipped = objective(algorithm, truncation=truncation, kl=0.05, clip_low=0.999, clip_high=1e6)
+        assert trained_by_the_papers(unclipped, updates)[0] != pytest.approx(wanted[0], rel=2e-3, abs=1e-5)
