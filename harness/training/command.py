@@ -49,7 +49,7 @@ def run_here(config: RunConfig, directory: Path, folder: Path, json: bool) -> No
         print_json(msgspec.to_builtins(result))
         return
     best = ""
-    if result.best:
+    if result.best and result.best.reward is not None:
         best = f"; best held-out reward {reward_text(result.best.reward)}, version {result.best.version}"
     done = f"{counted(result.steps, 'step')} in {coarse_seconds(result.seconds)}{best}; weights {result.digest[:16]}"
     out.print(done, soft_wrap=True)

@@ -76,7 +76,7 @@ def _show(out: Console, found: EvaluatedVersion, what: str) -> None:
     scores = FoldingTable(box=None, pad_edge=False, show_header=False)
     scores.add_column()
     scores.add_column(justify="right")
-    scores.add_row("reward", Text(reward_text(result.reward), "bold"))
+    scores.add_row("reward", Text("none" if result.reward is None else reward_text(result.reward), "bold"))
     for name, value in result.parts.items():
         scores.add_row(f"  {name}", reward_text(value))
     if result.failed:

@@ -133,9 +133,9 @@ def _words(event: Event) -> str:
         case EpisodeFailed():
             return f"an episode of prompt {event.prompt} failed: {event.reason}"
         case Evaluated():
-            return f"version {event.version}: held-out reward {reward_text(event.reward)}" + (
-                ", the best" if event.best else ""
-            )
+            said = "none" if event.reward is None else reward_text(event.reward)
+            failed = f"; {event.failed} of {event.judged + event.failed} not judged" if event.failed else ""
+            return f"version {event.version}: held-out reward {said}{', the best' if event.best else ''}{failed}"
         case RunResumed():
             before = f"the run had lasted {coarse_seconds(event.time)}"
             return f"resumed after {counted(event.step, 'step')}; times count from this start, {before} before it"

@@ -137,7 +137,8 @@ class RunFacts:
 
     def held_out(self) -> tuple[Point, ...]:
         """The held-out reward of each evaluated version."""
-        return tuple(Point(version, self.evaluations[version].reward) for version in sorted(self.evaluations))
+        found = (self.evaluations[version] for version in sorted(self.evaluations))
+        return tuple(Point(each.version, each.reward) for each in found if each.reward is not None)
 
     def staleness(self) -> tuple[Bar, ...]:
         """Groups by the number of versions that they were behind."""

@@ -28,6 +28,7 @@ async def asynchronous(
             batch = await buffer.take(step)
             report = await trainer.step(batch)
             buffer.commit()
+            await evaluation.settle()
             await policy.update.fanout(report.version)
             buffer.serve(report.version)
             await evaluation.begin(report.version)

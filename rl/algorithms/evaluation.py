@@ -8,25 +8,38 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.rl.algorithms.protocols import Buffer, Generation, Policy
+from holdfast.rl.algorithms.protocols import Generation, Policy
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.episode import Completion, Prompt
+from holdfast.rl.data.errors import OtherVersion
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Score
 
+COMPARABLE = 0.1
+"""The share of episodes that one evaluation may have judged more than another, if their rewards are to be compared."""
+
 
 class EvaluationScore(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean reward of held-out prompts; `oldest` and `newest` are the versions that drew the completions.
+    """The mean reward of the held-out episodes of one version that could be judged; None if none could.
 
-    An episode with a failed reward counts 0; `failed` says how many there were.
+    `judged` is their number, `failed` that of the others: they died, or their rewards failed.
     """
 
     version: int
-    oldest: int
-    newest: int
-    reward: float
+    reward: float | None
+    judged: int
     failed: int
+
+    def is_better(self, best: EvaluationScore | None) -> bool:
+        """Whether this is the best version from now on.
+
+        Between evaluations that judged about as many episodes, the reward decides; else the one that judged more wins.
+        """
+        if self.reward is None or best is None or best.reward is None:
+            return self.reward is not None
+        more = (best.failed - self.failed) / (self.judged + self.failed)
+        return more > 0 if abs(more) > COMPARABLE else self.reward > best.reward
 
 
 class VersionHolder(Protocol):
@@ -64,8 +77,8 @@ class HeldOutResult(msgspec.Struct, frozen=True, kw_only=True):
 class HeldOut(Protocol):
     """The episodes of an evaluation."""
 
-    async def play(self, policy: Policy, exact: int | None, /) -> HeldOutResult:
-        """Play all of them greedily, under exactly one version if it is given."""
+    async def play(self, policy: Policy, version: int, /) -> HeldOutResult:
+        """Play all of them greedily, under exactly this version."""
         ...
 
 
@@ -75,9 +88,9 @@ class HeldOutPrompts:
     def __init__(self, judge: Judge, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         self._judge, self._prompts, self._sampling = judge, tuple(prompts), sampling
 
-    async def play(self, policy: Policy, exact: int | None) -> HeldOutResult:
+    async def play(self, policy: Policy, version: int) -> HeldOutResult:
         """See `HeldOut`."""
-        completions, scores = await judged(policy.generate, self._judge, self._prompts, self._sampling, exact)
+        completions, scores = await judged(policy.generate, self._judge, self._prompts, self._sampling, version)
         rewards = tuple(each.value for each in scores if isinstance(each, Score))
         return HeldOutResult(
             rewards=rewards,
@@ -87,7 +100,7 @@ class HeldOutPrompts:
 
 
 class HeldOutEvaluation:
-    """Evaluates every `every`-th version. One evaluation runs at a time; the next begins after it.
+    """Evaluates every `every`-th version, which must be served until the evaluation has settled. One runs at a time.
 
     `on_score` is called with each score; `best` is the best so far, also of a run that this one continues.
     """
@@ -96,14 +109,13 @@ class HeldOutEvaluation:
         self,
         policy: Policy,
         held_out: HeldOut,
-        buffer: Buffer,
         every: int,
         checkpoints: VersionHolder,
         on_score: Callable[[EvaluationScore], None] = lambda score: None,
         best: EvaluationScore | None = None,
     ) -> None:
         self.best = best
-        self._policy, self._held_out, self._buffer, self._checkpoints = policy, held_out, buffer, checkpoints
+        self._policy, self._held_out, self._checkpoints = policy, held_out, checkpoints
         self._every, self._on_score = every, on_score
         self._running: asyncio.Task[None] | None = None
 
@@ -112,7 +124,7 @@ class HeldOutEvaluation:
         if version % self._every == 0:
             await self.settle()
             await self._checkpoints.hold(version)
-            self._running = asyncio.create_task(self._evaluate(version, self._buffer.required_version))
+            self._running = asyncio.create_task(self._evaluate(version))
 
     async def settle(self) -> None:
         """Wait for the evaluation that runs; raises its error."""
@@ -127,18 +139,16 @@ class HeldOutEvaluation:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _evaluate(self, version: int, exact: int | None) -> None:
-        played = await self._held_out.play(self._policy, exact)
-        score = EvaluationScore(
-            version=version,
-            oldest=min(played.versions, default=version),
-            newest=max(played.versions, default=version),
-            reward=sum(played.rewards) / (len(played.rewards) + played.failed),
-            failed=played.failed,
-        )
-        if self.best is None or score.reward > self.best.reward:
+    async def _evaluate(self, version: int) -> None:
+        played = await self._held_out.play(self._policy, version)
+        if others := set(played.versions) - {version}:
+            raise OtherVersion(version, sorted(others))
+        judged = len(played.rewards)
+        reward = sum(played.rewards) / judged if judged else None
+        score = EvaluationScore(version=version, reward=reward, judged=judged, failed=played.failed)
+        if reward is not None and score.is_better(self.best):
             self.best = score
-            await self._checkpoints.keep_best(version, score.reward)
+            await self._checkpoints.keep_best(version, reward)
         else:
             await self._checkpoints.release(version)
         self._on_score(score)

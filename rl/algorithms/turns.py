@@ -62,9 +62,9 @@ class HeldOutGames:
     def __init__(self, games: Games, count: int, sampling: Sampling) -> None:
         self._games, self._count, self._sampling = games, count, sampling
 
-    async def play(self, policy: Policy, exact: int | None) -> HeldOutResult:
+    async def play(self, policy: Policy, version: int) -> HeldOutResult:
         """See `HeldOut`."""
-        found = await self.episodes(policy.generate, exact)
+        found = await self.episodes(policy.generate, version)
         drawn = [v for each in found for v, mine in zip(each.versions, each.mask, strict=True) if mine]
         return HeldOutResult(
             rewards=tuple(each.reward for each in found), failed=self._count - len(found), versions=tuple(drawn)

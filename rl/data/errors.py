@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast.comms.errors import HoldfastError
 
 
@@ -33,6 +35,17 @@ class StaleGroup(HoldfastError):
         super().__init__(
             f"the group of prompt {number} has a token of version {version}, and its permit is for {permitted} or "
             "later: bring the generator to that version before it serves, and draw the group again"
+        )
+
+
+class OtherVersion(HoldfastError):
+    """Held-out episodes of one version have tokens that others drew: their rewards say nothing about it."""
+
+    def __init__(self, version: int, others: Sequence[int]) -> None:
+        self.version, self.others = version, tuple(others)
+        super().__init__(
+            f"the held-out episodes of version {version} have tokens of {', '.join(map(str, others))}: a generator did "
+            "not keep to the version that the request names; nothing was recorded"
         )
 
 

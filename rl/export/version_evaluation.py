@@ -48,9 +48,9 @@ class HeldOutAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean reward of held-out prompts, and of each part of the reward. Failed episodes count 0."""
+    """The mean reward of the held-out prompts that could be judged, and of each part of it; None if none could."""
 
-    reward: float
+    reward: float | None
     parts: Mapping[str, float]
     failed: int
     tokens: int
@@ -108,11 +108,12 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
         answers, tokens = await work(_OneGenerator(generator))
     finally:
         generator.close()
-    parts = sorted({name for each in answers for name in each.parts})
+    scored = [each for each in answers if not each.failure]
+    parts = sorted({name for each in scored for name in each.parts})
     return VersionEvaluation(
-        reward=_mean([each.reward for each in answers]),
-        parts={name: _mean([each.parts.get(name, 0.0) for each in answers]) for name in parts},
-        failed=sum(bool(each.failure) for each in answers),
+        reward=_mean([each.reward for each in scored]) if scored else None,
+        parts={name: _mean([each.parts.get(name, 0.0) for each in scored]) for name in parts},
+        failed=len(answers) - len(scored),
         tokens=tokens,
         seconds=time.perf_counter() - began,
         answers=tuple(answers),

@@ -96,11 +96,16 @@ class CopiesRestored(RunEvent, frozen=True, tag="copies_restored"):
 
 
 class Evaluated(RunEvent, frozen=True, tag="evaluated"):
-    """The mean reward of a version on the held-out prompts; `best` if no version before was better."""
+    """The mean reward of a version on the held-out episodes that were judged; `best` if no version before was better.
+
+    `judged` is their number, `failed` that of the others. The reward is None if none could be judged.
+    """
 
     version: int
-    reward: float
+    reward: float | None
     best: bool
+    judged: int = 0
+    failed: int = 0
 
 
 class EpisodeFailed(RunEvent, frozen=True, tag="episode_failed"):

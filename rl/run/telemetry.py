@@ -81,7 +81,9 @@ class TensorBoard:
                 add("trainers/size", event.size, step)
                 add("trainers/epoch", event.epoch, step)
             case Evaluated():
-                add("evaluation/reward", event.reward, event.version)
+                if event.reward is not None:
+                    add("evaluation/reward", event.reward, event.version)
+                add("evaluation/failed", event.failed, event.version)
             case WeightsServed():
                 add("weights/seconds_to_served", event.seconds, event.version)
             case _:

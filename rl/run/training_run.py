@@ -190,7 +190,7 @@ class TrainingRun:
         if held_out is not None:
             before = self._best_before(position.step)
             self._evaluation = HeldOutEvaluation(
-                generators, held_out, buffer, config.evaluation.every, best, self._evaluated, before
+                generators, held_out, config.evaluation.every, best, self._evaluated, before
             )
         evaluation = self._evaluation
         episode = episodes.episode(generators, buffer)
@@ -261,7 +261,16 @@ class TrainingRun:
 
     def _evaluated(self, score: EvaluationScore) -> None:
         best = self._evaluation.best == score
-        self.telemetry.emit(Evaluated(time=self.telemetry.now(), version=score.version, reward=score.reward, best=best))
+        self.telemetry.emit(
+            Evaluated(
+                time=self.telemetry.now(),
+                version=score.version,
+                reward=score.reward,
+                best=best,
+                judged=score.judged,
+                failed=score.failed,
+            )
+        )
 
     # -- ends
 
@@ -289,12 +298,11 @@ class TrainingRun:
 
     def _best_before(self, step: int) -> EvaluationScore | None:
         """The best evaluation of the drivers before, up to a step."""
-        scores = [each for each in self._before if isinstance(each, Evaluated) and each.version <= step]
+        scores = [each for each in self._before if isinstance(each, Evaluated) and each.version <= step and each.best]
         if not scores:
             return None
-        best = max(scores, key=lambda each: each.reward)
-        version = best.version
-        return EvaluationScore(version=version, oldest=version, newest=version, reward=best.reward, failed=0)
+        best = scores[-1]
+        return EvaluationScore(version=best.version, reward=best.reward, judged=best.judged, failed=best.failed)
 
 
 def _saved_buffer(position: TrainerPosition) -> BufferState | None:

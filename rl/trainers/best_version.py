@@ -85,14 +85,15 @@ class BestVersion:
     def _keep(self, version: int, reward: float) -> None:
         before = self.folder
         folder = self._directory / f"version-{version}"
-        if folder != before:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that died before it was in the record
-            export_version(self._store, version, folder, timeout=self._timeout)
-            self._source.save_config(folder)
+        if folder == before:  # of a driver before this one: the number may have had other weights then
+            folder = self._directory / f"version-{version}-again"
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that died before it was in the record
+        export_version(self._store, version, folder, timeout=self._timeout)
+        self._source.save_config(folder)
         best = BestRecord(version=version, reward=reward, folder=folder.name)
         draft = self._directory / f"{RECORD}.draft"
         draft.write_bytes(msgspec.json.encode(best))
         draft.replace(self._directory / RECORD)
         self._best = best
-        if before is not None and before != folder:
+        if before is not None:
             shutil.rmtree(before, ignore_errors=True)

@@ -88,7 +88,7 @@ def main() -> None:
     lost = [each for each in events if isinstance(each, ProcessLost)]
     again = [each for each in events if isinstance(each, ProcessStarted) and each.replaces]
     served = [each.seconds for each in events if isinstance(each, WeightsServed)]
-    scores = [each for each in events if isinstance(each, Evaluated)]
+    scores = [each for each in events if isinstance(each, Evaluated) and each.reward is not None]
     rows = [
         ("updates of the weights", f"{len(trained)} in {seconds:.0f} s"),
         ("tokens that vLLM drew for them", f"{sum(each.tokens for each in trained):,}"),

@@ -65,7 +65,7 @@ def measure(mode: str, steps: int, every: int = 25, seed: int = 0) -> ModeFigure
     with tempfile.TemporaryDirectory(prefix="holdfast-modes-") as folder:
         train_here(config, Path(folder) / "run", observers=(seen.append,))
     trained = [each.time for each in seen if isinstance(each, StepTrained)][min(WARM, steps // 2) :]
-    scores = [each.reward for each in seen if isinstance(each, Evaluated)][-3:]
+    scores = [each.reward for each in seen if isinstance(each, Evaluated) and each.reward is not None][-3:]
     return ModeFigures(
         mode=mode,
         rate=config.algorithm.groups * config.sampling.group * (len(trained) - 1) / (trained[-1] - trained[0]),

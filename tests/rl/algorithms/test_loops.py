@@ -30,6 +30,7 @@ from holdfast.rl.data.arithmetic import CharacterTokenizer
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
+from holdfast.rl.data.errors import OtherVersion
 from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream
 from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
 from holdfast.rl.rewards.judge import Judge
@@ -259,18 +260,64 @@ def test_evaluation_runs_beside_training_and_the_best_version_is_kept(bound: int
         judge = Judge(ExactMatch(), TOKENIZER)
 
         def evaluation(buffer: ReplayBuffer) -> HeldOutEvaluation:
-            return HeldOutEvaluation(cluster, HeldOutPrompts(judge, prompts, SAMPLING), buffer, 5, kept, scores.append)
+            return HeldOutEvaluation(cluster, HeldOutPrompts(judge, prompts, SAMPLING), 5, kept, scores.append)
 
         await train(cluster, range(40), bound, evaluation=evaluation)
 
     asyncio.run(body())
     assert [each.version for each in scores] == list(range(0, 41, 5))
-    assert scores[-1].reward == 1.0 > scores[0].reward
-    if bound == 0:
-        assert all(each.oldest == each.newest == each.version for each in scores)
-    rewards = [each.reward for each in scores]
+    assert scores[-1].reward == 1.0 > (scores[0].reward or 0.0)
+    rewards = [each.reward for each in scores if each.reward is not None]
+    assert [each.judged for each in scores] == [4] * len(rewards)
     assert kept.best[-1] == scores[rewards.index(max(rewards))].version
     assert kept.held == set(kept.best)
+
+
+def evaluated(*results: HeldOutResult) -> tuple[list[EvaluationScore], list[int]]:
+    """The scores of versions 0, 5, 10 ... with these results, and the versions that were kept as the best, in order."""
+    scores: list[EvaluationScore] = []
+    kept, asked = KeptVersions(), []
+
+    class Played:
+        async def play(self, policy: Policy, version: int, /) -> HeldOutResult:
+            asked.append(version)
+            return results[version // 5]
+
+    async def body() -> None:
+        evaluation = HeldOutEvaluation(ToyCluster(), Played(), 5, kept, scores.append)
+        for number in range(len(results)):
+            await evaluation.begin(5 * number)
+        await evaluation.settle()
+
+    asyncio.run(body())
+    assert asked == [5 * number for number in range(len(results))], "each evaluation asks for its version alone"
+    return scores, kept.best
+
+
+def result_of(*rewards: float, failed: int = 0, versions: tuple[int, ...] = ()) -> HeldOutResult:
+    return HeldOutResult(rewards=rewards, failed=failed, versions=versions)
+
+
+def test_an_evaluation_of_which_most_failed_is_not_the_best_and_says_how_many() -> None:
+    """Neither by counting 0 where rewards are negative, nor by the few that were judged."""
+    scores, best = evaluated(result_of(-0.2, -0.2, -0.2, -0.2), result_of(-0.5, failed=3), result_of(1.0, failed=3))
+    assert [(each.reward, each.judged, each.failed) for each in scores] == [(-0.2, 4, 0), (-0.5, 1, 3), (1.0, 1, 3)]
+    assert best == [0]
+
+
+def test_an_evaluation_that_judged_more_episodes_is_better_and_one_that_judged_none_is_no_score() -> None:
+    scores, best = evaluated(result_of(failed=4), result_of(1.0, failed=3), result_of(0.3, 0.3, 0.3, 0.3))
+    assert scores[0].reward is None and best == [5, 10]
+    several = [0.5] * 19
+    assert evaluated(result_of(*several, failed=1), result_of(*several, 0.6))[1] == [0, 5], (
+        "one of twenty is comparable"
+    )
+    assert evaluated(result_of(*several, 0.6), result_of(*several, failed=1))[1] == [0]
+
+
+def test_tokens_of_another_version_are_no_evaluation_of_this_one() -> None:
+    with pytest.raises(OtherVersion, match="version 0 have tokens of 26, 27"):
+        evaluated(result_of(1.0, versions=(0, 27, 26, 27)))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -280,7 +327,7 @@ def test_a_loop_that_failed_stops_the_evaluation_beside_it(fails: bool) -> None:
     class Endless:
         ended = False
 
-        async def play(self, policy: Policy, exact: int | None, /) -> HeldOutResult:
+        async def play(self, policy: Policy, version: int, /) -> HeldOutResult:
             if fails:
                 raise OSError("no space left")
             try:
@@ -291,8 +338,7 @@ def test_a_loop_that_failed_stops_the_evaluation_beside_it(fails: bool) -> None:
 
     async def body(held_out: Endless) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, said: complaints.append(said["message"]))
-        buffer = ReplayBuffer(StalenessRule(groups=4))
-        evaluation = HeldOutEvaluation(ToyCluster(), held_out, buffer, 5, KeptVersions())
+        evaluation = HeldOutEvaluation(ToyCluster(), held_out, 5, KeptVersions())
         await evaluation.begin(5)
         await asyncio.sleep(0)
         await evaluation.stop()

@@ -224,11 +224,16 @@ def test_the_best_version_is_kept_on_disk(site: Site, tmp_path: Path) -> None:
                 await best.release(version)
             else:
                 await best.keep_best(version, reward)
-        again = BestVersion(site.store, tmp_path / "best", SOURCE)
-        assert (again.version, again.reward) == (1, 0.9)
-        assert again.folder is not None
-        loaded = ModelSource(path=str(again.folder)).build().state_dict()
-        assert all(torch.equal(tensor, loaded[name]) for name, tensor in states[1].items())
-        assert len(list((tmp_path / "best").iterdir())) == 2, "one folder and the record"
+        for number in (1, 2):
+            again = BestVersion(site.store, tmp_path / "best", SOURCE)
+            assert (again.version, again.reward) == (1, 0.9)
+            assert again.folder is not None
+            loaded = ModelSource(path=str(again.folder)).build().state_dict()
+            assert all(torch.equal(tensor, loaded[name]) for name, tensor in states[number].items())
+            assert len(list((tmp_path / "best").iterdir())) == 2, "one folder and the record"
+            site.store.delete(1)
+            site.store.publish(1, states[2])  # a driver that goes on from before it trains it anew
+            await again.hold(1)
+            await again.keep_best(1, 0.9)
 
     asyncio.run(scenario())
