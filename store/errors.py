@@ -18,8 +18,9 @@ class NoSuchVersion(RegionGone, LookupError):
 
     def __init__(self, version: int | str, why: str, there: Sequence[int]) -> None:
         self.version, self.there = version, tuple(there)
-        listed = f"it has {', '.join(map(str, there))}" if there else "it has none; wait() for the first"
-        HoldfastError.__init__(self, f"version {version} is not in the store: {why}; {listed}")
+        what = "there is no latest version" if version == "latest" else f"version {version} is not in the store"
+        listed = f"it has {', '.join(map(str, there))}" if there else "publish one, or wait() for the first"
+        HoldfastError.__init__(self, f"{what}: {why}; {listed}")
 
 
 class StoreTimeout(OpTimeout):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -12,12 +13,47 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup
+from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup, GuardedCommand
 
-app = CommandGroup(
+NOTHING_TO_VERIFY = 3
+"""The exit status of `holdfast store verify` that read no replica: that is no verdict on any byte."""
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*:/")
+
+
+class StoreCommand(GuardedCommand):
+    """A command that also takes its store's URL as an argument, before or after the others."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        urls = [
+            number
+            for number, argument in enumerate(args)
+            if URL.match(argument) and not (number and args[number - 1] in ("--register", "-r"))
+        ]
+        if len(urls) > 1:
+            raise typer.BadParameter(f"one store at a time: {' and '.join(args[number] for number in urls)}", ctx=ctx)
+        for number in urls:
+            if any(argument in ("--register", "-r") or argument.startswith("--register=") for argument in args):
+                raise typer.BadParameter(f"{args[number]} beside --register: name the store once", ctx=ctx)
+            args = ["--register", args[number], *args[:number], *args[number + 1 :]]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[URL]"]
+
+
+class StoreGroup(CommandGroup):
+    """The commands of `holdfast store`."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        return super().command(name, cls=StoreCommand, **options)
+
+
+app = StoreGroup(
     name="store",
     help="Look into a weight store, check it, roll it back, and move versions to and from disk.",
-    epilog="A store is found by --register URL (or HOLDFAST_REGISTER), or by --job NAME for a job that runs here.",
+    epilog="A store is found by the URL of its register: as an argument, by --register or HOLDFAST_REGISTER; "
+    "or by --job NAME for a job that runs here.",
     no_args_is_help=True,
 )
 
@@ -31,7 +67,12 @@ class Format(StrEnum):
 
 Register = Annotated[
     str,
-    typer.Option("--register", "-r", envvar="HOLDFAST_REGISTER", help="The store's register: sqlite:///path, ..."),
+    typer.Option(
+        "--register",
+        "-r",
+        envvar="HOLDFAST_REGISTER",
+        help="The store's register: sqlite:///path, ... Or give the URL as an argument.",
+    ),
 ]
 Job = Annotated[str, typer.Option(help="Instead: a job that runs here, or a folder with its files.")]
 Name = Annotated[str, typer.Option(help="The store's name, if the register has several.")]
@@ -51,7 +92,7 @@ def ls(
 
     [bold]Examples[/bold]
 
-        holdfast store ls --register sqlite:///run/job.sqlite
+        holdfast store ls sqlite:///run/job.sqlite
 
         holdfast store ls --job job           # a job that runs here, by name
 
@@ -77,7 +118,7 @@ def ls(
 
 @app.command()
 def inspect(
-    version: Annotated[str, typer.Argument(help="A version's number, or latest.")],
+    version: Annotated[str, typer.Argument(help="A version's number, or latest.")] = "latest",
     register: Register = "",
     job: Job = "",
     name: Name = "default",
@@ -88,7 +129,7 @@ def inspect(
 
     [bold]Examples[/bold]
 
-        holdfast store inspect latest --register sqlite:///run/job.sqlite
+        holdfast store inspect latest sqlite:///run/job.sqlite
 
         holdfast store inspect 7 --json | jq '.tensors | map(.nbytes) | add'
 
@@ -133,12 +174,13 @@ def verify(
 
     [bold]Examples[/bold]
 
-        holdfast store verify --register sqlite:///run/job.sqlite
+        holdfast store verify sqlite:///run/job.sqlite
 
         holdfast store verify latest --json | jq '.[] | select(.result != "right")'
 
     Exit status: 0 if every replica has the right bytes; 1 if one has wrong
-    bytes or cannot be read; 2 if there is no such version or no store.
+    bytes or cannot be read; 2 if there is no such version or no store; 3
+    if the store is empty, so that nothing was read.
     """
     from holdfast.ft.console.console import console, working
     from holdfast.ft.console.units import counted
@@ -154,10 +196,14 @@ def verify(
                 say(f"read {len(checks)} of {total}")
     if json:
         _print_json(checks)
+    elif not checks:
+        typer.echo("holdfast store verify: nothing was read: no version is visible", err=True)
     else:
         from holdfast.harness.cli.store_tables import checks_table
 
         console().print(checks_table(checks))
+    if not checks:
+        raise typer.Exit(NOTHING_TO_VERIFY)
     if not all(check.right for check in checks):
         raise typer.Exit(1)
 
@@ -313,7 +359,7 @@ def _url(register: str, job: str, *, may_be_new: bool = False) -> str:
             raise typer.BadParameter(str(error), param_hint="--job") from error
     if not register:
         raise typer.BadParameter(
-            "name the store's register: --register sqlite:///path, HOLDFAST_REGISTER, or --job NAME",
+            "name the store by its register's URL: sqlite:///path as an argument, HOLDFAST_REGISTER, or --job NAME",
             param_hint="--register",
         )
     if register.startswith("memory://"):

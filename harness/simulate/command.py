@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-LARGE = 256
-"""With more ranks only membership is simulated, and heartbeats that change nothing are left out."""
-
 
 def simulate(
-    ranks: Annotated[int, typer.Option(min=1, help="How many ranks the job has.")] = 8,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many ranks the job has; by default 8, and with swarm what a seed draws."),
+    ] = None,
     hosts: Annotated[int | None, typer.Option(min=1, help="On how many hosts; by default 8 ranks are on one.")] = None,
     scenario: Annotated[str, typer.Option(help="What befalls it: a name, or swarm for all kinds of faults.")] = "swarm",
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal runs, bit for bit.")] = 0,
@@ -40,6 +40,8 @@ def simulate(
     [bold]Examples[/bold]
 
         holdfast simulate --seeds 500
+
+        holdfast simulate --ranks 1000 --seeds 3
 
         holdfast simulate --ranks 100000 --hosts 12500 --scenario rack-loss --seed 7
 
@@ -87,10 +89,10 @@ def simulate(
                 status = show.figures(figures, seed, json)
             elif schedule is not None:
                 status = show.replay(schedule, write, shrink, out, json)
-            elif scenario == "swarm" and ranks <= LARGE:
-                status = show.swarm(seed, seeds, write, shrink, out, json)
+            elif scenario == "swarm":
+                status = show.swarm(seed, seeds, ranks, hosts, write, shrink, out, json)
             else:
-                status = show.scenario(scenario, ranks, hosts or max(1, ranks // 8), seed, write, json)
+                status = show.scenario(scenario, ranks or 8, hosts, seed, write, shrink, out, json)
     except (HoldfastError, ValueError, OSError) as error:
         typer.echo(f"holdfast simulate: {error}", err=True)
         status = 2

@@ -26,12 +26,11 @@ from holdfast.harness.simulate.scale import growth
 from holdfast.harness.simulate.scale.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import SimulationResult, simulate
-from holdfast.harness.simulate.search.scenarios import SCENARIOS
+from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, RANKS_A_HOST, SCENARIOS
 from holdfast.harness.simulate.search.scenarios import scenario as make_scenario
 from holdfast.harness.simulate.search.shrink import shrink as make_smaller
 from holdfast.harness.simulate.story import RunSummary
 
-SMALL = 64
 STEPS = 40
 LINE_SECONDS = 5.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -61,16 +60,29 @@ def replay(path: Path, trace: TraceWriter | None, shrink: bool, out: Path, json:
     return _finish(load(path), [], trace, shrink, out, json)
 
 
-def swarm(seed: int, seeds: int, trace: TraceWriter | None, shrink: bool, out: Path, json: bool) -> int:
+def swarm(
+    seed: int,
+    seeds: int,
+    ranks: int | None,
+    hosts: int | None,
+    trace: TraceWriter | None,
+    shrink: bool,
+    out: Path,
+    json: bool,
+) -> int:
     """Run the schedules of `seeds` seeds, up to the first that breaks an invariant."""
+    if ranks is not None and ranks > MOST_WITH_STEPS:
+        return _measure(
+            "swarm", [draw(number, ranks, hosts) for number in range(seed, seed + seeds)], trace, shrink, json
+        )
     outcomes: list[SimulationResult] = []
     with _working(f"{seeds} seeds: about {SEED_SECONDS * seeds:.0f} s") as say:
         for number in range(seed, seed + seeds - 1):
-            outcomes.append(simulate(draw(number), trace))
+            outcomes.append(simulate(draw(number, ranks, hosts), trace))
             say(f"seed {number}: {len(outcomes)} of {seeds}, {sum(o.events for o in outcomes):,} events")
             if outcomes[-1].violation is not None:
-                return _finish(draw(number), outcomes[:-1], None, shrink, out, json)
-    return _finish(draw(seed + seeds - 1), outcomes, trace, shrink, out, json)
+                return _finish(draw(number, ranks, hosts), outcomes[:-1], None, shrink, out, json)
+    return _finish(draw(seed + seeds - 1, ranks, hosts), outcomes, trace, shrink, out, json)
 
 
 def _finish(
@@ -131,23 +143,48 @@ def _show_outcomes(outcomes: list[SimulationResult], schedule: Schedule, story: 
 # Many ranks -------------------------------------------------------------------------------------------------------
 
 
-def scenario(name: str, ranks: int, hosts: int, seed: int, trace: TraceWriter | None, json: bool) -> int:
+def scenario(
+    name: str,
+    ranks: int,
+    hosts: int | None,
+    seed: int,
+    trace: TraceWriter | None,
+    shrink: bool,
+    out: Path,
+    json: bool,
+) -> int:
     """Run a named scenario: with steps for a small job, membership alone for a large one."""
-    if name != "swarm" and ranks <= SMALL:
-        return _finish(make_scenario(name, ranks, hosts, seed, steps=STEPS), [], trace, False, Path(), json)
-    schedule = make_scenario(name, ranks, hosts, seed)
-    with _working(f"{name}: setting up {counted(ranks, 'rank')}") as say:
-        result = measure(schedule, trace, lambda share, events: say(f"{name}: {share:.0%}, {counted(events, 'event')}"))
+    hosts = hosts or max(1, ranks // RANKS_A_HOST)
+    if ranks <= MOST_WITH_STEPS:
+        return _finish(make_scenario(name, ranks, hosts, seed, steps=STEPS), [], trace, shrink, out, json)
+    return _measure(name, [make_scenario(name, ranks, hosts, seed)], trace, shrink, json)
+
+
+def _measure(name: str, schedules: list[Schedule], trace: TraceWriter | None, shrink: bool, json: bool) -> int:
+    """Run schedules of membership alone, up to the first that breaks an invariant."""
+    if shrink:
+        raise ValueError(f"--shrink repeats a run many times: it takes at most {MOST_WITH_STEPS} ranks")
+    results: list[ScaleResult] = []
+    for schedule in schedules:
+        what = f"{name}, seed {schedule.seed}"
+        with _working(f"{what}: setting up {counted(schedule.layout.ranks, 'rank')}") as say:
+            show = lambda share, events, what=what: say(f"{what}: {share:.0%}, {counted(events, 'event')}")  # noqa: E731
+            results.append(measure(schedule, trace, show))
+        if results[-1].violation is not None:
+            break
     if json:
-        print_json(result)
+        print_json(results if name == "swarm" else results[0])
     else:
-        _show_scales(name, [result])
-    return 0 if result.violation is None else 1
+        _show_scales(name, results)
+    return 0 if results[-1].violation is None else 1
 
 
 def _show_scales(name: str, scales: Iterable[ScaleResult]) -> None:
     out = console()
-    table = FoldingTable(title=f"{name}: {SCENARIOS[name][0]}", caption="protocol results in simulated time")
+    table = FoldingTable(
+        title=f"{name}: {SCENARIOS[name][0] if name in SCENARIOS else 'all kinds of faults'}",
+        caption="protocol results in simulated time",
+    )
     for column in ("ranks", "lost", "epochs", "first evidence", "agreed", "all installed", "hops", "messages a rank"):
         table.add_column(column, justify="right")
     table.add_column("KiB a rank", justify="right")

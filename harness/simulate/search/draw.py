@@ -30,6 +30,7 @@ from holdfast.harness.simulate.core.schedule import (
     SlowProcess,
     StartProcess,
 )
+from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, RANKS_A_HOST, racks_for
 
 LAST = 2.5
 """The latest begin of a fault in seconds, or while the job runs."""
@@ -38,11 +39,18 @@ FLAPPING = 0.2
 POINTS_REACHED = tuple(point for point in POINTS if point != "sync.before_chunk")
 
 
-def draw(seed: int) -> Schedule:
-    """The schedule of a seed."""
+MakeFault = Callable[[float], Fault]
+
+
+def draw(seed: int, ranks: int | None = None, hosts: int | None = None) -> Schedule:
+    """The schedule of a seed, which draws ranks and hosts too if `ranks` is not given. A large job has no steps."""
     rng = random.Random(seed * 2 + 1)
     layout, network = _layout(rng), _network(rng)
-    if layout.hosts >= 3 and rng.random() < FLAPPING:
+    if ranks is not None:
+        layout = _resized(layout, ranks, hosts or max(1, ranks // RANKS_A_HOST))
+    elif hosts is not None:
+        raise ValueError("--hosts needs --ranks: without it, each seed draws ranks and hosts")
+    if layout.hosts >= 3 and layout.steps and rng.random() < FLAPPING:
         faults = _flapping(rng, layout.hosts)
         layout = replace(layout, form=False, compute=0.06, steps=int(faults[-1].at / 0.06) + 20)
         return Schedule(seed=seed, layout=layout, network=network, faults=tuple(faults))
@@ -66,6 +74,20 @@ def _layout(rng: random.Random) -> JobLayout:
     )
 
 
+def _resized(layout: JobLayout, ranks: int, hosts: int) -> JobLayout:
+    large = ranks > MOST_WITH_STEPS
+    return replace(
+        layout,
+        ranks=ranks,
+        hosts=hosts,
+        racks=racks_for(hosts) if large else hosts,
+        min_size=1,
+        steps=0 if large else layout.steps,
+        form=layout.form and not large,
+        join=60.0 if large else layout.join,
+    )
+
+
 def _network(rng: random.Random) -> NetworkModel:
     def sometimes(value: float) -> float:
         return value if rng.random() < 0.35 else 0.0
@@ -84,7 +106,29 @@ def _network(rng: random.Random) -> NetworkModel:
 
 
 def _faults(rng: random.Random, layout: JobLayout) -> list[Fault]:
-    makers: list[Callable[[float], Fault]] = [
+    makers = _faults_of_a_job(rng, layout) if layout.steps else _losses(rng, layout)
+    kinds = rng.sample(makers, rng.randint(1, min(4, len(makers))))
+    budget = max(1, (layout.hosts - 1) // 2)
+    last = min(LAST, 1.1 * layout.steps * layout.compute) if layout.steps else LAST
+    broken: set[int] = set()
+    faults: list[Fault] = []
+    for _ in range(rng.randint(1, 8)):
+        at = round(rng.random() * last, 3)
+        fault = rng.choice(kinds)(at)
+        risk = _at_risk(fault, layout, len(faults))
+        if layout.hosts > 1 and len(broken | risk) > budget:
+            continue
+        broken |= risk
+        faults.append(fault)
+        if rng.random() < 0.4 and isinstance(fault, KillProcess | AtPoint | PauseProcess) and layout.hosts == 1:
+            faults.append(rng.choice(kinds)(round(at + rng.choice((0.0, 0.0005, 0.003)), 4)))
+    if not layout.steps and rng.random() < 0.3:
+        faults.append(BlockRegister(at=faults[0].at, seconds=rng.choice((0.2, 1.0)), writes=rng.random() < 0.5))
+    return faults
+
+
+def _faults_of_a_job(rng: random.Random, layout: JobLayout) -> list[MakeFault]:
+    makers: list[MakeFault] = [
         lambda at: KillProcess(at=at, process=rng.randrange(layout.ranks + layout.spares)),
         lambda at: PauseProcess(at=at, process=rng.randrange(layout.ranks), seconds=rng.choice((0.05, 0.3, 0.8, 1.5))),
         lambda at: AtPoint(
@@ -110,21 +154,18 @@ def _faults(rng: random.Random, layout: JobLayout) -> list[Fault]:
                 at=at, **_pair(rng, layout), delay=rng.choice((0.05, 0.3, 0.7)), seconds=rng.choice((0.2, 0.6))
             ),
         ]
-    kinds = rng.sample(makers, rng.randint(1, min(4, len(makers))))
-    budget = max(1, (layout.hosts - 1) // 2)
-    broken: set[int] = set()
-    faults: list[Fault] = []
-    for _ in range(rng.randint(1, 8)):
-        at = round(rng.random() * min(LAST, 1.1 * layout.steps * layout.compute), 3)
-        fault = rng.choice(kinds)(at)
-        risk = _at_risk(fault, layout, len(faults))
-        if layout.hosts > 1 and len(broken | risk) > budget:
-            continue
-        broken |= risk
-        faults.append(fault)
-        if rng.random() < 0.4 and isinstance(fault, KillProcess | AtPoint | PauseProcess) and layout.hosts == 1:
-            faults.append(rng.choice(kinds)(round(at + rng.choice((0.0, 0.0005, 0.003)), 4)))
-    return faults
+    return makers
+
+
+def _losses(rng: random.Random, layout: JobLayout) -> list[MakeFault]:
+    """Faults that take members from a large job, in which a cut between two hosts changes nothing."""
+    return [
+        lambda at: KillProcess(at=at, process=rng.randrange(layout.ranks)),
+        lambda at: PauseProcess(at=at, process=rng.randrange(layout.ranks), seconds=rng.choice((0.3, 0.8, 1.5))),
+        lambda at: KillHost(at=at, host=rng.randrange(layout.hosts)),
+        lambda at: KillRack(at=at, rack=rng.randrange(layout.racks)),
+        lambda at: PartitionHosts(at=at, hosts=(rng.randrange(layout.hosts),), seconds=rng.choice((0.3, 1.0, 2.0))),
+    ]
 
 
 def _flapping(rng: random.Random, hosts: int) -> list[Fault]:
@@ -147,8 +188,10 @@ def _at_risk(fault: Fault, layout: JobLayout, number: int) -> set[int]:
     match fault:
         case KillProcess(process=process) | PauseProcess(process=process):
             return {layout.host_of(process)}
-        case KillHost(host=host) | KillRack(rack=host):
+        case KillHost(host=host):
             return {host}
+        case KillRack(rack=rack):
+            return {host for host in range(layout.hosts) if layout.rack_of(host) == rack}
         case PartitionHosts(hosts=hosts):
             return set(hosts)
         case AtPoint():

@@ -21,6 +21,9 @@ from holdfast.harness.simulate.core.schedule import (
 AT = 1.0
 """When the faults of scenarios begin, in seconds."""
 HOSTS_A_RACK = 40
+RANKS_A_HOST = 8
+MOST_WITH_STEPS = 256
+"""With more ranks only membership is simulated, and heartbeats that change nothing are left out."""
 
 Make = Callable[[JobLayout], tuple[Fault, ...]]
 
@@ -57,6 +60,11 @@ SCENARIOS: Mapping[str, tuple[str, Make]] = MappingProxyType(
 """The scenarios by name: a description, and the function that makes their faults."""
 
 
+def racks_for(hosts: int) -> int:
+    """How many racks so many hosts stand in."""
+    return max(1, min(hosts, -(-hosts // HOSTS_A_RACK) if hosts > HOSTS_A_RACK else hosts // 2))
+
+
 def scenario(
     name: str,
     ranks: int,
@@ -73,7 +81,7 @@ def scenario(
     layout = JobLayout(
         ranks=ranks,
         hosts=hosts,
-        racks=max(1, min(hosts, -(-hosts // HOSTS_A_RACK) if hosts > HOSTS_A_RACK else hosts // 2)),
+        racks=racks_for(hosts),
         spares=spares,
         steps=steps,
         suspect=0.4,

@@ -20,6 +20,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.cli import byte_progress as byte_progress_module
 from holdfast.harness.cli.app import app
 from holdfast.harness.cli.byte_progress import byte_progress
+from holdfast.harness.cli.store import NOTHING_TO_VERIFY
 from holdfast.store import WeightStore
 from holdfast.store.retention import DiskRetention
 from support.children import Child
@@ -172,6 +173,35 @@ def test_verify_reports_a_dead_holder_as_unreachable(url: str, start: Callable[.
     assert {each["pid"]: each["result"] for each in json.loads(done.stdout)}[holder.pid] == "unreachable"
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["table", "json"])
+def test_verify_of_an_empty_store_is_no_verdict(url: str, options: tuple[str, ...]) -> None:
+    with WeightStore(url, replicas=1):
+        done = said("verify", url, *options)
+    assert done.exit_code == NOTHING_TO_VERIFY
+    assert "right" not in done.output
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("verify", "latest"), ("export", "latest", "folder")])
+def test_an_empty_store_has_no_latest_version(url: str, command: tuple[str, ...]) -> None:
+    with WeightStore(url, replicas=1):
+        done = said(*command, url)
+    assert done.exit_code == 2
+    assert "there is no latest version: nothing is published" in done.stderr
+
+
+def test_each_command_takes_the_url_as_an_argument(url: str, tmp_path: Path) -> None:
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, weights(1.0))
+        store.publish(2, weights(2.0))
+        assert as_json("ls", url)["url"] == url
+        assert as_json("inspect", url) == as_json("inspect", "latest", url) == as_json("inspect", url, "2")
+        assert as_json("verify", url) == as_json("verify", "--register", url)
+        assert said("rollback", url, "1").exit_code == 0 and store.latest() == 1
+        assert said("export", url, "latest", tmp_path / "out").exit_code == 0
+        assert said("import", tmp_path / "out", url, "--version", "3", "--replicas", "1").exit_code == 0
+        assert store.versions()[-1] == 3
+
+
 def test_rollback_makes_an_older_version_the_latest(url: str) -> None:
     with WeightStore(url, replicas=1) as store:
         store.publish(1, weights(1.0))
@@ -197,7 +227,9 @@ def test_a_register_that_does_not_exist_is_an_error_and_is_not_made(command: tup
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("ls",), "name the store's register"),
+        (("ls",), "name the store by its register's URL"),
+        (("ls", "sqlite:///a", "sqlite:///b"), "one store at a time"),
+        (("ls", "sqlite:///a", "--register", "sqlite:///b"), "name the store once"),
         (("ls", "--register", "memory://x"), "inside one process"),
         (("ls", "--register", "nosuch://x"), "known are"),
         (("ls", "--job", "no such job"), "no job of that name"),
