@@ -17,6 +17,8 @@ from mkdocs.plugins import event_priority
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("comms", "backends", "ft", "store", "rl", "harness")
 MARKER = re.compile(r"<!-- generated: ([a-z-]+) -->")
+FOR_THE_REPOSITORY = re.compile(r"^> In the repository .*\n\n?", re.M)
+"""A line that tells a reader of the Markdown file where the page is whole."""
 
 
 @event_priority(100)
@@ -34,7 +36,7 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The hook of mkdocs. Raises KeyError for a marker that names no table."""
-    return MARKER.sub(lambda match: TABLES[match[1]](), markdown)
+    return MARKER.sub(lambda match: TABLES[match[1]](), FOR_THE_REPOSITORY.sub("", markdown))
 
 
 def environment_variables() -> set[str]:

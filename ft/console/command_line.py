@@ -6,9 +6,11 @@ signal or cannot write ends with a status from 64 on, so that no script takes a 
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -29,9 +31,17 @@ INTERNAL_ERROR = 70
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
+MODULES = {"torchmonarch": "monarch"}
+"""Names of modules by their distribution, where they are not alike."""
+
 
 class GuardedCommand(TyperCommand):
     """A command that refuses infinite and NaN options, and exits with a status of its own on internal errors."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for described in (self, *self.params):
+            described.help = plain_brackets(getattr(described, "help", None))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -66,6 +76,21 @@ def by_paragraph(text: str) -> str:
     )
 
 
+def plain_brackets(text: str | None) -> str | None:
+    """Help in which only `[bold]` is markup: rich would take the extras of `holdfast[rl]` for a tag, and drop them."""
+    return text if text is None else re.sub(r"\[(?!/?bold\])(?=[a-z])", r"\\[", text)
+
+
+def extra_of(module: str) -> str | None:
+    """The smallest extra of holdfast that installs `module`; None for a module that no extra has."""
+    extras: dict[str, set[str]] = {}
+    for line in importlib.metadata.requires("holdfast") or []:
+        if match := re.match(r"""([\w.-]+).*; extra == ['"](\w+)['"]""", line):
+            extras.setdefault(match[2], set()).add(MODULES.get(match[1], match[1].replace("-", "_")))
+    having = [extra for extra, modules in extras.items() if module.partition(".")[0] in modules]
+    return min(having, key=lambda extra: len(extras[extra]), default=None)
+
+
 @contextmanager
 def guarded(command: str) -> Iterator[None]:
     """Turn an unexpected exception into a message and an exit status that is no verdict."""
@@ -76,6 +101,11 @@ def guarded(command: str) -> Iterator[None]:
     except Exception as error:
         if _is_ours(error):
             typer.echo(f"{command}: {error}", err=True)
+            raise typer.Exit(CANNOT_BEGIN) from error
+        if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error.name or "")):
+            missing = (error.name or "").partition(".")[0]
+            hint = f"pip install 'holdfast[{extra}]'"
+            typer.echo(f"{command}: this needs {missing}, which is not installed: {hint}", err=True)
             raise typer.Exit(CANNOT_BEGIN) from error
         if isinstance(error, BrokenPipeError) and stdout_is_closed():
             raise typer.Exit(BROKEN_PIPE) from error

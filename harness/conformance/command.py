@@ -31,14 +31,8 @@ def conformance(
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import print_json
+    from holdfast.harness.conformance.run import run
 
-    try:
-        from holdfast.harness.conformance.run import run
-    except ModuleNotFoundError as error:
-        if error.name != "pytest":
-            raise
-        typer.echo("holdfast conformance needs pytest: pip install 'holdfast[conformance]'", err=True)
-        raise typer.Exit(2) from error
     try:
         passed, outcomes = run(backend, ranks, select, quiet=json)
     except HoldfastError as error:

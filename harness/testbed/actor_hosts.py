@@ -19,7 +19,6 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.zygote_client import ForkedProcess, inherit_zygote, zygote
-from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 
 START_SECONDS = 120.0
@@ -48,6 +47,8 @@ class ActorHosts:
             network = undo.enter_context(self.network)
             numbers = range(len(network.addresses))
             entries = [network.entry(number) for number in numbers]
+            from holdfast.harness.testbed.etcd import EtcdCluster  # needs etcd3gw
+
             etcd = EtcdCluster(len(numbers), self._folder / "etcd", host=network.addresses, enter=entries)
             self.register = f"{undo.enter_context(etcd).url}/run"
             undo.callback(self._end)

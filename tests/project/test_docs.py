@@ -74,6 +74,19 @@ def test_files_that_pages_name_exist() -> None:
     assert not missing
 
 
+def test_the_start_table_names_every_guide() -> None:
+    start = (ROOT / "docs/index.md").read_text()
+    missing = [page.name for page in (ROOT / "docs/how-to").glob("*.md") if f"(how-to/{page.name})" not in start]
+    assert not missing
+
+
+def test_a_page_that_the_code_fills_says_where_it_is_read() -> None:
+    for page in (ROOT / "docs/reference").glob("*.md"):
+        text = page.read_text()
+        filled = "\n::: " in text or "<!-- generated" in text
+        assert filled == (f"`.site/reference/{page.stem}.html`" in text), page.name
+
+
 def test_pages_that_the_code_names_exist() -> None:
     missing = [
         f"{path}: {page}"

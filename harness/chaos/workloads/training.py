@@ -12,7 +12,6 @@ from typing import Any
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import inherit_zygote, shut_down
-from holdfast.harness.training.driver import train_here
 from holdfast.rl.config.run_config import RunConfig
 
 
@@ -25,6 +24,8 @@ def driver_of(
     """
 
     def target(channel: ProcessChannel) -> None:
+        from holdfast.harness.training.driver import train_here  # needs the extra rl; a list of scenarios does not
+
         if enter is not None:
             enter()
         tempfile.tempdir = None  # the zygote may have asked for it before this process had its environment

@@ -24,12 +24,16 @@ from holdfast.harness.invariants import Event
 from holdfast.harness.simulate.core import worker
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
+    BlockRegister,
     CutPath,
     Fault,
     JobLayout,
+    KillHost,
     KillProcess,
+    KillRack,
     NetworkModel,
     PartitionHosts,
+    PauseProcess,
     Schedule,
     load,
     save,
@@ -42,7 +46,7 @@ from holdfast.harness.simulate.scale import exchange
 from holdfast.harness.simulate.scale.scale import measure
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import simulate as run
-from holdfast.harness.simulate.search.scenarios import SCENARIOS, scenario
+from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, SCENARIOS, scenario
 from holdfast.harness.simulate.search.shrink import shrink
 from holdfast.harness.simulate.search.soak import soak
 from holdfast.harness.simulate.story import RunSummary
@@ -350,6 +354,28 @@ def test_the_messages_of_an_exchange_grow_slower_than_the_job() -> None:
     assert large.depth <= small.depth + 2
 
 
+@pytest.mark.parametrize("scenario", ["swarm", "crash"])
+@pytest.mark.parametrize("ranks", [MOST_WITH_STEPS, MOST_WITH_STEPS + 1])
+def test_each_scenario_runs_below_and_above_the_most_ranks_with_steps(ranks: int, scenario: str) -> None:
+    result = CliRunner().invoke(app.app, ["simulate", "--ranks", str(ranks), "--scenario", scenario, "--json"])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    if ranks > MOST_WITH_STEPS:
+        assert [run["ranks"] for run in (shown if scenario == "swarm" else [shown])] == [ranks]
+    else:
+        assert shown["schedule"]["layout"]["ranks"] == ranks and shown["outcomes"][0]["steps"] > 0
+
+
+def test_a_swarm_has_the_ranks_that_it_is_asked_for() -> None:
+    """Every seed of it, small or large; a large one loses members, and has no steps."""
+    assert {draw(seed, 16).layout.ranks for seed in range(50)} == {16}
+    large = [draw(seed, 1000, 125) for seed in range(50)]
+    assert all(each.layout.steps == 0 and each.faults for each in large)
+    assert {type(fault) for each in large for fault in each.faults} == {
+        KillProcess, PauseProcess, KillHost, KillRack, PartitionHosts, BlockRegister
+    }  # fmt: skip
+
+
 @pytest.mark.thorough
 def test_the_command_shows_a_scenario_of_many_ranks() -> None:
     result = CliRunner().invoke(app.app, ["simulate", "--ranks", "512", "--hosts", "64", "--scenario", "host-loss"])
@@ -364,6 +390,8 @@ def test_the_command_shows_a_scenario_of_many_ranks() -> None:
         ["--bug", "none"],
         ["--schedule", "nowhere.json"],
         ["--ranks", "4", "--hosts", "9", "--scenario", "crash"],
+        ["--hosts", "3"],
+        ["--ranks", "1000", "--shrink"],
     ],
 )
 def test_options_that_cannot_be_run_are_refused(arguments: list[str]) -> None:

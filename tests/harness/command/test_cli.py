@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.harness.cli.app import app
 from support.programs.forked_programs import run_holdfast
+from support.programs.snippets import blocks
 from support.source_tree import ROOT
 
 COMMANDS = typer.main.get_group(app)
@@ -66,6 +69,50 @@ def _commands(group: typer.core.TyperGroup, above: tuple[str, ...] = ()) -> Iter
             yield from _commands(command, (*above, name))
         else:
             yield (*above, name)
+
+
+def _documented() -> Iterator[tuple[str, list[str]]]:
+    """Where each `holdfast ...` of a shell block, of help and of the Makefile stands, and its arguments."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = [(page.name, block.text) for page in pages for block in blocks(page) if block.language == "bash"]
+    texts += [(" ".join(command), inspect.getdoc(_callback(command)) or "") for command in _commands(COMMANDS)]
+    texts.append(("Makefile", (ROOT / "Makefile").read_text().replace("$(BIN)/", "")))
+    for where, text in texts:
+        for line in text.replace("\\\n", " ").splitlines():
+            if match := re.match(r"\s*(?:[A-Z_]+=\S+ )*holdfast (.*)", line):
+                words = shlex.split(
+                    re.sub(r"\$\(if .*\)|\$(?=\w)", "", re.sub(r"\$\(\w+\)", "value", match[1])), comments=True
+                )
+                ends = (number for number, word in enumerate(words) if word in ("|", "||", "&&", "&", ";", ">", "2>"))
+                yield where, words[: next(ends, len(words))]
+
+
+def _callback(command: tuple[str, ...]) -> Any:
+    found: Any = COMMANDS
+    for name in command:
+        found = found.commands[name]
+    return found.callback
+
+
+def test_every_documented_command_has_the_options_that_it_is_shown_with() -> None:
+    wrong, count = [], 0
+    for where, words in _documented():
+        context, group, rest = typer.Context(COMMANDS, info_name="holdfast"), COMMANDS, list(words)
+        try:
+            while isinstance(group, typer.core.TyperGroup) and rest and not rest[0].startswith("-"):
+                name, found, rest = group.resolve_command(context, rest)
+                if isinstance(found, typer.core.TyperGroup):
+                    context = typer.Context(found, parent=context, info_name=name)
+                else:
+                    found.make_context(name, list(rest), parent=context)
+                group = found
+        except typer.Exit:
+            pass
+        except Exception as error:
+            wrong.append(f"{where}: holdfast {' '.join(words)}: {error}")
+        count += 1
+    assert not wrong, "\n".join(wrong)
+    assert count > 100
 
 
 @pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
