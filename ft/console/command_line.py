@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
 CANNOT_BEGIN = 2
 """Bad options, or a missing requirement."""
@@ -40,8 +40,10 @@ class GuardedCommand(TyperCommand):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        for described in (self, *self.params):
-            described.help = plain_brackets(getattr(described, "help", None))
+        self.help = plain_brackets(by_paragraph(self.help or ""))
+        for parameter in self.params:
+            if isinstance(parameter, TyperOption | TyperArgument):
+                parameter.help = plain_brackets(parameter.help or "")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -50,10 +52,6 @@ class GuardedCommand(TyperCommand):
             if isinstance(value, float) and not math.isfinite(value) and value != parameter.get_default(ctx):
                 raise typer.BadParameter(f"{value} is not a number to work with", ctx=ctx, param_hint=parameter.opts[0])
         return rest
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        self.help = by_paragraph(self.help or "")
-        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         with guarded(ctx.command_path):
@@ -76,9 +74,9 @@ def by_paragraph(text: str) -> str:
     )
 
 
-def plain_brackets(text: str | None) -> str | None:
+def plain_brackets(text: str) -> str:
     """Help in which only `[bold]` is markup: rich would take the extras of `holdfast[rl]` for a tag, and drop them."""
-    return text if text is None else re.sub(r"\[(?!/?bold\])(?=[a-z])", r"\\[", text)
+    return re.sub(r"\[(?!/?bold\])(?=[a-z])", r"\\[", text)
 
 
 def extra_of(module: str) -> str | None:

@@ -93,6 +93,8 @@ def simulate(
                 status = show.swarm(seed, seeds, ranks, hosts, write, shrink, out, json)
             else:
                 status = show.scenario(scenario, ranks or 8, hosts, seed, write, shrink, out, json)
+    except BrokenPipeError:
+        raise
     except (HoldfastError, ValueError, OSError) as error:
         typer.echo(f"holdfast simulate: {error}", err=True)
         status = 2
