@@ -271,7 +271,10 @@ class Session:
             self._events.emit("error", error=f"{type(error).__name__}: {error}")
         runtime = self._runtime
         if runtime is not None and not self._over and not self._ends_job(runtime, error):
-            runtime.leave(f"{type(error).__name__}: {error}" if error is not None else "its session was closed")
+            if error is None:
+                runtime.leave("its session was closed")
+            else:
+                runtime.leave(f"{type(error).__name__}: {error}", type(error).__name__)
 
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
         """Whether this process's leave ends the job: all members leave their steps, or an exception ends it."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import socket
 import time
@@ -18,7 +17,7 @@ from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE, Connection
-from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped
+from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, cannot_connect
 from holdfast.ft.control.frames import DEFAULT_LIMIT, DiallerHandshake, ListenerHandshake, refusal
 from holdfast.ft.control.interface import check_interface
 
@@ -261,8 +260,7 @@ async def _dial_once(host: str, port: int, handshake: DiallerHandshake, address:
             raise
         if (cause := local_cause(error, f"a connection to {address}")) is not None:
             raise cause from error
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConnectionLost(address, f"cannot connect: {reason}") from error
+        raise cannot_connect(address, error) from error
     except asyncio.CancelledError:
         if wire.transport is not None:
             wire.transport.abort()

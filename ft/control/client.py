@@ -18,7 +18,16 @@ from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.ft.control.channel import HANDSHAKE_SECONDS, join_address, pause_before_retry, split_address
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE
-from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, RemoteError
+from holdfast.ft.control.errors import (
+    Busy,
+    CallTimeout,
+    ConnectionClosed,
+    ConnectionLost,
+    ControlError,
+    Dropped,
+    RemoteError,
+    cannot_connect,
+)
 from holdfast.ft.control.frames import DEFAULT_LIMIT, AuthenticatedSession, DiallerHandshake
 from holdfast.ft.control.messages import Cancel, Failure, Reply, RpcRequest, decode, encode
 
@@ -94,7 +103,7 @@ class RpcClient:
 
     def close(self) -> None:
         """End the connection; calls in other threads end with `ConnectionLost`. Idempotent."""
-        self._end(ConnectionLost(self.peer, CLOSED_HERE))
+        self._end(ConnectionClosed(self.peer, CLOSED_HERE))
 
     def fileno(self) -> int:
         """The socket's number; -1 once it is closed."""
@@ -192,7 +201,7 @@ class RpcClient:
                 raise ConnectionLost(self.peer, f"{CLOSED_THERE} ({error})") from error
             if not data:
                 self._session.end()
-                raise ConnectionLost(self.peer, CLOSED_THERE)
+                raise ConnectionClosed(self.peer, CLOSED_THERE)
             self._hand_out(self._session.receive(data), call)
 
     def _hand_out(self, payloads: list[bytes], mine: _Call) -> None:
@@ -235,7 +244,7 @@ def _connect(
         except OSError as error:
             if (cause := local_cause(error, f"a connection to {address}")) is not None:
                 raise cause from error
-            raise ConnectionLost(address, f"cannot connect: {error.strerror or error}") from error
+            raise cannot_connect(address, error) from error
         except (Busy, Dropped) as error:
             drops += 1
             time.sleep(pause_before_retry(error, drops, deadline))

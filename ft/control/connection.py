@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from holdfast.ft.control.errors import ConnectionLost, ControlError
+from holdfast.ft.control.errors import ConnectionClosed, ConnectionLost, ControlError
 from holdfast.ft.control.frames import AuthenticatedSession
 
 CLOSED_THERE = "the other side closed it or died"
@@ -75,10 +75,8 @@ class Connection:
         while True:
             try:
                 message = await self.recv()
-            except ConnectionLost as error:
-                if error.evidence in (CLOSED_HERE, CLOSED_THERE):
-                    return
-                raise
+            except ConnectionClosed:
+                return
             yield message
 
     def on_message(self, receiver: Callable[[bytes], None]) -> None:
@@ -96,7 +94,7 @@ class Connection:
 
     def close(self) -> None:
         """End the connection once what was given to it is sent. Idempotent."""
-        self._end(ConnectionLost(self.peer, CLOSED_HERE), flush=True)
+        self._end(ConnectionClosed(self.peer, CLOSED_HERE), flush=True)
 
     def drop(self, reason: ControlError) -> None:
         """End the connection at once because of what the other side sent. Idempotent."""
@@ -104,7 +102,7 @@ class Connection:
 
     def abort(self) -> None:
         """End the connection at once. Idempotent."""
-        self._end(ConnectionLost(self.peer, CLOSED_HERE))
+        self._end(ConnectionClosed(self.peer, CLOSED_HERE))
         self._transport.abort()
 
     async def wait_closed(self) -> None:
@@ -172,7 +170,9 @@ class Connection:
             self._session.end()
         except ControlError as truncated:
             reason = truncated
-        self._end(reason or ConnectionLost(self.peer, f"{CLOSED_THERE}{f' ({error})' if error else ''}"))
+        if reason is None and error is None:
+            reason = ConnectionClosed(self.peer, CLOSED_THERE)
+        self._end(reason or ConnectionLost(self.peer, f"{CLOSED_THERE} ({error})"))
         if self._linger is not None:
             self._linger.cancel()
         if not self._closed.done():

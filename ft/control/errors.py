@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
@@ -60,8 +61,26 @@ class ConnectionLost(ControlError, PeerFailed):
         self.args = (f"no connection to {peer}: {evidence}",)
 
 
+class ConnectionClosed(ConnectionLost):
+    """The connection ended between two messages: one of the sides closed it, or its process died."""
+
+
+class ConnectionRefused(ConnectionLost):
+    """The host of `peer` answers that no process listens at its address."""
+
+
 class Dropped(ConnectionLost):
     """The other side closed the connection during the handshake without a reason, as it may under a flood."""
+
+
+def cannot_connect(address: str, error: OSError) -> ConnectionLost:
+    """The error of a dial to `address` that ended with `error`."""
+    kind = ConnectionRefused if isinstance(error, ConnectionRefusedError) else ConnectionLost
+    return kind(address, f"cannot connect: {os.strerror(error.errno) if error.errno else error}")
+
+
+CONNECTION_ERRORS = frozenset(kind.__name__ for kind in (ConnectionLost, ConnectionClosed, ConnectionRefused, Dropped))
+"""The names of the types of lost connections, as `RemoteError.kind` has them."""
 
 
 class RemoteError(ControlError):

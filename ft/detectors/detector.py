@@ -1,9 +1,9 @@
 """The interface of failure detectors: what a detector receives, and what it may report.
 
 A detector reports evidence as events of `holdfast.ft.membership.events`: `ProvenDeaths` for processes that have
-certainly ended, `Stalled` for a process of this host that has to be killed, `Suspicion` and `Cleared` for members that
-are only silent. It does not decide which members the next epoch has. All methods run in the event loop of the runtime
-and must not block.
+certainly ended, `Unreachable` for members that the job must go on without although they may live, `Stalled` for a
+process of this host that has to be killed, `Suspicion` and `Cleared` for members that are only silent. It does not
+decide which members the next epoch has. All methods run in the event loop of the runtime and must not block.
 """
 
 from __future__ import annotations

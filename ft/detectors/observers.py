@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.partition import Condemned, CutOff, Resign, SuspicionGraph
+from holdfast.ft.detectors.partition import CutOff, Resign, SuspicionGraph
 from holdfast.ft.detectors.silence import SilenceEvent, SilenceTracker
-from holdfast.ft.membership.events import Cleared, Death, ProvenDeaths, Stalled, Suspicion
+from holdfast.ft.membership.events import Cleared, Stalled, Suspicion, Unreachable
 from holdfast.ft.membership.view import Member, View
 
 NOT_LISTENING = "its host says that nobody listens at its address any more"
@@ -28,6 +28,7 @@ class ObserversDetector(Detector):
         self._observers = SuspicionGraph(context.me, context.timeouts)
         self._view: View | None = None
         self._watched: tuple[Member, ...] = ()
+        self._not_listening: set[str] = set()
 
     @property
     def missed(self) -> int:
@@ -41,8 +42,10 @@ class ObserversDetector(Detector):
         self._silence.follow([m for m in watched if m.peer.host != here], self.context.loop.time())
         self._observers.follow(view, watched)
         self._view, self._watched = view, watched
+        self._not_listening &= {member.id for member in watched}
 
     def heard(self, member_id: str, now: float) -> None:
+        self._not_listening.discard(member_id)
         for verdict in self._silence.hear(member_id, now):
             if isinstance(verdict, Cleared):
                 self._observers.clear(self.context.me.id, member_id)
@@ -59,6 +62,7 @@ class ObserversDetector(Detector):
         self._observers.report(observer, member, evidence, now)
 
     def refused(self, member_id: str, now: float) -> None:
+        self._not_listening.add(member_id)
         self._suspect(self._silence.doubt(member_id, NOT_LISTENING), now)
 
     def _suspect(self, verdicts: Iterable[SilenceEvent], now: float) -> None:
@@ -78,21 +82,22 @@ class ObserversDetector(Detector):
                 case Resign(evidence):
                     self.context.note("resigned", evidence=evidence)
                     self.context.resign(evidence)
-                case Condemned(member, evidence):
+                case Unreachable(member, evidence):
                     self.context.note("condemned", member=member, evidence=evidence)
-                    self._condemn(member, evidence)
+                    self._remove(verdict)
         self.doubtful = self._silence.any_silent or self._observers.in_doubt
 
-    def _condemn(self, member: str, evidence: str) -> None:
-        """End a member of this host for certain; count one of another host as dead.
+    def _remove(self, verdict: Unreachable) -> None:
+        """End a member of this host for certain; go on without one of another host.
 
-        So is a member of this host that no longer listens: it has left, and may join again before this process learns
-        that both were evicted.
+        So is it with a member of this host that no longer listens, as this process has seen: it has left, and may join
+        again before this process learns that both were evicted.
         """
-        if self._host_of(member) == self.context.me.peer.host and not evidence.endswith(NOT_LISTENING):
-            self.context.tell(Stalled(member, evidence))
+        member = verdict.member
+        if self._host_of(member) == self.context.me.peer.host and member not in self._not_listening:
+            self.context.tell(Stalled(member, verdict.evidence))
         else:
-            self.context.tell(ProvenDeaths((Death(member, evidence),)))
+            self.context.tell(verdict)
 
     def _host_of(self, member: str) -> str | None:
         rank = self._view.rank_of(member) if self._view is not None else None

@@ -8,7 +8,7 @@ passes the time, the statements of all processes, and the processes that this on
   this process proposes one itself, and the register decides. If it hears the others again before that, it resigns: it
   has stopped, they have not, and so it must be replaced. While the job is forming there is nothing to stop, and it
   stays.
-- Another process has stopped if its suspicions show that it is cut off. It is condemned before this process proposes.
+- Another process has stopped if its suspicions show that it is cut off. It is unreachable before this process proposes.
 - Some pairs may be unable to reach each other while most observers have no suspicion (a single link is cut). After a
   while the fewest members that are in all such pairs are condemned: those with the most suspicions, and of equals the
   last.
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from holdfast.ft.membership.events import Unreachable
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.timeouts import Timeouts
 
@@ -43,15 +44,7 @@ class Resign:
     evidence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Condemned:
-    """A member that the job has to continue without, if the register agrees."""
-
-    member: str
-    evidence: str
-
-
-Conclusion = CutOff | Resign | Condemned
+Conclusion = CutOff | Resign | Unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +148,7 @@ class SuspicionGraph:
         new = [member for member in silent if member not in self._condemned]
         self._condemned.update(new)
         words = f"silent like most others, and nobody has taken over for {now - since:.2f} s"
-        return tuple(Condemned(member, words) for member in new)
+        return tuple(Unreachable(member, words) for member in new)
 
     def _stalemate(self, view: View, now: float) -> tuple[Conclusion, ...]:
         suspect, stopped = self._timeouts.suspect, self._stopped(view)
@@ -168,7 +161,7 @@ class SuspicionGraph:
         for member in self._cover(view, now):
             if member != self._me.id and member not in self._condemned:
                 self._condemned.add(member)
-                conclusions.append(Condemned(member, self._words(member)))
+                conclusions.append(Unreachable(member, self._words(member)))
         return tuple(conclusions)
 
     def _cover(self, view: View, now: float) -> list[str]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.comms.errors import Mismatch
 from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, RankGroup, Track
 from holdfast.ft.diagnosis.finding import Finding, Kind
 from holdfast.ft.diagnosis.waits import End, Why, edges, ends
-from holdfast.ft.membership.events import LEFT
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 PATIENCE = 1.0
 """Seconds after which an op that has not ended counts as blocked, in a running job."""
-
-_LEFT_BY_MISMATCH = f"{LEFT}{Mismatch.__name__}: "
-"""Evidence of a mismatch between ops that are no longer recorded: either rank that it names may be wrong."""
 
 
 def find_stops(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
@@ -52,37 +49,55 @@ def _dead(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
     outlived = any(r.ops and r.ops[-1].communicator.epoch > group.epoch for r in evidence.recordings)
     mostly_killed = len(killed) * 2 > group.size and not outlived  # most were killed at the end of the job: no evidence
     for track in group.tracks.values():
-        fenced, said = _said(evidence.events, group, track)
-        if fenced:
-            yield _finding("hang", group, track, 0.98, f"{_last(track)}; the others ended it: {said}")
+        report = _report(evidence.events, group, track)
+        if report.fenced:
+            yield _finding("hang", group, track, 0.98, f"{_last(track)}; the others ended it: {report.evidence}")
         elif track in killed and not mostly_killed:
-            words = said or f"then its process (pid {track.recording.process.pid}) was gone"
+            words = report.evidence or f"then its process (pid {track.recording.process.pid}) was gone"
             yield _finding("crash", group, track, 0.98, f"{_last(track)}; {words}")
-        elif said.startswith(_LEFT_BY_MISMATCH):
-            yield _finding("mismatch", group, track, 0.7, f"{_last(track)}; {said}")
-        elif said:
-            stopped = "stopped" in said or track.life is ProcessState.STOPPED
-            yield _finding("hang" if stopped else "crash", group, track, 0.96, f"{_last(track)}; {said}")
+        elif report.error == Mismatch.__name__:  # of ops no longer recorded: either rank that it names may be wrong
+            yield _finding("mismatch", group, track, 0.7, f"{_last(track)}; {report.evidence}")
+        elif report.evidence:
+            stopped = report.stalled or track.life is ProcessState.STOPPED
+            yield _finding("hang" if stopped else "crash", group, track, 0.96, f"{_last(track)}; {report.evidence}")
         elif track.life is ProcessState.STOPPED:
             words = f"its process (pid {track.recording.process.pid}) is stopped; {_last(track)}"
             yield _finding("hang", group, track, 0.97, words)
 
 
-def _said(events: Sequence[Mapping[str, Any]], group: RankGroup, track: Track) -> tuple[bool, str]:
-    """Whether the members fenced this rank, and their evidence that it was dead or stopped ("": they have none).
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What the members' events say of a rank: their evidence against it ("": they have none), and how it ended.
 
-    (False, "") unless the rank's last op was on this communicator.
+    `error` is the name of the type of the exception with which it left the job.
     """
+
+    evidence: str = ""
+    fenced: bool = False
+    stalled: bool = False
+    error: str = ""
+
+
+def _report(events: Sequence[Mapping[str, Any]], group: RankGroup, track: Track) -> _Report:
+    """The members' report of a rank; an empty one unless the rank's last op was on this communicator."""
     me = track.recording.identity
     if track.recording.ops[-1].number != track.last.number:
-        return False, ""
+        return _Report()
+    about = [event for event in events if event.get("member") == me]
+    for event in about:
+        if event.get("kind") == "fenced":
+            return _Report(str(event.get("reason", "")), fenced=True)
+    stalled = any(event.get("kind") == "stalled" for event in about)
     for event in events:
-        if event.get("kind") == "fenced" and event.get("member") == me:
-            return True, str(event.get("reason", ""))
-    for event in events:
-        if event.get("kind") == "detected" and me in event.get("members", ()):
-            return False, str(event.get("evidence", ""))
-    return False, ""
+        members = event.get("members", ())
+        if event.get("kind") == "detected" and me in members:
+            errors = event.get("errors", ())
+            error = errors[members.index(me)] if len(errors) == len(members) else ""
+            return _Report(str(event.get("evidence", "")), stalled=stalled, error=str(error))
+    for event in about:
+        if event.get("kind") == "condemned":
+            return _Report(str(event.get("evidence", "")), stalled=stalled)
+    return _Report()
 
 
 # By the waits between ranks -------------------------------------------------------------------------------------------

@@ -9,15 +9,19 @@ from holdfast.ft.membership.view import Member, View
 from holdfast.ft.membership.view_delta import ViewDelta
 
 LEFT = "it left: "
-"""How the evidence of a `Death` begins if the process left the job; its reason follows."""
+"""How the evidence of a `Death` begins, for people, if the process left the job; its reason follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A process that has certainly ended, and the evidence for it."""
+    """A process that has certainly ended or left, and the evidence for it.
+
+    `error` is the name of the type of the exception with which it left the job ("": there was none).
+    """
 
     id: str
     evidence: str
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,17 @@ class ProvenDeaths:
     """Processes that have ended: the kernel reported it, or they announced that they leave."""
 
     deaths: tuple[Death, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """This process concludes from suspicions that the job must go on without `member`, which may live.
+
+    The register decides: only one side of a partition gets the next epoch.
+    """
+
+    member: str
+    evidence: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +173,7 @@ Event = (
     | CasLost
     | CasFailed
     | ProvenDeaths
+    | Unreachable
     | EpochBroken
     | Stalled
     | Suspicion

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from holdfast.ft.membership.events import Cleared, Death, Suspicion
+from holdfast.ft.membership.events import Cleared, Death, Suspicion, Unreachable
 from holdfast.ft.membership.topology import Shape, can_be_condemned, observers
 from holdfast.ft.membership.view import Member, View
 
@@ -25,7 +25,8 @@ _SILENT: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 class Evidence:
     """Immutable; every change returns another object.
 
-    `dead`: id -> evidence of the death. `suspected`: id -> observer -> what it saw. `lost`: the dead, and those that
+    `dead`: id -> evidence of the death. `unreachable`: those of them that are no proven deaths, but what this process
+    concluded from suspicions. `suspected`: id -> observer -> what it saw. `lost`: the dead, and those that
     most of their observers suspect: id -> evidence. `statements`: member -> observer -> the number of its statements
     about that member.
     """
@@ -34,6 +35,7 @@ class Evidence:
     suspected: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: _NOBODY)
     lost: Mapping[str, str] = field(default_factory=lambda: _NONE)
     statements: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: _SILENT)
+    unreachable: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
         suspicions = frozenset((member, frozenset(seen.items())) for member, seen in self.suspected.items())
@@ -61,13 +63,26 @@ class Evidence:
 
     def with_deaths(self, deaths: Iterable[Death], view: View | None, shape: Shape) -> Evidence:
         """Add deaths. Returns the same object if all were known."""
-        new = {death.id: death.evidence for death in deaths if death.id not in self.dead}
+        proven = self.dead.keys() - self.unreachable
+        new = {death.id: death.evidence for death in deaths if death.id not in proven}
         if not new:
             return self
+        return self._with_dead(new, self.unreachable - new.keys(), view, shape)
+
+    def with_unreachable(self, concluded: Unreachable, view: View | None, shape: Shape) -> Evidence:
+        """Add a conclusion from suspicions. Returns the same object if the member is lost for certain already."""
+        if concluded.member in self.dead:
+            return self
+        return self._with_dead(
+            {concluded.member: concluded.evidence}, self.unreachable | {concluded.member}, view, shape
+        )
+
+    def _with_dead(
+        self, new: Mapping[str, str], unreachable: frozenset[str], view: View | None, shape: Shape
+    ) -> Evidence:
         dead = {**self.dead, **new}
-        if not self.suspected:
-            return replace(self, dead=dead, lost=dead)
-        return replace(self, dead=dead, lost=dead)._with_losses(list(self.suspected), view, shape)
+        state = replace(self, dead=dead, lost=dead, unreachable=unreachable)
+        return state._with_losses(list(self.suspected), view, shape) if self.suspected else state
 
     def with_suspicion(self, said: Suspicion, view: View | None, shape: Shape) -> Evidence:
         """Add a suspicion. Returns the same object if its observer has made a later statement."""
@@ -116,7 +131,9 @@ class Evidence:
             for member_id, said in self.statements.items()
             if member_id not in gone
         }
-        return Evidence(dead, suspected, dead, words)._with_losses(list(suspected), view, shape)
+        return Evidence(dead, suspected, dead, words, self.unreachable & dead.keys())._with_losses(
+            list(suspected), view, shape
+        )
 
     def _numbered(self, member: str, observer: str, number: int) -> Mapping[str, Mapping[str, int]] | None:
         """The statement counts with this statement added; None if a later one is known."""

@@ -47,7 +47,7 @@ def new_findings(event: Event, me: Member, view: View, evidence: Evidence, befor
             new = (
                 each
                 for each in dict.fromkeys(death.id for death in proven)
-                if each in evidence.dead and each not in before.dead
+                if each in evidence.dead and (each not in before.dead or each in before.unreachable)
             )
             deaths = _seen_dead(me, view, evidence, new)
         case Suspicion(member_id, me.id) | Cleared(member_id, me.id) if member_id in view.ranks:
@@ -101,6 +101,7 @@ def reports(
 
 
 def _seen_dead(me: Member, view: View, evidence: Evidence, ids: Iterable[str]) -> tuple[Death, ...]:
-    """The deaths of those among `ids` that are members on this host."""
-    here = (each for each in ids if each in view.ranks and view.members[view.ranks[each]].peer.host == me.peer.host)
+    """The proven deaths of those among `ids` that are members on this host."""
+    proven = (each for each in ids if each in view.ranks and each not in evidence.unreachable)
+    here = (each for each in proven if view.members[view.ranks[each]].peer.host == me.peer.host)
     return tuple(Death(each, evidence.dead[each]) for each in here)

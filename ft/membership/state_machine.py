@@ -49,6 +49,7 @@ from holdfast.ft.membership.events import (
     Started,
     Suspicion,
     Tick,
+    Unreachable,
     ViewDeltaReceived,
     ViewRead,
 )
@@ -184,7 +185,11 @@ class Membership(Struct, frozen=True):
             case CasFailed():
                 return replace(self, in_flight=None, retry_at=now + self.timeouts.heartbeat), ()
             case ProvenDeaths(deaths):
-                return self._record_deaths(deaths), ()
+                return self._with_losses(self.evidence.with_deaths(self._others(deaths), self.view, self.shape)), ()
+            case Unreachable(member, evidence):
+                if member == self.me.id:
+                    return self, ()
+                return self._with_losses(self.evidence.with_unreachable(event, self.view, self.shape)), ()
             case EpochBroken(epoch, reason):
                 if self.rank() is None or self.view is None or self.view.epoch != epoch or self.revoked == epoch:
                     return self, ()
@@ -260,9 +265,11 @@ class Membership(Struct, frozen=True):
                 effects = (*effects, AnnounceSelf(view, to))
         return state, (*effects, *spread)
 
-    def _record_deaths(self, deaths: tuple[Death, ...]) -> Membership:
-        others = tuple(death for death in deaths if death.id != self.me.id)
-        evidence = self.evidence.with_deaths(others, self.view, self.shape)
+    def _others(self, deaths: tuple[Death, ...]) -> tuple[Death, ...]:
+        return tuple(death for death in deaths if death.id != self.me.id)
+
+    def _with_losses(self, evidence: Evidence) -> Membership:
+        """Take over the evidence, and forget spares that are lost for certain."""
         if evidence is self.evidence:
             return self
         spares = self.spares

@@ -6,13 +6,11 @@ A newcomer dials the members that are there already. A member that is not dialle
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from holdfast.comms.errors import ResourceExhausted
-from holdfast.ft.control.errors import ConnectionLost, ControlError
+from holdfast.ft.control.errors import ConnectionLost, ConnectionRefused, ControlError
 from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcConnection, dial_rpc
 from holdfast.ft.membership.view import Member
 
@@ -24,7 +22,6 @@ RETRY_SECONDS = 0.1
 DIAL_SECONDS = 5.0
 CLOSE_SECONDS = 1.0
 """How long the others may take to close their ends."""
-REFUSED = os.strerror(errno.ECONNREFUSED)
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -190,7 +187,7 @@ class MemberConnections:
                 link = await self._dialled_link(member)
             except ControlError as error:
                 _log.debug("%s cannot reach %s at %s: %s", self._identity, member.id, member.address, error)
-                if isinstance(error, ConnectionLost) and REFUSED in error.evidence:
+                if isinstance(error, ConnectionRefused):
                     self._on_refused(member.id)
                 delay = RETRY_SECONDS
                 continue

@@ -29,10 +29,10 @@ Notice = tuple[str, bytes]
 
 _encode = msgspec.msgpack.Encoder().encode
 _member = msgspec.msgpack.Decoder(Member)
-_deaths = msgspec.msgpack.Decoder(list[tuple[str, str]])
+_deaths = msgspec.msgpack.Decoder(list[tuple[str, str, str]])
 _suspicion = msgspec.msgpack.Decoder(tuple[str, str, int])
 _clearance = msgspec.msgpack.Decoder(tuple[str, int])
-_text = msgspec.msgpack.Decoder(str)
+_farewell = msgspec.msgpack.Decoder(tuple[str, str])
 _epoch = msgspec.msgpack.Decoder(int)
 _items = msgspec.msgpack.Decoder(tuple[int, dict[str, bytes]])
 
@@ -59,12 +59,12 @@ def spare(me: Member) -> Notice:
 
 def deaths(seen: Iterable[Death]) -> Notice:
     """These processes have ended, as the sender has seen."""
-    return "deaths", _encode([(death.id, death.evidence) for death in seen])
+    return "deaths", _encode([(death.id, death.evidence, death.error) for death in seen])
 
 
-def leave(reason: str) -> Notice:
-    """The sender leaves the job, as if it had died."""
-    return "leave", _encode(reason)
+def leave(reason: str, error: str = "") -> Notice:
+    """The sender leaves the job, as if it had died; `error` as in `Death`."""
+    return "leave", _encode((reason, error))
 
 
 def share(epoch: int, items: Mapping[str, bytes]) -> Notice:
@@ -116,13 +116,17 @@ def handlers(listener: MessageCallbacks) -> dict[str, Callable[[str, bytes], byt
         listener.testimony(peer, member, None)
         core(Cleared(member, peer, number))
 
+    def leave_of(peer: str, body: bytes) -> None:
+        reason, error = _farewell.decode(body)
+        listener.deaths((Death(peer, LEFT + reason, error),))
+
     heard: dict[str, Callable[[str, bytes], None]] = {
         "beat": lambda peer, body: listener.beat(peer, _epoch.decode(body)),
         "install": lambda peer, body: core(ViewRead(View.decode(body), peer)),
         "change": lambda peer, body: core(ViewDeltaReceived(ViewDelta.decode(body), peer)),
         "spare": lambda peer, body: core(SpareAnnounced(_member.decode(body))),
         "deaths": lambda peer, body: listener.deaths(tuple(Death(*death) for death in _deaths.decode(body))),
-        "leave": lambda peer, body: listener.deaths((Death(peer, LEFT + _text.decode(body)),)),
+        "leave": leave_of,
         "share": lambda peer, body: listener.share(peer, *_items.decode(body)),
         "suspect": suspect,
         "clear": clear,

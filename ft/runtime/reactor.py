@@ -185,9 +185,9 @@ class Reactor:
         self.sharing.flush()
         await self.links.close()
 
-    def leave(self, reason: str) -> None:
-        """Tell the others that this process has left the job, as if it had died."""
-        self.links.notify_all(*messages.leave(reason))
+    def leave(self, reason: str, error: str = "") -> None:
+        """Tell the others that this process has left the job, as if it had died; `error` as in `Death`."""
+        self.links.notify_all(*messages.leave(reason, error))
 
     def feed(self, event: Event) -> None:
         """Pass one event to the state machine and carry out its effects."""
@@ -381,6 +381,7 @@ class Reactor:
             "detected",
             members=[death.id for death in deaths],
             evidence="; ".join(death.evidence for death in deaths),
+            errors=[death.error for death in deaths],
             silent=silent or (),
         )
         self.feed(ProvenDeaths(deaths))

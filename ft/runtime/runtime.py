@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Revoked, StaleEpoch
 from holdfast.comms.transport.liveness import this_process
-from holdfast.ft.control.errors import ConnectionLost, RemoteError
+from holdfast.ft.control.errors import CONNECTION_ERRORS, ConnectionLost, RemoteError
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.membership.events import EpochBroken, Event, LocalFailed, LocalFinished, ViewRead
 from holdfast.ft.membership.step_error import StepError
@@ -124,11 +124,11 @@ class Runtime:
         """Whether another member of this host was seen to have entered more ops of the epoch than this process."""
         return self._reactor.ahead(self._epoch_guard.place())
 
-    def leave(self, reason: str) -> None:
-        """Tell the others that this process has left the job, as if it had died."""
+    def leave(self, reason: str, error: str = "") -> None:
+        """Tell the others that this process has left the job, as if it had died; `error` as in `Death`."""
         self._epoch_guard.end(StaleEpoch(f"this process has left the job: {reason}"))
         with contextlib.suppress(RuntimeError):
-            self._thread.loop.call_soon_threadsafe(self._reactor.leave, reason)
+            self._thread.loop.call_soon_threadsafe(self._reactor.leave, reason, error)
 
     def store(self, view: View) -> dist.Store:
         """The store with which the members of `view` build its communicator."""
@@ -180,7 +180,7 @@ class Runtime:
                 answer.cancel()
             return answer.result(timeout + 1.0)
         except RemoteError as error:
-            if error.kind == "ConnectionLost":  # further up
+            if error.kind in CONNECTION_ERRORS:  # further up
                 raise ConnectionLost(member.id, str(error)) from error
             raise
         except CancelledError:

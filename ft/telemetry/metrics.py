@@ -38,7 +38,7 @@ _GAUGES = {
 _COUNTERS = {
     "epochs": "Epochs that the process was a member of.",
     "steps_aborted": "Attempts at steps that were not committed and came again.",
-    "failures_detected": "Members found dead or stopped.",
+    "failures_detected": "Members found dead, stopped or unreachable.",
     "suspicions": "Times that a member was suspected.",
     "register_away": "Times that the register could not be reached.",
 }
@@ -221,6 +221,8 @@ class Metrics:
                 for silent in event.get("silent", ()):
                     if silent is not None:
                         self._times["detection"].observe(silent)
+            case "condemned":
+                numbers["failures_detected"] += 1
             case "suspected":
                 numbers["suspicions"] += 1
             case "revoked":

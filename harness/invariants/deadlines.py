@@ -32,6 +32,8 @@ class Deadlines(Checker):
             self._gone.add(event.process)
         elif event.kind == "detected":
             self._gone.update(event.names("members"))
+        elif event.kind == "condemned":
+            self._gone.add(event.text("member"))
         elif event.kind == "op":
             self.looked += 1
             taken = event.number("seconds")

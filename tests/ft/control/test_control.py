@@ -25,6 +25,7 @@ from holdfast.ft.control.connection import Connection
 from holdfast.ft.control.errors import (
     BadFrame,
     CallTimeout,
+    ConnectionClosed,
     ConnectionLost,
     ControlError,
     ForgedFrame,
@@ -662,7 +663,7 @@ def test_closing_a_client_ends_its_calls_in_other_threads(server: AsyncRpcServer
     client.close()
     for thread in threads:
         thread.join(5.0)
-    assert [type(error) for error in errors] == [ConnectionLost] * 3
+    assert [type(error) for error in errors] == [ConnectionClosed] * 3
     with pytest.raises(ConnectionLost, match="closed on this side"):
         client.call("echo")
     assert client.fileno() == -1
@@ -707,7 +708,7 @@ def test_calls_that_wait_on_a_server_that_is_killed_end_at_once(start: Callable[
         for thread in threads:
             thread.join(5.0)
         assert time.monotonic() - killed < 4.0
-        assert [type(error) for error in errors] == [ConnectionLost] * 3
+        assert [type(error) for error in errors] == [ConnectionClosed] * 3
         assert all(isinstance(error, PeerFailed) for error in errors)
         with pytest.raises(ConnectionLost):
             client.call("echo")
@@ -725,7 +726,7 @@ def test_a_killed_servers_own_children_do_not_hide_its_death(start: Callable[...
         try:
             child.kill()
             threads[0].join(5.0)
-            assert [type(error) for error in errors] == [ConnectionLost]
+            assert [type(error) for error in errors] == [ConnectionClosed]
             with pytest.raises(ConnectionLost):
                 RpcClient(address, **ME)
         finally:
@@ -823,7 +824,7 @@ def test_calls_in_a_loop_time_out_fail_and_are_lost_as_in_threads() -> None:
             await server.close()
             with pytest.raises(ConnectionLost):
                 await waiting
-            assert [type(reason) for reason in lost] == [ConnectionLost]
+            assert [type(reason) for reason in lost] == [ConnectionClosed]
             with pytest.raises(HoldfastError):
                 mine.notify("echo")
 

@@ -23,7 +23,7 @@ VIEW = View(3, "running", (ME,), Job("job", 1, 1, 1, ("gloo",), "gloo"), "test")
 CHANGE = ViewDelta(4, "running", (0,), ((1, ME),), (ME,), "p1 died")
 
 words, epochs = st.text(max_size=20), st.integers(1, 2**62)
-deaths = st.lists(st.builds(Death, words, words), max_size=4).map(tuple)
+deaths = st.lists(st.builds(Death, words, words, words), max_size=4).map(tuple)
 items = st.dictionaries(words, st.binary(max_size=40), max_size=4)
 SAID: dict[str, st.SearchStrategy[tuple[Notice, Any]]] = {
     "beat": epochs.map(lambda epoch: (messages.beat(View(epoch, "running", (), VIEW.job, "")), epoch)),
@@ -32,7 +32,9 @@ SAID: dict[str, st.SearchStrategy[tuple[Notice, Any]]] = {
     "change": st.just((messages.change(CHANGE), ViewDeltaReceived(CHANGE, "p9"))),
     "spare": st.just((messages.spare(ME), SpareAnnounced(ME))),
     "deaths": deaths.map(lambda seen: (messages.deaths(seen), seen)),
-    "leave": words.map(lambda why: (messages.leave(why), (Death("p9", f"it left: {why}"),))),
+    "leave": st.tuples(words, words).map(
+        lambda said: (messages.leave(*said), (Death("p9", f"it left: {said[0]}", said[1]),))
+    ),
     "share": st.tuples(epochs, items).map(lambda given: (messages.share(*given), given)),
     "suspect": st.builds(Suspicion, words, st.just("p9"), words, epochs).map(
         lambda word: (messages.testimony(word), ((word.member, word.evidence), word))

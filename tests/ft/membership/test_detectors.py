@@ -26,12 +26,12 @@ from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
 from holdfast.ft.detectors.observers import NOT_LISTENING, ObserversDetector
-from holdfast.ft.detectors.partition import Conclusion, Condemned, CutOff, Resign, SuspicionGraph
+from holdfast.ft.detectors.partition import Conclusion, CutOff, Resign, SuspicionGraph
 from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
 from holdfast.ft.detectors.progress import ProgressDetector
 from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
-from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled
+from holdfast.ft.membership.events import Event, Stalled, Unreachable
 from holdfast.ft.membership.view import Job, Member, Phase, View
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
@@ -100,7 +100,7 @@ def test_the_small_side_proposes_when_the_large_side_does_not() -> None:
     small = observers(4)
     from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
     found = judged(small, 2.0)
-    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Condemned)] == [
+    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Unreachable)] == [
         (1.0, f"p{rank}") for rank in range(4)
     ]
 
@@ -109,7 +109,7 @@ def test_a_member_that_reports_a_lost_majority_is_evicted_before_it_proposes() -
     mine = observers(0, "AAAB")
     from_to(mine, [(3, 0), (3, 1), (3, 2)], 0.0)
     found = judged(mine, 0.95)
-    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Condemned)] == [(0.5, "p3")]
+    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Unreachable)] == [(0.5, "p3")]
 
 
 def test_of_two_equal_sides_the_one_with_the_first_rank_continues() -> None:
@@ -126,7 +126,7 @@ def test_one_cut_link_costs_the_fewest_members_after_a_while() -> None:
         mine = observers(rank)
         from_to(mine, pairs, 0.0)
         found = judged(mine, 2.0)
-        condemned = {verdict.member for _, verdict in found if isinstance(verdict, Condemned)}
+        condemned = {verdict.member for _, verdict in found if isinstance(verdict, Unreachable)}
         assert condemned == {"p4", "p5"} - {f"p{rank}"}
         assert min(when for when, _ in found) >= 1.5
 
@@ -145,7 +145,7 @@ def test_a_failure_that_a_transport_reports_does_not_heal_and_acts_sooner() -> N
     mine.report("p2", "p3", "connection reset", 0.0)
     mine.clear("p2", "p3")
     found = judged(mine, 2.0)
-    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Condemned)] == [(0.5, "p3")]
+    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Unreachable)] == [(0.5, "p3")]
     assert "connection reset" in found[0][1].evidence
 
 
@@ -157,14 +157,17 @@ def test_a_new_epoch_forgets_reports_of_the_old_one() -> None:
     assert judged(mine, 5.0) == []
 
 
-@pytest.mark.parametrize(("evidence", "word"), [("silent for 0.6 s", Stalled), (NOT_LISTENING, ProvenDeaths)])
-def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, word: type) -> None:
+@pytest.mark.parametrize(("listens", "word"), [(True, Stalled), (False, Unreachable)])
+@pytest.mark.parametrize("evidence", ["silent for 0.6 s", NOT_LISTENING])
+def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, listens: bool, word: type) -> None:
     """It may be about to join again, because it learnt before this process that both were evicted."""
     view = view_of("AABBCC")
     told: list[Event] = []
     loop = asyncio.new_event_loop()
     detector = ObserversDetector(detector_context(view, loop, told.append))
     detector.follow(view, view.members[1:])
+    if not listens:
+        detector.refused("p1", 0.0)
     for observer in ("p2", "p4"):
         detector.accused(observer, "p1", evidence, 0.0)
     for step in range(40):
@@ -202,7 +205,7 @@ def test_the_members_that_remain_can_all_reach_each_other(pairs: list[tuple[int,
     mine = observers(rank, "ABCDEF")
     for observer, member in pairs:
         mine.report(f"p{observer}", f"p{member}", "gone", 0.0)
-    condemned = {verdict.member for _, verdict in judged(mine, 1.0) if isinstance(verdict, Condemned)}
+    condemned = {verdict.member for _, verdict in judged(mine, 1.0) if isinstance(verdict, Unreachable)}
     left = [(a, b) for a, b in pairs if a != b and not {f"p{a}", f"p{b}"} & condemned]
     assert all(rank in pair for pair in left), "only this process itself may be left, for the others to judge"
     assert len(condemned) <= len({b for _, b in pairs} | {a for a, _ in pairs})

@@ -155,6 +155,7 @@ def test_a_mismatch_is_reported_after_its_ops_are_overwritten(tmp_path: Path) ->
         "kind": "detected",
         "members": ["p1"],
         "evidence": "it left: Mismatch: rank 0 called broadcast as op 9, rank 1 all_gather",
+        "errors": ["Mismatch"],
         "time": 1.0,
         "process": "p0",
     }
