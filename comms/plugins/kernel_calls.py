@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.comms.plugins.spec import Unavailable
 
 
@@ -33,6 +34,16 @@ _CALLS: dict[str, tuple[Callable[[], None], str]] = {
     "pidfd_open": (_pidfd_open, "Linux 5.3"),
     "pidfd_send_signal": (_pidfd_send_signal, "Linux 5.1"),
 }
+
+
+class CallRefused(HoldfastError):
+    """The kernel refuses a call to this process without which it cannot go on; the message says what to allow."""
+
+
+def require(what: str, *names: str) -> None:
+    """Raise `CallRefused` if one of these calls, which `what` needs, fails here."""
+    if (wrong := refused(*names)) is not None:
+        raise CallRefused(f"{what} cannot be done here: {wrong.reason}; {wrong.install_hint}")
 
 
 def refused(*names: str) -> Unavailable | None:

@@ -81,7 +81,20 @@ def is_gone(peer: Peer) -> bool:
         fields = read_proc_stat(peer.pid)
     except OSError:  # this process lacks a descriptor: no evidence about the peer
         return False
-    return not fields or fields[0] in (b"Z", b"X") or int(fields[19]) != peer.started
+    if not fields:
+        return not _exists(peer.pid)
+    return fields[0] in (b"Z", b"X") or int(fields[19]) != peer.started
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is a process of this number, which a mount of /proc may hide."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def read_proc_stat(pid: int) -> list[bytes]:

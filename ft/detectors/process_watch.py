@@ -69,7 +69,7 @@ class ProcessWatch:
             fd = open_pidfd(member.peer)
             if fd is None:
                 self._gone.add(member_id)
-                gone.append(_death(member))
+                gone.append(death_of(member))
                 continue
             self._followed[member_id] = followed = _Followed(member, fd, _open_threads(member.peer.pid, member.threads))
             for each in (fd, *followed.threads):
@@ -82,10 +82,8 @@ class ProcessWatch:
         followed = self._followed.get(member.id)
         if followed is None:
             return False
-        try:
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(followed.process, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         return True
 
     def close(self) -> None:
@@ -143,7 +141,7 @@ class ProcessWatch:
     def _tell(self, ended: dict[str, Member]) -> None:
         self._gone |= ended.keys()
         if ended:
-            self._on_deaths(tuple(_death(member) for member in ended.values()))
+            self._on_deaths(tuple(death_of(member) for member in ended.values()))
         for member_id in ended.keys() & self._followed.keys():
             self._let_go(member_id)
 
@@ -237,5 +235,6 @@ def fatal_signal(pid: int) -> int:
     return int(fields[49]) & 0x7F if len(fields) > 49 and is_exiting(pid) else 0
 
 
-def _death(member: Member) -> Death:
+def death_of(member: Member) -> Death:
+    """The proven end of a process of this host."""
     return Death(member.id, f"its process (pid {member.peer.pid}) ended")

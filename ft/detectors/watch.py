@@ -1,4 +1,4 @@
-"""All detectors of one process. A detector that raises is removed, and the others continue."""
+"""All detectors of one process. One that is missing or raises is reported, and other evidence takes its place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +15,11 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.errors import CorruptData, HoldfastError, describe
 from holdfast.comms.plugins.spec import Available, DetectorInfo
+from holdfast.comms.transport.liveness import is_gone
 from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.stand_in import EVIDENCE, StandInDetector
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.view import Member, View
 
@@ -28,6 +32,7 @@ _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
 _routed = msgspec.msgpack.Decoder(tuple[str, bytes])
 _accusation = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1)], str, str])
+_STAND_IN = ""  # no name that a plugin can have
 _TO_ALL = ""  # the name for accusations, which every detector receives
 
 
@@ -46,7 +51,9 @@ class Detectors:
         """The last known positions of the members of this host in their ops."""
         self._view: View | None = None
         self._looking: asyncio.TimerHandle | None = None
+        self._watched: tuple[Member, ...] = ()
         self._detectors: dict[str, Detector] = {}
+        self._context = dataclasses.replace(context, vouch=self.heard)
         for info in infos:
             own = dataclasses.replace(
                 context,
@@ -57,14 +64,17 @@ class Detectors:
                 placed=self._placed,
             )
             try:
-                if isinstance(info.probe(), Available):
+                status = info.probe()
+                if isinstance(status, Available):
                     self._detectors[info.name] = info.make(own)
-            except Exception:
-                _log.exception("detector %r cannot be made: this process does without it", info.name)
+                else:
+                    self._lose(info.name, "; ".join(filter(None, (status.reason, status.install_hint))))
+            except Exception as error:
+                self._lose(info.name, describe(error), error)
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
         """Watch exactly these from now on."""
-        self._view = view
+        self._view, self._watched = view, watched
         self.places.clear()
         self._each(lambda detector: detector.follow(view, watched))
 
@@ -117,8 +127,8 @@ class Detectors:
                 self._detectors[name].received(member_id, words, now)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 raise
-            except Exception:
-                self._leave_out(name)
+            except Exception as error:
+                self._leave_out(name, error)
 
     def testified(self, observer: str, member: str, evidence: str | None) -> None:
         """Another process suspects a member, or has cleared it (None)."""
@@ -132,9 +142,14 @@ class Detectors:
         now = time.monotonic()
         self._each(lambda detector: detector.failed(view, failure, now))
 
-    def fence(self, member: Member) -> bool:
-        """End a process of this host for certain; False if no detector can."""
-        return any(self._each(lambda detector: detector.fence(member)))
+    def fence(self, member: Member) -> None:
+        """Send SIGKILL to a process of this host, by its number if no detector can. Raises OSError if it was not sent.
+
+        A process that has ended already is no error: its end is reported like any other.
+        """
+        if not any(self._each(lambda detector: detector.fence(member))) and not is_gone(member.peer):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.peer.pid, signal.SIGKILL)
 
     def needless(self) -> set[str]:
         """The ids of the processes that read the signs of life of this one.
@@ -169,17 +184,28 @@ class Detectors:
         for name, detector in list(self._detectors.items()):
             try:
                 found.append(act(detector))
-            except Exception:
-                self._leave_out(name)
+            except Exception as error:
+                self._leave_out(name, error)
         return found
 
-    def _leave_out(self, name: str) -> None:
+    def _leave_out(self, name: str, error: Exception) -> None:
         """Remove a detector that has just raised."""
-        _log.exception("detector %r failed: this process does without it from here on", name)
         detector = self._detectors.pop(name, None)
         if detector is not None:
             with contextlib.suppress(Exception):
                 detector.close()
+            self._lose(name, describe(error), error)
+
+    def _lose(self, name: str, why: str, error: Exception | None = None) -> None:
+        """Say that this process does without a detector, and go by other evidence in its place."""
+        instead = EVIDENCE.get(name, "nothing")
+        _log.warning("detector %r is lost (%s); in its place: %s", name, why, instead, exc_info=error)
+        self._context.note("detector_lost", detector=name, reason=why, instead=instead)
+        if name in EVIDENCE:
+            stand_in = self._detectors.setdefault(_STAND_IN, StandInDetector(self._context))
+            assert isinstance(stand_in, StandInDetector)
+            stand_in.cover(name)
+            stand_in.follow(self._view, self._watched)
 
     def _send_to(self, name: str, member_id: str | None, body: bytes) -> None:
         self._send(member_id, _encode((name, body)))

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from holdfast.comms.plugins.kernel_calls import require
 from holdfast.ft.launch import guardian
 from holdfast.ft.launch.held_directory import private_file
 
@@ -32,6 +33,7 @@ class GuardedProcess:
             self._start(command, environ, into, "tied" if log is None else "detached")
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str], into: int | BinaryIO, how: str) -> None:
+        require("the start of a process", "pidfd_open")
         self._status, said = os.pipe()
         try:
             self._guardian = subprocess.Popen(

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from holdfast.comms.plugins.kernel_calls import require
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.channel import ProcessChannel
@@ -19,6 +20,7 @@ class ExecutedProcess:
     """A program that gets a channel to this process as the inherited descriptor that its last argument names."""
 
     def __init__(self, command: Sequence[str], *, name: str, output: Path, environ: Mapping[str, str]) -> None:
+        require(f"the start of {name}", "pidfd_open", "pidfd_send_signal")
         self.name, self.output = name, output
         self.channel, theirs = ProcessChannel.pair()
         try:

@@ -29,6 +29,7 @@ from pathlib import Path
 import cloudpickle
 import msgspec
 
+from holdfast.comms.plugins.kernel_calls import require
 from holdfast.comms.system import forks
 from holdfast.ft.console.output import tail
 from holdfast.ft.launch.exit_status import how_it_ended
@@ -337,6 +338,7 @@ def zygote() -> ZygoteClient:
         if _shared is None or not _shared.alive():
             if _shared is not None:
                 _shared.close()
+            require("the start of a process", "pidfd_open", "pidfd_send_signal")
             _shared = ZygoteClient(take_early() or start_zygote())
         return _shared
 

@@ -13,9 +13,10 @@ from concurrent.futures import Executor
 
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.transport.liveness import this_process
+from holdfast.comms.transport.liveness import is_gone, this_process
 from holdfast.ft import faultpoints
 from holdfast.ft.detectors.detector import DetectorContext
+from holdfast.ft.detectors.process_watch import death_of
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.error_history import StepFailed
@@ -289,9 +290,32 @@ class Reactor:
             case Refused(reason):
                 self._epoch_guard.end(Mismatch(f"cannot join job {self._settings.name!r}: {reason}"))
             case Fence(member, reason):
-                self._events.emit("fenced", member=member.id, reason=reason)
-                if self._detectors is not None:
-                    self._detectors.fence(member)
+                self._fence(member, reason)
+
+    def _fence(self, member: Member, reason: str, said: str = "") -> None:
+        """End a process of this host; again once a heartbeat, until its end is proved.
+
+        `said` is the kind of the last event on it: an event is written when that changes.
+        """
+        core = self._core
+        if core is None or self._detectors is None:
+            return
+        if is_gone(member.peer):
+            if any(m.id == member.id for m in core.watched()) and not self._is_lost(member.id):
+                self._handle_deaths((death_of(member),))
+            return
+        try:
+            self._detectors.fence(member)
+        except OSError as error:
+            if said != "fence_failed":
+                said, why = "fence_failed", f"SIGKILL to pid {member.peer.pid}: {error.strerror or error}"
+                _log.warning("%s cannot be ended, and is tried again: %s", member.id, why)
+                self._events.emit(said, member=member.id, reason=reason, error=why)
+        else:
+            if said != "fenced":
+                said = "fenced"
+                self._events.emit(said, member=member.id, reason=reason)
+        self._loop.call_later(self._settings.timeouts.heartbeat, self._fence, member, reason, said)
 
     def _revoke(self, effect: Revoke) -> None:
         view = self._epoch_guard.view

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import errno
 import functools
 import os
 import signal
@@ -31,7 +34,7 @@ from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
 from holdfast.ft.detectors.progress import ProgressDetector
 from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
-from holdfast.ft.membership.events import Event, Stalled, Unreachable
+from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled, Suspicion, Unreachable
 from holdfast.ft.membership.view import Job, Member, Phase, View
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
@@ -491,11 +494,80 @@ def test_a_detector_that_raises_is_removed_and_the_others_continue(caplog: pytes
     assert [name in caplog.text for name in ("unprobed", "unmade", "failing", "counting")] == [True, True, True, False]
 
 
-def test_the_built_in_detectors_are_plugins_and_available_here() -> None:
+def own_infos() -> list[DetectorInfo]:
     registry = Registry()
     registry.register(own_detectors)
-    assert list(registry.detectors) == ["pidfd", "heartbeat", "observers", "transport", "progress"]
-    assert all(isinstance(each.probe(), Available) for each in registry.detectors.values())
+    return list(registry.detectors.values())
+
+
+METHODS = ["probe", "make", "follow", "beat", "look", "heard", "fence"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["pidfd", "heartbeat", "observers"])
+def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever fails in it, and whenever: a process that is stopped or has ended is found, and ended for certain."""
+
+    def refused(*_: object) -> Any:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def spoiled(info: DetectorInfo) -> DetectorInfo:
+        def make(context: DetectorContext) -> Detector:
+            detector: Any = info.make(context)
+            monkeypatch.setattr(detector, method, refused)
+            return detector
+
+        if info.name != name:
+            return info
+        if method in ("probe", "make"):
+            return dataclasses.replace(info, **{method: refused})
+        return dataclasses.replace(info, make=make)
+
+    def body(pipe: Connection) -> None:
+        pipe.send(this_process())
+        pipe.recv()
+
+    with children() as start, contextlib.closing(asyncio.new_event_loop()) as loop:
+        child, told, noted = start(body), list[Event](), list[tuple[str, dict[str, Any]]]()
+        away = Member("away", "b:1", Peer("another host", 1, 1))
+        members = (Member("me", "a:1", this_process()), Member("child", "a:2", child.hear()), away)
+        view = View(3, "running", members, Job("job", 3, 3, 3, ("gloo",), "gloo"), "test")
+        context = dataclasses.replace(
+            detector_context(view, loop, told.append),
+            me=members[0],
+            note=lambda kind, **fields: noted.append((kind, fields)),
+        )
+
+        async def until(kind: type[Event], member: str) -> None:
+            async with asyncio.timeout(20):
+                while not any(isinstance(event, kind) and member in repr(event) for event in told):
+                    detectors.heard("child" if member == "away" else "away")
+                    detectors.beat()
+                    await asyncio.sleep(TIMES.heartbeat / 4)
+
+        async def live() -> None:
+            nonlocal detectors
+            detectors = Detectors(context, list(map(spoiled, own_infos())), _ignore)
+            detectors.follow(view, members[1:])
+            child.stop()
+            await until(Stalled, "child")
+            await until(Suspicion, "away")
+            detectors.fence(members[1])
+            await until(ProvenDeaths, "child")
+            detectors.close()
+
+        detectors: Detectors
+        loop.run_until_complete(live())
+    lost = [fields for kind, fields in noted if kind == "detector_lost"]
+    assert [(fields["detector"], bool(fields["instead"])) for fields in lost] == [(name, True)]
+    assert "Operation not permitted" in lost[0]["reason"] and f"detector {name!r} is lost" in caplog.text
+
+
+def test_the_built_in_detectors_are_plugins_and_available_here() -> None:
+    assert [each.name for each in own_infos()] == ["pidfd", "heartbeat", "observers", "transport", "progress"]
+    assert all(isinstance(each.probe(), Available) for each in own_infos())
 
 
 # -- slow ranks; `holdfast bench evictions` tries it for longer

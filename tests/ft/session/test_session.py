@@ -7,6 +7,7 @@ advance, and every rank keeps the list of steps that it has committed.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import signal
@@ -181,6 +182,31 @@ def test_a_stopped_rank_is_fenced_and_replaced() -> None:
     assert 0.3 < fenced["time"] - began < 10.0, "an op would take 20 s to time out"
     assert "stopped at each of" in fenced["reason"]
     assert pid not in [result["pid"] for result in results]
+
+
+def test_ranks_that_lose_their_pidfds_still_fence_a_stopped_rank_and_see_a_dead_one() -> None:
+    """As under a container's profile: the calls fail, /proc and kill(2) take their place, and an event says so."""
+
+    def refused(*_: object) -> Any:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def without_pidfds(session: Session, steps: int) -> dict[str, Any]:
+        os.pidfd_open = signal.pidfd_send_signal = refused
+        return tally_up(session, steps)
+
+    with cluster(4, "gloo") as ranks:
+        job = ranks.start(without_pidfds, 300)
+        first = job.wait_for("committed", step=5)["epoch"]
+        job.pause(1)
+        fenced = job.wait_for("fenced")
+        job.wait_for("committed", epoch=first + 1)
+        job.kill(2)
+        assert_exact(job, job.results(), 2, 300)
+        events = job.events()
+    assert "stopped at each of" in fenced["reason"]
+    lost = [event for event in events if event["kind"] == "detector_lost"]
+    assert {event["detector"] for event in lost} == {"pidfd"}
+    assert all("Operation not permitted" in event["reason"] and "/proc" in event["instead"] for event in lost)
 
 
 def test_a_rebuild_waits_for_a_survivor_that_is_computing() -> None:

@@ -1,0 +1,63 @@
+"""The evidence that remains where a built-in detector is missing or has failed: looks at /proc, and messages."""
+
+from __future__ import annotations
+
+from holdfast.comms.transport.liveness import is_gone, is_stopped
+from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.process_watch import death_of
+from holdfast.ft.detectors.silence import SilenceTracker
+from holdfast.ft.membership.events import Cleared, ProvenDeaths, Stalled, Suspicion
+from holdfast.ft.membership.view import Member, View
+
+EVIDENCE = {
+    "pidfd": "looks at /proc once a heartbeat",
+    "heartbeat": "heartbeats in messages, and looks at /proc",
+    "observers": "heartbeats in messages, without conclusions on partitions",
+}
+"""By the name of a detector that is missing: what this one goes by instead."""
+
+
+class StandInDetector(Detector):
+    """Does the work of the detectors that it covers; slower, and with nothing of the kernel's that can be forbidden."""
+
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
+        self._silence = SilenceTracker(context.me, context.timeouts, is_stopped)
+        self._covered: set[str] = set()
+        self._mates: dict[str, Member] = {}
+        self._gone: set[str] = set()
+
+    def cover(self, name: str) -> None:
+        """Take the place of another detector; call `follow` next."""
+        self._covered.add(name)
+
+    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
+        me = self.context.me.peer
+        mates = {m.id: m for m in watched if m.peer.host == me.host and m.peer.pid != me.pid}
+        self._mates = mates if "pidfd" in self._covered else {}
+        self._gone &= mates.keys()
+        silent = list(mates.values()) if "heartbeat" in self._covered else []
+        if "observers" in self._covered:
+            silent += [m for m in watched if m.peer.host != me.host]
+        self._silence.follow(silent, self.context.loop.time())
+
+    def heard(self, member_id: str, now: float) -> None:
+        for verdict in self._silence.hear(member_id, now):
+            if isinstance(verdict, Cleared):
+                self.context.note("cleared", member=member_id)
+            self.context.tell(verdict)
+
+    def look(self, now: float) -> None:
+        ended = [m for m in self._mates.values() if m.id not in self._gone and is_gone(m.peer)]
+        self._gone |= {member.id for member in ended}
+        if ended:
+            self.context.tell(ProvenDeaths(tuple(map(death_of, ended))))
+        for verdict in self._silence.look(now):
+            if isinstance(verdict, Stalled | Suspicion):
+                kind = "stalled" if isinstance(verdict, Stalled) else "suspected"
+                self.context.note(kind, member=verdict.member, evidence=verdict.evidence)
+            self.context.tell(verdict)
+        self.doubtful = self._silence.any_silent
+
+    def silent_for(self, member_id: str, now: float) -> float | None:
+        return self._silence.silent_for(member_id, now)
