@@ -65,6 +65,14 @@ _gate: tuple[int, str] | None = None
 """The process that is connected to a gate, and the gate's address."""
 
 
+_before_kill: list[Callable[[], None]] = []
+
+
+def run_before_kill(act: Callable[[], None]) -> None:
+    """Call `act` before a fault point kills this process: a log of events is written to its end then."""
+    _before_kill.append(act)
+
+
 @dataclass(frozen=True, slots=True)
 class KillAtPoint:
     """SIGKILL this process at `point` of `step` if it is `rank` (-1 for both: any), in `epoch` (None: any)."""
@@ -78,6 +86,8 @@ class KillAtPoint:
         if point != self.point or self.step not in (-1, step) or self.rank not in (-1, rank):
             return
         if self.epoch in (None, epoch):
+            for act in _before_kill:
+                act()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -42,7 +42,7 @@ from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.state.sharded import Build, Shape, Sharded
 from holdfast.ft.state.transfer import Stateful
 from holdfast.ft.telemetry import telemetry
-from holdfast.ft.telemetry.event_log import EventLog, Listener
+from holdfast.ft.telemetry.event_log import EventLog, Listener, flush_all
 from holdfast.ft.termination import TerminationRequest
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torch_default_group import DefaultGroup
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 _READABLE = ("identity", "view", "epoch", "rank", "size", "step")
 """Attributes that a forked child can still read of its parent's session."""
+
+faultpoints.run_before_kill(flush_all)
 
 EVIDENT_SECONDS = 0.002
 """Seconds to wait, after an op failed, for the next epoch or for a better reason from the other members."""
@@ -176,7 +178,7 @@ class Session:
         return self._commit_state.done
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(event)` for each event of this process; see `EventLog.subscribe`."""
+        """Call `listener(event)` for each event of this process, in a thread of its own; see `EventLog.subscribe`."""
         return self._events.subscribe(listener)
 
     def attach(self, name: str, thing: Stateful) -> None:

@@ -102,6 +102,9 @@ class _NoEvents:
 
     def emit(self, kind: str, **fields: Any) -> None: ...
 
+    def flush(self, seconds: float) -> bool:
+        return True
+
 
 def metrics() -> str:
     """A table of all metrics: name, type, labels, and help text, as a scrape returns them."""

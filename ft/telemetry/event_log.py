@@ -1,11 +1,14 @@
 """The event log of a process: JSON lines in a file, and callbacks in this process.
 
 Each line has `time` (`time.monotonic()`, shared by all processes of a host), `process`, `pid`, `kind` and the fields
-of its kind. A line is one write to a file opened for appending, so a killed process leaves whole lines.
+of its kind. A line is one write to a file opened for appending, so a killed process leaves whole lines. The file and
+each listener are served by a thread of their own: a file system that hangs, or a slow listener, stops neither the job
+nor the others.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
@@ -14,61 +17,197 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+
+from holdfast.comms.system import forks
 
 DIRECTORY = "HOLDFAST_LOG_DIR"
 """The environment variable that names the directory of the logs; without it, events go to callbacks alone."""
 
 KEPT_BYTES = 1 << 20
+MOST_WAITING = 10_000
+"""The most events that wait for the file or a listener; those that come then are dropped, and counted."""
+CLOSE_SECONDS = 2.0
+"""How long `close` waits for the file and the listeners to take the last events."""
 
-Listener = Callable[[dict[str, Any]], None]
+_FLUSH_PAUSE = 0.001
+
+Record = dict[str, Any]
+Listener = Callable[[Record], None]
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.json.Encoder().encode
 
 
 class EventLog:
-    """The events of one process. Safe to use from several threads. The first event opens the file."""
+    """The events of one process. From any thread; `emit` never waits. The first event opens the file."""
 
     def __init__(self, process: str, directory: str | os.PathLike[str] | None = None) -> None:
         """Write to `<directory>/<process>.jsonl`. `directory` defaults to HOLDFAST_LOG_DIR; "" writes no file."""
         self.process = process
         self._pid = os.getpid()
-        self._listeners: tuple[Listener, ...] = ()
-        self._directory = os.environ.get(DIRECTORY) if directory is None else directory
-        self._opening = threading.Lock()
+        self._lock = threading.Lock()
+        self._receivers: tuple[_Receiver, ...] = ()
+        directory = os.environ.get(DIRECTORY) if directory is None else directory
+        if directory:
+            file = _LogFile(process, directory)
+            self._receivers = (_Receiver(process, "its event log", file.write, file.close),)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Record an event with the current time. `fields` must be JSON values."""
+        if not self._receivers:
+            return
+        event = {"time": time.monotonic(), "process": self.process, "pid": self._pid, "kind": kind, **fields}
+        for receiver in self._receivers:
+            receiver.put(event)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(event)` for each event from now on, one after the other, in a thread of its own.
+
+        Returns a function that ends the subscription, once the listener has had all events before that.
+        """
+        receiver = _Receiver(self.process, "a listener to its events", listener)
+        with self._lock:
+            self._receivers = (*self._receivers, receiver)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._receivers = tuple(each for each in self._receivers if each is not receiver)
+            receiver.close(time.monotonic() + CLOSE_SECONDS)
+
+        return unsubscribe
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until the file and all listeners have had all events so far; False if they have not in time."""
+        return _wait_until_served(self._receivers, seconds)
+
+    def close(self) -> None:
+        """Serve the events so far, then close the file; later events go nowhere. Idempotent."""
+        with self._lock:
+            receivers, self._receivers = self._receivers, ()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for receiver in receivers:
+            receiver.close(deadline)
+
+
+def flush_all(seconds: float = CLOSE_SECONDS) -> None:
+    """Wait, at the end of this process, until its event logs are written."""
+    _wait_until_served(tuple(_running), seconds)
+
+
+atexit.register(flush_all)
+
+
+class _Receiver:
+    """Serves events to one receiver, in order, in a thread of its own that its first event starts."""
+
+    def __init__(self, process: str, name: str, serve: Listener, end: Callable[[], None] = lambda: None) -> None:
+        """`serve` takes each event; `end` is called after the last one. Both are called in the thread."""
+        self._process, self._name, self._serve, self._end = process, name, serve, end
+        self._waiting: SimpleQueue[Record | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.accepted = self.served = self._dropped = 0
+
+    def put(self, event: Record) -> None:
+        with self._lock:
+            fits = self.accepted - self.served < MOST_WAITING
+            if fits:
+                self.accepted += 1
+                self._waiting.put(event)
+            else:
+                self._dropped += 1
+            if self._thread is None:
+                self._start()
+        if not fits and self._dropped == 1:
+            _log.warning("%s: %s hangs; events are dropped from here on", self._process, self._name)
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"holdfast-events-{self._process}", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    def close(self, deadline: float) -> None:
+        """Serve what waits, and end; what is not served by the `deadline` is left to the thread."""
+        self._waiting.put(None)
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(max(deadline - time.monotonic(), 0.0))
+        if thread.is_alive():
+            lost = self.accepted - self.served + self._dropped
+            _log.warning("%s: %s hangs; %d events may be lost", self._process, self._name, lost)
+
+    def _run(self) -> None:
+        try:
+            while (event := self._waiting.get()) is not None:
+                self._call(event)
+                self.served += 1
+                if self._dropped:
+                    self._report_dropped(event)
+        finally:
+            self._end()
+            _running.discard(self)
+
+    def _call(self, event: Record) -> None:
+        try:
+            self._serve(event)
+        except Exception:
+            _log.exception("%s: %s failed", self._process, self._name)
+
+    def _report_dropped(self, event: Record) -> None:
+        with self._lock:
+            dropped, self._dropped = self._dropped, 0
+        _log.warning("%s: %s goes on; %d events were dropped", self._process, self._name, dropped)
+        self._call(
+            {
+                **{key: event[key] for key in ("process", "pid")},
+                "time": time.monotonic(),
+                "kind": "events_dropped",
+                "count": dropped,
+            }
+        )
+
+
+_running: set[_Receiver] = set()
+"""The receivers with a thread."""
+forks.run_in_children(_running.clear)  # it has no thread there
+
+
+def _wait_until_served(receivers: tuple[_Receiver, ...], seconds: float) -> bool:
+    """Wait until receivers have had what they have accepted so far; False if they have not in time."""
+    deadline = time.monotonic() + seconds
+    wanted = [(receiver, receiver.accepted) for receiver in receivers]
+    while any(receiver.served < count for receiver, count in wanted):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_FLUSH_PAUSE)
+    return True
+
+
+class _LogFile:
+    """The file of an event log. Belongs to one thread."""
+
+    def __init__(self, process: str, directory: str | os.PathLike[str]) -> None:
+        self._process, self._path = process, Path(directory) / f"{process}.jsonl"
         self._fd = -1
         self._kept: deque[bytes] = deque()
         self._away, self._lost = False, 0
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        """Record an event with the current time. `fields` must be JSON values."""
-        if not self._directory and not self._listeners:
-            return
-        event = {"time": time.monotonic(), "process": self.process, "pid": self._pid, "kind": kind, **fields}
-        if self._directory:
-            line = _encode(event) + b"\n"
-            with self._opening:
-                self._write(line)
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                _log.exception("a listener to events failed")
-
-    def _write(self, line: bytes) -> None:
+    def write(self, event: Record) -> None:
         """Append a line; if that fails (a full disk), keep it and write it before the next line that succeeds.
 
         At most `KEPT_BYTES` are kept; older lines are lost. The job goes on. A warning reports the first failure, and
         another the recovery with the number of lost lines.
         """
-        if not self._directory:
-            return
+        line = _encode(event) + b"\n"
         try:
             if self._fd < 0:
-                self._open(self._directory)
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             while self._kept:
                 _append(self._fd, self._kept[0])
                 self._kept.popleft()
@@ -76,40 +215,19 @@ class EventLog:
         except OSError as error:
             self._kept.append(line)
             if not self._away:
-                _log.warning("%s cannot write its events for now: %s", self.process, error)
+                _log.warning("%s cannot write its events for now: %s", self._process, error)
             self._away = True
             while sum(map(len, self._kept)) > KEPT_BYTES:
                 self._kept.popleft()
                 self._lost += 1
         else:
             if self._away:
-                _log.warning("%s writes its events again; %d were lost", self.process, self._lost)
+                _log.warning("%s writes its events again; %d were lost", self._process, self._lost)
             self._away, self._lost = False, 0
 
-    def _open(self, directory: str | os.PathLike[str]) -> None:
-        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = Path(directory) / f"{self.process}.jsonl"
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(event)` for each event from now on, in the thread that emits it; it must be quick.
-
-        Returns a function that ends the subscription.
-        """
-        self._listeners = (*self._listeners, listener)
-
-        def unsubscribe() -> None:
-            self._listeners = tuple(each for each in self._listeners if each is not listener)
-
-        return unsubscribe
-
     def close(self) -> None:
-        """Close the file; later events go to listeners alone. Idempotent."""
-        with self._opening:
-            self._directory = None
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def _append(fd: int, line: bytes) -> None:

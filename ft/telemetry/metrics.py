@@ -28,6 +28,8 @@ OP_BUCKETS = tuple(1e-6 * 4**power for power in range(14))
 """Upper bounds, in seconds, of the histogram of op latencies: 1 us to 67 s."""
 EVENT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _HOST = "127.0.0.1"
+FLUSH_SECONDS = 0.1
+"""How long a request waits for the events that have not been counted yet."""
 
 _GAUGES = {
     "epoch": "The epoch that the process works in.",
@@ -167,6 +169,8 @@ class _Events(Protocol):
 
     def emit(self, kind: str, **fields: Any) -> None: ...
 
+    def flush(self, seconds: float) -> bool: ...
+
 
 class Metrics:
     """The metrics of one process, served at `url` until `close`.
@@ -188,7 +192,7 @@ class Metrics:
         except ImportError as error:
             raise HoldfastError("metrics need prometheus_client: pip install 'holdfast[metrics]'") from error
         self._prometheus = prometheus
-        self._tally, self._missed = tally, missed_heartbeats
+        self._tally, self._missed, self._events = tally, missed_heartbeats, events
         self._job = job
         self._lock = threading.Lock()
         self._numbers = {**dict.fromkeys((*_GAUGES, *_COUNTERS), 0), "rank": -1, "step": -1}
@@ -280,6 +284,7 @@ class Metrics:
         yield from (missed, seconds, nbytes, failed)
 
     def _page(self) -> tuple[str, bytes]:
+        self._events.flush(FLUSH_SECONDS)
         return self._prometheus.CONTENT_TYPE_LATEST, self._prometheus.generate_latest(self.registry)
 
     def _serve(self, among: range) -> MetricsServer:

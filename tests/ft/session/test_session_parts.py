@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from holdfast.ft.membership.view_delta import delta_between
 from holdfast.ft.runtime.epoch_guard import EpochGuard
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import decode_state, encode_state
+from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
@@ -508,7 +511,68 @@ def test_events_go_to_a_file_of_their_own_and_to_listeners(tmp_path: Path) -> No
     log.emit("finished")
     log.close()
     log.emit("late")
-    lines = [msgspec.json.decode(line) for line in (tmp_path / "p1.jsonl").read_bytes().splitlines()]
+    lines = lines_of(tmp_path / "p1.jsonl")
     assert [line["kind"] for line in lines] == ["installed", "finished"]
     assert lines[0]["process"] == "p1" and lines[0]["epoch"] == 3 and began <= lines[0]["time"] <= time.monotonic()
     assert heard == lines[:1]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+class Hanging:
+    """A call that hangs until `go_on` is set, and then does what it did before."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call, self.begun, self.go_on = call, threading.Event(), threading.Event()
+
+    def __call__(self, *given: Any) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(20.0)
+        return self._call(*given)
+
+
+def test_a_file_that_hangs_stops_nobody_and_what_is_dropped_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_log, "MOST_WAITING", 5)
+    monkeypatch.setattr(event_log, "_append", write := Hanging(event_log._append))
+    log, heard = EventLog("p1", tmp_path), list[int]()
+    log.subscribe(lambda event: heard.append(event["number"]))
+    log.emit("step", number=0)
+    assert write.begun.wait(20.0)
+    for number in range(1, 9):  # the file has one, four wait, four are dropped
+        log.emit("step", number=number)
+        assert not log.flush(0.0), "the file has not had them"
+        while len(heard) <= number:
+            time.sleep(0.001)
+    assert caplog.text.count("its event log hangs; events are dropped") == 1
+    write.go_on.set()
+    assert log.flush(20.0)
+    log.close()
+    lines = lines_of(tmp_path / "p1.jsonl")
+    assert [line["number"] for line in lines if line["kind"] == "step"] == [0, 1, 2, 3, 4]
+    assert [line["count"] for line in lines if line["kind"] == "events_dropped"] == [4]
+    assert heard == list(range(9)), "a listener has its own thread"
+
+
+def test_a_listener_that_hangs_delays_no_file_and_the_end_only_for_a_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_log, "CLOSE_SECONDS", 0.2)
+    log, listener = EventLog("p1", tmp_path), Hanging(lambda event: None)
+    log.subscribe(listener)
+    log.emit("finished")
+    began = time.monotonic()
+    log.close()
+    assert time.monotonic() - began < 10.0
+    assert [line["kind"] for line in lines_of(tmp_path / "p1.jsonl")] == ["finished"]
+    assert "a listener to its events hangs; 1 events may be lost" in caplog.text
+    listener.go_on.set()
+
+
+def test_a_log_that_nobody_closes_is_written_at_the_end_of_its_process(tmp_path: Path) -> None:
+    text = f"from holdfast.ft.telemetry.event_log import EventLog; EventLog('p1', {str(tmp_path)!r}).emit('last')"
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
+    assert [line["kind"] for line in lines_of(tmp_path / "p1.jsonl")] == ["last"]
