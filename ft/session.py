@@ -204,7 +204,8 @@ class Session:
         """Save all attached state with torch.distributed.checkpoint every `every` steps, to a `directory` of all ranks.
 
         With `last`, it is saved after so many steps too, and never later. A job that finds checkpoints there at its
-        start continues from the newest. Raises ValueError, TypeError, OSError for arguments that cannot work.
+        start continues from the newest. Raises ValueError, TypeError, OSError for arguments that cannot work; the steps
+        raise `Mismatch`, before the first one, if the ranks do not share the directory.
         """
         self._attachments.checkpoints(directory, every=every, last=last)
 

@@ -70,7 +70,6 @@ class StateReplicator:
         self._known: dict[str, Leaf] = {}
         self._layouts: dict[int, PartLayout] = {}
         self._seen: list[tuple[torch.Tensor, int]] = []
-        self._saved = -1
         self._unfit: dict[str, str] = {}
 
     def close(self) -> None:
@@ -248,9 +247,11 @@ class StateReplicator:
         part_store = self._parts_on(comm.device)
         self._mesh = all_ranks(comm.size) if self.sharded is None else self.sharded.mesh(comm.size)
         kept = part_store.of(done)
-        newest = -1 if self.checkpoints is None else self.checkpoints.newest()
+        newest = -1
+        if self.checkpoints is not None:
+            self.checkpoints.agree(comm, done)
+            newest = self.checkpoints.newest()
         held = comm.all_gather_object([part.share for part in kept])
-        newest = min(comm.all_gather_object(newest))
         size = complete_size(held, comm.size)
         if self.sharded is None:
             if done == 0 < newest:
@@ -381,7 +382,7 @@ class StateReplicator:
                 "what attach_sharded() built was changed outside of an attempt, where the change is on no copy; "
                 "call optimizer.step() inside of the `with attempt:` block"
             )
-        if self.checkpoints is None or self._saved == done or not self.checkpoints.due(done):
+        if self.checkpoints is None or not self.checkpoints.due(done):
             return
         began = time.monotonic()
         with _library(comm), torch.no_grad():
@@ -391,7 +392,6 @@ class StateReplicator:
             taken, leaves, _ = encode_local_shards(state, self._mesh, comm.rank, self._known)
             self._reach("checkpoint.before_save")
             self.checkpoints.save(done, taken.description, leaves, taken.tensors)
-        self._saved = done
         self._events.emit("checkpoint", step=done - 1, epoch=comm.epoch, seconds=time.monotonic() - began)
 
     def _copy(self, comm: Communicator, hosts: Sequence[str], version: int) -> None:

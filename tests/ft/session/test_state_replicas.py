@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
@@ -19,11 +21,12 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast import comms
-from holdfast.comms import CorruptData, HoldfastError, PeerFailed, Revoked
+from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, PeerFailed, Revoked
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft import Session, Timeouts, faultpoints
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.ft.state.boxes import shape_of
+from holdfast.ft.state.checkpoints import Checkpoints
 from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.gradients import ShardSums
 from holdfast.ft.state.leaves import Leaf, PartLayout, _cuts, _placements
@@ -431,6 +434,82 @@ def test_a_death_during_a_return_to_a_checkpoint_leaves_all_ranks_at_the_same_st
         events = job.events()
     assert [event["step"] for event in events if event["kind"] == "synced" and event["epoch"] == 4] == [3]
     assert_invariants(events)
+
+
+@pytest.mark.parametrize("held", [((), ()), ((2, 4), ()), ((), (2,)), ((2,), (2,)), ((2, 4), (2,))])
+def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_told_before_the_first_step(
+    tmp_path: Path, held: tuple[tuple[int, ...], ...]
+) -> None:
+    """Whatever is there: the error names each host, path and what it holds; nothing is written or removed."""
+    for rank, steps in enumerate(held):
+        for step in steps:
+            complete_checkpoint(tmp_path / f"disk{rank}", step)
+
+    def find(comm: Communicator) -> str:
+        checkpoints = Checkpoints(tmp_path / f"disk{comm.rank}", 2)
+        with pytest.raises(Mismatch) as refused:
+            checkpoints.agree(comm, 0)
+        return str(refused.value)
+
+    with LocalCluster(2, "gloo") as ranks:
+        first, second = ranks.run(find)
+    assert first == second
+    for rank, steps in enumerate(held):
+        holds = f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+        assert f"rank {rank} ({socket.gethostname()}:{tmp_path}/disk{rank}: {holds})" in first
+        assert sorted(path.name for path in (tmp_path / f"disk{rank}").iterdir()) == [f"step-{s:09d}" for s in steps]
+
+
+def test_a_single_newcomer_without_the_folder_leaves_alone(tmp_path: Path) -> None:
+    def find(comm: Communicator) -> str:
+        checkpoints = Checkpoints(tmp_path / ("away" if comm.rank == 2 else "shared"), 2)
+        try:
+            checkpoints.agree(comm, 7)
+        except Mismatch:
+            return "left"
+        return "went on"
+
+    with LocalCluster(3, "gloo") as ranks:
+        assert ranks.run(find) == ["went on", "went on", "left"]
+
+
+def test_whether_to_save_is_agreed_and_not_looked_up(tmp_path: Path) -> None:
+    """One rank sees a checkpoint that is complete only later; all enter the same saves all the same."""
+
+    def look(comm: Communicator) -> list[bool]:
+        checkpoints = Checkpoints(tmp_path, 2)
+        checkpoints.agree(comm, 1)
+        comm.barrier()
+        if comm.rank == 0:
+            complete_checkpoint(tmp_path, 4)
+        comm.barrier()
+        return [checkpoints.due(done) for done in range(7)]
+
+    complete_checkpoint(tmp_path, 2)
+    with LocalCluster(2, "gloo") as ranks:
+        first, second = ranks.run(look)
+    assert first == second == [done in (4, 6) for done in range(7)]
+
+
+def test_a_newer_checkpoint_is_never_pruned_by_one_of_fewer_steps(tmp_path: Path) -> None:
+    for step in (2, 4, 100, 102, 104):
+        complete_checkpoint(tmp_path, step)
+
+    def save(comm: Communicator) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        Checkpoints(tmp_path, 2).save(6, b"", [], [])
+        dist.destroy_process_group()
+
+    with LocalCluster(1, "gloo") as ranks:
+        ranks.run(save)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{s:09d}" for s in (4, 6, 100, 102, 104)]
+
+
+def complete_checkpoint(folder: Path, step: int) -> None:
+    """What a look at the folder takes for a complete checkpoint."""
+    path = folder / f"step-{step:09d}"
+    path.mkdir(parents=True)
+    (path / ".metadata").touch()
 
 
 @pytest.mark.parametrize(
