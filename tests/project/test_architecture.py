@@ -51,6 +51,27 @@ DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.quantities", "holdfast.com
 LONGEST = 800
 
 
+def test_no_text_decides_in_ft() -> None:
+    """What an error or a piece of evidence says is for people; code asks for its type, or a field that has a kind."""
+    texts = ("evidence", "reason", "message")
+
+    def is_text(node: ast.AST) -> bool:
+        return (isinstance(node, ast.Attribute) and node.attr in texts) or ast.unparse(node) == "str(error)"
+
+    wrong = []
+    for path in modules():
+        for node in ast.walk(ast.parse((ROOT / path).read_text())) if path.parts[0] == "ft" else ():
+            if isinstance(node, ast.Compare):
+                same = all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops)
+                asks = not same and any(map(is_text, (node.left, *node.comparators)))
+            else:
+                asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                asks = asks and node.func.attr in ("startswith", "endswith") and is_text(node.func.value)
+            if asks:
+                wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert not wrong
+
+
 def test_medians_come_from_statistics() -> None:
     """`values[len(values) // 2]` is no median of an even number of values: it is the higher of the middle pair."""
     wrong = [

@@ -71,3 +71,18 @@ comm.close()
 def test_auto_takes_a_runnable_backend_that_still_detects_deaths(tmp_path: Path) -> None:
     """Without pidfds, processes are polled, and a zombie counts as dead."""
     assert run_without(["pidfd_open"], _PAIR, str(tmp_path / "meeting")).split() == ["gloo", "True", "True"]
+
+
+_RUN = """
+import sys
+from holdfast.harness.cli.app import app
+open(sys.argv[1], "w").close()
+app(["run", "-n", "1", sys.argv[1]])
+"""
+
+
+def test_a_run_that_cannot_start_its_ranks_names_the_call_and_what_to_allow(tmp_path: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"holdfast run: .* pidfd_open fails: Operation not permitted; .*allows p"
+    ):
+        run_without(["pidfd_open"], _RUN, str(tmp_path / "script.py"))
