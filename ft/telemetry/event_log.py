@@ -140,6 +140,7 @@ class _Receiver:
         if thread.is_alive():
             lost = self.accepted - self.served + self._dropped
             _log.warning("%s: %s hangs; %d events may be lost", self._process, self._name, lost)
+            _running.discard(self)  # the end of the process does not wait for it again
 
     def _run(self) -> None:
         try:
