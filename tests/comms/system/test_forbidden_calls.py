@@ -82,7 +82,5 @@ app(["run", "-n", "1", sys.argv[1]])
 
 
 def test_a_run_that_cannot_start_its_ranks_names_the_call_and_what_to_allow(tmp_path: Path) -> None:
-    with pytest.raises(
-        AssertionError, match=r"holdfast run: .* pidfd_open fails: Operation not permitted; .*allows p"
-    ):
+    with pytest.raises(AssertionError, match=r"holdfast run: .* pidfd_open fails: Operation not permitted; .*allows p"):
         run_without(["pidfd_open"], _RUN, str(tmp_path / "script.py"))
