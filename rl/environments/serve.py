@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
+from holdfast.rl.environments.call_thread import CallThread
 from holdfast.rl.environments.registry import check_environment, environment_factory
 from holdfast.rl.environments.server import EnvironmentServer
 
@@ -24,7 +26,9 @@ async def serve(
     Before, it tries one.
     Raises UnknownEnvironment, and OSError for an address that is taken.
     """
-    await asyncio.to_thread(check_environment, name)
+    trying = CallThread(name)  # a daemon: an environment that hangs does not keep Ctrl-C from ending the process
+    await trying.run(partial(check_environment, name))
+    trying.end(lambda: None)
     factory = environment_factory(name)
     async with EnvironmentServer(
         factory, name, host=host, port=port, sessions=sessions, lease=lease, timeout=timeout
