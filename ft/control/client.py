@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import local_cause
+from holdfast.comms.system.signal_safety import held_by
 from holdfast.ft.control.channel import HANDSHAKE_SECONDS, join_address, pause_before_retry, split_address
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE
 from holdfast.ft.control.errors import (
@@ -66,7 +67,7 @@ class RpcClient:
         self.peer = self._session.peer
         self._readable = select.poll()
         self._readable.register(self._socket, select.POLLIN)
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._state = threading.Condition()  # guards what follows
         self._calls: dict[int, _Call] = {}
         self._made = 0
@@ -90,11 +91,13 @@ class RpcClient:
         try:
             self._send(encode(RpcRequest(call.id, method, body)), call.deadline)
             answer = self._wait(call)
+        except TimeoutError as error:  # it was not sent: other calls of this client were until the deadline
+            raise CallTimeout(method, self.peer, time.monotonic() - started) from error
         finally:
             with self._state:
                 self._calls.pop(call.id, None)
         if answer is None:
-            with contextlib.suppress(ControlError):
+            with contextlib.suppress(ControlError, TimeoutError):
                 self._send(encode(Cancel(call.id)), time.monotonic() + 1.0)
             raise CallTimeout(method, self.peer, time.monotonic() - started)
         if isinstance(answer, Failure):
@@ -147,7 +150,8 @@ class RpcClient:
                     self._socket.close()
 
     def _send(self, payload: bytes, deadline: float) -> None:
-        with self._sending, self._using():
+        """Send a frame. TimeoutError if the frames of other threads take until the deadline."""
+        with held_by(self._sending, deadline), self._using():
             data = self._session.seal(payload)
             try:
                 _send_all(self._socket, data, deadline)

@@ -8,6 +8,8 @@ import struct
 import threading
 import time
 
+from holdfast.comms.system.signal_safety import held_by
+
 _LENGTH = struct.Struct("<Q")
 
 
@@ -21,7 +23,7 @@ class FramedSocket:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
 
     def fileno(self) -> int:
         """The descriptor, readable when there is something to `receive`; -1 once closed."""
@@ -30,7 +32,7 @@ class FramedSocket:
     def send(self, body: bytes, timeout: float) -> None:
         """Send one frame. Raises `ChannelClosed`, or `TimeoutError` after `timeout` seconds without room."""
         deadline = time.monotonic() + timeout
-        with self._sending:
+        with held_by(self._sending, deadline):
             for part in (_LENGTH.pack(len(body)), body):
                 view = memoryview(part)
                 while view:

@@ -579,6 +579,26 @@ def test_calls_in_flight_do_not_wait_for_each_other(client: RpcClient) -> None:
     assert answered == [b"0", b"0.3", b"0.6", b"0.9"]
 
 
+def test_a_call_ends_in_time_while_another_thread_sends(client: RpcClient) -> None:
+    sending, answered = threading.Event(), threading.Event()
+
+    def send() -> None:
+        with client._sending:
+            sending.set()
+            answered.wait(30.0)
+
+    other = threading.Thread(target=send)
+    other.start()
+    sending.wait(30.0)
+    with pytest.raises(CallTimeout):
+        client.call("echo", b"late", timeout=0.05)
+    answered.set()
+    other.join()
+    with client._sending, pytest.raises(CallTimeout):  # as in a signal's handler that came while a call was sending
+        client.call("echo", b"nested", timeout=30.0)
+    assert client.call("echo", b"later", timeout=30.0)
+
+
 def test_many_threads_on_one_client_each_get_their_own_answer(client: RpcClient) -> None:
     wrong = []
 

@@ -1,0 +1,107 @@
+"""Parts of ends (`abort`, `close`) that a signal's handler may call at any point of the code that it interrupts.
+
+A handler runs in the main thread, between two steps of what that thread was doing: it may need what the thread holds,
+and it may raise (KeyboardInterrupt), which leaves the work half done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+_shared: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
+
+
+def shared_lock() -> threading.RLock:
+    """A lock of several communicators, held for a few steps. Those steps may be interrupted by themselves."""
+    lock = threading.RLock()
+    _shared.add(lock)
+    return lock
+
+
+@contextlib.contextmanager
+def held_by(lock: threading.RLock, deadline: float) -> Iterator[None]:
+    """Hold a lock; TimeoutError if another thread keeps it until the deadline, or a handler finds it held below it."""
+    if lock._is_owned():  # type: ignore[attr-defined]
+        raise TimeoutError("a signal's handler has interrupted the call that it waits for")
+    try:
+        if not lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise TimeoutError("another thread holds it")
+        yield
+    finally:
+        if lock._is_owned():  # type: ignore[attr-defined]
+            lock.release()
+
+
+class HandlerLock:
+    """A mutex. What a signal's handler asks for while its own thread is inside is done right after."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._inside = False
+        self._later: list[Callable[[], None]] = []
+
+    def run(self, action: Callable[[], None], again: Callable[[], None]) -> None:
+        """Run `action` under the lock; if this thread is inside already, let the outer call run `again` at its end."""
+        try:
+            with self._lock:
+                if self._inside:
+                    self._later.append(again)
+                    return
+                self._inside = True  # no handler can come between this and the check: there is no call between them
+                try:
+                    action()
+                finally:
+                    self._inside = False
+        finally:
+            while self._later and not self._lock._is_owned():  # type: ignore[attr-defined]
+                self._later.pop(0)()
+
+
+def run_shielded(call: Callable[[], None]) -> None:
+    """Run a call that must not be cut short. What a signal's handler raises meanwhile is raised after it.
+
+    In the main thread, the only one that handlers interrupt, it runs on a thread of its own; except below a handler
+    that came while a shared lock was held, which that thread might need.
+    """
+    if threading.current_thread() is not threading.main_thread() or any(lock._is_owned() for lock in list(_shared)):  # type: ignore[attr-defined]
+        call()
+        return
+    ended, raised = threading.Event(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=run, name="holdfast-shielded")
+    interruption: BaseException | None = None
+    try:
+        thread.start()
+    except RuntimeError:  # there can be no more threads: they are used up, or the interpreter ends
+        call()
+        return
+    except BaseException as error:
+        if thread.ident is None:
+            raise
+        interruption = error
+    while not ended.is_set() or thread.is_alive():
+        try:
+            ended.wait()
+            thread.join()
+        except BaseException as error:
+            interruption = error
+    try:
+        if interruption is not None:
+            raise interruption
+        if raised:
+            raise raised[0]
+    finally:
+        del interruption
+        raised.clear()  # breaks the cycle of the error and this frame, which is in its traceback
