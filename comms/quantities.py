@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from numbers import Real
 from typing import Any
@@ -54,3 +56,14 @@ def seconds(value: Any, what: str = "timeout") -> float:
 def seconds_or(value: Any, default: float, what: str = "timeout") -> float:
     """As `seconds`; `default` for None."""
     return default if value is None else seconds(value, what)
+
+
+def time_left(timeout: Any) -> Callable[[], float | None]:
+    """A function that returns what is left of `timeout` seconds from now, at least 0: for a call of several waits.
+
+    It returns None if `timeout` is None.
+    """
+    if timeout is None:
+        return lambda: None
+    end = time.monotonic() + seconds(timeout)
+    return lambda: max(end - time.monotonic(), 0.0)

@@ -28,10 +28,13 @@ class Work:
         After `StillRunning` the op goes on, until the timeout that it was issued with.
         """
         limit = None if timeout is None else seconds(timeout)
-        if not self._done.wait(limit):
+        if not self._ends_within(limit):
             raise StillRunning(self._name, limit or 0.0)
         if self._error is not None:
             raise again(self._error)
+
+    def _ends_within(self, limit: float | None) -> bool:
+        return self._done.wait(limit)
 
     def done(self) -> bool:
         """True once the op is complete or has failed."""

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked
+from holdfast.comms.quantities import time_left
 from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
@@ -183,9 +184,9 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     def _complete(self, tensors: Tensors, reduce: Callable[..., object], op: Any, opts: Any) -> TorchWork:
         """Reduce tensors that need several ops each, synchronously."""
         with self._turn:
-            limit = seconds(opts.timeout) or self._timeout
+            left = time_left(seconds(opts.timeout) or self._timeout)
             for tensor in tensors:
-                reduce(tensor, reduction(op, tensor), timeout=limit)
+                reduce(tensor, reduction(op, tensor), timeout=left())
         return TorchWork([DONE], tensors)
 
     @overloads(dist.ReduceOptions, form("opts", tensors=LIST), form("root", "op", "timeout", tensor=TENSOR))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast.comms.quantities import time_left
 from holdfast.comms.torchdist.calls.conversions import seconds
 from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.work import Work
@@ -40,8 +41,9 @@ class TorchWork(dist.Work):
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Return True when the op is complete. Raises its error; `StillRunning`, a TimeoutError, after `timeout`."""
+        left = time_left(seconds(timeout))
         for work in self._works:
-            work.wait(seconds(timeout))
+            work.wait(left())
         return True
 
     def synchronize(self) -> None:

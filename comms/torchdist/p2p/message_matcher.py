@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout
+from holdfast.comms.quantities import time_left
 from holdfast.comms.tensors.packing import DTYPES, packed, unpack
 from holdfast.comms.work import Work
 
@@ -67,11 +68,13 @@ class PendingRecv(Work):
         self.source: list[int] = [] if src is None else [src]
         self._expire = expire
 
-    def wait(self, timeout: float | None = None) -> None:
-        left = max(self.deadline - time.monotonic(), 0.0)
-        if not self._done.wait(left if timeout is None else min(left, timeout)):
-            self._expire()
-        super().wait(timeout)
+    def _ends_within(self, limit: float | None) -> bool:
+        left = time_left(limit)
+        until = max(self.deadline - time.monotonic(), 0.0)
+        if super()._ends_within(until if limit is None else min(until, limit)):
+            return True
+        self._expire()
+        return super()._ends_within(left())
 
     def done(self) -> bool:
         if not super().done():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Mismatch, OpTimeout, PeerFailed
+from holdfast.comms import Mismatch, OpTimeout, PeerFailed, StillRunning
 from holdfast.comms.torchdist.p2p.message_matcher import Header, MessageMatcher, PendingRecv
+from holdfast.comms.torchdist.works import TorchWork
 
 SENDERS, TAGS = (0, 1), (0, 1, 2)
 
@@ -87,3 +92,30 @@ def test_nothing_more_comes_from_a_dead_sender_but_what_was_kept() -> None:
     assert int(expect(matcher, 1, 0).tensor) == 7
     with pytest.raises(PeerFailed):
         expect(matcher, 1, 0)
+
+
+def test_a_wait_lasts_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock runs as fast as the receive waits: what counts is the sum of all its waits."""
+    waits: list[float] = []
+
+    class Never(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            clock[0] += timeout or 0.0
+            return False
+
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    matcher = MessageMatcher(2)
+    pending = expect(matcher, 0, 3, timeout=60.0)
+    pending._done = Never()
+    for timeout in (2.0, 0.0, 5.0):
+        waits.clear()
+        with pytest.raises(StillRunning, match=f"after {timeout:g} s"):
+            pending.wait(timeout)
+        assert sum(waits) == pytest.approx(timeout)
+    both = TorchWork([pending, expect(matcher, 1, 3)], [])
+    waits.clear()
+    with pytest.raises(StillRunning):
+        both.wait(timedelta(seconds=7))
+    assert sum(waits) == pytest.approx(7.0)
