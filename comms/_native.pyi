@@ -60,6 +60,10 @@ class Board:
     def number(self) -> int:
         """The number of the newest op."""
 
+    @property
+    def roots_before(self) -> int:
+        """A digest of the roots of all ops before the one that was published last."""
+
     def next(self) -> int:
         """The number of the next op."""
 
@@ -149,10 +153,27 @@ class Order:
     def begun(self) -> bool:
         """Whether that op was begun on a fast path, which has told the journal."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether an op was begun on a fast path, and interrupted before it was completed."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no op runs; one that was begun on a fast path looks at `over` before it goes on."""
+
     def enter(self) -> bool:
         """Begin to issue an op; False if another is being issued. Resumes an op that a fast path has begun."""
 
     def leave(self) -> None: ...
+    def __enter__(self) -> bool:
+        """As `enter`; `__exit__` leaves if this is true. No signal's handler interrupts between them and the block."""
+
+    def __exit__(self, *error: object) -> None: ...
+    def when_left(self, call: Callable[[], None], /) -> bool:
+        """Call it when the op of this thread, which a signal's handler has interrupted, has ended.
+
+        False if this thread is in no op.
+        """
 
 class _FastPath:
     """See `holdfast.comms.transport.base.FastPath`."""
@@ -267,6 +288,9 @@ class ActiveCalls:
     def end(self) -> bool:
         """End: no call begins any more. Whether this was the first call of `end`."""
 
+    def when_left(self, call: Callable[[], None], /) -> bool:
+        """Call it when the calls under way have ended, if this thread is inside one; False if it is not."""
+
 class WindowBounds:
     """Checks transfers against the windows of all ranks: their sizes in bytes, elements of the dtype of `like`."""
 
@@ -366,13 +390,14 @@ def register_tensor_type(
     example: Any,
     storage_nbytes: int,
     storage_offset: int,
+    scalar_type: int,
     locate: Callable[[Any], tuple[int, int]],
     /,
 ) -> None:
     """Make `plain` and `span` fast for tensors of the type of `example`.
 
-    They use the addresses of torch's C functions for a tensor's storage; `locate` finds the address and size of all
-    other tensors. AttributeError or ValueError if the type does not describe its tensors as DLPack 1 does.
+    They use the addresses of torch's C functions for a tensor's storage and dtype; `locate` finds the address and size
+    of all other tensors. AttributeError or ValueError if the type does not describe its tensors as DLPack 1 does.
     """
 
 def plain(tensor: Any, /) -> bool:

@@ -378,7 +378,7 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("gather", tensor.nbytes, lambda: f"{tensor.dtype} to {dst}", None, tensor.dtype, dst),
+            OpDescription("gather", tensor.nbytes, lambda: f"to {dst}, {tensor.dtype}", None, tensor.dtype, dst),
             prepare,
             async_op,
             timeout,
@@ -410,7 +410,7 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("scatter", tensor.nbytes, lambda: f"{tensor.dtype} from {src}", None, tensor.dtype, src),
+            OpDescription("scatter", tensor.nbytes, lambda: f"from {src}, {tensor.dtype}", None, tensor.dtype, src),
             prepare,
             async_op,
             timeout,
@@ -492,9 +492,9 @@ class CollectiveCalls:
 
 
 def _alike(tensor: Tensor, *details: str) -> str:
-    """The text of dtype, shape and details that must be equal on all ranks."""
-    return ", ".join([str(tensor.dtype), str(tuple(tensor.shape)), *filter(None, details)])
+    """The text of details, dtype and shape that must be equal on all ranks. The shape, which may be long, is last."""
+    return ", ".join([*filter(None, details), str(tensor.dtype), str(tuple(tensor.shape))])
 
 
 def _alike_list(tensors: Sequence[Tensor], *details: str) -> str:
-    return ", ".join([str(tensors[0].dtype), f"{[tensor.numel() for tensor in tensors]} elements", *details])
+    return ", ".join([*details, str(tensors[0].dtype), f"{[tensor.numel() for tensor in tensors]} elements"])

@@ -22,7 +22,7 @@ from holdfast.comms.journal import Recorder
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import seconds_or
-from holdfast.comms.rendezvous.offer_exchange import MeetingCounter
+from holdfast.comms.rendezvous.offer_exchange import MeetingCounters
 from holdfast.comms.system import forks
 from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.window_memory import WindowMemory
@@ -67,8 +67,7 @@ class Communicator(CollectiveCalls):
         self._context = context
         self._connect_part = connect_part
         self._recorder = recorder
-        self._splits: dict[tuple[int, ...], MeetingCounter] = {}
-        self._members: dict[str, tuple[int, ...]] = {}
+        self._splits: MeetingCounters[tuple[int, ...]] = MeetingCounters()
         self._windowed = info.capabilities.windows
         self._windows: list[Window] = []
         self._memories: list[WindowMemory] = []
@@ -132,12 +131,15 @@ class Communicator(CollectiveCalls):
     # -- objects: sent as msgpack (dicts, lists, strings, numbers, bytes, None), never as pickle
 
     def broadcast_object(self, obj: objects.T | None, src: int, timeout: float | None = None) -> objects.T:
-        """Return rank `src`'s `obj` on every rank. Raises TypeError on the sender for a type that msgpack lacks."""
+        """Return rank `src`'s `obj` on every rank. Raises TypeError on every rank for a type that msgpack lacks."""
         src = self._check.rank(src, "src")
         return objects.broadcast(self, obj, src, timeout)
 
     def all_gather_object(self, obj: objects.T, timeout: float | None = None) -> list[objects.T]:
-        """Return every rank's `obj`, in rank order. Raises TypeError for a type that msgpack lacks."""
+        """Return every rank's `obj`, in rank order.
+
+        Raises TypeError on every rank if one of them is of a type that msgpack lacks. The communicator stays usable.
+        """
         return objects.all_gather(self, obj, timeout)
 
     # -- other communicators
@@ -147,19 +149,20 @@ class Communicator(CollectiveCalls):
 
         It ends when this communicator is aborted or an op fails here, but outlives `close()`.
         """
+        self._executor.check_usable()
         members = tuple(self._check.rank(member, "ranks") for member in ranks)
         if len(set(members)) != len(members) or self.rank not in members:
             raise ValueError(f"split({list(members)}) on rank {self.rank}: ranks must differ, and hold the caller's")
         part = self._connect_part(
             self,
             members,
-            self._splits.setdefault(members, MeetingCounter()),
+            self._splits.of(members),
             self._context,
             timeout=seconds_or(timeout, self._executor.timeout),
             op_timeout=self._executor.timeout,
             recorder=self._recorder,
         )
-        self._members[part.name] = members
+        part._executor.split_from = self.name, members
         self._executor.abort_part_on_end(part._executor)
         return part
 
@@ -167,8 +170,8 @@ class Communicator(CollectiveCalls):
         """Translate the ranks in `failure`, an error of this communicator or a split of it, to ranks of this one."""
         if not isinstance(failure, PeerFailed | OpTimeout) or failure.communicator in ("", self.name):
             return failure
-        members = self._members.get(failure.communicator)
-        if members is None:
+        whole, members = failure.split_from
+        if whole != self.name:
             return Revoked(self.epoch, str(failure))
         if isinstance(failure, PeerFailed):
             return PeerFailed([members[rank] for rank in failure.ranks], failure.evidence)
@@ -185,28 +188,41 @@ class Communicator(CollectiveCalls):
         if not self._windowed:
             raise Unsupported(f"windows over {self.backend!r}", "use comms.memory() for one-sided reads and writes")
         check_exposable(tensor)
-        memories: list[WindowMemory] = []
+        ended = [other.memory for other in self._windows if other.closed]
+        self._memories[:] = [memory for memory in self._memories if memory not in ended]
+        made: list[WindowMemory] = []
+
+        def body(deadline: float) -> None:
+            made.append(self._transport.window(tensor, deadline))
+            self._memories.append(made[0])  # to be closed, even if Ctrl-C keeps the window from the caller
+
         self._executor.issue(
             OpDescription("window", tensor.nbytes, lambda: str(tensor.dtype), None, tensor.dtype),
-            lambda: lambda deadline: memories.append(self._transport.window(tensor, deadline)),
+            lambda: body,
             False,
             timeout,
         )
-        window = Window(memories[0], tensor.dtype, self.rank, self._executor.timeout, self, given)
+        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout, self, given)
         self._windows = [*(other for other in self._windows if not other.closed), window]
-        self._memories[:] = [each.memory for each in self._windows]
         return window
 
     # -- custom ops
 
     def issue(
-        self, name: str, nbytes: int, body: Body, agreed: Callable[[], str], timeout: float | None = None
+        self,
+        name: str,
+        nbytes: int,
+        body: Body,
+        agreed: Callable[[], str],
+        timeout: float | None = None,
+        root: int = -1,
     ) -> Work:
         """Run a custom op in order with the others: `body(deadline)` calls the transport only.
 
-        `agreed()` returns the text that must be equal on all ranks.
+        `agreed()` returns the text that must be equal on all ranks; `root` is -1 for an op without one.
         """
-        return self._executor.issue(OpDescription(name, nbytes, agreed), lambda: body, False, timeout)
+        description = OpDescription(name, nbytes, agreed, detail=f"from {root}" if root >= 0 else None, peer=root)
+        return self._executor.issue(description, lambda: body, False, timeout)
 
     # -- the end
 
@@ -228,11 +244,15 @@ class Communicator(CollectiveCalls):
     def close(self) -> None:
         """Release this rank's resources, windows included, and abort pending ops. Idempotent.
 
-        A communicator that is garbage-collected without `close` is closed in a thread, with a ResourceWarning.
+        A communicator that is garbage-collected without `close` is closed in a thread, with a ResourceWarning. A
+        signal's handler may call this, like `abort`: what it interrupts ends first.
         """
         self._dropped.detach()
         for window in self._windows:
-            window.close()
+            if window.close_when_left(self.close):
+                return
+        for memory in self._memories:
+            memory.close()
         self._executor.close()
 
     def __enter__(self) -> Communicator:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,12 +24,13 @@ from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo, Unavailable
 from holdfast.comms.quantities import integer, seconds
-from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, OfferExchange, connected_nonces
+from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, MeetingCounters, OfferExchange, connected_nonces
 from holdfast.comms.rendezvous.offers import Offer, shorten
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import flag, own_address
 from holdfast.comms.system.keys import job_key
 from holdfast.comms.system.local_causes import reraise_local_cause
+from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.liveness import this_process
 
@@ -39,16 +39,17 @@ log = logging.getLogger("holdfast.comms")
 _NAMED_RANKS = 8
 """The number of a part's ranks that an error names by their numbers in the whole."""
 
-_counts: dict[tuple[str, str, int], MeetingCounter] = {}
-_open: set[tuple[str, str, int]] = set()
-_lock = threading.Lock()
+_counts: MeetingCounters[tuple[str, str, int]] = MeetingCounters()
+_open: dict[tuple[str, str, int], str] = {}
+"""The ranks that this process is, by rendezvous, name and number, each with the nonce of its offer."""
+_lock = shared_lock()
 
 
 @forks.run_in_children
 def _begin_child() -> None:
     """Forget the parent's connected ranks in a forked child."""
     global _lock
-    _lock = threading.Lock()
+    _lock = shared_lock()
     _open.clear()
     connected_nonces.clear()
 
@@ -105,27 +106,27 @@ def connect(
             raise _none_available(backend, unavailable) from None
         raise
     identity = (place.key, name, place.rank)
-    with _lock:
-        if identity in _open:
-            raise Mismatch(
-                f"rank {place.rank} of {name!r} is connected in this process already; close it first, or pass "
-                "another name"
-            )
-        _open.add(identity)
-        count = _counts.setdefault(identity, MeetingCounter())
-    exchange = OfferExchange(
-        place,
-        name,
-        count,
-        deadline=deadline,
-        timeout=timeout,
-        key=key,
-        renew=find if place.by_rank_0 and not place.served else None,
-    )
     offer = _offer(place.size, preference, unavailable)
-    connected_nonces.add(offer.nonce)
-    del place
     try:
+        with _lock:
+            if identity in _open:
+                raise Mismatch(
+                    f"rank {place.rank} of {name!r} is connected in this process already; close it first, or pass "
+                    "another name"
+                )
+            _open[identity] = offer.nonce
+            count = _counts.of(identity)
+        connected_nonces.add(offer.nonce)
+        exchange = OfferExchange(
+            place,
+            name,
+            count,
+            deadline=deadline,
+            timeout=timeout,
+            key=key,
+            renew=find if place.by_rank_0 and not place.served else None,
+        )
+        del place
         decide = functools.partial(_choose, rank=exchange.place.rank, name=name)
         with exchange.meeting(offer, decide) as meeting:
             return _build(
@@ -147,7 +148,7 @@ def connect(
                 on_close=functools.partial(_release_rank, identity, exchange.place, offer.nonce),
             )
     except BaseException:
-        _release_rank(identity, exchange.place, offer.nonce)
+        _release_rank(identity, None, offer.nonce)
         raise
 
 
@@ -341,10 +342,14 @@ def _connect_or_time_out(connect: Callable[[Context], Transport], context: Conte
         raise OpTimeout("connect", 0, time.monotonic() - began) from error
 
 
-def _release_rank(identity: tuple[str, str, int], place: places.MeetingPlace, nonce: str) -> None:
-    """Let the rank connect again. Until then the caller holds `place`, and with it the store that it may serve."""
+def _release_rank(identity: tuple[str, str, int], place: places.MeetingPlace | None, nonce: str) -> None:
+    """Let the rank connect again, unless another offer holds it.
+
+    Until then the caller holds `place`, and with it the store that it may serve.
+    """
     with _lock:
-        _open.discard(identity)
+        if _open.get(identity) == nonce:
+            del _open[identity]
         connected_nonces.discard(nonce)
 
 

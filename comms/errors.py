@@ -116,12 +116,14 @@ class OpTimeout(HoldfastError, TimeoutError):
 
     `op` is its name, `seq` its number on the communicator, `waited` the time in seconds. `missing_ranks` had not
     arrived, as far as this rank can tell. For an op of a communicator, `communicator` is the communicator's name and
-    `joint` the op's number among the collectives; 0 for other ops, and if it was not begun.
+    `joint` the op's number among the collectives; 0 for other ops, and if it was not begun. `split_from` is as in
+    `PeerFailed`.
     """
 
     def __init__(self, op: str, seq: int, waited: float, missing_ranks: Sequence[int] = ()) -> None:
         self.op, self.seq, self.waited, self.missing_ranks = op, seq, waited, tuple(missing_ranks)
         self.communicator, self.joint = "", 0
+        self.split_from: tuple[str, tuple[int, ...]] = ("", ())
         super().__init__(
             f"{op} (op {seq}) timed out after {waited:.3g} s waiting for {_ranks(self.missing_ranks)}; "
             "abort the communicator and build the next one, or raise the timeout if that was too short"
@@ -139,12 +141,14 @@ class StillRunning(OpTimeout):
 class PeerFailed(HoldfastError):
     """Other `ranks` are gone; `evidence` says how that is known.
 
-    If an op of a communicator failed, `communicator` is its name, and `ranks` are ranks of it.
+    If an op of a communicator failed, `communicator` is its name, and `ranks` are ranks of it. If that one was split
+    from another, `split_from` is the name of the other, and the ranks there of its members.
     """
 
     def __init__(self, ranks: Sequence[int], evidence: str) -> None:
         self.ranks, self.evidence = tuple(ranks), evidence
         self.communicator = ""
+        self.split_from: tuple[str, tuple[int, ...]] = ("", ())
         super().__init__(f"{_ranks(self.ranks)} failed: {evidence}; rebuild the communicator without them")
 
 

@@ -104,7 +104,7 @@ def all_reduce_quantised(
         if feedback is not None and lost is not None:
             feedback.end(lost)
 
-    words = f"{target.dtype}, {tuple(target.shape)}, {op.name}"
+    words = f"{op.name}, {target.dtype}, {tuple(target.shape)}"
     comm.issue("all_reduce_quantised", target.nbytes, body, lambda: words, timeout)
 
 

@@ -16,6 +16,7 @@ call closes the window and raises `RegionGone`; until then the other ranks acces
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
+from holdfast.comms.system.signal_safety import run_shielded
 from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
 from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.tensors.overlap import check_outputs
@@ -63,6 +65,7 @@ class Window:
         self._elements = [size // dtype.itemsize for size in memory.sizes]
         self._timeout = timeout
         self._exposed = None if tensor is None else ExposedMemory(tensor)
+        self._closing, self._released = False, False
         if tensor is None:
             self._calls = _native.ActiveCalls(closed_here)
         else:
@@ -133,11 +136,21 @@ class Window:
         """Stop exposing this rank's tensor, and release the other ranks' memory. Idempotent; not collective.
 
         The tensor keeps its values, in memory that other ranks cannot access. Calls in progress in other threads raise
-        `RegionGone`. If one does not end within ten seconds, raises HoldfastError and releases nothing.
+        `RegionGone`. If one does not end within ten seconds, raises HoldfastError and releases nothing. In a signal's
+        handler that has interrupted a call, the memory is released once that has ended.
         """
-        if not self._calls.end():
+        if self._calls.over and not self._closing:  # the tensor had moved: closed by the call that noticed it
             return
+        self._closing = True
+        self._calls.end()
         self._memory.leaving = True
+        if not self._calls.when_left(self.close):
+            run_shielded(self._release)
+
+    def _release(self) -> None:
+        if self._released:
+            return
+        self._released = True
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._calls.running and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
@@ -148,6 +161,11 @@ class Window:
             )
         self._memory.close()
         self._exposed = None
+
+    def close_when_left(self, then: Callable[[], None]) -> bool:
+        """Close. If a signal's handler asks for it inside a call, `then` is called after that; else False."""
+        self.close()
+        return self._calls.when_left(then)
 
     def __enter__(self) -> Window:
         return self

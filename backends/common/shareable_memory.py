@@ -22,6 +22,7 @@ import torch
 
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
+from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
 
@@ -40,7 +41,7 @@ _libc.mmap.restype = ctypes.c_void_p
 MOST_MAPPED = 256
 """The number of mappings that are kept for further reads: of each publisher of a mesh, all memory that it reuses."""
 
-_lock = threading.Lock()
+_lock = shared_lock()
 _descriptors: dict[tuple[int, int], int] = {}
 """The memfd of each shareable memory, by process and address of the storage."""
 

@@ -27,7 +27,7 @@ from holdfast.backends.gloo import message_headers
 from holdfast.backends.gloo.errors import meaning_of
 from holdfast.backends.gloo.sockets import duplicates, is_listening, name_of, refuse_connections, sockets
 from holdfast.comms import _native, arithmetic
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Unsupported, again, describe
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again, describe
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins.spec import (
@@ -223,12 +223,21 @@ class GlooTransport(TorchGroup):
             raise self._error.again()
         began = time.monotonic()
         limit = timedelta(seconds=max(deadline - began, 0.001))
+        aborted: list[float] = []
+
+        def look() -> None:
+            if self._error is not None:
+                aborted.append(time.monotonic())
+                if aborted[-1] > aborted[0] + _GRACE_SECONDS:  # gloo forgets some messages when their connection closes
+                    self.interrupted = True
+                    raise self._error.again()
+
         try:
             if threading.current_thread() is threading.main_thread():
-                run_interruptible(partial(start, limit), lambda: None)  # gloo waits in C++, where Ctrl-C has no effect
+                run_interruptible(partial(start, limit), look)  # gloo waits in C++, where Ctrl-C has no effect
             else:
                 start(limit)
-        except Mismatch:
+        except HoldfastError:
             raise
         except RuntimeError as error:
             raise self._explain(op, error, began, deadline, awaited) from error
@@ -283,6 +292,8 @@ class GlooTransport(TorchGroup):
                 pass
 
     def _release_group(self) -> None:
+        if self.interrupted:
+            _forgotten.append(self._group)
         del self._group
         with self._ending:
             for each in self._sockets:

@@ -58,7 +58,9 @@ class InprocTransport(DirectTransport):
         kept = list(parts)
         self.barrier(deadline)
         _windows.pop(int(number), None)
-        return MappedWindow(self.rank, found, dead=tuple, check=self._board.check, release=kept.clear)
+        window = MappedWindow(self.rank, found, dead=tuple, check=self._board.check, release=kept.clear)
+        window.check_waiting = self._board.check_waiting
+        return window
 
 
 @dataclass(frozen=True, slots=True)

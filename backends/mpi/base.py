@@ -243,7 +243,7 @@ class MpiMessages(MessageTransport):
 
     def window(self, tensor: Tensor, deadline: float) -> MpiWindow:
         if self._service is None:
-            comm = duplicate(self._comm, deadline, self._liveness)
+            comm = duplicate(self._comm, deadline, self._liveness, self._check_live)
             self._service = WindowService(comm, self._peers, self.rank, self._check_live, abandon)
         return MpiWindow(self._service, self, tensor, deadline)
 

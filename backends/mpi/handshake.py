@@ -11,6 +11,7 @@ import binascii
 import os
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -75,8 +76,8 @@ def create_group(context: Context, liveness: Liveness) -> MpiGroup:
         everybody.Free()
 
 
-def duplicate(comm: MPI.Intracomm, deadline: float, liveness: Liveness) -> MPI.Intracomm:
-    """Make another communicator of the same ranks; collective. Raises `OpTimeout`, `PeerFailed`.
+def duplicate(comm: MPI.Intracomm, deadline: float, liveness: Liveness, check: Callable[[], None]) -> MPI.Intracomm:
+    """Make another communicator of the same ranks; collective. Raises `OpTimeout`, `PeerFailed`, and what `check` does.
 
     It is made from `comm`, whose ranks all live: other processes of the job may have failed.
     """
@@ -88,7 +89,7 @@ def duplicate(comm: MPI.Intracomm, deadline: float, liveness: Liveness) -> MPI.I
         return made
 
     try:
-        return bounded(create, deadline, liveness)
+        return bounded(create, deadline, liveness, check)
     except MPI.Exception as error:
         raise _explain(error, liveness) from error
     finally:

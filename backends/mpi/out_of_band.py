@@ -6,7 +6,6 @@ sends at once, whether or not the receiver polls.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 
 import msgspec
 from mpi4py import MPI
+
+from holdfast.comms.system.signal_safety import shared_lock
 
 TAG = 0x486F
 _EARLY = 4096
@@ -43,7 +44,7 @@ class Mailbox:
     """The status messages of this process, sent and received. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = shared_lock()
         self._unsent: list[_PendingSend] = []
         self._boxes: dict[str, list[StatusMessage]] = {}
         self._early: deque[StatusMessage] = deque(maxlen=_EARLY)

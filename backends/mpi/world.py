@@ -93,10 +93,16 @@ def _load_library() -> None:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def bounded(task: Callable[[], T], deadline: float, liveness: Liveness | None = None) -> T:
+def bounded(
+    task: Callable[[], T],
+    deadline: float,
+    liveness: Liveness | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> T:
     """Run `task()` in a thread; return or raise its result by `deadline`, or soon after `liveness` has seen a death.
 
-    MPI has calls that cannot be interrupted. One that does not return keeps its thread.
+    `check` is called in the wait, and may raise. MPI has calls that cannot be interrupted. One that does not return
+    keeps its thread.
     """
     began = time.monotonic()
     result: list[T] = []
@@ -114,6 +120,7 @@ def bounded(task: Callable[[], T], deadline: float, liveness: Liveness | None = 
         thread.join(min(0.05, max(0.0, deadline - time.monotonic())))
         if not thread.is_alive():
             break
+        check()
         if liveness is not None and (dead := liveness.dead()):
             thread.join(_GRACE_SECONDS)
             if thread.is_alive():

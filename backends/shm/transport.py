@@ -83,7 +83,9 @@ class ShmTransport(DirectTransport):
             raise PeerFailed((rank,), f"its memory can be read up to byte {copied} of {nbytes} alone")
 
     def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
-        return make_window(self, self._processes, tensor, deadline, self._liveness.dead, self._board.check)
+        window = make_window(self, self._processes, tensor, deadline, self._liveness.dead, self._board.check)
+        window.check_waiting = self._board.check_waiting
+        return window
 
     def withdraw(self) -> None:
         """Undo `enter`, and close: this rank guessed the wrong segment."""

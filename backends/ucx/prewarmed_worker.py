@@ -8,14 +8,14 @@ as those of earlier epochs are.
 from __future__ import annotations
 
 import contextlib
-import threading
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Failed, Transports, UcxWorker
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system import forks
+from holdfast.comms.system.signal_safety import shared_lock
 
-_lock = threading.Lock()
+_lock = shared_lock()
 _users = 0
 """The number of communicators of this process."""
 _waiting: UcxWorker | None = None
@@ -74,4 +74,4 @@ def worker_closed(over: Transports) -> None:
 def _begin_child() -> None:
     global _lock, _users, _waiting
     forks.never_destroy(_waiting)
-    _lock, _users, _waiting = threading.Lock(), 0, None
+    _lock, _users, _waiting = shared_lock(), 0, None

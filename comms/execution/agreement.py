@@ -1,17 +1,21 @@
 """Checks that all ranks issue the same op. HOLDFAST_CHECK=1 turns it on.
 
-Before each collective the ranks exchange a description of it in one small all-gather. If the descriptions differ, all
-ranks raise the same `Mismatch`, and no byte of the op has moved.
+Before each collective the ranks exchange a digest of its description, and the beginning of it, in one small all-gather.
+If the digests differ, they exchange the descriptions, all ranks raise the same `Mismatch`, and no byte of the op has
+moved.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.transport.base import Transport
 
-_BYTES = 192
+_DIGEST, _LENGTH, _TEXT = 16, 4, 172
+_BYTES = _DIGEST + _LENGTH + _TEXT
 
 
 class Agreement:
@@ -27,16 +31,28 @@ class Agreement:
 
         Sends and receives are not counted in that number, since ranks may differ in them.
         """
-        encoded = words.encode()[:_BYTES]
-        self._own.zero_()
-        self._own[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        encoded = words.encode()
+        digest = hashlib.blake2b(encoded, digest_size=_DIGEST).digest()
+        message = digest + len(encoded).to_bytes(_LENGTH, "little") + encoded[:_TEXT].ljust(_TEXT, b"\0")
+        self._own.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         self._transport.all_gather(self._all, self._own, deadline)
-        self._compare()
-
-    def _compare(self) -> None:
-        if all(torch.equal(self._all[0], other) for other in self._all[1:]):
+        if all(torch.equal(self._all[0][:_DIGEST], other[:_DIGEST]) for other in self._all[1:]):
             return
-        words = [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in self._all]
+        self._raise(self._descriptions(encoded, deadline))
+
+    def _descriptions(self, mine: bytes, deadline: float) -> list[str]:
+        """Every rank's description, in full. All ranks have seen the same messages, so all call this."""
+        messages = [bytes(each.numpy()) for each in self._all]
+        lengths = [int.from_bytes(message[_DIGEST : _DIGEST + _LENGTH], "little") for message in messages]
+        texts = [message[_DIGEST + _LENGTH :] for message in messages]
+        if max(lengths) > _TEXT:
+            outputs = [torch.zeros(length, dtype=torch.uint8, device="cpu") for length in lengths]
+            own = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
+            self._transport.all_gather(outputs, own, deadline)
+            texts = [bytes(output.numpy()) for output in outputs]
+        return [text[:length].decode(errors="replace") for text, length in zip(texts, lengths, strict=True)]
+
+    def _raise(self, words: list[str]) -> None:
         common = max(set(words), key=lambda word: (words.count(word), -words.index(word)))
         usual = words.index(common)
         odd = "; ".join(f"rank {r} called {word}" for r, word in enumerate(words) if word != common)

@@ -40,6 +40,7 @@ from holdfast.comms.plugins.spec import OpEvent
 from holdfast.comms.quantities import seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import local_cause
+from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
 from holdfast.comms.transport.base import Context, FastPath, Form, Transport
 from holdfast.comms.transport.liveness import stopped_ranks
 from holdfast.comms.work import DONE, Work
@@ -79,14 +80,17 @@ class Executor:
         self._on_close = on_close
         self._registry = registry()
         self._order = _native.Order()
-        self._ending = threading.Lock()
+        self._ending = HandlerLock()
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._last: Work = DONE
         self._running: Work = DONE
         self._over: HoldfastError | None = None
-        self._closed = False
+        self._aborted = False
+        self._closed, self._released = False, False
         self._parts: weakref.WeakSet[Executor] | None = None
+        self.split_from: tuple[str, tuple[int, ...]] = ("", ())
+        """The name of the communicator that this one was split from, and the ranks there of its members."""
         if transport.ends_before_exit:
             _until_exit.add(self)
         self._pid = os.getpid()
@@ -143,14 +147,17 @@ class Executor:
     ) -> Work:
         """Give an op its number, and run it in this thread, or with `async_op` queue it on the worker thread."""
         order = self._order
-        if not order.enter():
-            if self._over is not None:
-                self._raise_revoked()
-            raise Mismatch(
-                f"{description.name} was called while another thread is inside an op of communicator {self._name!r}: "
-                "their order could differ from rank to rank; use one thread, a lock, or a communicator each (split)"
-            )
-        try:
+        with order as entered:
+            if not entered:
+                if self._over is not None:
+                    self._raise_revoked()
+                raise Mismatch(
+                    f"{description.name} was called while another thread is inside an op of communicator "
+                    f"{self._name!r}: their order could differ from rank to rank; use one thread, a lock, or a "
+                    "communicator each (split)"
+                )
+            if order.begun and (order.lost or async_op or timeout is not None):
+                self._end(Revoked(self._epoch, "an earlier op was interrupted after it had begun"))
             if self._over is not None:
                 if order.begun and self._journal is not None:
                     self._journal.leave(self._over)
@@ -179,8 +186,6 @@ class Executor:
             if self._transport.streams:
                 return self._transport.launch(description.name, lambda: self._run(op, body, deadline))
             return self._enqueue(op, body, deadline)
-        finally:
-            order.leave()
 
     def _after(self, earlier: Work, body: Body, deadline: float) -> None:
         """Run `body` once the `earlier` op is complete. That op may have a later deadline than this one."""
@@ -221,10 +226,12 @@ class Executor:
             if isinstance(error, Unsupported):
                 self._reuse_number(seq, joint)
                 raise error
+            if not isinstance(error, HoldfastError):
+                self._transport.interrupted = True
             if isinstance(error, OpTimeout):
                 error = self._named(error, name, seq, joint)
             elif isinstance(error, PeerFailed):
-                error.communicator = self._name
+                error.communicator, error.split_from = self._name, self.split_from
             elif (local := _local_failure(error, name)) is not None:
                 local.__cause__ = error
                 error = local
@@ -238,8 +245,14 @@ class Executor:
         missing = (stopped_ranks(self._peers) if joint else ()) or error.missing_ranks
         named = OpTimeout(name, seq, error.waited, missing)
         named.communicator, named.joint = self._name, joint if error.seq else 0
+        named.split_from = self.split_from
         named.__suppress_context__ = True
         return named
+
+    def check_usable(self) -> None:
+        """Raise `Revoked` once no more ops can run."""
+        if self._over is not None:
+            self._raise_revoked()
 
     def _raise_revoked(self) -> None:
         over = self._over
@@ -292,28 +305,37 @@ class Executor:
 
     def abort_part_on_end(self, part: Executor) -> None:
         """Abort `part` when this communicator ends for another reason than `close`."""
-        with self._ending:
+
+        def add() -> None:
             if self._over is None:
                 if self._parts is None:
                     self._parts = weakref.WeakSet()
                 self._parts.add(part)
-                return
-        part.abort(self._end_of_whole(self._over))
+            else:
+                part.abort(self._end_of_whole(self._over))
+
+        self._ending.run(add, add)
 
     def announce(self, word: bytes) -> bool:
         """`Transport.announce`; False once this communicator is over."""
-        with self._ending:
-            return self._over is None and self._transport.announce(word)
+        announced: list[bool] = []
+        self._ending.run(lambda: announced.append(self._over is None and self._transport.announce(word)), lambda: None)
+        return announced == [True]
 
     def _end(self, error: HoldfastError) -> None:
-        with self._ending:
-            if self._over is not None:
-                return
+        self._ending.run(partial(self._end_once, error), partial(self._end, error))
+
+    def _end_once(self, error: HoldfastError) -> None:
+        """End with `error`, unless that is done; an end that a signal's handler cut short goes on."""
+        if self._aborted or self._closed:
+            return
+        if self._over is None:
             self._over, self._order.over = error, True
-            self._transport.abort(error)
-            parts = list(self._parts or ())
-        for part in parts:
-            part.abort(self._end_of_whole(error))
+        over = self._over
+        self._transport.abort(over)
+        for part in list(self._parts or ()):
+            part.abort(self._end_of_whole(over))
+        self._aborted = True
 
     def _end_of_whole(self, error: HoldfastError) -> Revoked:
         return Revoked(self._epoch, f"{self._name!r}, which it was split from, is over: {error}")
@@ -327,26 +349,36 @@ class Executor:
 
     def discard(self) -> None:
         """Refuse all ops, and do not touch the transport: its owner has closed it. For an executor that ran none."""
-        with self._ending:
-            self._closed = True
-            if self._over is None:
-                self._over, self._order.over = Revoked(self._epoch, "closed"), True
+        self._closed, self._released = True, True
+        if self._over is None:
+            self._over, self._order.over = Revoked(self._epoch, "closed"), True
 
     def close(self) -> None:
-        """Abort pending ops and close the transport. Idempotent."""
-        with self._ending:
-            if self._closed:
-                return
-            self._closed = True
-            idle = self._last.done() and self._order.enter()
-            if self._over is None:
-                self._over, self._order.over = Revoked(self._epoch, "closed"), True
-                if not idle:
-                    self._transport.abort(self._over)
-        if not idle:
-            until = time.monotonic() + _CLOSE_SECONDS
-            while not (idle := self._order.enter()) and time.monotonic() < until:
-                time.sleep(_LOOK_SECONDS)
+        """Abort pending ops and close the transport. Idempotent.
+
+        In a signal's handler that has interrupted an op of this communicator, the transport is closed once that has
+        ended.
+        """
+        if self._released:
+            return
+        self._ending.run(self._begin_close, self.close)
+        if self._closed and not self._order.when_left(self.close):
+            run_shielded(self._release)
+
+    def _begin_close(self) -> None:
+        if self._over is None:
+            self._over, self._order.over = Revoked(self._epoch, "closed"), True
+        if not self._closed and not self._aborted and not (self._last.done() and self._order.idle):
+            self._transport.abort(self._over)
+        self._closed = True
+
+    def _release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        until = time.monotonic() + _CLOSE_SECONDS
+        while not (idle := self._order.idle) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join(_CLOSE_SECONDS)

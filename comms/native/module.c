@@ -155,14 +155,14 @@ static PyObject *digest_copies(PyObject *module, PyObject *const *args, Py_ssize
 
 static tensors *known_to(PyObject *module) { return &((state *)PyModule_GetState(module))->known; }
 
-/* register_tensor_type(example, storage_nbytes, storage_offset, locate): set the tensor type for which `plain` and
- * `span` are fast, the addresses of torch's functions for its storage, and the function that locates all other
- * tensors. */
+/* register_tensor_type(example, storage_nbytes, storage_offset, scalar_type, locate): set the tensor type for which
+ * `plain` and `span` are fast, the addresses of torch's functions for its storage and dtype, and the function that
+ * locates all other tensors. */
 static PyObject *register_tensor_type(PyObject *module, PyObject *args) {
     PyObject *example, *locate;
-    unsigned long long storage_nbytes, storage_offset;
-    if (!PyArg_ParseTuple(args, "OKKO", &example, &storage_nbytes, &storage_offset, &locate) ||
-        learn_tensor_type(known_to(module), example, storage_nbytes, storage_offset, locate) < 0)
+    unsigned long long storage_nbytes, storage_offset, scalar_type;
+    if (!PyArg_ParseTuple(args, "OKKKO", &example, &storage_nbytes, &storage_offset, &scalar_type, &locate) ||
+        learn_tensor_type(known_to(module), example, storage_nbytes, storage_offset, scalar_type, locate) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -171,7 +171,8 @@ static PyObject *register_tensor_type(PyObject *module, PyObject *args) {
 static PyObject *plain(PyObject *module, PyObject *tensor) {
     dlpack_tensor where;
     uint64_t nbytes;
-    return PyBool_FromLong(is_plain(known_to(module), tensor, &where, &nbytes));
+    int yes = is_plain(known_to(module), tensor, &where, &nbytes);
+    return !yes && PyErr_Occurred() ? NULL : PyBool_FromLong(yes);
 }
 
 /* span(tensor): (address, nbytes). */

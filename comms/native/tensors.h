@@ -1,8 +1,9 @@
 /* Find the memory of a tensor without reading its attributes one by one. torch describes it through DLPack's table of
  * C functions (https://dmlc.github.io/dlpack/latest/python_spec.html, `__dlpack_c_exchange_api__`); the used part of
- * DLPack 1 is declared here. DLPack does not tell the current size of the storage, which `resize_` changes: two
- * functions of torch's stable C interface do (torch/csrc/inductor/aoti_torch/c/shim.h). Their handle is the address of
- * the pointer to the tensor's implementation in the Python object. */
+ * DLPack 1 is declared here. DLPack does not tell the current size of the storage, which `resize_` changes, and gives
+ * several dtypes one code (int4 and int8): functions of torch's stable C interface tell both
+ * (torch/csrc/inductor/aoti_torch/c/shim.h). Their handle is the address of the pointer to the tensor's implementation
+ * in the Python object. */
 
 #ifndef HOLDFAST_TENSORS_H
 #define HOLDFAST_TENSORS_H
@@ -34,11 +35,13 @@ typedef struct dlpack_api {
 
 /* Returns 0, or an error of torch's. */
 typedef int32_t (*tensor_number)(void *handle, int64_t *into);
+typedef int32_t (*tensor_kind)(void *handle, int32_t *into);
 
 typedef struct {
     PyObject *type; /* the tensor type; NULL until `learn_tensor_type` */
     const dlpack_api *api;
     tensor_number storage_nbytes, storage_offset;
+    tensor_kind scalar_type;
     PyObject *locate; /* returns the address and size of any other tensor, or raises */
     PyObject *requires_grad, *is_neg, *dtype;
     Py_ssize_t implementation; /* offset in the Python object of the pointer to the tensor's implementation */
@@ -60,7 +63,7 @@ static Py_ssize_t find_implementation(PyObject *tensor) {
 
 /* Describe tensors of the type of `example` from now on. 0, or -1 with a Python error. */
 static int learn_tensor_type(tensors *known, PyObject *example, uint64_t storage_nbytes, uint64_t storage_offset,
-                             PyObject *locate) {
+                             uint64_t scalar_type, PyObject *locate) {
     PyObject *type = (PyObject *)Py_TYPE(example);
     PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
     if (!capsule)
@@ -87,17 +90,22 @@ static int learn_tensor_type(tensors *known, PyObject *example, uint64_t storage
     }
     known->storage_nbytes = (tensor_number)(uintptr_t)storage_nbytes;
     known->storage_offset = (tensor_number)(uintptr_t)storage_offset;
+    known->scalar_type = (tensor_kind)(uintptr_t)scalar_type;
     known->type = Py_NewRef(type), known->locate = Py_NewRef(locate), known->api = api;
     return 0;
 }
 
-/* Whether an attribute or a result is False. Takes the reference; an error counts as not False. */
+/* Whether an attribute or a result is False. Takes the reference; 0 for an error, which stays set: it may be a signal's. */
 static int is_false(PyObject *answer) {
     int no = answer == Py_False;
-    if (!answer)
-        PyErr_Clear();
     Py_XDECREF(answer);
     return no;
+}
+
+/* What torch calls the dtype of a tensor of the known type; -1 if it does not tell. */
+static int32_t scalar_type(const tensors *known, PyObject *tensor) {
+    int32_t type;
+    return known->scalar_type((char *)tensor + known->implementation, &type) ? -1 : type;
 }
 
 /* Whether the storage still holds that many bytes from the offset: it may have been resized or freed. */
@@ -130,8 +138,8 @@ static int is_dense(const tensors *known, PyObject *tensor, dlpack_tensor *where
     return !count || (where->data && is_covered(known, tensor, itemsize, *nbytes));
 }
 
-/* Whether it is dense, outside autograd, and holds the numbers themselves. DLPack does not tell of lazily conjugated
- * or negated tensors. */
+/* Whether it is dense, outside autograd, and holds the numbers themselves; 0 with a Python error if a signal's handler
+ * raised one. DLPack does not tell of lazily conjugated or negated tensors. */
 static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
     if (!is_dense(known, tensor, where, nbytes) || where->code == DLPACK_COMPLEX)
         return 0;
@@ -173,7 +181,7 @@ static PyObject *span_of_tensor(const tensors *known, PyObject *tensor) {
 
 /* Two bytes objects that describe a list of plain tensors: address and size in bytes of each, as 64-bit numbers; and
  * the object of its dtype (64 bits), number of dimensions (32 bits) and shape (64 bits a dimension). None if one is not
- * plain. */
+ * plain. NULL with a Python error. */
 static PyObject *describe_tensors(const tensors *known, PyObject *list) {
     if (!PyList_Check(list)) {
         PyErr_SetString(PyExc_TypeError, "a list is needed");
@@ -188,7 +196,6 @@ static PyObject *describe_tensors(const tensors *known, PyObject *list) {
         uint64_t span[2];
         PyObject *dtype = is_plain(known, tensor, &where, &span[1]) ? PyObject_GetAttr(tensor, known->dtype) : NULL;
         int found = dtype && PyList_Size(list) == count;
-        PyErr_Clear();
         Py_XDECREF(dtype); /* there is one object for each dtype, for good */
         if (found) {
             Py_ssize_t more = 12 + 8 * (Py_ssize_t)where.ndim;
@@ -210,7 +217,7 @@ static PyObject *describe_tensors(const tensors *known, PyObject *list) {
         }
         Py_DECREF(tensor);
         if (!found) {
-            both = Py_NewRef(Py_None);
+            both = PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
             goto done;
         }
     }

@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import socket
-import threading
 import time
 import weakref
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
 from holdfast.comms.system import forks
 from holdfast.comms.system.paths import path_of
+from holdfast.comms.system.signal_safety import shared_lock
 
 _OWN_PORT_SECONDS = 5.0
 """How long rank 0 waits for a store's answer from a server that already listens at its port."""
@@ -50,7 +50,7 @@ class MeetingPlace:
     by_rank_0: bool = False
 
 
-_lock = threading.Lock()
+_lock = shared_lock()
 _numbers: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
 _next_number = itertools.count()
 
@@ -58,7 +58,7 @@ _next_number = itertools.count()
 @forks.run_in_children
 def _begin_child() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = shared_lock()
 
 
 def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeout: float) -> MeetingPlace:

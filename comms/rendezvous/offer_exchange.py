@@ -23,6 +23,7 @@ from holdfast.comms.rendezvous.seal import Seal
 from holdfast.comms.transport.liveness import is_gone, this_process
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 _LEFT = "left"
 """Key of the number of ranks that gave up a meeting. One is enough: the meeting is over for all ranks."""
@@ -34,6 +35,9 @@ _LINGER_SECONDS, _LATE_SECONDS = 1.0, 0.25
 _FORGED_SECONDS, _PAUSE = 2.0, 0.02
 """How long to wait for a rank to replace an offer that does not verify, and how often to read it again."""
 
+
+_REMEMBERED = 256
+"""Keys of `MeetingCounters`."""
 
 connected_nonces: set[str] = set()
 """The nonces of the offers with which this process is connected or connecting."""
@@ -64,6 +68,24 @@ class MeetingCounter:
     """The number of a rank's next meeting. A meeting where the rank was already taken does not advance it."""
 
     number: int = 0
+
+
+class MeetingCounters(Generic[K]):
+    """Counters by key; of many keys, only those of the newest.
+
+    A rank whose counter is gone begins at 0 again, and finds in the store which meetings it has been to.
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[K, MeetingCounter] = {}
+
+    def of(self, key: K) -> MeetingCounter:
+        """The counter of `key`, which becomes the newest."""
+        counter = self._counters.pop(key, None) or MeetingCounter()
+        self._counters[key] = counter
+        if len(self._counters) > _REMEMBERED:
+            del self._counters[next(iter(self._counters))]
+        return counter
 
 
 class OfferExchange:

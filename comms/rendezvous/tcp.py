@@ -17,13 +17,14 @@ import torch.distributed as dist
 from holdfast.comms.rendezvous.fetching import first_line
 from holdfast.comms.system import forks
 from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.signal_safety import shared_lock
 
 _BACKLOG = 1024
 
 _END_SECONDS = 0.5
 """How long to wait for an abandoned call: if it returned during interpreter exit, the process would abort."""
 
-_lock = threading.Lock()
+_lock = shared_lock()
 _served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.WeakValueDictionary()
 
 
@@ -31,7 +32,7 @@ _served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.W
 def _begin_child() -> None:
     """Forget the parent's served stores: their threads do not exist in a forked child."""
     global _lock
-    _lock = threading.Lock()
+    _lock = shared_lock()
     for store in _served.values():
         forks.never_destroy(store)
     _served.clear()

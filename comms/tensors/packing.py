@@ -13,11 +13,15 @@ from holdfast.comms.tensors.memory import locate
 
 Tensor = torch.Tensor
 _torch = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-_storage_nbytes, _storage_offset = (
+_storage_nbytes, _storage_offset, _scalar_type = (
     ctypes.cast(function, ctypes.c_void_p).value or 0
-    for function in (_torch.aoti_torch_get_storage_size, _torch.aoti_torch_get_storage_offset)
+    for function in (
+        _torch.aoti_torch_get_storage_size,
+        _torch.aoti_torch_get_storage_offset,
+        _torch.aoti_torch_get_dtype,
+    )
 )
-_native.register_tensor_type(torch.empty(0, device="cpu"), _storage_nbytes, _storage_offset, locate)
+_native.register_tensor_type(torch.empty(0, device="cpu"), _storage_nbytes, _storage_offset, _scalar_type, locate)
 plain, span = _native.plain, _native.span
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))

@@ -125,6 +125,8 @@ class Transport(ABC):
     """The only device that this transport accepts; None if it accepts any device of the context's type."""
     ends_before_exit: ClassVar[bool] = False
     """Whether a communicator that was never closed must be closed before the interpreter ends."""
+    interrupted: bool = False
+    """Whether a signal's handler has cut an op short: the library below may go on with it."""
     connect_payloads: Sequence[tuple[int, ...]] | None = None
     """Each rank's `Context.connect_payload`, if connecting has delivered them."""
 

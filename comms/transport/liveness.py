@@ -157,7 +157,7 @@ class Liveness:
     ) -> None:
         self._over = over
         self._unopened = {peer_rank: peer for peer_rank, peer in enumerate(peers) if peer_rank != rank}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler that aborts may look, too
         self._ranks: dict[int, int] = {}
         self._dead: set[int] = set()
         self._waited_for = 0
@@ -225,7 +225,7 @@ class Liveness:
     def _look(self) -> None:
         """Poll the peers that have no pidfd. The caller holds the lock."""
         for peer_rank in [rank for rank, peer in self._looked_at.items() if is_gone(peer)]:
-            del self._looked_at[peer_rank]
+            self._looked_at.pop(peer_rank, None)
             self._dead.add(peer_rank)
 
     def _note(self, ready: Sequence[tuple[int, int]]) -> None:

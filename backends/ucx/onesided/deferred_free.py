@@ -6,16 +6,16 @@ freed memory.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import torch
 
 from holdfast.backends.ucx.onesided.regions import writer_lives, writer_token
+from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer
 
-_lock = threading.Lock()
+_lock = shared_lock()
 _left: list[tuple[torch.Tensor, tuple[int, ...]]] = []
 
 

@@ -313,6 +313,12 @@ class Board:
         if self.error is not None:
             raise self.error.again()
 
+    def check_waiting(self) -> None:
+        """As `check`. Raises also if another rank has aborted."""
+        self.check()
+        if self.native.is_over():
+            self.check_peers(lambda: self._others)
+
     def check_peers(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""
         announcer = self._announcer()

@@ -61,6 +61,8 @@ class MappedWindow(WindowMemory):
         self.sizes = [part.nbytes for part in parts]
         self._rank, self._parts = rank, list(parts)
         self._dead, self._check, self._release = dead, check, release
+        self.check_waiting = check
+        """As `check`; called in waits, where it may take longer."""
         self._signalling = threading.Lock()
         self._closed = False
 
@@ -110,6 +112,7 @@ class MappedWindow(WindowMemory):
 
     def check_live(self, rank: int) -> None:
         self._live(rank)
+        self.check_waiting()
 
     def _live(self, rank: int) -> Part:
         if self.leaving:

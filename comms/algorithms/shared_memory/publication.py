@@ -179,12 +179,15 @@ class Publications:
             self._board.wait_all(4 * self.number + 1, deadline, op, self.number)
 
     def _refuse(self, rank: int) -> None:
-        board, parity = self._board, self.number & 1
-        theirs, mine = board.words[board.table(rank, parity)], board.words[board.table(self.rank, parity)]
-        raise Mismatch(
-            f"rank {rank} called {describe(theirs)} as op {self.number}, rank {self.rank} {describe(mine)}; "
-            "every rank must issue the same ops, in the same order, with the same shapes and dtypes"
-        )
+        board, parity, before = self._board, self.number & 1, self._native.roots_before
+        theirs, mine = (describe(board.words[board.table(each, parity)], before) for each in (rank, self.rank))
+        rule = "every rank must issue the same ops, in the same order, with the same roots, shapes and dtypes"
+        if theirs == mine:
+            raise Mismatch(
+                f"rank {rank} and rank {self.rank} named different roots in an op before {mine}, op {self.number}, so "
+                f"that they have different results; {rule}"
+            )
+        raise Mismatch(f"rank {rank} called {theirs} as op {self.number}, rank {self.rank} {mine}; {rule}")
 
     def copied(self, rank: int) -> bool:
         """Whether the slot of `rank` holds its inputs."""

@@ -31,10 +31,15 @@ def signature(op: str, dtype: torch.dtype | None, root: int, reduction: str, cou
     )
 
 
-def describe(packed: int) -> str:
-    """Describe a signature for an error message."""
+def describe(packed: int, roots_before: int) -> str:
+    """Describe a published signature for an error message.
+
+    In place of the root it holds a digest of the roots of all ops; `roots_before` is that of the ops before this one.
+    """
     op = _OPS[(packed & 15) - 1] if 0 < packed & 15 <= len(_OPS) else "nothing"
-    details = [str(DTYPES[packed >> 8 & 127]), f"{packed >> 27} elements", f"root {packed >> 15 & 0xFFF}"]
+    details = [str(DTYPES[packed >> 8 & 127]), f"{packed >> 27} elements"]
+    if op in ("reduce", "broadcast", "gather", "scatter"):
+        details.append(f"root {(packed >> 15) - 5 * roots_before - 1 & 0xFFF}")
     if reduction := _REDUCTIONS[packed >> 4 & 15]:
         details.append(reduction)
     return f"{op}({', '.join(details)})"

@@ -17,7 +17,9 @@ typedef struct {
     uint64_t number;  /* the newest op that Python has begun */
     uint64_t begun;   /* an op that was published and has still to be completed */
     const char *from; /* address of its first input */
+    uint64_t signature; /* what it was published as, without `roots` */
     int copied;       /* whether its inputs were copied into the slot */
+    uint64_t roots, roots_before; /* of all ops so far; of those before the newest one: see `with_roots` */
 } Board;
 
 /* Set the process id of each rank. An empty tuple means that no rank's memory can be read. */

@@ -12,21 +12,34 @@
 enum { EARLY = -1, FAILED = -2, ALIKE = -1, LATE = -2 };
 enum { COPIED = 1, NOT_MET = 2, DONE = 4 }; /* progress of an op in one call */
 
+/* Signatures hold the number of the op in 4 bits and the root in 12, as signature.py packs them. */
+enum { ROOT_BIT = 15, ROOT_MASK = 0xFFF, ROOTED = 1 << 2 | 1 << 3 | 1 << 7 | 1 << 8 };
+
+/* The signature with a digest of the roots of all ops so far, this one included, in place of its root. A root that has
+ * copied its input does not wait for the other ranks, so ranks that name different roots may not meet in that op; the
+ * next op in which they meet finds that their digests differ. */
+static uint64_t with_roots(Board *self, uint64_t signature) {
+    self->roots_before = self->roots;
+    if (ROOTED >> (signature & 15) & 1)
+        self->roots = (5 * self->roots + (signature >> ROOT_BIT) + 1) & ROOT_MASK;
+    return (signature & ~((uint64_t)ROOT_MASK << ROOT_BIT)) | self->roots << ROOT_BIT;
+}
+
 /* Publish the `count` inputs in `p.give`. Returns 1 if they were copied, 0 if they are too large, EARLY if a rank
  * still reads what their slot holds, FAILED with a Python error. An op that was begun already is only checked to be
  * the same. */
 static int publish_(Board *self, uint64_t op, uint64_t signature, Py_ssize_t count) {
     const char *from = count ? self->p.give->at : NULL;
     if (op == self->begun) {
-        if (signature == *table_of(&self->b, self->b.rank, op) && from == self->from)
+        if (signature == self->signature && from == self->from)
             return self->copied;
         PyErr_SetString(PyExc_RuntimeError, "another op was begun here, and never ended");
         return FAILED;
     }
     if (op > 2 && self->b.all_finished < op - 2 && wait_for(self, -1, FLAG, 4 * (op - 2) + 3) >= 0)
         return EARLY;
-    self->from = from;
-    return self->copied = publish(&self->b, op, signature, self->p.give, (int)count);
+    self->from = from, self->signature = signature;
+    return self->copied = publish(&self->b, op, with_roots(self, signature), self->p.give, (int)count);
 }
 
 /* Wait until all ranks have published. Returns ALIKE if all published the same op, LATE if that takes long, else a
@@ -314,6 +327,7 @@ static PyMethodDef board_methods[] = {
 
 static PyMemberDef board_members[] = {
     {"number", T_ULONGLONG, offsetof(Board, number), READONLY, NULL},
+    {"roots_before", T_ULONGLONG, offsetof(Board, roots_before), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -19,7 +19,7 @@ enum { PLANS = 64 };
 enum { DECLINED, COMPLETED, STARTED, RAISED };
 
 typedef struct {
-    uint64_t what, count, root; /* the op, and the dtype in DLPack's encoding; number of elements */
+    uint64_t what, count, root; /* the op, and the dtype as torch calls it; number of elements */
     PyObject *reduction, *detail, *answer; /* detail: for the journal; answer: None if the op is not for a fast path */
     unsigned long long signature;
     long kind;
@@ -57,8 +57,10 @@ typedef struct fast_path {
 static int is_plain_operand(const fast_path *self, PyObject *tensor, operand *into) {
     if (!is_plain(self->known, tensor, &into->where, &into->nbytes) || !into->where.bits || !into->where.lanes)
         return 0;
-    into->itself = tensor;
-    into->dtype = (uint64_t)into->where.code << 24 | (uint64_t)into->where.bits << 16 | into->where.lanes;
+    int32_t dtype = scalar_type(self->known, tensor);
+    if (dtype < 0)
+        return 0;
+    into->itself = tensor, into->dtype = (uint64_t)dtype;
     into->count = into->nbytes * 8 / ((uint64_t)into->where.bits * into->where.lanes);
     return 1;
 }
@@ -109,14 +111,14 @@ static int fetch_plan(fast_path *self, plan *at, fast_op op, PyObject *tensor, u
     return at->detail && (!self->parse || self->parse(at) == 0) ? 0 : -1;
 }
 
-/* The plan of an op; NULL if it is not for a fast path. */
+/* The plan of an op; NULL if it is not for a fast path, or with a Python error. */
 static const plan *planned(fast_path *self, fast_op op, const operand *of, uint64_t root, PyObject *reduction) {
     uint64_t what = (uint64_t)(op + 1) << 32 | (of ? of->dtype : 0), count = of ? of->count : 0;
     uint64_t mixed = (what ^ count << 7 ^ root << 20 ^ (uintptr_t)reduction >> 4) * 0x9E3779B97F4A7C15u;
     plan *at = &self->plans[mixed >> 58];
     if (at->what != what || at->count != count || at->root != root || at->reduction != reduction) {
         if (fetch_plan(self, at, op, of ? of->itself : NULL, root, reduction) < 0)
-            return PyErr_Clear(), NULL;
+            return NULL;
         at->what = what, at->count = count, at->root = root;
     }
     return at->answer == Py_None ? NULL : at;
@@ -148,6 +150,7 @@ static int leave_journal(const fast_path *self, PyObject *error) {
 
 /* -- the ops */
 
+/* 1; 0 if the op is not for a fast path, or with a Python error: no byte has moved. */
 static int plan_call(fast_path *self, PyObject *const *args, fast_call *call) {
     operand *tensor = &call->tensor, *output = &call->output;
     uint64_t size = (uint64_t)self->size, rank = (uint64_t)self->rank;
@@ -163,9 +166,10 @@ static int plan_call(fast_path *self, PyObject *const *args, fast_call *call) {
         break;
     case BROADCAST:
         call->src = PyLong_CheckExact(args[1]) ? PyLong_AsLong(args[1]) : -1;
+        if (call->src == -1)
+            PyErr_Clear(); /* it does not fit into a long */
         if (call->src >= 0 && call->src < self->size && is_plain_operand(self, args[0], tensor))
             call->as = planned(self, BROADCAST, tensor, (uint64_t)call->src, NULL);
-        PyErr_Clear();
         break;
     case ALL_GATHER:
         if (are_plain_operands(self, args, call) && output->count == tensor->count * size &&
@@ -194,15 +198,23 @@ static PyObject *run_fast_op(fast_path *self, fast_op op, PyObject *const *args,
         PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
         return NULL;
     }
-    if (!is_open(self))
-        Py_RETURN_FALSE;
     Order *order = self->order;
+    unsigned long here = PyThread_get_thread_ident();
+    if (!is_open(self)) {
+        order->lost |= order->busy && order->begun_by == here;
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+    }
     fast_call call = {.op = op};
-    order->busy = 1;
-    int end = plan_call(self, args, &call) ? self->run(self, &call) : DECLINED;
+    order->busy = 1, order->held_by = here;
+    int end = plan_call(self, args, &call) ? self->run(self, &call) : PyErr_Occurred() ? RAISED : DECLINED;
     if (end == STARTED)
-        order->begun_by = PyThread_get_thread_ident();
+        order->begun_by = here;
     order->busy = end == STARTED;
+    if (order->left && end != STARTED) {
+        PyObject *done = run_when_left(&order->left);
+        Py_XDECREF(done);
+        end = done ? end : RAISED;
+    }
     return end == RAISED ? NULL : PyBool_FromLong(end == COMPLETED);
 }
 

@@ -8,6 +8,7 @@
 #include <structmember.h>
 
 #include "arguments.h"
+#include "calls/when_left.h"
 #include "tensors.h"
 
 /* -- ActiveCalls: a context manager around each call; refuses calls after the end, or once the exposed tensor has moved */
@@ -21,6 +22,8 @@ typedef struct {
     char *address;
     uint64_t nbytes;
     Py_ssize_t running;
+    unsigned long entered_by; /* the thread whose call began last; 0 once that has ended */
+    PyObject *left;           /* see when_left.h; while calls run */
     char over;
 } ActiveCalls;
 
@@ -46,13 +49,16 @@ static PyObject *calls_raise(PyObject *error) {
     return NULL;
 }
 
-/* Whether the tensor has the same address and size; 0 if these cannot be found any more. */
+/* Whether the tensor has the same address and size; 0 if these cannot be found any more; -1 with a Python error that is
+ * none of the tensor's, such as a KeyboardInterrupt. */
 static int tensor_is_unmoved(const ActiveCalls *self) {
     char *address;
     uint64_t nbytes;
     if (!self->tensor)
         return 1;
     if (find_tensor(self->known, self->tensor, &address, &nbytes) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
         PyErr_Clear();
         return 0;
     }
@@ -63,18 +69,23 @@ static PyObject *calls_enter(ActiveCalls *self, PyObject *nothing) {
     (void)nothing;
     if (self->over)
         return calls_raise(PyObject_CallNoArgs(self->refusal));
-    if (!tensor_is_unmoved(self)) {
+    int unmoved = tensor_is_unmoved(self);
+    if (unmoved < 0)
+        return NULL;
+    if (!unmoved) {
         self->over = !self->running;
         return calls_raise(PyObject_CallFunctionObjArgs(self->moved, self->over ? Py_True : Py_False, NULL));
     }
-    self->running++;
+    self->running++, self->entered_by = PyThread_get_thread_ident();
     Py_RETURN_NONE;
 }
 
 static PyObject *calls_exit(ActiveCalls *self, PyObject *const *error, Py_ssize_t count) {
     (void)error, (void)count;
     self->running--;
-    Py_RETURN_NONE;
+    if (self->entered_by == PyThread_get_thread_ident())
+        self->entered_by = 0;
+    return self->running ? Py_NewRef(Py_None) : run_when_left(&self->left);
 }
 
 static PyObject *calls_end(ActiveCalls *self, PyObject *nothing) {
@@ -85,9 +96,18 @@ static PyObject *calls_end(ActiveCalls *self, PyObject *nothing) {
     return PyBool_FromLong(first);
 }
 
+/* when_left(call): call it when the calls under way have ended, if this thread is inside one, which a signal's handler
+ * has interrupted. False if it is in none. */
+static PyObject *calls_when_left(ActiveCalls *self, PyObject *call) {
+    if (!self->running || self->entered_by != PyThread_get_thread_ident())
+        Py_RETURN_FALSE;
+    return add_when_left(&self->left, call);
+}
+
 static void calls_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     ActiveCalls *self = (ActiveCalls *)object;
+    Py_XDECREF(self->left);
     Py_XDECREF(self->refusal);
     Py_XDECREF(self->tensor);
     Py_XDECREF(self->moved);
@@ -100,6 +120,7 @@ static PyMethodDef calls_methods[] = {
     PLAIN("__enter__", calls_enter),
     FAST("__exit__", calls_exit),
     PLAIN("end", calls_end),
+    {"when_left", (PyCFunction)calls_when_left, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -127,7 +148,7 @@ typedef struct {
     uint64_t *sizes; /* size of each rank's window in bytes */
     Py_ssize_t ranks;
     uint64_t itemsize;
-    uint8_t code, bits;
+    int32_t dtype; /* as torch calls it */
 } WindowBounds;
 
 static int bounds_init(PyObject *object, PyObject *args, PyObject *named) {
@@ -150,7 +171,7 @@ static int bounds_init(PyObject *object, PyObject *args, PyObject *named) {
     if (PyErr_Occurred())
         return -1;
     if (is_dense(self->known, like, &where, &nbytes))
-        self->code = where.code, self->bits = where.bits, self->itemsize = (uint64_t)where.lanes * where.bits / 8;
+        self->dtype = scalar_type(self->known, like), self->itemsize = (uint64_t)where.lanes * where.bits / 8;
     return 0;
 }
 
@@ -169,8 +190,8 @@ static PyObject *bounds_byte_offset(WindowBounds *self, PyObject *const *args, P
     if (PyErr_Occurred())
         PyErr_Clear(), rank = -1;
     if (rank < 0 || rank >= self->ranks || offset < 0 || !self->itemsize || !is_plain(self->known, args[0], &where, &nbytes) ||
-        where.code != self->code || where.bits != self->bits || where.lanes != 1)
-        return PyLong_FromLong(-1);
+        scalar_type(self->known, args[0]) != self->dtype)
+        return PyErr_Occurred() ? NULL : PyLong_FromLong(-1);
     uint64_t room = self->sizes[rank] / self->itemsize, elements = nbytes / self->itemsize;
     if ((uint64_t)offset > room || elements > room - (uint64_t)offset)
         return PyLong_FromLong(-1);

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from holdfast import comms
 from holdfast.backends.gloo.transport import _CONNECT_SECONDS
 from holdfast.comms.connect import connect_members
+from holdfast.comms.rendezvous import offer_exchange
 from holdfast.comms.rendezvous.offer_exchange import OfferExchange
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
@@ -66,6 +67,25 @@ def test_a_name_may_be_used_again_after_close(tmp_path: Path) -> None:
     place = f"file://{tmp_path}/meeting"
     for _ in range(3):
         assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
+
+
+def test_ranks_meet_again_though_one_has_forgotten_how_often_they_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of counted names is bounded, so a process that uses ever new names does not grow."""
+    monkeypatch.setattr(offer_exchange, "_REMEMBERED", 3)
+    counters = offer_exchange.MeetingCounters[str]()
+    for turn in range(100):
+        counters.of(f"name {turn % 50}").number = 7
+    assert len(counters._counters) == 3 and counters.of("name 0").number == 0
+    counters.of("name 49").number = 8
+    assert counters.of("name 49").number == 8
+    place = f"file://{tmp_path}/meeting"
+    for turn in range(8):
+        name = f"name {turn % 2}"
+        if turn > 3:
+            monkeypatch.setattr(importlib.import_module("holdfast.comms.connect"), "_counts", counters)
+        assert total(comms.connect("shm", rank=0, size=1, rendezvous=place, name=name)) == 1.0
 
 
 def test_connect_takes_and_logs_the_first_backend_that_all_ranks_can_run(

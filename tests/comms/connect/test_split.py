@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -81,7 +82,7 @@ def test_a_failure_is_translated_to_ranks_of_the_whole() -> None:
             return None
         with comm.split([2, 1]) as part:
             mine = PeerFailed([0], "seen there")
-            mine.communicator = part.name
+            mine.communicator, mine.split_from = part.name, (comm.name, (2, 1))
             other = PeerFailed([2], "seen here")
             translated: Any = comm.in_its_ranks(mine)
             unknown = PeerFailed([0], "seen elsewhere")
@@ -89,13 +90,29 @@ def test_a_failure_is_translated_to_ranks_of_the_whole() -> None:
             assert comm.in_its_ranks(other) is other
             assert isinstance(comm.in_its_ranks(unknown), Revoked), "no rank is blamed"
             late = OpTimeout("recv", 1, 0.5, [0])
-            late.communicator = part.name
+            late.communicator, late.split_from = part.name, (comm.name, (2, 1))
             there: Any = comm.in_its_ranks(late)
             assert there.missing_ranks == (2,)
             return translated.ranks
 
     with LocalCluster(3, "inproc") as ranks:
         assert ranks.run(tells) == [None, (2,), (2,)]
+
+
+def test_a_communicator_keeps_nothing_of_the_splits_that_were_closed() -> None:
+    def splits(comm: Communicator) -> list[int]:
+        sizes = []
+        for _ in range(3):
+            for _ in range(20):
+                comm.split([0, 1]).close()
+            gc.collect()
+            held = [value for value in vars(comm).values() if isinstance(value, dict | list | set)]
+            sizes.append(sum(map(len, held)) + sum(isinstance(each, Communicator) for each in gc.get_objects()))
+        return sizes
+
+    with LocalCluster(2, "shm") as ranks:
+        for sizes in ranks.run(splits):
+            assert len(set(sizes)) == 1, sizes
 
 
 def in_pairs(session: Session) -> dict[str, Any]:

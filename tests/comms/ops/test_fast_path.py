@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Reduce
 from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order, PersistentCall, RequestCall
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
+from holdfast.comms.tensors.packing import DTYPES
 from holdfast.harness import LocalCluster
 
 OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")
@@ -179,6 +182,58 @@ def every_dtype(comm: Communicator) -> None:
 
 def test_both_paths_give_the_same_bits_for_every_dtype(ranks: LocalCluster) -> None:
     ranks.run(every_dtype)
+
+
+SIBLINGS = [
+    dtype
+    for dtype in DTYPES
+    if dtype.itemsize == 1 and not str(dtype).startswith(("torch.q", "torch.bits")) and dtype != torch.float4_e2m1fn_x2
+]
+"""Dtypes between which a tensor's bytes can be viewed; DLPack gives several of them one code."""
+
+
+def told(act: Callable[[], object], output: torch.Tensor) -> object:
+    """The bytes that an op gives, or the type of the error that it raises."""
+    try:
+        act()
+    except (TypeError, ValueError, Unsupported) as error:
+        return type(error)
+    return output.view(torch.uint8).tolist()
+
+
+def paths_agree(comm: Communicator, program: list[tuple[str, int, int]]) -> None:
+    size = comm.size
+    for turn, (op, first, second) in enumerate(program):
+        results = []
+        for timeout in (None, 30.0):  # the fast path, then the slow one
+            mine = torch.arange(size * 4, dtype=torch.uint8).add_(turn % 3 + comm.rank).view(SIBLINGS[first])
+            part = torch.zeros(4, dtype=torch.uint8).view(SIBLINGS[second])
+            whole = torch.zeros(size * size * 4, dtype=torch.uint8).view(SIBLINGS[second])
+            acts: dict[str, tuple[Callable[[], object], torch.Tensor]] = {
+                "all_reduce": (partial(comm.all_reduce, mine, ReduceOp.MAX, timeout=timeout), mine),
+                "reduce_scatter_single": (
+                    partial(comm.reduce_scatter_single, part, mine, ReduceOp.MAX, timeout=timeout),
+                    part,
+                ),
+                "broadcast": (partial(comm.broadcast, mine, 0, timeout=timeout), mine),
+                "all_gather_single": (partial(comm.all_gather_single, whole, mine, timeout=timeout), whole),
+                "all_to_all_single": (
+                    partial(comm.all_to_all_single, whole[: size * 4], mine, timeout=timeout),
+                    whole,
+                ),
+                "barrier": (partial(comm.barrier, timeout=timeout), part),
+            }
+            results.append(told(*acts[op]))
+        assert results[0] == results[1], (op, SIBLINGS[first], SIBLINGS[second])
+
+
+def test_no_dtype_is_taken_for_another_whatever_ran_before(ranks: LocalCluster) -> None:
+    """A dtype that one path refuses, the other refuses too, also after an op on another view of the same bytes."""
+    draw = random.Random(3)
+    program = [(op, dtype, dtype) for op in OPS for dtype in range(len(SIBLINGS))]
+    draw.shuffle(program)
+    program += [(draw.choice(OPS), draw.randrange(len(SIBLINGS)), draw.randrange(len(SIBLINGS))) for _ in range(300)]
+    ranks.run(paths_agree, program)
 
 
 def names_the_op(whole: Communicator) -> tuple[str, int, list[int]] | None:
@@ -438,13 +493,24 @@ def test_the_fast_path_does_nothing_where_no_op_may_run() -> None:
     assert order.seq == 0
 
 
-def test_a_plan_that_raises_or_returns_none_is_no_error() -> None:
-    def fails(*form: object) -> None:
-        raise KeyError("unknown")
+def test_an_op_without_a_plan_is_for_the_slow_path() -> None:
+    order = Order()
+    assert not call_path(order, lambda *form: None, print).barrier()
+    assert (order.seq, order.busy) == (0, False)
+
+
+def test_an_error_during_planning_reaches_the_caller() -> None:
+    """It may be that of a signal's handler, which no other call would raise again."""
+
+    def interrupted(*form: object) -> None:
+        raise KeyboardInterrupt
 
     order = Order()
-    assert not call_path(order, fails, print).barrier()
-    assert not call_path(order, lambda *form: None, print).barrier()
+    fast = call_path(order, interrupted, print)
+    for _ in range(2):
+        for op in (fast.barrier, partial(fast.broadcast, torch.ones(2), 0)):
+            with pytest.raises(KeyboardInterrupt):
+                op()
     assert (order.seq, order.busy) == (0, False)
 
 

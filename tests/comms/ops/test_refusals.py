@@ -39,7 +39,8 @@ def _arguments(comm: Communicator) -> list[str]:
         lambda: comm.send(x, comm.rank),
         lambda: comm.recv(x, peer, -1),
         lambda: comm.batch_send_recv([Send(x, peer, 1 << 40)]),
-        lambda: comm.broadcast_object({1, 2}, comm.rank),
+        lambda: comm.broadcast_object({1, 2}, 0),
+        lambda: comm.all_gather_object({1, 2} if comm.rank else "fine"),
         lambda: comm.window(torch.zeros(4, 4).t()),
         lambda: comm.split([0, 0]),
     ]
@@ -211,3 +212,36 @@ def _modes(comm: Communicator) -> list[str]:
 def test_asynchronous_ops_run_with_the_modes_of_their_caller(backend: str) -> None:
     with LocalCluster(2, backend, timeout=30.0) as cluster:
         assert cluster.run(_modes) == [[], []]
+
+
+def _deep() -> list[object]:
+    nested: list[object] = []
+    for _ in range(3000):
+        nested = [nested]
+    return nested
+
+
+def _objects(comm: Communicator) -> list[str]:
+    """On one rank an object is refused; every rank gets the error, and the next objects are paired rightly."""
+    wrong = []
+    for number, unsendable in enumerate(({1, 2}, 1 << 70, "\ud800", {(1, 2): 3}, torch.ones(2), _deep(), object())):
+        odd = number % comm.size
+        for gathers in (True, False):
+            obj = unsendable if comm.rank == odd else "fine"
+            try:
+                comm.all_gather_object(obj) if gathers else comm.broadcast_object(obj, odd)
+                wrong.append(f"{number} was sent")
+            except TypeError as error:
+                if comm.rank != odd and f"rank {odd} could not send its object" not in str(error):
+                    wrong.append(f"{number}: {error}")
+            if comm.all_gather_object([number, comm.rank]) != [[number, rank] for rank in range(comm.size)]:
+                wrong.append(f"after {number}")
+            if comm.broadcast_object(number if comm.rank == odd else None, odd) != number:
+                wrong.append(f"after {number}")
+    return wrong
+
+
+@pytest.mark.usefixtures("fast_and_checked")
+def test_an_object_that_cannot_be_sent_takes_its_turn(backend: str) -> None:
+    with LocalCluster(2, backend, timeout=30.0) as cluster:
+        assert cluster.run(_objects) == [[], []]

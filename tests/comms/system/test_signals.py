@@ -1,0 +1,166 @@
+"""Signals at any point of any call: a handler may abort and close, and Ctrl-C always reaches the caller."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms import Communicator, HoldfastError, Recv, ReduceOp, Send
+from holdfast.comms.system.signal_safety import HandlerLock, run_shielded, shared_lock
+from holdfast.harness import LocalCluster
+
+CALLS: dict[str, Callable[[Communicator, int], object]] = {
+    "all_reduce": lambda comm, turn: comm.all_reduce(torch.zeros(turn % 3000 + 1)),
+    "all_reduce of another size": lambda comm, turn: comm.all_reduce(torch.zeros(100_000)),
+    "all_reduce, strided": lambda comm, turn: comm.all_reduce(torch.zeros(8, 8).t()[::2]),
+    "all_reduce, later": lambda comm, turn: comm.all_reduce(torch.zeros(9), async_op=True).wait(),
+    "reduce": lambda comm, turn: comm.reduce(torch.zeros(9), turn % comm.size, ReduceOp.MAX),
+    "reduce_scatter_single": lambda comm, turn: comm.reduce_scatter_single(
+        torch.zeros(turn % 100), torch.zeros(turn % 100 * comm.size)
+    ),
+    "broadcast": lambda comm, turn: comm.broadcast(torch.zeros(turn % 3000 + 1), turn % comm.size),
+    "all_gather": lambda comm, turn: comm.all_gather([torch.zeros(5) for _ in range(comm.size)], torch.zeros(5)),
+    "all_to_all_single": lambda comm, turn: comm.all_to_all_single(
+        torch.zeros(2 * comm.size), torch.zeros(2 * comm.size)
+    ),
+    "gather": lambda comm, turn: comm.gather(
+        torch.zeros(3), [torch.zeros(3) for _ in range(comm.size)] if comm.rank == 0 else None
+    ),
+    "barrier": lambda comm, turn: comm.barrier(),
+    "batch_send_recv": lambda comm, turn: comm.batch_send_recv(
+        [Send(torch.zeros(3), 1 - comm.rank), Recv(torch.zeros(3), 1 - comm.rank)]
+    ),
+    "all_gather_object": lambda comm, turn: comm.all_gather_object({"turn": turn}),
+    "broadcast_object": lambda comm, turn: comm.broadcast_object(turn, 0),
+    "window": lambda comm, turn: _window(comm),
+    "split": lambda comm, turn: comm.split([comm.rank]).close(),
+}
+
+
+LOCAL = ("split",)
+"""Calls that need no other rank."""
+
+
+def _window(comm: Communicator) -> None:
+    with comm.window(torch.zeros(8)) as window:
+        for _ in range(5):
+            window.put(torch.ones(4), 1 - comm.rank)
+            window.signal(1 - comm.rank)
+            window.wait_signal(1 - comm.rank)
+
+
+def _rounds(
+    whole: Communicator, calls: list[str], rounds: int, on_signal: Callable[[Communicator, int], None]
+) -> list[str]:
+    """Rank 0 gets a signal at a random point of a series of calls, over and over; rank 1 makes the same calls."""
+    assert threading.current_thread() is threading.main_thread()
+    draw, wrong, unraisable = random.Random(whole.rank), list[str](), list[str]()
+    sys.unraisablehook = lambda event: unraisable.append(f"{event.exc_type.__name__} in {event.object!r}")
+    handled = [0]
+
+    def handle(number: int, frame: object) -> None:
+        handled[0] += 1
+        on_signal(part, handled[0])
+
+    before = signal.signal(signal.SIGALRM, handle)
+    for turn in range(rounds):
+        call = calls[turn % len(calls)]
+        part = whole.split([0, 1], timeout=30.0)
+        handled[0], ended, count, first = 0, "", 0, None
+        try:
+            if whole.rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(2e-5, 4e-3))
+            for count in range(1_000_000 if whole.rank == 0 or call not in LOCAL else 0):
+                CALLS[call](part, count)
+                first = first if first is not None or not handled[0] else count
+                if first is not None and count > first + 100:
+                    ended = "went on after the signal"
+                    break
+        except KeyboardInterrupt:
+            pass
+        except HoldfastError as error:
+            if whole.rank == 0 and part.over is None:
+                ended = repr(error)
+        except BaseException as error:
+            ended = repr(error)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if ended:
+            wrong.append(f"{call}, round {turn}, call {count}: {ended}")
+        part.abort("the round is over")
+        part.close()
+        if not part._executor._released:
+            wrong.append(f"{call}, round {turn}: not released")
+        whole.barrier(timeout=30.0)
+    signal.signal(signal.SIGALRM, before)
+    return wrong + unraisable
+
+
+def _end_at_a_signal(whole: Communicator, calls: list[str], rounds: int) -> list[str]:
+    def end(part: Communicator, number: int) -> None:
+        (part.abort if number % 2 else part.close)()
+
+    return _rounds(whole, calls, rounds, end)
+
+
+def _press_ctrl_c(whole: Communicator, calls: list[str], rounds: int) -> list[str]:
+    def interrupt(part: Communicator, number: int) -> None:
+        raise KeyboardInterrupt
+
+    return _rounds(whole, calls, rounds, interrupt)
+
+
+@pytest.mark.usefixtures("fast_paths")
+@pytest.mark.parametrize("act", [_end_at_a_signal, _press_ctrl_c])
+def test_a_signal_at_any_point_of_any_call(process_backend: str, act: Callable[..., Any]) -> None:
+    with LocalCluster(2, process_backend, timeout=120.0, environ={"HOLDFAST_CHECK": "0"}) as cluster:
+        calls = [call for call in CALLS if call != "window" or process_backend != "gloo"]
+        assert cluster.run(act, calls, 2 * len(calls)) == [[], []]
+
+
+def test_what_a_handler_asks_for_below_the_lock_is_done_right_after() -> None:
+    lock, done = HandlerLock(), list[str]()
+
+    def outer() -> None:
+        lock.run(lambda: done.append("nested"), lambda: done.append("again"))  # as a handler does at this point
+        done.append("outer")
+
+    lock.run(outer, pytest.fail)
+    assert done == ["outer", "again"]
+
+    def fails() -> None:
+        lock.run(pytest.fail, lambda: done.append("after the failure"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lock.run(fails, pytest.fail)
+    assert done[2:] == ["after the failure"]
+
+
+def test_a_shielded_call_ends_before_the_interruption_is_raised() -> None:
+    ended = []
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        threading.Event().wait(0.05)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_shielded(interrupted)
+    assert ended == [True]
+    with pytest.raises(KeyError):
+        run_shielded(lambda: {}["nothing"])
+
+
+def test_a_shielded_call_runs_at_once_below_a_handler_that_came_under_a_shared_lock() -> None:
+    lock, threads = shared_lock(), list[threading.Thread]()
+    with lock:
+        run_shielded(lambda: threads.append(threading.current_thread()))
+    run_shielded(lambda: threads.append(threading.current_thread()))
+    assert threads[0] is threading.main_thread() and threads[1] is not threading.main_thread()
