@@ -12,6 +12,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
+from holdfast.comms.errors import again
+
 _shared: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
 
@@ -97,11 +99,7 @@ def run_shielded(call: Callable[[], None]) -> None:
             thread.join()
         except BaseException as error:
             interruption = error
-    try:
-        if interruption is not None:
-            raise interruption
-        if raised:
-            raise raised[0]
-    finally:
-        del interruption
-        raised.clear()  # breaks the cycle of the error and this frame, which is in its traceback
+    if interruption is not None:
+        raise again(interruption)
+    if raised:
+        raise again(raised[0])

@@ -185,7 +185,7 @@ def test_a_rank_taken_by_another_process_is_refused_at_once(tmp_path: Path) -> N
             try:
                 module = importlib.import_module("holdfast.comms.connect")
                 module._open.clear()
-                module._counts.clear()
+                module._counts._counters.clear()
                 comms.connect("shm", rank=0, size=1, rendezvous=place)
             except comms.Mismatch as error:
                 status = 0 if "taken by another process" in str(error) else 2
