@@ -32,4 +32,7 @@ class CompareSetRequest(EpochRequest, frozen=True, array_like=True, forbid_unkno
 REPEATABLE = frozenset({"kv.check", "kv.count"})
 """The methods that can be called again when it is not known whether the first call was executed."""
 
+FORGET = "kv.forget"
+"""Goes down the tree, where the others go up: the first member has removed a key."""
+
 encode = msgspec.msgpack.Encoder().encode

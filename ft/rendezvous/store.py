@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,13 +14,20 @@ from holdfast.ft.rendezvous.table import RendezvousTable
 class RendezvousStore(dist.Store):
     """One epoch of a rendezvous table as a `torch.distributed.Store`; `PrefixStore` and every backend can use it.
 
-    `table` is the table itself in the process that serves it, and a client in the others. The methods have the names
-    that torch calls; `timeout` (seconds) bounds those that wait.
+    `table` is the table itself in the process that serves it, and a client in the others. `delete` removes a key from
+    all copies of the table (default: `table.delete`). The methods have the names that torch calls; `timeout` (seconds)
+    bounds those that wait.
     """
 
-    def __init__(self, table: RendezvousTable | RendezvousClient, epoch: int, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        table: RendezvousTable | RendezvousClient,
+        epoch: int,
+        timeout: float = 30.0,
+        delete: Callable[[int, str], bool] | None = None,
+    ) -> None:
         super().__init__()
-        self._table, self._epoch = table, epoch
+        self._table, self._epoch, self._delete = table, epoch, delete or table.delete
         self.set_timeout(timedelta(seconds=timeout))
 
     def _seconds(self, timeout: timedelta | None = None) -> float:
@@ -28,7 +35,7 @@ class RendezvousStore(dist.Store):
         return wait.total_seconds()
 
     def clone(self) -> RendezvousStore:
-        return RendezvousStore(self._table, self._epoch, self._seconds())
+        return RendezvousStore(self._table, self._epoch, self._seconds(), self._delete)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._table.put(self._epoch, {key: _bytes(value)})
@@ -49,7 +56,7 @@ class RendezvousStore(dist.Store):
         return self._table.compare_set(self._epoch, key, _bytes(expected_value), _bytes(desired_value))
 
     def delete_key(self, key: str) -> bool:
-        return self._table.delete(self._epoch, key)
+        return self._delete(self._epoch, key)
 
     def num_keys(self) -> int:
         return self._table.count(self._epoch)

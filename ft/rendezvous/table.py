@@ -128,7 +128,7 @@ class RendezvousTable:
             return all(key in values for key in keys)
 
     def delete(self, epoch: int, key: str) -> bool:
-        """Remove the key; whether it was there."""
+        """Remove the key from this copy alone; whether it was there."""
         with self._lock:
             return self._of(epoch).pop(key, None) is not None
 

@@ -112,7 +112,10 @@ class Reactor:
             identity,
             key=settings.key,
             job=settings.name,
-            handlers={**rendezvous.handlers(self.sharing.table, self.sharing.forward), **messages.handlers(callbacks)},
+            handlers={
+                **rendezvous.handlers(self.sharing.table, self.sharing.forward, self.sharing.delete),
+                **messages.handlers(callbacks),
+            },
             on_link=self._linked,
             on_refused=self._refused,
         )

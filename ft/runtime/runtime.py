@@ -12,7 +12,9 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -34,6 +36,8 @@ from holdfast.ft.runtime.table_sharing import neighbours
 from holdfast.ft.settings import Settings, candidate_job
 from holdfast.ft.telemetry.event_log import EventLog
 
+T = TypeVar("T")
+
 START_SECONDS = 30.0
 WATCH_SECONDS = 1.0
 AWAY_SECONDS = 0.2
@@ -51,7 +55,7 @@ class Runtime:
     def __init__(self, settings: Settings, epoch_guard: EpochGuard, events: EventLog, identity: str) -> None:
         """Listen, and join the job or be a spare of it. Raises what `candidate_job` raises."""
         self._identity, self._settings, self._epoch_guard = identity, settings, epoch_guard
-        self._calls: dict[Future[bytes], int] = {}
+        self._calls: dict[Future[Any], int] = {}
         self._calls_lock = threading.Lock()
         self._begun, self._closing = threading.Event(), threading.Event()
         with contextlib.ExitStack() as undo:
@@ -136,7 +140,7 @@ class Runtime:
         timeouts = self._settings.timeouts
         timeout = max(timeouts.rebuild, timeouts.operation)
         if not rank:
-            return RendezvousStore(table, view.epoch, timeout)
+            return RendezvousStore(table, view.epoch, timeout, self._delete_key)
         call = functools.partial(self._call, neighbours(view, rank)[0], view.epoch)
         return RendezvousStore(RendezvousClient(call, table, timeout), view.epoch, timeout)
 
@@ -171,18 +175,29 @@ class Runtime:
                     raise
 
     def _call_once(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
-        links = self._reactor.links
-        answer = asyncio.run_coroutine_threadsafe(links.call(member, method, body, timeout), self._thread.loop)
+        try:
+            return self._within_epoch(epoch, self._reactor.links.call(member, method, body, timeout), timeout)
+        except RemoteError as error:
+            if error.kind in CONNECTION_ERRORS:  # further up
+                raise ConnectionLost(member.id, str(error)) from error
+            raise
+
+    def _delete_key(self, epoch: int, key: str) -> bool:
+        """Remove a key of the rendezvous table from all members' copies; on the first member."""
+        timeouts = self._settings.timeouts
+        return self._within_epoch(
+            epoch, self._reactor.sharing.delete(epoch, key), max(timeouts.rebuild, timeouts.operation)
+        )
+
+    def _within_epoch(self, epoch: int, call: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Run `call` in the reactor's thread, and wait for it. Raises `Revoked` when the epoch ends."""
+        answer = asyncio.run_coroutine_threadsafe(call, self._thread.loop)
         with self._calls_lock:
             self._calls[answer] = epoch
         try:
             if self._epoch_guard.is_over(epoch):
                 answer.cancel()
             return answer.result(timeout + 1.0)
-        except RemoteError as error:
-            if error.kind in CONNECTION_ERRORS:  # further up
-                raise ConnectionLost(member.id, str(error)) from error
-            raise
         except CancelledError:
             raise Revoked(epoch, "it was revoked while its communicator was being built") from None
         finally:

@@ -1,7 +1,8 @@
 """Keeps the members' copies of the rendezvous table alike.
 
 What a member sets goes to its neighbours in a tree over the members (`relay_tree`), which pass it on. What several
-members may change goes up the tree to the first member, after what the caller has set before.
+members may change goes up the tree to the first member, after what the caller has set before. A deletion goes up, too,
+and then down the tree, and has happened once every copy has answered: what is set under that key after it stays.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 from holdfast.comms.errors import Revoked
 from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Member, View
+from holdfast.ft.rendezvous.messages import FORGET, KeysRequest, encode
 from holdfast.ft.rendezvous.relay import TreeRelay
 from holdfast.ft.rendezvous.table import RendezvousTable
 from holdfast.ft.runtime import messages
@@ -39,6 +41,7 @@ class TableSharing:
         self._links: SharingLinks | None = None
         self._epoch = 0
         self._parent: Member | None = None
+        self._below: tuple[Member, ...] = ()
         self._relay: TreeRelay[tuple[str, ...]] = TreeRelay((), pauses=False)
         self._sources: dict[int, dict[str, str]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -54,6 +57,7 @@ class TableSharing:
         rank = view.rank_of(self._identity)
         next_to = () if rank is None else neighbours(view, rank)
         self._parent = next_to[0] if rank else None
+        self._below = next_to[1:] if rank else next_to
         pauses = len(view.members) > relay_tree.ARITY + 1
         self._relay = TreeRelay([member.id for member in next_to], pauses)
         self._epoch = view.epoch
@@ -100,16 +104,35 @@ class TableSharing:
         Waits until this process has the view of the epoch. Raises `Revoked` if that is over, TimeoutError, and what
         `SharingLinks.call` raises.
         """
-        async with asyncio.timeout(self._timeout):
-            while self._epoch < epoch:
-                await self._begun.wait()
-        if self._epoch != epoch:
-            raise Revoked(epoch, "a later epoch has begun")
+        await self._begin_of(epoch)
         if self._parent is None:
             return None
         assert self._links is not None
         self.flush()
         return await self._links.call(self._parent, method, body, self._timeout)
+
+    async def delete(self, epoch: int, key: str) -> bool:
+        """Remove a key from this copy and those below it, at the first member from all; whether it was there.
+
+        Raises what `forward` raises.
+        """
+        await self._begin_of(epoch)
+        found = self.table.delete(epoch, key)
+        assert self._links is not None
+        request = encode(KeysRequest(epoch, [key]))
+        calls = [self._links.call(member, FORGET, request, self._timeout) for member in self._below]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return found
+
+    async def _begin_of(self, epoch: int) -> None:
+        """Wait until this process has the view of the epoch. Raises `Revoked` if that is over."""
+        async with asyncio.timeout(self._timeout):
+            while self._epoch < epoch:
+                await self._begun.wait()
+        if self._epoch != epoch:
+            raise Revoked(epoch, "a later epoch has begun")
 
     def _changed(self, epoch: int, keys: tuple[str, ...]) -> None:
         """Pass on what was set here. Thread-safe."""

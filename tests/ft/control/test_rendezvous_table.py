@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -34,11 +34,20 @@ async def here(epoch: int, method: str, body: bytes) -> None:
     """Calls are answered in this process."""
 
 
+def removing(table: RendezvousTable) -> Callable[[int, str], Awaitable[bool]]:
+    async def delete(epoch: int, key: str) -> bool:
+        return table.delete(epoch, key)
+
+    return delete
+
+
 @contextlib.contextmanager
 def served(table: RendezvousTable) -> Iterator[RpcClient]:
     """A client of a server of this table."""
     with (
-        rpc_server_thread(key=KEY, job="job", identity="host", handlers=handlers(table, here)) as server,
+        rpc_server_thread(
+            key=KEY, job="job", identity="host", handlers=handlers(table, here, removing(table))
+        ) as server,
         RpcClient(server.address, key=KEY, job="job", identity="guest") as client,
     ):
         yield client
@@ -201,7 +210,7 @@ def test_adding_to_a_value_that_is_no_number_is_refused(copies: Copies) -> None:
 
 def test_a_malformed_request_is_refused_and_changes_nothing(table: RendezvousTable) -> None:
     with served(table) as client:
-        for method in handlers(table, here):
+        for method in handlers(table, here, removing(table)):
             for body in (b"", b"\x90", b"\x91\xa1x", b"\x93\1\2\3", bytes(9)):
                 with pytest.raises(RemoteError, match="Error"):
                     client.call(method, body)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +12,8 @@ from hypothesis import strategies as st
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.rendezvous import handlers as rendezvous
+from holdfast.ft.rendezvous.messages import KeysRequest
 from holdfast.ft.rendezvous.relay import LONGEST_PAUSE, TreeRelay
 from holdfast.ft.runtime import messages
 from holdfast.ft.runtime.table_sharing import CHUNK_BYTES, TableSharing, chunks
@@ -107,20 +108,43 @@ def test_large_tables_travel_in_several_messages() -> None:
 
 
 class FakeLinks:
-    """Connections between the members of a test, some of which are broken for a time."""
+    """The members of a test, and the connections between them, some of which are broken for a time."""
 
-    def __init__(self, me: str, all_links: dict[str, FakeLinks], handlers: Callable[[str, str, bytes], None]) -> None:
-        self.me, self._all, self.receive = me, all_links, handlers
+    def __init__(self, me: str, members: dict[str, FakeLinks]) -> None:
+        self.me, self._members = me, members
+        self.sharing = TableSharing(me, asyncio.get_running_loop(), 5.0)
+        self.sharing.use(self)
+        ignored = lambda *anything: None  # noqa: E731
+        self._notices = messages.handlers(
+            messages.MessageCallbacks(
+                core=ignored,
+                beat=ignored,
+                deaths=ignored,
+                share=self.sharing.received,
+                testimony=ignored,
+                detectors=ignored,
+            )
+        )
+        self._calls = rendezvous.handlers(self.sharing.table, self.sharing.forward, self.sharing.delete)
         self.broken: set[str] = set()
 
     def notify(self, member_id: str, method: str, body: bytes) -> bool:
         if member_id in self.broken:
             return False
-        asyncio.get_running_loop().call_soon(self._all[member_id].receive, self.me, method, body)
+        receive = self._members[member_id]._notices[method]
+        asyncio.get_running_loop().call_soon(receive, self.me, body)
         return True
 
     async def call(self, member: Member, method: str, body: bytes, timeout: float) -> bytes:
-        raise NotImplementedError
+        await asyncio.sleep(0)  # after the notices before it
+        return await self._members[member.id]._calls[method](self.me, body)
+
+
+def members_of(view: View) -> dict[str, FakeLinks]:
+    members: dict[str, FakeLinks] = {}
+    for member in view.members:
+        members[member.id] = FakeLinks(member.id, members)
+    return members
 
 
 @given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 1000))
@@ -131,24 +155,8 @@ def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[
 
     async def whole() -> None:
         loop = asyncio.get_running_loop()
-        links: dict[str, FakeLinks] = {}
-        sharings: dict[str, TableSharing] = {}
-        for member in view.members:
-            sharing = sharings[member.id] = TableSharing(member.id, loop, 5.0)
-
-            def share(peer: str, epoch: int, items: dict[str, bytes], sharing: TableSharing = sharing) -> None:
-                sharing.received(peer, epoch, items)
-
-            ignored = lambda *anything: None  # noqa: E731
-            handlers = messages.handlers(
-                messages.MessageCallbacks(
-                    core=ignored, beat=ignored, deaths=ignored, share=share, testimony=ignored, detectors=ignored
-                )
-            )
-            links[member.id] = FakeLinks(
-                member.id, links, lambda peer, method, body, handlers=handlers: handlers[method](peer, body)
-            )
-            sharing.use(links[member.id])
+        links = members_of(view)
+        sharings = {name: each.sharing for name, each in links.items()}
         edges = [
             (view.members[rank].id, view.members[other].id)
             for rank in range(len(view.members))
@@ -177,5 +185,38 @@ def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[
         while any(sharing.table.items(1) != expected for sharing in sharings.values()):
             assert loop.time() < deadline, "a copy lacks keys"
             await asyncio.sleep(0.005)
+
+    asyncio.run(whole())
+
+
+@settings(max_examples=30)
+@given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_a_deleted_key_is_in_no_copy_and_what_is_set_after_it_stays(hosts: list[int], seed: int) -> None:
+    """Each step is done by any member; the key is deleted while its value may still be on the way to some copies."""
+    dice = random.Random(seed)
+    view = view_of(hosts)
+
+    async def whole() -> None:
+        members = members_of(view)
+        for each in members.values():
+            each.sharing.begin(view)
+
+        async def present_in(each: FakeLinks) -> None:
+            while not each.sharing.table.check(1, ["key"]):
+                await asyncio.sleep(0)
+
+        for value in (b"v1", b"v2", b"v3"):
+            setter, deleter = dice.choices([*members.values()], k=2)
+            setter.sharing.table.put(1, {"key": value})
+            await asyncio.sleep(0)  # as another thread's call would, the deletion comes to the loop after the change
+            await present_in(deleter)
+            request = rendezvous.encode(KeysRequest(1, ["key"]))
+            assert rendezvous.encode(True) == await deleter._calls["kv.delete"](deleter.me, request)
+            assert not any(each.sharing.table.check(1, ["key"]) for each in members.values())
+        last = dice.choice([*members.values()])
+        last.sharing.table.put(1, {"key": b"last"})
+        for each in members.values():
+            await present_in(each)
+            assert each.sharing.table.items(1) == {"key": b"last"}
 
     asyncio.run(whole())
