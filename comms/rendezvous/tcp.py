@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -84,8 +85,14 @@ def _listen(host: str, port: int) -> socket.socket:
     raise problem or OSError(f"{host} has no address")
 
 
-def dial(host: str, port: int, timeout: float, answer_seconds: float | None = None) -> dist.TCPStore:
-    """Connect a client to the store at host:port. Raises `NoAnswer`.
+def dial(
+    host: str,
+    port: int,
+    timeout: float,
+    answer_seconds: float | None = None,
+    check_abort: Callable[[], None] = lambda: None,
+) -> dist.TCPStore:
+    """Connect a client to the store at host:port. Raises `NoAnswer`, and what `check_abort` raises meanwhile.
 
     torch limits only the connect, and waits for the first answer forever; here that wait ends, too. With
     `answer_seconds`, each later call raises torch's error after so long without an answer. The client must not be used
@@ -103,7 +110,8 @@ def dial(host: str, port: int, timeout: float, answer_seconds: float | None = No
         finally:
             ended.set()
 
-    def check_abort() -> None:
+    def check() -> None:
+        check_abort()
         if time.monotonic() >= deadline:
             raise NoAnswer(f"what listens there did not answer as a TCPStore does within {patience:.3g} s")
 
@@ -111,7 +119,7 @@ def dial(host: str, port: int, timeout: float, answer_seconds: float | None = No
     new: dict[int, socket.socket] = {}
     try:
         try:
-            store = run_interruptible(connect, check_abort, every=0.02, delays_exit=False)
+            store = run_interruptible(connect, check, every=0.02, delays_exit=False)
         except dist.DistError as error:
             raise NoAnswer(first_line(error)) from error
         except BaseException:

@@ -13,12 +13,13 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.comms.rendezvous.meeting_store import MeetingStore
 
 _decode = msgspec.json.Decoder(list[int]).decode
 
 
 @contextlib.contextmanager
-def checked_members(store: dist.Store, name: str, members: Sequence[int], world: int) -> Iterator[None]:
+def checked_members(store: MeetingStore, name: str, members: Sequence[int], world: int) -> Iterator[None]:
     """A context in which to connect the group `name` of the global ranks `members`.
 
     `store` is that of the group, `world` the number of global ranks. If connecting fails, and another rank makes a
@@ -45,7 +46,7 @@ def _key(rank: int) -> str:
     return f"holdfast-members/{rank}"
 
 
-def _members(store: dist.Store, rank: int) -> list[int] | None:
+def _members(store: MeetingStore, rank: int) -> list[int] | None:
     """The members that a rank wrote for the group; None if it has written none."""
     try:
         return _decode(store.get(_key(rank))) if store.check([_key(rank)]) else None

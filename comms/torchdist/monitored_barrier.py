@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
-
 from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.rendezvous.meeting_store import MeetingStore
 
 _PAUSE = 0.002
 _VERDICT_GRACE = 10.0
@@ -15,7 +14,7 @@ _VERDICT_GRACE = 10.0
 class MonitoredBarrier:
     """The monitored barriers of one group. Rank 0 waits for all ranks and writes the outcome for them."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: MeetingStore, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._count = 0
 

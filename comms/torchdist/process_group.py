@@ -28,6 +28,7 @@ from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
+from holdfast.comms.torchdist.group_store import group_store
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
@@ -70,8 +71,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._turn = threading.RLock()
         self._together: list[TorchWork] | None = None
-        self._p2p = P2PChannels(communicator, dist.PrefixStore("point-to-point", store))
-        self._monitored = MonitoredBarrier(store, communicator.rank, communicator.size)
+        self._p2p = P2PChannels(communicator, timeout)
+        self._monitored = self._monitored_barrier("")
         self._name, self._description = "", "undefined"
         self._issued = 0
         self._number = next(_numbers)
@@ -368,6 +369,10 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             self._monitored.pass_through(self._timeout if limit is None else limit, wait_all_ranks)
 
+    def _monitored_barrier(self, prefix: str) -> MonitoredBarrier:
+        store = group_store(self._store, prefix, self._timeout)
+        return MonitoredBarrier(store, self.communicator.rank, self.communicator.size)
+
     # -- point to point: concurrent with collectives, not ordered with them
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
@@ -438,9 +443,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             self.shutdown()
             own = self.get_reconfigure_handle()
             self.communicator = connect_requested(request, own, self._store, self._root, device, self._timeout)
-            store = dist.PrefixStore(f"reconfigured/{request.uuid}", self._store)
-            self._p2p = P2PChannels(self.communicator, dist.PrefixStore("point-to-point", store))
-            self._monitored = MonitoredBarrier(store, self.communicator.rank, self.communicator.size)
+            self._p2p = P2PChannels(self.communicator, self._timeout)
+            self._monitored = self._monitored_barrier(f"reconfigured/{request.uuid}")
         return TorchWork([DONE], [])
 
     def get_error(self) -> Any:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import choose_backend, connect_members, runnable_backends
 from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.torchdist.group_store import group_store
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 
@@ -74,16 +75,17 @@ def connect_requested(
     if not common:
         offered = "; ".join(f"rank {rank}: {', '.join(member.backends)}" for rank, member in enumerate(members))
         raise BackendUnavailable("auto", f"the members have none in common ({offered})")
+    limit = timeout if request.timeout is None else request.timeout
     return connect_members(
         choose_backend(",".join(common), peers, device),
         rank=request.handles.index(own_handle),
         size=len(members),
-        store=dist.PrefixStore(f"reconfigure/{request.uuid}", store),
+        store=group_store(store, f"reconfigure/{request.uuid}", limit),
         peers=peers,
         epoch=request.uuid,
         name=f"{name}/{request.uuid}",
         device=device,
-        timeout=timeout if request.timeout is None else request.timeout,
+        timeout=limit,
         op_timeout=timeout,
     )
 

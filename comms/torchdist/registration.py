@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, behind
 from holdfast.comms.torchdist.group_members import checked_members
-from holdfast.comms.torchdist.options import resolve_options
+from holdfast.comms.torchdist.group_store import group_store
+from holdfast.comms.torchdist.options import Options, resolve_options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.session_group import SessionProcessGroup
 from holdfast.comms.torchdist.torch_patches import accept_builtin_hooks, accept_monitored_barrier
@@ -48,9 +50,8 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
     if isinstance(default, SessionProcessGroup):
         options = inherited if pg_options is None else resolve_options(pg_options, inherited)
         assert options is not None
-        return HoldfastProcessGroup(
-            given.store, default.split_communicator(given.global_ranks_in_group, options), options, timeout
-        )
+        part = default.split_communicator(given.global_ranks_in_group, options)
+        return _group_over(part, given.store, options, timeout)
     options = resolve_options(pg_options, inherited)
     if options.over is not None:
         return SessionProcessGroup(given.store, options.over, options, timeout)
@@ -64,14 +65,26 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
             device=torch.device(options.device),
             timeout=timeout,
         )
-    return HoldfastProcessGroup(given.store, communicator, options, timeout)
+    return _group_over(communicator, given.store, options, timeout)
+
+
+def _group_over(
+    communicator: Communicator, store: dist.Store, options: Options, timeout: float
+) -> HoldfastProcessGroup:
+    """A group over a communicator of its own; collective over the group. If that fails, closes the communicator."""
+    try:
+        return HoldfastProcessGroup(store, communicator, options, timeout)
+    except BaseException:
+        communicator.close()
+        raise
 
 
 def _checked_members(given: Any) -> contextlib.AbstractContextManager[None]:
     """`checked_members` for `new_group`; nothing for the default group, which has all ranks."""
     if not dist.is_initialized():
         return contextlib.nullcontext()
-    return checked_members(given.store, given.group_id, given.global_ranks_in_group, dist.get_world_size())
+    store = group_store(given.store, "new-group", given.timeout.total_seconds())
+    return checked_members(store, given.group_id, given.global_ranks_in_group, dist.get_world_size())
 
 
 def create_for_device(given: Any, pg_options: object = None) -> HoldfastBackend:

@@ -1,26 +1,28 @@
 """`Channel`: one direction between two ranks of a group. It has a communicator of the two, and a thread at each end.
 
 A message is a header followed by its bytes; all tags share the channel. The communicator is connected once both ends
-have used the channel. The receiving end reads only while a receive is pending that the sender's message could complete.
+have used the channel: they meet in a store of the receiver's process. The receiving end reads only while a receive is
+pending that the sender's message could complete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 from holdfast.comms.ops import Send
+from holdfast.comms.rendezvous.meeting_store import MeetingStore
 from holdfast.comms.torchdist.p2p.message_matcher import HEADER_WORDS, Header, MessageMatcher
+from holdfast.comms.torchdist.p2p.pair_stores import ChannelRanks, PairStores
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.work import Work
 
@@ -33,33 +35,28 @@ _CONNECT_SECONDS = 60.0
 _DAY = 86_400.0
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelRanks:
-    """The group ranks of a channel's sender and receiver, which name it."""
+def ready_key(end: int) -> str:
+    """The key which an end (0 sends, 1 receives) sets in the channel's store when it first uses the channel."""
+    return f"ready/{end}"
 
-    src: int
-    dst: int
 
-    @property
-    def name(self) -> str:
-        return f"p2p-{self.src}-{self.dst}"
-
-    def ready_key(self, end: int) -> str:
-        """The store key which an end (0 sends, 1 receives) sets when it first uses the channel."""
-        return f"{self.name}/{end}"
+class _GivenUp(Exception):
+    """Nobody waits for the connection any more."""
 
 
 class Channel:
     """One end of a channel. The subclass starts its thread."""
 
-    def __init__(self, ranks: ChannelRanks, group: Communicator, store: dist.Store) -> None:
+    def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores) -> None:
         self._ranks = ranks
         self._end = 0 if group.rank == ranks.src else 1
         self.peer = ranks.dst if self._end == 0 else ranks.src
         self._group = group
-        self._store = store
+        self._stores = stores
+        self._store: MeetingStore | None = None
         self._communicator: Communicator | None = None
         self._announced = False
+        self._give_up: Callable[[], bool] = _never
         self._over: HoldfastError | None = None
         self._lock = threading.Lock()
         self._liveness = Liveness([group.peers[group.rank], group.peers[self.peer]], 0)
@@ -74,6 +71,7 @@ class Channel:
             self._serve()
         finally:
             self._liveness.close()
+            self._store = None
             if self._communicator is not None:
                 self._communicator.close()
 
@@ -83,43 +81,55 @@ class Channel:
 
         The peer may be waiting for this end to connect.
         """
-        return _LAST_LOOK if self._announced and self._communicator is None else None
+        return _LAST_LOOK if self._announced and self._communicator is None and self._over is None else None
 
     def _connected(self, give_up: Callable[[], bool]) -> Communicator | None:
         """Wait for the communicator until `give_up()`, and then return None. Raises if the channel fails."""
         pause = _FIRST_LOOK
-        while (communicator := self._try_to_connect()) is None:
-            if self._over is not None:
-                raise self._over.again()
-            if (over := self._group.over) is not None:
-                raise over.again()
-            if self._liveness.dead():
-                raise PeerFailed((self.peer,), "its process ended before it came to this channel")
-            if give_up():
-                return None
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK)
-        return communicator
+        self._give_up = give_up
+        try:
+            while (communicator := self._try_to_connect()) is None:
+                self._check_abort()
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_LOOK)
+            return communicator
+        except _GivenUp:
+            return None
+        finally:
+            self._give_up = _never
+
+    def _check_abort(self) -> None:
+        """Raise if the channel, its group or its peer has ended, or nobody waits for the connection any more."""
+        if self._over is not None:
+            raise self._over.again()
+        if (over := self._group.over) is not None:
+            raise over.again()
+        if self._liveness.dead():
+            raise PeerFailed((self.peer,), "its process ended before it came to this channel")
+        if self._give_up():
+            raise _GivenUp
 
     def _try_to_connect(self) -> Communicator | None:
-        """Connect if the peer has announced itself: only then is connecting quick."""
+        """Connect if the peer has announced itself: only then is connecting quick. A dead peer ends the channel."""
         if self._communicator is not None:
             return self._communicator
         try:
+            if self._store is None:
+                self._store = self._stores.of_channel(self._ranks, self._check_abort)
             if not self._announced:
-                self._store.set(self._ranks.ready_key(self._end), "here")
+                self._store.set(ready_key(self._end), "here")
                 self._announced = True
-            if not self._store.check([self._ranks.ready_key(1 - self._end)]):
+            if not self._store.check([ready_key(1 - self._end)]):
                 return None
-        except RuntimeError as error:
-            if self._liveness.dead():
-                return None
-            raise HoldfastError(f"the store of group {self._group.name!r} is gone: {error}") from error
+        except PeerFailed as error:
+            self._over = self._over or PeerFailed((self.peer,), error.evidence)
+            raise self._over.again() from error
+        self._give_up = _never  # an attempt that is given up leaves its keys behind
         communicator = connect_members(
             self._group.backend,
             rank=self._end,
             size=2,
-            store=dist.PrefixStore(self._ranks.name, self._store),
+            store=self._store,
             peers=[self._group.peers[self._ranks.src], self._group.peers[self._ranks.dst]],
             epoch=self._group.epoch,
             name=f"{self._group.name}/{self._ranks.name}",
@@ -159,8 +169,8 @@ class Channel:
 class SendChannel(Channel):
     """The sending end of a channel."""
 
-    def __init__(self, ranks: ChannelRanks, group: Communicator, store: dist.Store) -> None:
-        super().__init__(ranks, group, store)
+    def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores) -> None:
+        super().__init__(ranks, group, stores)
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread.start()
 
@@ -179,7 +189,8 @@ class SendChannel(Channel):
             try:
                 item = self._queue.get(timeout=self._pause)
             except queue.Empty:
-                self._try_to_connect()
+                with contextlib.suppress(HoldfastError):  # the next message meets it again
+                    self._try_to_connect()
                 continue
             if item is None:
                 return
@@ -204,8 +215,8 @@ class SendChannel(Channel):
 class RecvChannel(Channel):
     """The receiving end of a channel. A failure fails the receives that this sender's messages could complete."""
 
-    def __init__(self, ranks: ChannelRanks, group: Communicator, store: dist.Store, matcher: MessageMatcher) -> None:
-        super().__init__(ranks, group, store)
+    def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores, matcher: MessageMatcher) -> None:
+        super().__init__(ranks, group, stores)
         self._matcher = matcher
         self._thread.start()
 
@@ -254,3 +265,7 @@ class RecvChannel(Channel):
         if header.nbytes:
             communicator.recv(payload, 0, _PAYLOAD, timeout=_DAY)
         return payload.view(torch.uint8)
+
+
+def _never() -> bool:
+    return False

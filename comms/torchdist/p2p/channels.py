@@ -10,16 +10,15 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, PeerFailed, Revoked
 from holdfast.comms.system import forks
-from holdfast.comms.torchdist.p2p.channel import Channel, ChannelRanks, RecvChannel, SendChannel
+from holdfast.comms.torchdist.p2p.channel import Channel, RecvChannel, SendChannel, ready_key
 from holdfast.comms.torchdist.p2p.message_matcher import MessageMatcher, PendingRecv
+from holdfast.comms.torchdist.p2p.pair_stores import ChannelRanks, PairStores
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.work import Work
 
@@ -34,11 +33,11 @@ _open: weakref.WeakSet[P2PChannels] = weakref.WeakSet()
 
 
 class P2PChannels:
-    """All channels of one rank of a group, and its pending receives."""
+    """All channels of one rank of a group, and its pending receives. Made by all ranks of the group at once."""
 
-    def __init__(self, group: Communicator, store: dist.Store) -> None:
+    def __init__(self, group: Communicator, timeout: float) -> None:
         self._group = group
-        self._store = store
+        self._stores = PairStores(group, timeout)
         self._matcher = MessageMatcher(group.size)
         self._to: dict[int, SendChannel] = {}
         self._from: dict[int, RecvChannel] = {}
@@ -55,7 +54,7 @@ class P2PChannels:
             if channel is None:
                 self._check_open()
                 ranks = ChannelRanks(self._group.rank, dst)
-                channel = self._to[dst] = SendChannel(ranks, self._group, _own_client(self._store))
+                channel = self._to[dst] = SendChannel(ranks, self._group, self._stores)
         return channel.send(tensor, tag, timeout)
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> PendingRecv:
@@ -82,7 +81,7 @@ class P2PChannels:
             if src not in self._from:
                 self._check_open()
                 ranks = ChannelRanks(src, self._group.rank)
-                self._from[src] = RecvChannel(ranks, self._group, _own_client(self._store), self._matcher)
+                self._from[src] = RecvChannel(ranks, self._group, self._stores, self._matcher)
 
     def _check_open(self) -> None:
         if self._over is not None:
@@ -98,24 +97,23 @@ class P2PChannels:
                 self._scout.start()
 
     def _look(self) -> None:
-        store = _own_client(self._store)
+        ranks = [ChannelRanks(src, self._group.rank) for src in range(self._group.size) if src != self._group.rank]
         liveness = Liveness(self._group.peers, self._group.rank)
         pause = _FIRST_LOOK
         try:
+            stores = {each.src: self._stores.of_channel(each) for each in ranks}
             while self._over is None and self._must_look():
                 for dead in liveness.dead():
                     self._matcher.fail(dead, PeerFailed((dead,), "its process ended"))
-                for src in range(self._group.size):
-                    new = src != self._group.rank and src not in self._from
-                    if new and store.check([ChannelRanks(src, self._group.rank).ready_key(0)]):
+                for src, store in stores.items():
+                    if src not in self._from and store.check([ready_key(0)]):
                         self._receive_from(src)
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_LOOK)
-        except RuntimeError as error:
-            failure = self._over or HoldfastError(f"the store of group {self._group.name!r} is gone: {error}")
-            for src in range(self._group.size):
-                if src not in self._from:
-                    self._matcher.fail(src, failure)
+        except HoldfastError as error:
+            for each in ranks:
+                if each.src not in self._from:
+                    self._matcher.fail(each.src, self._over or error)
         finally:
             liveness.close()
 
@@ -149,6 +147,7 @@ class P2PChannels:
             channel.join(join)
         if (scout := self._scout) is not None:
             scout.join(join)
+        self._stores.close()
 
     def _end(self, error: HoldfastError) -> list[Channel]:
         """Refuse new messages and fail all receives; return the existing channels."""
@@ -157,12 +156,6 @@ class P2PChannels:
             channels = [*self._to.values(), *self._from.values()]
         self._matcher.fail_all(error)
         return channels
-
-
-def _own_client(store: dist.Store) -> dist.Store:
-    """A new client of the same store. A wait in a client of torch's TCPStore blocks all threads that share it."""
-    clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]  # missing in torch's stubs
-    return clone()
 
 
 @atexit.register

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.transport.liveness import is_gone
 from holdfast.harness import LocalCluster
+from support.meeting import free_port
 from support.torch_groups import ENVIRON, in_group
 
 
@@ -216,3 +218,39 @@ def test_a_dead_peer_ends_sends_and_receives_at_once(backend: str, met: bool, tm
     with LocalCluster(2, backend, timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
         survivor = cluster.outcomes(body)[0]
     assert isinstance(survivor.value, float) and survivor.value < 10
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died(backend: str) -> None:
+    """Rank 0 serves torch's store."""
+    port = free_port()
+
+    def body(comm: Communicator) -> float:
+        import holdfast.comms.torchdist  # noqa: F401
+
+        dist.init_process_group(
+            "holdfast",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=comm.rank,
+            world_size=3,
+            timeout=timedelta(seconds=20),
+        )
+        dist.barrier()
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not is_gone(comm.peers[0]):
+            pass
+        peer = 3 - comm.rank
+        got = torch.zeros(1)
+        for work in [dist.isend(torch.tensor([float(comm.rank)]), peer), dist.irecv(got, peer)]:
+            work.wait()
+        with pytest.raises(PeerFailed, match="rank 0"):
+            dist.recv(torch.zeros(1), 0)
+        for needs_the_store in (dist.monitored_barrier, lambda: dist.new_group([1, 2])):
+            with pytest.raises(PeerFailed, match="the store at"):
+                needs_the_store()
+        return got.item()
+
+    with LocalCluster(3, backend, timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
+        survivors = cluster.outcomes(body)[1:]
+    assert [each.error or each.value for each in survivors] == [2, 1]

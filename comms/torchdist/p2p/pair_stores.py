@@ -1,0 +1,124 @@
+"""`PairStores`: where the two ranks of a channel meet: a store in the receiver's process, and in no other.
+
+The ranks exchange their stores' addresses when the group begins. So a pair can connect whoever else has died: the
+group's own store, which often ends with rank 0, is not asked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.rendezvous import tcp
+from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreSilent
+from holdfast.comms.rendezvous.seal import Seal
+from holdfast.comms.system import forks
+from holdfast.comms.system.environment import own_address
+from holdfast.comms.system.keys import job_key
+
+_LOOPBACK = "127.0.0.1"
+
+_lock = threading.Lock()
+_serving: weakref.WeakValueDictionary[str, dist.TCPStore] = weakref.WeakValueDictionary()
+"""By address, the store that the groups of this process share."""
+
+
+@forks.run_in_children
+def _begin_child() -> None:
+    """Forget the parent's stores: their threads do not exist in a forked child."""
+    global _lock
+    _lock = threading.Lock()
+    for store in _serving.values():
+        forks.never_destroy(store)
+    _serving.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelRanks:
+    """The group ranks of a channel's sender and receiver, which name it."""
+
+    src: int
+    dst: int
+
+    @property
+    def name(self) -> str:
+        return f"p2p-{self.src}-{self.dst}"
+
+
+class PairStores:
+    """The stores of one rank's channels; collective over the group. `timeout` (seconds) bounds each of their calls."""
+
+    def __init__(self, group: Communicator, timeout: float) -> None:
+        self._rank, self._timeout, self._key = group.rank, timeout, job_key()
+        self._own: dist.TCPStore | None = None
+        self._places: list[tuple[str, int, str]] = []
+        if group.size > 1:
+            address = _address(group)
+            self._own = _serve(address, timeout)
+            # The scope is new for each group of a process: its keys are those of no group before.
+            self._places = group.all_gather_object((address, self._own.port, secrets.token_hex(8)), timeout)
+
+    def of_channel(self, ranks: ChannelRanks, check_abort: Callable[[], None] = lambda: None) -> MeetingStore:
+        """The store of one channel; a sender connects to it. `check_abort`, which may raise, runs during each call.
+
+        Raises `StoreSilent`, and `StoreLost` from its calls, which name the receiver.
+        """
+        host, port, scope = self._places[ranks.dst]
+        where = f"{host}:{port}"
+        store = self._own if ranks.dst == self._rank else self._dial(ranks.dst, host, port, check_abort)
+        if store is None:
+            raise HoldfastError("the group has ended")
+        prefix = f"{scope}/{ranks.name}"
+        return MeetingStore(
+            store,
+            prefix,
+            where=where,
+            timeout=self._timeout,
+            seal=None if self._key is None else Seal(self._key, prefix.encode()),
+            serving_rank=ranks.dst,
+            check_abort=check_abort,
+        )
+
+    def _dial(self, rank: int, host: str, port: int, check_abort: Callable[[], None]) -> dist.TCPStore:
+        began = time.monotonic()
+        try:
+            return tcp.dial(host, port, self._timeout, check_abort=check_abort)
+        except tcp.NoAnswer as error:
+            raise StoreSilent(f"{host}:{port}", time.monotonic() - began, (rank,)) from error
+
+    def close(self) -> None:
+        """End this process's store, unless another group uses it."""
+        self._own = None
+
+
+def _serve(address: str, timeout: float) -> dist.TCPStore:
+    with _lock:
+        store = _serving.get(address)
+        if store is None:
+            store = _serving[address] = tcp.serve(address, 0, timeout)
+        return store
+
+
+def _address(group: Communicator) -> str:
+    """Where the other ranks reach this process: loopback on one host, else what HOLDFAST_HOST or the like says.
+
+    Without that it is what this host's name stands for, as for gloo.
+    """
+    if len({peer.host for peer in group.peers}) == 1:
+        return _LOOPBACK
+    try:
+        return own_address() or socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise HoldfastError(
+            f"this host's name has no address ({error}), and the other ranks are on other hosts; set "
+            "HOLDFAST_INTERFACE to an address that they reach"
+        ) from error
