@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, refused
 from holdfast.comms.torchdist.works import TorchWork
 
 AVAILABLE = hasattr(c10d.Backend, "reconfigure")
@@ -34,6 +34,8 @@ _FORWARDED = (
     "all_gather_single",
     "all_gather_single_coalesced",
     "gather",
+    "gather_single",
+    "_add_ephemeral_timeout",
     "scatter",
     "alltoall",
     "all_to_all_single",
@@ -57,8 +59,9 @@ class HoldfastBackend(c10d.Backend):
     supports_coalescing = False
     supports_shrinking = False
     supports_reconfigure = False
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False
     supports_window = False
+    supports_abort_hooks = supports_completion_hooks = False
 
     def __init__(self, group: HoldfastProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
@@ -72,6 +75,16 @@ class HoldfastBackend(c10d.Backend):
     @property
     def options(self) -> Any:
         return c10d.Backend.Options(self.group.name(), timedelta(seconds=self.group.timeout))
+
+    new_window = HoldfastProcessGroup.new_window
+    register_abort_hook = HoldfastProcessGroup.register_abort_hook
+    unregister_abort_hook = HoldfastProcessGroup.unregister_abort_hook
+    get_reconfigure_handle = refused("get_reconfigure_handle of one device's backend", "use a group that is holdfast's")
+    reconfigure = refused("reconfigure of one device's backend", "use a group that is holdfast's as a whole")
+    split = refused("split of one device's backend", "call new_group()")
+    merge = refused("merge of one device's backend", "use a group that is holdfast's as a whole, and reconfigure()")
+    shrink = refused("shrink of one device's backend", "use a group that is holdfast's as a whole, and reconfigure()")
+    suspend = resume = refused("suspend of one device's backend", "shut the group down, and make another")
 
     def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         return self.group.allreduce(tensors, opts)

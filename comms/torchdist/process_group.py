@@ -22,11 +22,12 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked
+from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
 from holdfast.comms.quantities import time_left
 from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
+from holdfast.comms.torchdist.calls.hooks import Hook, Hooks, IssuedOp, check_available, nan_check_is_on
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
 from holdfast.comms.torchdist.group_store import group_store
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
@@ -50,6 +51,15 @@ _numbers = itertools.count()
 _ABORTED = "the process group was aborted"
 
 
+def refused(name: str, instead: str) -> Callable[..., Any]:
+    """A method of torch's that raises `Unsupported`: what is accepted and ignored would be found out too late."""
+
+    def refuse(self: object, *arguments: object, **named: object) -> Any:
+        raise Unsupported(f"{name} of a holdfast process group", instead)
+
+    return refuse
+
+
 @untraced
 class HoldfastProcessGroup(dist.ProcessGroup):
     """One rank of a group. Made by `init_process_group("holdfast")` and `new_group`, not by hand.
@@ -61,7 +71,19 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     supports_coalescing = False
     supports_shrinking = False
     supports_reconfigure = True
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False
+    supports_window = False
+    supports_abort_hooks = supports_completion_hooks = False
+    use_pg_for_symm_mem_rendezvous = False
+
+    new_window = refused("new_window", "call `group.communicator.window(tensor)`, which has put, get and signals")
+    register_abort_hook = refused("register_abort_hook", "an op that fails raises its error in each rank")
+    unregister_abort_hook = refused("unregister_abort_hook", "there are no abort hooks")
+    _register_on_completion_hook = refused("_register_on_completion_hook", "call get_future() of an op's work")
+    _enable_collectives_timing = refused(
+        "_enable_collectives_timing", "measure between a pre hook and the wait of its work"
+    )
+    merge_remote_group = refused("merge_remote_group", "call reconfigure() with the handles of both groups")
 
     def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]  # the form for subclasses
@@ -78,6 +100,9 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._number = next(_numbers)
         self._root = communicator.name
         self._used: set[int] = set()
+        self._hooks = Hooks(communicator.rank, nan_check_is_on())
+        self._messages = itertools.count(1)
+        self._extension, self._extended = 0.0, list[Work]()
 
     # -- identity
 
@@ -122,6 +147,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"this group takes tensors on {self.communicator.device}, not on {device}")
         return self
 
+    get_backend = _get_backend
+
     def get_group_store(self) -> dist.Store:
         return self._store
 
@@ -141,6 +168,51 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Extend the timeouts of the ops issued from now on, until the first of these is complete."""
+        with self._turn:
+            self._extension += timeout.total_seconds()
+
+    def _extend(self, limit: float) -> float:
+        if self._extension and any(work.done() for work in self._extended):
+            self._extension = 0.0
+            self._extended.clear()
+        return limit + self._extension
+
+    def _has_hooks(self) -> bool:
+        """Whether there are hooks on completed ops: no."""
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Do nothing: torch waits here for hooks on completed ops."""
+
+    # -- hooks
+
+    def register_pre_hook(self, hook_id: int, hook: Hook) -> None:
+        """Call `hook` (PreHookArgs) before each op; an error in it keeps the op from being issued."""
+        check_available()
+        self._hooks.before[hook_id] = hook
+
+    def register_post_hook(self, hook_id: int, hook: Hook) -> None:
+        """Call `hook` (PostHookArgs) after each op was issued."""
+        check_available()
+        self._hooks.after[hook_id] = hook
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self._hooks.before.pop(hook_id, None)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self._hooks.after.pop(hook_id, None)
+
+    @property
+    def hooked(self) -> Callable[[str, Call, Callable[[], TorchWork]], TorchWork] | None:
+        return self._run_hooked if self._hooks.wanted else None
+
+    def _run_hooked(self, method: str, call: Call, issue: Callable[[], TorchWork]) -> TorchWork:
+        outputs = () if call.outputs is call.inputs else call.outputs
+        root = getattr(call.opts, "rootRank", -1)
+        return self._hooks.run(IssuedOp(method, call.inputs, outputs, root, is_async(call.opts)), issue)
 
     # -- reductions
 
@@ -170,13 +242,13 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         work = self._complete(copies, self.communicator.all_reduce, op, call.opts)
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.detach().copy_(copy)
-        return TorchWork(work.parts, tensors)
+        return TorchWork(work.parts, tensors, work.timeout.total_seconds(), work._get_sequence_number())
 
     def _all_reduce_sparse(self, tensors: Tensors, op: Any, opts: Any) -> TorchWork:
         summed = several_tensors.total(tensors, reduction(op, tensors[0]))
         work = self._complete([summed], partial(all_reduce_sparse, self.communicator), op, opts)
         several_tensors.copy_to_all(summed, tensors)
-        return TorchWork(work.parts, tensors)
+        return TorchWork(work.parts, tensors, work.timeout.total_seconds(), work._get_sequence_number())
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> Issue:
         ours = reduction(op, tensor)
@@ -185,10 +257,17 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     def _complete(self, tensors: Tensors, reduce: Callable[..., object], op: Any, opts: Any) -> TorchWork:
         """Reduce tensors that need several ops each, synchronously."""
         with self._turn:
-            left = time_left(seconds(opts.timeout) or self._timeout)
+            limit = self._extend(seconds(opts.timeout) or self._timeout)
+            left = time_left(limit)
             for tensor in tensors:
                 reduce(tensor, reduction(op, tensor), timeout=left())
-        return TorchWork([DONE], tensors)
+            self._issued += len(tensors)
+            return self._issued_work([DONE], tensors, limit)
+
+    def _issued_work(self, works: Sequence[Work], tensors: Tensors | Sequence[Tensors], limit: float) -> TorchWork:
+        if self._extension:
+            self._extended += works
+        return TorchWork(works, tensors, limit, self._issued)
 
     @overloads(dist.ReduceOptions, form("opts", tensors=LIST), form("root", "op", "timeout", tensor=TENSOR))
     def reduce(self, call: Call) -> TorchWork:
@@ -330,6 +409,26 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             call.opts,
         )
 
+    @overloads(dist.GatherOptions, form("opts", output=TENSOR, input=TENSOR))
+    def gather_single(self, call: Call) -> TorchWork:
+        """`output`, on the root, takes all ranks' inputs one after the other along its first dimension."""
+        root, tensor, size = call.opts.rootRank, call.inputs, self.communicator.size
+        outputs = None
+        if self.communicator.rank == root:
+            if call.outputs.numel() != size * tensor.numel() or not call.outputs.is_contiguous():
+                raise ValueError(
+                    f"gather_single: output must be contiguous and have {size} times the {tensor.numel()} elements "
+                    "of input"
+                )
+            outputs = list(call.outputs.view(size, *tensor.shape).unbind())
+        return self._run(
+            [lambda later, limit: self.communicator.gather(tensor, outputs, root, later, limit)],
+            [call.outputs] if outputs else [],
+            call.opts,
+        )
+
+    gather_into_tensor = gather_single
+
     def _of_root(self, op: str, items: Sequence[Tensors], what: str, root: int) -> Tensors | None:
         """The root's only list; None on other ranks."""
         rank = self.communicator.rank
@@ -377,17 +476,33 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
         (tensor,) = tensors
-        return self._joined(TorchWork([self._p2p.send(tensor, dstRank, tag, self._timeout)], tensors))
+
+        def issue() -> TorchWork:
+            limit = self._extend(self._timeout)
+            work = self._p2p.send(tensor, dstRank, tag, limit)
+            if self._extension:
+                self._extended.append(work)
+            return self._joined(TorchWork([work], tensors, limit, next(self._messages)))
+
+        return self._hooks.run(IssuedOp("send", inputs=tensors, root=dstRank), issue)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
-        (tensor,) = tensors
-        work = self._p2p.recv(tensor, srcRank, tag, self._timeout)
-        return self._joined(ReceivedFrom(work, tensors, work.source))
+        return self._receive(IssuedOp("recv", outputs=tensors, root=srcRank), srcRank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
-        (tensor,) = tensors
-        work = self._p2p.recv(tensor, None, tag, self._timeout)
-        return self._joined(ReceivedFrom(work, tensors, work.source))
+        return self._receive(IssuedOp("recv_anysource", outputs=tensors), None, tag)
+
+    def _receive(self, op: IssuedOp, src: int | None, tag: int) -> TorchWork:
+        (tensor,) = op.outputs
+
+        def issue() -> TorchWork:
+            limit = self._extend(self._timeout)
+            work = self._p2p.recv(tensor, src, tag, limit)
+            if self._extension:
+                self._extended.append(work)
+            return self._joined(ReceivedFrom(work, op.outputs, limit, next(self._messages), work.source))
+
+        return self._hooks.run(op, issue)
 
     # -- several ops as one
 
@@ -401,7 +516,10 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         with self._turn:
             together, self._together = self._together or [], None
         return TorchWork(
-            [part for work in together for part in work.parts], [t for work in together for t in work.result()]
+            [part for work in together for part in work.parts],
+            [t for work in together for t in work.result()],
+            max((work.timeout.total_seconds() for work in together), default=self._timeout),
+            self._issued,
         )
 
     def _joined(self, work: TorchWork) -> TorchWork:
@@ -410,11 +528,13 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return work
 
     def _run(self, issues: Sequence[Issue], tensors: Tensors | Sequence[Tensors], opts: Any) -> TorchWork:
-        limit = seconds(opts.timeout) or self._timeout
         with self._turn:
+            limit = seconds(opts.timeout) or self._timeout
+            if self._extension:
+                limit = self._extend(limit)
             later = is_async(opts) or self._together is not None
             self._issued += len(issues)
-            return self._joined(TorchWork([issue(later, limit) for issue in issues], tensors))
+            return self._joined(self._issued_work([issue(later, limit) for issue in issues], tensors, limit))
 
     # -- reconfiguration: other members, in the same object
 
@@ -445,7 +565,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             self.communicator = connect_requested(request, own, self._store, self._root, device, self._timeout)
             self._p2p = P2PChannels(self.communicator, self._timeout)
             self._monitored = self._monitored_barrier(f"reconfigured/{request.uuid}")
-        return TorchWork([DONE], [])
+            self._hooks.rank = self.communicator.rank
+        return TorchWork([DONE], [], self._timeout, self._issued)
 
     def get_error(self) -> Any:
         """torch's `ErrorType` of the error that ended the communicator; SUCCESS after an abort by this rank."""

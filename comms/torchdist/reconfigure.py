@@ -1,13 +1,13 @@
 """Changes the members of a process group: `reconfigure(uuid, handles)`, as in torch 2.14.
 
-A handle names a member: its process, and the backends that it can run. Handles are passed in rank order, with a `uuid`
-that was never used before, under which the members meet in the group's store. So survivors go on without dead members,
-groups merge and split, and new members join, in the same process group object.
+A handle names a member: its process, and the backends that it can run. Handles are passed in rank order, or as a set,
+which is then sorted, with a `uuid` that was never used before, under which the members meet in the group's store. So
+survivors go on without dead members, groups merge and split, and new members join, in the same process group object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -49,10 +49,14 @@ def member_handle(preference: str, device: torch.device, number: int) -> str:
     return msgspec.json.encode(ReconfigureMember(this_process(), number, tuple(runnable))).decode()
 
 
-def parse_request(given: Any, handles: Sequence[str] | None, timeout: timedelta | float | None) -> ReconfigureRequest:
+def parse_request(
+    given: Any, handles: Sequence[str] | Set[str] | None, timeout: timedelta | float | None
+) -> ReconfigureRequest:
     """Parse the arguments of `reconfigure(options)` or `reconfigure(uuid, handles, timeout)`."""
     if handles is None:
         given, handles, timeout = given.uuid, given.handles, given.timeout
+    if isinstance(handles, Set):
+        handles = sorted(handles)  # the order of a set differs between processes
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     return ReconfigureRequest(int(given), tuple(handles), seconds)
 

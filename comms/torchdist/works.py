@@ -25,10 +25,12 @@ class TorchWork(dist.Work):
     """torch's Work for one op, or for several that torch treats as one.
 
     `result()` is the tensors that it fills: a list; a list of lists for gathers of several tensors, as over gloo.
+    `limit` is the op's timeout in seconds, `number` its number among those of its group.
     """
 
-    def __init__(self, works: Sequence[Work], tensors: Filled) -> None:
+    def __init__(self, works: Sequence[Work], tensors: Filled, limit: float, number: int) -> None:
         super().__init__()
+        self._limit, self._number = limit, number
         self._works = tuple(works)
         self._tensors: list[Any] = list(tensors)
         self._future: Future[list[Any]] | None = None
@@ -48,6 +50,15 @@ class TorchWork(dist.Work):
 
     def synchronize(self) -> None:
         self.wait()
+
+    block_current_stream = synchronize
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._limit)
+
+    def _get_sequence_number(self) -> int:
+        return self._number
 
     def is_completed(self) -> bool:
         return all(work.done() for work in self._works)
@@ -73,8 +84,8 @@ class TorchWork(dist.Work):
 class ReceivedFrom(TorchWork):
     """A receive from any rank. Its sender is known once it is complete."""
 
-    def __init__(self, work: Work, tensors: Sequence[Tensor], source: list[int]) -> None:
-        super().__init__([work], tensors)
+    def __init__(self, work: Work, tensors: Sequence[Tensor], limit: float, number: int, source: list[int]) -> None:
+        super().__init__([work], tensors, limit, number)
         self._source = source
 
     def _source_rank(self) -> int:

@@ -11,13 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Concatenate, TypeVar
+from typing import Any, Concatenate, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-Group = TypeVar("Group")
 Result = TypeVar("Result")
+
+
+class Hooked(Protocol):
+    """A group. `hooked` runs a call between the hooks that it has; None if it has none."""
+
+    @property
+    def hooked(self) -> Callable[[str, Call, Callable[[], Any]], Any] | None: ...
+
+
+Group = TypeVar("Group", bound=Hooked)
 
 
 class Kind(Enum):
@@ -68,7 +77,11 @@ def overloads(
             for each in forms:
                 given = _bind(each, arguments, named)
                 if given is not None and all(_fits(each[name], value, options) for name, value in given.items()):
-                    return method(self, _call(forms[0], each, given, options))
+                    call = _call(forms[0], each, given, options)
+                    if self.hooked is None:
+                        return method(self, call)
+                    result: Result = self.hooked(method.__name__, call, functools.partial(method, self, call))
+                    return result
             said = ", ".join([*map(_type, arguments), *(f"{name}={_type(value)}" for name, value in named.items())])
             known = " or ".join(f"({', '.join(each)})" for each in forms)
             raise TypeError(f"{method.__name__}({said}): incompatible arguments; it takes {known}")

@@ -82,6 +82,9 @@ def test_reconfigure_to_the_same_members_then_fewer_then_all(three: LocalCluster
         assert (dist.get_rank(), dist.get_world_size(), group.sum()) == (0, 1, 1)
         group.pg.reconfigure(300, list(reversed(handles)))
         assert (dist.get_rank(), dist.get_world_size(), group.sum()) == (2 - group.rank, 3, 6)
+        unordered = SimpleNamespace(uuid=400, handles=set(handles), timeout=timedelta(seconds=30), hints=None)
+        group.pg.reconfigure(unordered)
+        assert (dist.get_rank(), group.sum()) == (sorted(handles).index(handles[group.rank]), 6)
 
     on_ranks(three, tmp_path, body)
 

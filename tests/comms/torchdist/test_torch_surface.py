@@ -1,0 +1,159 @@
+"""What torch's process groups, backends and works offer: each of it works over holdfast, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+import holdfast.comms.torchdist  # noqa: F401  # registers the backend
+from holdfast.comms import Unsupported
+from holdfast.comms.torchdist.device_backend import HoldfastBackend
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.works import TorchWork
+
+HOOKS = pytest.mark.skipif(not hasattr(_distributed_c10d, "PreHookArgs"), reason="torch has hooks from 2.14 on")
+
+INHERITED: dict[type, set[str]] = {
+    HoldfastProcessGroup: {
+        # of the C++ object itself
+        *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"),
+        *("_backend_id", "_id", "_register_backend", "_set_default_backend", "bound_device_id", "boxed", "unbox"),
+    },
+    HoldfastBackend: {
+        *("Options", "_get_backend_name", "bound_device_id", "rank", "size", "_set_group_uid"),
+        # torch's own ProcessGroup, which has such a backend, calls the newer names; these are the older ones
+        *("_allgather_base", "_reduce_scatter_base", "alltoall_base", "_start_coalescing", "_end_coalescing"),
+        *("gather_into_tensor", "setUsePgForSymmMemRendezvous"),
+        # torch's base raises an error that names them
+        *("_enable_collectives_timing", "_register_on_completion_hook", "_wait_for_pending_works", "mem_allocator"),
+        *("_start_time_estimate", "_end_time_estimate", "allocate_tensor", "memory_stats"),
+        # says False; never called, since `supports_splitting` is False
+        *("supports_tensor_alloc", "eager_connect_single_device"),
+    },
+    TorchWork: {
+        # of the C++ object itself
+        *("_get_op_type", "boxed", "unbox"),
+        # torch's base raises an error that names them
+        *("_get_duration", "_source_rank", "get_future_result", "source_rank"),
+    },
+}
+
+
+@pytest.mark.parametrize("ours", INHERITED, ids=lambda ours: str(ours.__name__))
+def test_every_name_of_torchs_class_is_ours_or_known_to_work_as_inherited(ours: type) -> None:
+    """A new torch may add what its C++ would accept and ignore for a group in Python."""
+    theirs = next(base for base in ours.__mro__ if not base.__module__.startswith("holdfast"))
+    names = {name for name in dir(theirs) if not name.startswith("__") and not name.startswith("_pybind11")}
+    defined = {name for base in ours.__mro__ if base.__module__.startswith("holdfast") for name in vars(base)}
+    assert names - defined - INHERITED[ours] == set()
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldfastProcessGroup]:
+    """A default group of this process alone."""
+    monkeypatch.setenv("HOLDFAST_BACKEND", "shm")
+    dist.init_process_group("holdfast", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30))
+    made: Any = dist.group.WORLD
+    yield made
+    dist.destroy_process_group()
+
+
+def test_what_a_group_cannot_do_is_said_or_refused_by_name(group: Any) -> None:
+    for name in ("supports_window", "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
+        assert getattr(group, name) is False and getattr(HoldfastBackend, name) is False
+    calls: dict[str, tuple[Any, ...]] = {
+        "new_window": (),
+        "register_abort_hook": (1, print),
+        "_register_on_completion_hook": (print,),
+        "_enable_collectives_timing": (),
+        "merge_remote_group": (dist.HashStore(), 2),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(Unsupported, match=name):
+            getattr(group, name)(*arguments)
+
+
+def test_a_work_tells_its_timeout_and_its_number(group: Any) -> None:
+    works: list[Any] = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2)]
+    works.append(group.barrier(timeout=timedelta(seconds=7)))
+    group._add_ephemeral_timeout(timedelta(seconds=5))
+    works.append(dist.all_reduce(torch.ones(1), async_op=True))
+    works[-1].wait()
+    works.append(dist.all_reduce(torch.ones(1), async_op=True))
+    for work in works:
+        work.wait()
+        work.block_current_stream()
+    assert [work.timeout.total_seconds() for work in works] == [30, 30, 7, 35, 30]
+    assert [work._get_sequence_number() for work in works] == [1, 2, 3, 4, 5]
+    assert group._get_sequence_number_for_group() == 5
+
+
+def test_gather_single_puts_the_inputs_one_after_the_other(group: Any) -> None:
+    output = torch.zeros(2, 3)
+    group.gather_single(output, torch.ones(2, 3)).wait()
+    assert output.tolist() == [[1, 1, 1]] * 2
+    with pytest.raises(ValueError, match="1 times the 6 elements"):
+        group.gather_single(torch.zeros(5), torch.ones(2, 3))
+
+
+@HOOKS
+def test_hooks_run_before_and_after_each_op_in_the_order_of_their_ids(group: Any) -> None:
+    seen: list[Any] = []
+
+    def note(what: str) -> Any:
+        return lambda op: seen.append((what, op.name.name, op.op_id, op.async_op))
+
+    group.register_pre_hook(2, note("second"))
+    group.register_pre_hook(1, note("first"))
+    group.register_post_hook(1, note("after"))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, 0, async_op=True).wait()
+    assert seen == [
+        *[(what, "ALLREDUCE", 0, False) for what in ("first", "second", "after")],
+        *[(what, "BROADCAST", 1, True) for what in ("first", "second", "after")],
+    ]
+    group.unregister_post_hook(1)
+    group.unregister_pre_hook(2)
+    seen.clear()
+    arguments: list[Any] = []
+    group.register_pre_hook(3, arguments.append)
+    dist.reduce(tensor, 0)
+    dist.barrier()
+    assert [what for what, *_ in seen] == ["first", "first"]
+    assert [(op.root, len(op.input_tensors), len(op.output_tensors)) for op in arguments] == [(0, 1, 0), (-1, 0, 0)]
+
+
+@HOOKS
+def test_an_error_of_a_hook_keeps_the_op_from_being_issued(group: Any) -> None:
+    def refuse(op: Any) -> None:
+        raise ValueError(op.name.name)
+
+    group.register_pre_hook(1, refuse)
+    with pytest.raises(ValueError, match="ALLREDUCE"):
+        dist.all_reduce(torch.ones(1))
+    group.unregister_pre_hook(1)
+    assert group._get_sequence_number_for_group() == 0
+
+
+def test_the_check_for_nan_refuses_inputs_and_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    monkeypatch.setenv("HOLDFAST_BACKEND", "shm")
+    dist.init_process_group("holdfast", store=dist.HashStore(), rank=0, world_size=1)
+    nan = torch.tensor([0.0, float("nan")])
+    try:
+        sparse = torch.sparse_coo_tensor([[0]], [float("nan")], (2,), check_invariants=True)
+        for tensor in (nan, nan.to(torch.complex64), nan.to(torch.float8_e5m2), sparse):
+            with pytest.raises(RuntimeError, match="allreduce: input tensor 0 holds NaN"):
+                dist.all_reduce(tensor)
+        dist.all_gather_into_tensor(nan, torch.ones(2))
+        assert nan.tolist() == [1, 1]
+        dist.all_reduce(torch.ones(2, dtype=torch.int8))
+    finally:
+        dist.destroy_process_group()
