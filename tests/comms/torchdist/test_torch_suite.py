@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from support.torch_suite import TABLE, TRANSPORTS, outcomes
+from support.torch_suite import TABLE, TRANSPORTS, Report, outcomes
 
 SELECTION: list[str] = tomllib.loads(TABLE.read_text())["selection"]["tests"]
 
@@ -17,8 +17,22 @@ SELECTION: list[str] = tomllib.loads(TABLE.read_text())["selection"]["tests"]
 def test_what_passes_over_plain_gloo_passes_over_holdfast(transport: str) -> None:
     """Runs all of the selection over shm, and one test in four over each other transport."""
     names = SELECTION if transport == "shm" else SELECTION[TRANSPORTS.index(transport) :: 4]
-    ended = outcomes("holdfast", transport, names)
-    assert sorted(ended) == sorted(names)
-    failed = {name: line["why"] for name, line in ended.items() if line["outcome"] == "failed"}
-    assert not failed
-    assert sum(line["outcome"] == "passed" for line in ended.values()) > 0.7 * len(names)
+    report = Report.of(names, outcomes("holdfast", transport, names))
+    assert not report.failed
+    assert report.passed > 0.7 * len(names), report
+
+
+def test_what_torch_skips_by_the_backends_name_is_told_apart_from_what_fails() -> None:
+    ended = {
+        "a": {"outcome": "passed", "why": ""},
+        "b": {"outcome": "skipped", "why": "a rank's output\nTest requires backend holdfast to be one of {'nccl'}"},
+        "c": {"outcome": "failed", "why": "wrong sum"},
+    }
+    report = Report.of(["a", "b", "c", "d"], ended)
+    assert (report.passed, list(report.skipped), report.failed) == (1, ["b"], {"c": "wrong sum", "d": "did not end"})
+    assert str(report).splitlines() == [
+        "1 of 4 pass, 2 fail, torch skips 1",
+        "  failed: c: wrong sum",
+        "  failed: d: did not end",
+        "  skipped by torch: b: Test requires backend holdfast to be one of {'nccl'}",
+    ]
