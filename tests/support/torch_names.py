@@ -1,7 +1,8 @@
-"""Which names torch's modules have, by version, read from wheels without installing them: `torch_names.py WHEEL ...`.
+"""Which names torch's modules have, by version, read from wheels without installing them.
 
-It writes `torch_names.toml` for the modules of torch that holdfast imports from. A wheel may also be a folder of
-installed packages. Names are those that a module's source binds at its top level; a compiled module's are in its stubs.
+`PYTHONPATH=tests python -m support.torch_names WHEEL ...` writes `torch_names.toml` for the modules of torch that
+holdfast imports. A wheel may also be a folder of installed packages. Names are what a module's source binds at its
+top level; those of a compiled module are in its stubs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from support.source_tree import ROOT
+
 TABLE = Path(__file__).with_name("torch_names.toml")
 FOLDERS = ("comms", "backends", "ft", "store", "rl", "harness")
 OWN_NAMESPACES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
