@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -63,7 +64,9 @@ class GateAddress(msgspec.Struct, frozen=True):
 class GateAgent:
     """The process's side. `reach` is safe to call from any thread."""
 
-    def __init__(self, address: GateAddress) -> None:
+    def __init__(self, address: GateAddress, before: Callable[[], None] = lambda: None) -> None:
+        """`before` is called before the harness hears of an arrival, since it may kill this process then."""
+        self._before = before
         self._filters = address.filters
         self._points = {each.point for each in address.filters}
         self._turn = threading.Lock()
@@ -78,6 +81,7 @@ class GateAgent:
         here = Arrival(os.getpid(), point, step, rank, epoch)
         if not any(each.fits(here) for each in self._filters):
             return
+        self._before()
         with self._turn:
             try:
                 self._line.send(msgspec.json.encode(here))

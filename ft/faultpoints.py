@@ -69,8 +69,13 @@ _before_kill: list[Callable[[], None]] = []
 
 
 def run_before_kill(act: Callable[[], None]) -> None:
-    """Call `act` before a fault point kills this process: a log of events is written to its end then."""
+    """Call `act` before this process may be killed at a fault point: a log of events is written to its end then."""
     _before_kill.append(act)
+
+
+def _prepare_kill() -> None:
+    for act in _before_kill:
+        act()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,7 @@ class KillAtPoint:
         if point != self.point or self.step not in (-1, step) or self.rank not in (-1, rank):
             return
         if self.epoch in (None, epoch):
-            for act in _before_kill:
-                act()
+            _prepare_kill()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -139,5 +143,5 @@ def arm_from_environment() -> None:
             address = msgspec.json.decode(text, type=fault_gate.GateAddress)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{fault_gate.VARIABLE}: {error}") from None
-        arm(fault_gate.GateAgent(address).reach)
+        arm(fault_gate.GateAgent(address, _prepare_kill).reach)
         _gate = os.getpid(), text

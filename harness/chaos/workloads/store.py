@@ -17,7 +17,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.event_log import CLOSE_SECONDS, EventLog
 from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.orders import FlipBit, Stop
 from holdfast.harness.chaos.workloads.session import digest_of
@@ -44,6 +44,8 @@ def weights(spec: StoreWorkload, version: int) -> dict[str, torch.Tensor]:
 def _opened(spec: StoreWorkload, log: EventLog, *, hold: bool) -> WeightStore:
     def observe(kind: str, fields: dict[str, object]) -> None:
         log.emit(NAMES.get(kind, kind), **fields)
+        if kind == "copied":  # written before a reader can fetch it, and before this process can be killed after that
+            log.flush(CLOSE_SECONDS)
 
     url = os.environ["HOLDFAST_REGISTER"]
     return WeightStore(url, replicas=spec.replicas, hold=hold, keep=KEEP, observe=observe, timeout=PATIENCE)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +24,8 @@ from holdfast.comms.errors import PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
 from holdfast.ft.console.units import counted
-from holdfast.ft.fault_gate import Arrival
+from holdfast.ft.fault_gate import Arrival, GateAddress, GateAgent, PointFilter
+from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import chaos as chaos_module
 from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyFaultyMembersLeave, growth, same_weights
 from holdfast.harness.chaos.judge.compare import compared, load_report
@@ -37,10 +40,11 @@ from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.planning import Planned, Trigger
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.chaos.scenario.workload import AllReduce, StoreWorkload
+from holdfast.harness.chaos.workloads import store
 from holdfast.harness.chaos.workloads.session import report_state
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli.app import app
-from holdfast.harness.invariants import Bounds, CheckResult, Event
+from holdfast.harness.invariants import Bounds, CheckResult, Event, read_log
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import RecoveryStage
 from support.source_tree import ROOT
@@ -159,6 +163,33 @@ def test_a_fault_waits_at_the_end_of_a_job_only_if_its_step_was_committed() -> N
     ends = [Arrival(1, "finish.before_propose", steps, 1, 1) for steps in (9, 10, 11)]
     assert [fits(each, Trigger(step=9)) for each in ends] == [False, True, True]
     assert not any(fits(each, Trigger(step=1000)) for each in ends)
+
+
+def test_the_events_of_a_process_are_written_before_it_may_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a gate: before the harness hears of it. In a store: before a reader can fetch the version."""
+    address, told = GateAddress(str(tmp_path / "gate"), (PointFilter("step.begin"),)), list[str]()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gate:
+        gate.bind(address.path)
+        gate.listen()
+        agent = GateAgent(
+            address, lambda: told.append("written" if not select.select([line], [], [], 0)[0] else "late")
+        )
+        with gate.accept()[0] as line:
+            line.send(b"1")  # it may go on
+            agent.reach("step.begin", 1, 0, 1)
+            assert told == ["written"] and line.recv(1000)
+        agent._line.close()
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(store, "WeightStore", lambda url, **options: made.update(options))
+    monkeypatch.setenv("HOLDFAST_REGISTER", "memory://x")
+    log = EventLog("p", tmp_path)
+    store._opened(StoreWorkload(), log, hold=False)
+    made["observe"]("copied", {"version": 1})
+    assert [event.kind for event in read_log(tmp_path / "p.jsonl")] == ["published"]
+    log.close()
 
 
 def test_faults_whose_moment_never_came_fail_the_run_by_name(chaos: Any) -> None:

@@ -84,6 +84,14 @@ def test_a_good_run_with_a_fault_breaks_nothing() -> None:
     assert check(good_run().events) == []
 
 
+def test_the_last_events_of_a_killed_process_may_be_missing() -> None:
+    """A thread writes its log: what it had not written when the process was killed is lost."""
+    events = good_run().events
+    last = [event for event in events if event.process == "c" and event.kind != "died"]
+    for kept in range(len(last)):
+        assert check([event for event in events if event not in last[kept:]]) == []
+
+
 def test_every_checker_examines_events_of_a_good_run() -> None:
     findings = examine(good_run().events)
     assert len(findings) == len(CHECKERS)
