@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import EnvironmentConfig, RunConfig
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt
 from holdfast.rl.data.replay_buffer import FailedGroup
@@ -17,7 +16,7 @@ from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.environments.play import EpisodePlay, FailedEpisode, TextCodec
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.environments.session_source import SessionSource
-from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.run.episodes.failed_groups import FailuresInARow
 
 
 class EpisodeFailure(msgspec.Struct, frozen=True):
@@ -97,7 +96,7 @@ class EnvironmentGames:
         self._room = limit - config.sampling.max_new_tokens + 1
         # Whole groups at a time: parts of several could wait for each other.
         self._places = asyncio.Semaphore(places(config.environment) // self._group)
-        self._failed, self._most = 0, max(8, config.algorithm.groups)
+        self._failures = FailuresInARow(f"environment {config.environment.name!r}", config)
 
     async def check(self) -> None:
         """Begin the first episode, and leave it. Raises `UnknownEnvironment` if it cannot be begun."""
@@ -127,7 +126,7 @@ class EnvironmentGames:
             try:
                 plays = [self._play(number, *each) for each in zip(sessions, seeds, strict=True)]
                 await asyncio.gather(*(each.begin() for each in plays))
-                yield GameInPlay(number, plays, self._on_failure, self._count)
+                yield GameInPlay(number, plays, self._on_failure, self._failures.count)
             finally:
                 await asyncio.gather(*(each.close() for each in sessions))
 
@@ -141,14 +140,6 @@ class EnvironmentGames:
             attempts=self._environment.attempts,
             on_retry=lambda error: self._on_failure(EpisodeFailure(number, str(error), again=True)),
         )
-
-    def _count(self, group: Group | FailedGroup) -> None:
-        self._failed = self._failed + 1 if isinstance(group, FailedGroup) else 0
-        if isinstance(group, FailedGroup) and self._failed > self._most:
-            raise RunFailed(
-                f"environment {self._source.environment} failed in {counted(self._failed, 'group')} one after another, "
-                f"the last time: {group.reasons[0]}; see to it, and resume the run"
-            )
 
     def _seed_of(self, number: int) -> int:
         return seed_of("episode", self._seed, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -13,8 +13,9 @@ from holdfast.rl.algorithms.evaluation import HeldOut, HeldOutPrompts
 from holdfast.rl.algorithms.protocols import Data, Policy
 from holdfast.rl.algorithms.turns import GroupNumbers, HeldOutGames, play_episodes
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.prompts import PromptNumbers, PromptStream
-from holdfast.rl.data.replay_buffer import ReplayBuffer
+from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
@@ -25,6 +26,7 @@ from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure
 from holdfast.rl.run.episodes.environment_servers import EnvironmentServers, check_name
 from holdfast.rl.run.episodes.episode_codec import codec_of
+from holdfast.rl.run.episodes.failed_groups import FailuresInARow
 from holdfast.rl.run.policy.policy_process import in_policy_process
 from holdfast.rl.run.policy.warm_up import warm_up, warmed_up
 from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
@@ -71,12 +73,13 @@ class EpisodeSource(Protocol):
 
 
 class PromptEpisodes:
-    """Completions of prompts, judged by a reward."""
+    """Completions of prompts, judged by a reward. Groups that it fails, one after another, raise `RunFailed`."""
 
     def __init__(self, config: RunConfig, telemetry: RunTelemetry) -> None:
         self._config, self._telemetry = config, telemetry
         self._task: Task
         self._judge: Judge | None = None
+        self._failures = FailuresInARow("the reward", config)
 
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
         """The policy after its supervised steps."""
@@ -116,7 +119,13 @@ class PromptEpisodes:
     async def _episode(self, prompts: Data, policy: Policy, buffer: ReplayBuffer) -> None:
         config = self._config
         settings = (config.sampling, config.seed, config.objective.redraws)
-        await generate_episode(prompts, policy, self._judging(), buffer, *settings)
+        await generate_episode(prompts, policy, self, buffer, *settings)
+
+    async def evaluate(self, prompt: Prompt, completions: Sequence[Completion], /) -> Group | FailedGroup:
+        """The group with rewards. Raises `RunFailed` if it is one of too many that failed."""
+        group = await self._judging().evaluate(prompt, completions)
+        self._failures.count(group)
+        return group
 
     def held_out(self) -> HeldOut | None:
         """The first held-out prompts."""

@@ -160,3 +160,32 @@ def test_a_reward_that_raises_or_is_no_number_costs_its_episodes_which_are_count
     assert all("is nan" in each.reason for each in failed[4:])
     trained = [prompt for each in events if isinstance(each, StepTrained) for prompt in each.prompts]
     assert sorted(trained) == [each for each in range(14) if each not in (1, 6)], "the next prompts take their places"
+
+
+BROKEN = """
+from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+
+def broken(answer):
+    raise ArithmeticError("it cannot say")
+
+class Broken(GuessNumberEnvironment):
+    def step(self, action):
+        raise ArithmeticError("it cannot say")
+"""
+PYTHON = '[[reward]]\nkind = "python"\nfunction = "{path}:broken"\n'
+GAMES = '[environment]\nname = "python:{path}:Broken"\nservers = 1\nsessions = 8\n'
+
+
+@pytest.mark.parametrize(
+    ("section", "source"),
+    [
+        (PYTHON, "the reward"),
+        pytest.param(GAMES, "environment 'python:.*'", marks=pytest.mark.thorough),
+    ],
+)
+def test_what_fails_for_every_answer_ends_the_run(tmp_path: Path, section: str, source: str) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    config = parse_config(TEXT + section.format(path=tmp_path / "broken.py"), "test")
+    said = rf"^{source} failed in 9 groups one after another, the last time: .*it cannot say.*; see to it, and resume"
+    with pytest.raises(RunFailed, match=said):
+        run(config, tmp_path / "run")
