@@ -30,7 +30,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer
 from support.samples.like_nccl import LikeNccl, OnTheHost
-from support.waiting import eventually
+from support.waiting import PATIENCE, eventually
 
 
 class Recording:
@@ -68,7 +68,7 @@ def fail(*_: Any) -> None:
 def blocked() -> Iterator[Callable[..., None]]:
     """A call that does not return before the test ends."""
     end = threading.Event()
-    yield lambda *_: end.wait(30) and None
+    yield lambda *_: end.wait(2 * PATIENCE) and None
     end.set()
 
 
@@ -102,7 +102,7 @@ def test_connecting_ends_at_its_deadline_though_torch_goes_on_waiting(blocked: C
     transport, began = over(Recording(allreduce=blocked)), time.monotonic()
     with pytest.raises(OpTimeout, match="connect"):
         transport.connect_ranks(soon(0.2), lambda: None)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE
 
 
 def test_connecting_ends_when_a_peer_dies_or_the_view_is_superseded(blocked: Callable[..., None]) -> None:
@@ -120,22 +120,24 @@ def test_connecting_ends_when_a_peer_dies_or_the_view_is_superseded(blocked: Cal
 def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
     blocked: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 2.0)
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 60.0)
     ended: list[str] = []
+    may_abort = threading.Event()
 
     def connecting(context: Any, library: str) -> OnTheHost:
-        group = Recording(allreduce=blocked, abort=blocked)
+        group = Recording(allreduce=blocked, abort=lambda *_: may_abort.wait(60.0) and None)
         transport = over(group)
         close = transport.close
         transport.close = lambda: (close(), ended.extend(group.calls))[0]  # type: ignore[func-returns-value, method-assign]
         return transport
 
     monkeypatch.setattr(nccl, "NcclTransport", connecting)
-    began, place = time.monotonic(), context(0, "cuda")
+    place = context(0, "cuda")
     place.deadline, place.over = soon(0.2), lambda: None
     with pytest.raises(OpTimeout, match="connect"):
         nccl.connect_over(place, "nccl")
-    assert time.monotonic() - began < 1.9
+    assert not ended, "it waits for no abort"
+    may_abort.set()
     eventually(lambda: "abort" in ended)
 
 
@@ -176,7 +178,7 @@ def test_an_abort_has_time_of_its_own_and_is_left_behind_if_it_takes_longer(
     transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon(60))
     transport.abort(PeerFailed((1,), "gone"))
     transport.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE
     assert group.calls[-2:] == ["_set_default_timeout(0.3 s)", "abort"]
     assert "left behind" in caplog.text
 
@@ -187,7 +189,7 @@ def test_a_close_that_others_do_not_join_becomes_an_abort(
     monkeypatch.setattr(nccl, "_CLOSE_SECONDS", 0.2)
     group, began = Recording(shutdown=blocked), time.monotonic()
     over(group).close()
-    assert group.calls == ["shutdown", "abort"] and time.monotonic() - began < 5
+    assert group.calls == ["shutdown", "abort"] and time.monotonic() - began < PATIENCE
     group = Recording(shutdown=fail)
     over(group).close()
     assert group.calls == ["shutdown", "abort"]

@@ -18,6 +18,7 @@ from holdfast import comms
 from holdfast.backends.nccl import transport
 from holdfast.comms import Communicator, HoldfastError
 from holdfast.harness import LocalCluster
+from support.waiting import PATIENCE
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -65,7 +66,7 @@ def test_gpu_connecting_to_a_rank_that_dies_is_bounded_and_the_next_connect_work
         began = time.monotonic()
         with pytest.raises(HoldfastError):
             connected(outer, f"{tmp_path}/meet", timeout=8.0)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < PATIENCE
         with connected(outer, f"{tmp_path}/alone", size=1) as alone:
             ones = torch.ones(4, device="cuda:0")
             alone.all_reduce(ones)

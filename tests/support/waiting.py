@@ -5,8 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+PATIENCE = 30.0
+"""Seconds that no call of a test takes by itself, however busy its machine: that many are one that hangs.
 
-def becomes_true(condition: Callable[[], bool], seconds: float = 5.0, interval: float = 0.002) -> bool:
+What must not happen instead, a timeout, is set to twice as many.
+"""
+
+
+def becomes_true(condition: Callable[[], bool], seconds: float = PATIENCE, interval: float = 0.002) -> bool:
     """Whether `condition()` holds within `seconds`; checks it every `interval` seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -16,6 +22,6 @@ def becomes_true(condition: Callable[[], bool], seconds: float = 5.0, interval: 
     return True
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Return once `condition()`; fails the test if that takes longer than `seconds`."""
     assert becomes_true(condition, seconds), "it did not happen"

@@ -210,6 +210,7 @@ with comms.connect("shm", timeout=60.0) as comm:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("adapter", [False, True])
 def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path, adapter: bool) -> None:
     script = tmp_path / "worker.py"

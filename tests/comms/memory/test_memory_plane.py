@@ -29,7 +29,7 @@ from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
 from holdfast.comms.plugins.spec import Available
 from support.children import Child, children
 from support.memory import needs_huge_pages, smaps_field
-from support.waiting import becomes_true
+from support.waiting import PATIENCE, becomes_true
 
 OPENERS: dict[str, Callable[[], MemoryPlane]] = {
     "inproc": memory_plane.open_plane,
@@ -379,10 +379,10 @@ def test_memory_of_a_killed_process_is_gone(start: Callable[..., Child]) -> None
         for _ in range(2):
             began = time.monotonic()
             with pytest.raises(RegionGone, match=str(owner.pid)):
-                plane.read(handle, into).wait()
+                plane.read(handle, into, timeout=2 * PATIENCE).wait()
             with pytest.raises(RegionGone, match=str(owner.pid)):
-                plane.write(handle, into).wait()
-            assert time.monotonic() - began < 5.0
+                plane.write(handle, into, timeout=2 * PATIENCE).wait()
+            assert time.monotonic() - began < PATIENCE
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -42,6 +42,7 @@ from support.children import Child, children
 from support.leaks import descriptors
 from support.mutations import mutated
 from support.rpc_servers import rpc_server_thread
+from support.waiting import PATIENCE
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(32)
@@ -359,10 +360,10 @@ def test_a_dialler_with_a_wrong_key_or_job_gets_the_error_promptly(
         async with listening() as (address, taken):
             started = time.monotonic()
             with pytest.raises(error):
-                await dial(address, **(ME | wrong))
+                await dial(address, **(ME | wrong), timeout=2 * PATIENCE)
             with pytest.raises(error):
-                await asyncio.to_thread(lambda: RpcClient(address, **(ME | wrong)))
-            assert time.monotonic() - started < 2.0
+                await asyncio.to_thread(lambda: RpcClient(address, **(ME | wrong), timeout=2 * PATIENCE))
+            assert time.monotonic() - started < PATIENCE
             assert taken.empty()
 
     asyncio.run(talk())
@@ -379,11 +380,11 @@ def either_way(address: str, timeout: float) -> list[Callable[[], object]]:
 def test_dialling_a_port_without_a_listener_fails_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    for connect in either_way(address, 20.0):
+    for connect in either_way(address, 2 * PATIENCE):
         started = time.monotonic()
         with pytest.raises(ConnectionLost, match="refused"):
             connect()
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < PATIENCE
 
 
 def test_dialling_what_never_answers_ends_in_time() -> None:
@@ -633,7 +634,7 @@ def test_a_call_ends_at_its_timeout_and_its_handler_is_cancelled() -> None:
         started = time.monotonic()
         with pytest.raises(OpTimeout, match="forever"):
             client.call("forever", timeout=0.2)
-        assert 0.2 <= time.monotonic() - started < 2.0
+        assert 0.2 <= time.monotonic() - started < PATIENCE
         assert cancelled.wait(5.0)
         assert client.call("echo", b"next") == b"next"
 
@@ -724,10 +725,8 @@ def test_calls_that_wait_on_a_server_that_is_killed_end_at_once(start: Callable[
     with RpcClient(child.hear(), **ME) as client:
         threads = waiting_calls(client, errors, 3)
         child.kill()
-        killed = time.monotonic()
         for thread in threads:
-            thread.join(5.0)
-        assert time.monotonic() - killed < 4.0
+            thread.join(PATIENCE)
         assert [type(error) for error in errors] == [ConnectionClosed] * 3
         assert all(isinstance(error, PeerFailed) for error in errors)
         with pytest.raises(ConnectionLost):

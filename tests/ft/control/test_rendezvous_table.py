@@ -25,6 +25,7 @@ from holdfast.ft.rendezvous.handlers import handlers
 from holdfast.ft.rendezvous.store import RendezvousStore
 from holdfast.ft.rendezvous.table import RendezvousTable
 from support.rpc_servers import rpc_server_thread
+from support.waiting import PATIENCE
 
 KEY = bytes(range(32))
 EPOCH = 7
@@ -161,7 +162,7 @@ def test_a_wait_that_times_out_names_the_missing_keys(store: RendezvousStore) ->
             wait()
         assert isinstance(late.value, KeyTimeout)
         assert "here" not in late.value.missing
-        assert 0.1 <= time.monotonic() - started < 2.0
+        assert 0.1 <= time.monotonic() - started < PATIENCE
 
 
 def test_epochs_have_separate_keys_and_a_dropped_one_raises_revoked(
@@ -182,7 +183,7 @@ def test_epochs_have_separate_keys_and_a_dropped_one_raises_revoked(
         old.get("never")
     later.join()
     assert over.value.epoch == 1
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < PATIENCE
     for use in (lambda: old.get("key"), lambda: old.set("key", "x"), lambda: old.add("n", 1), old.num_keys):
         with pytest.raises(Revoked):
             use()
@@ -240,8 +241,8 @@ def test_building_a_group_fails_at_once_when_its_epoch_is_over(copies: Copies) -
         over = time.monotonic()
         copies.second.drop_before(EPOCH + 1)
         with pytest.raises(Revoked):
-            builder.result(20.0)
-        assert time.monotonic() - over < 5.0
+            builder.result(2 * PATIENCE)
+        assert time.monotonic() - over < PATIENCE
 
 
 def key_of_rank_1(table: RendezvousTable) -> str:

@@ -341,7 +341,6 @@ def test_a_few_recoveries_are_shown_each_and_without_percentiles(killed: Path, t
         assert ("each:" in table) == (count < 5)
 
 
-@pytest.mark.thorough
 def test_every_drawn_mark_has_a_legend(killed: Path, tmp_path: Path) -> None:
     """Bands where no step was committed, the dashed line, and what the headline counts."""
     run, *_ = load_report(killed).runs

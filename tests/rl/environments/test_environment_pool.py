@@ -24,6 +24,7 @@ from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import EnvironmentSession
 from support.rl.environment_servers import Misbehaving, run, server_process
+from support.waiting import PATIENCE
 
 
 async def episode(session: EnvironmentSession, seed: int) -> int:
@@ -39,14 +40,14 @@ def test_a_server_killed_in_an_episode_costs_that_episode() -> None:
 
     async def body() -> None:
         with server_process("misbehaving") as server:
-            async with EnvironmentClient(server.url, timeout=20.0) as client:
+            async with EnvironmentClient(server.url, timeout=2 * PATIENCE) as client:
                 await client.reset(0)
                 await client.step("go")
                 killed = time.monotonic()
                 server.kill()
                 with pytest.raises(EnvironmentDied, match="the connection is lost"):
                     await client.step("go")
-                assert time.monotonic() - killed < 10.0, "the end of the connection is seen, not the deadline"
+                assert time.monotonic() - killed < PATIENCE, "the end of the connection is seen, not the deadline"
                 server.start()
                 for call in (client.step("go"), client.reset(0)):
                     with pytest.raises(EnvironmentRefused, match="open another"):

@@ -24,6 +24,7 @@ from holdfast.rl.environments.environment import Action, Observation
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.work_channel import PATH, NoWorkChannel, ask_work
 from support.rl.environment_servers import run, server_process
+from support.waiting import PATIENCE
 
 
 class Slow(GuessNumberEnvironment):
@@ -161,15 +162,18 @@ def test_a_server_that_lies_or_has_no_such_channel_is_none_to_ask() -> None:
 
 
 def test_a_server_that_does_not_answer_costs_the_limit_and_no_more() -> None:
-    async def silent(connection: Any) -> None:
-        await asyncio.sleep(2.0)
-
     async def body() -> None:
+        over = asyncio.Event()
+
+        async def silent(connection: Any) -> None:
+            await over.wait()
+
         async with listen(silent, "127.0.0.1", 0) as server:
             url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             began = time.monotonic()
             assert await ask_work(url, 0, timeout=0.2) is None
-            assert time.monotonic() - began < 10.0
+            assert time.monotonic() - began < PATIENCE
+            over.set()
             server.close()
 
     run(body())
