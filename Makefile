@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 # As many processes as cores and memory allow: tests/support/run_record.py.
 JOBS ?= auto
+MUTANTS ?= 40
+SEED ?= 1
 PEERS := $(VENV)/peers
 PROFILE ?= quick
 BASE ?= HEAD~1
@@ -15,7 +17,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough mutants torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -42,7 +44,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/*.[ch]
 
 test: lint types unit  ## ruff, mypy --strict, and the tests of what a change can break: a quarter of an hour on two cores
 
-test-all: test thorough  ## the rest too: many processes, soaks, other systems' environments, SLURM, browsers
+test-all: test thorough mutants  ## the rest too: many processes, soaks, other systems' environments, SLURM, browsers
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -58,6 +60,9 @@ unit: $(STAMP) peers  ## the tests of the first tier (JOBS=n for n processes)
 
 thorough: $(STAMP) peers  ## the tests of the second tier, and all properties again with ten times the examples
 	$(PYTEST) -m "thorough or hypothesis" --hypothesis-profile thorough
+
+mutants: $(STAMP)  ## do the tests notice small changes of the code? MUTANTS changes drawn by SEED; survivors are listed
+	PYTHONPATH=tests $(BIN)/python -m support.mutation --mutants $(MUTANTS) --seed $(SEED)
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/torch_suite.py compare

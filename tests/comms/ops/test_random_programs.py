@@ -70,7 +70,7 @@ def test_any_program_gives_the_same_with_eight_processes(
     assert clusters.outcome(process_backend, 8, given_programs) == expected
 
 
-@settings(quick)
+@settings(quick, max_examples=25)
 @given(size=st.integers(1, 8), data=st.data())
 def test_any_program_gives_the_same_in_each_run_with_one_to_eight_ranks(
     clusters: Clusters, size: int, data: st.DataObject

@@ -366,7 +366,7 @@ class SqliteAgainstModel(AgainstModel):
     scheme = "sqlite"
 
 
-FEW = settings(stateful_step_count=25)
+FEW = settings(max_examples=25, stateful_step_count=25)
 TestMemoryAgainstModel = MemoryAgainstModel.TestCase
 TestMemoryAgainstModel.settings = FEW
 TestSqliteAgainstModel = SqliteAgainstModel.TestCase

@@ -175,6 +175,7 @@ def test_restarts_are_bounded_and_each_waits_longer(limit: int, lives: list[floa
     assert RestartBudget(1).take(3600.0) == RestartBudget(1).take(0.0), "one that was stable is started at once"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_a_process_that_died_comes_back_as_a_spare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = """

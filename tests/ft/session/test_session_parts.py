@@ -22,7 +22,7 @@ from holdfast.comms.connect import connect_members
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import faultpoints
-from holdfast.ft.commit.commit_state import CommitState
+from holdfast.ft.commit.commit_state import BROKEN_EPOCHS, CommitState
 from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Vote, decide
 from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
@@ -84,6 +84,31 @@ def test_a_member_that_missed_a_rollback_takes_the_state_of_members_that_did_not
     late.settle(decisions[0])
     late.take_over(4)
     assert late.vote() == votes[1]
+
+
+def test_the_end_of_a_job_commits_a_prepared_last_step_and_refuses_missing_ones() -> None:
+    state = CommitState()
+    state.total = 3
+    with pytest.raises(HoldfastError, match="newcomer"):
+        state.finishes()
+    state.standing, state.done = HOLDER, 1
+    state.prepare()
+    with pytest.raises(HoldfastError, match="after 1 of 3 steps"):
+        state.finishes()
+    state.commit()
+    with pytest.raises(HoldfastError, match="after 2 of 3 steps"):
+        state.finishes()
+    state.prepare()
+    assert state.finishes()
+    state.commit()
+    assert not state.finishes(), "nothing is open"
+
+
+def test_few_epochs_between_two_commits_may_end_without_a_cause() -> None:
+    state = CommitState()
+    assert [state.may_break() for _ in range(BROKEN_EPOCHS + 1)] == [True] * BROKEN_EPOCHS + [False]
+    state.commit()
+    assert state.may_break()
 
 
 def test_a_job_ends_when_no_member_has_the_state() -> None:

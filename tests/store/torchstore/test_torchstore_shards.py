@@ -56,7 +56,7 @@ def even(sizes: Sizes) -> st.SearchStrategy[Shape]:
 
 
 @given(meshes, meshes, shapes, st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mesh_reads_what_any_mesh_put(there: Sizes, here: Sizes, shape: Shape, data: st.DataObject) -> None:
     plain = [Replicate(), *map(Shard, range(len(shape)))]
     put_as = tuple(data.draw(st.sampled_from(plain)) for _ in there)

@@ -1,0 +1,268 @@
+"""Mutation testing: do the tests of the first tier notice small changes of what they test?
+
+    PYTHONPATH=tests python -m support.mutation [--mutants 40] [--seed 1] [--only ft/membership]
+
+Each mutant is one change of the syntax tree of one module, made in memory while a fork of this process imports the
+module, and then runs the tests that need no other process. A mutant survives if they pass. Prints the survivors; the
+status is 1 if more than one in ten survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NoReturn
+
+from support.source_tree import ROOT
+
+SURVIVORS_AT_MOST = 0.1
+NO_PROCESSES = "not shm and not gloo and not ucx and not mpi"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Modules to change, and the tests that should notice."""
+
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+TARGETS = {
+    "ft/membership": Target(("ft/membership/*.py",), ("tests/ft/membership",)),
+    "ft/commit": Target(("ft/commit/*.py",), ("tests/ft/session/test_session_parts.py",)),
+    "store/catalog": Target(
+        ("store/catalog/*.py",),
+        ("tests/store/catalog", "tests/store/fleet/test_fleet_transitions.py", "tests/store/test_store.py"),
+    ),
+    "comms": Target(
+        ("comms/execution/argument_checks.py", "comms/quantities.py", "comms/tensors/memory.py"),
+        ("tests/comms/ops", "tests/comms/memory"),
+    ),
+    "rl": Target(
+        ("rl/algorithms/grpo.py", "rl/kernels/eager.py", "rl/kernels/loss_form.py"),
+        ("tests/rl/algorithms/test_losses.py", "tests/rl/kernels/test_kernels.py"),
+    ),
+}
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+
+
+def changes(node: ast.AST) -> Iterator[Callable[[], ast.AST]]:
+    """What a node could be instead; each function returns the node to put in its place."""
+
+    def replaced(**fields: object) -> Callable[[], ast.AST]:
+        def make() -> ast.AST:
+            new = copy.copy(node)
+            for name, value in fields.items():
+                setattr(new, name, value)
+            return new
+
+        return make
+
+    match node:
+        case ast.Compare(ops=[operator, *rest]) if type(operator) in COMPARISONS:
+            yield replaced(ops=[COMPARISONS[type(operator)](), *rest])
+        case ast.BoolOp(op=ast.And()):
+            yield replaced(op=ast.Or())
+        case ast.BoolOp(op=ast.Or()):
+            yield replaced(op=ast.And())
+        case ast.BinOp(op=operator) if type(operator) in OPERATORS:
+            yield replaced(op=OPERATORS[type(operator)]())
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield lambda: operand
+        case ast.If(test=test) | ast.IfExp(test=test):
+            yield replaced(test=ast.UnaryOp(ast.Not(), test))
+        case ast.Constant(value=bool() as value):
+            yield replaced(value=not value)
+        case ast.Constant(value=int() as value):
+            yield replaced(value=value + 1)
+        case ast.Raise() | ast.Expr(value=ast.Call()) | ast.AugAssign():
+            yield ast.Pass
+        case ast.Return(value=value) if value is not None and not isinstance(value, ast.Constant):
+            yield replaced(value=ast.Constant(None))
+
+
+def places(parent: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """Every (parent, field, index, node) whose change a test could notice: no annotation, decorator or class header."""
+    skipped = {"annotation", "returns", "decorator_list"}
+    if isinstance(parent, ast.ClassDef):
+        skipped |= {"bases", "keywords"}
+    for field, value in ast.iter_fields(parent):
+        if field in skipped:
+            continue
+        for index, part in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(part, ast.AST):
+                yield parent, field, index, part
+                yield from places(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """The `number`-th change of a module."""
+
+    target: str
+    path: Path
+    number: int
+
+    def apply(self) -> tuple[ast.Module, int, str, str]:
+        """The changed tree, with the line, and the source before and after."""
+        tree = ast.parse(self.path.read_text())
+        position = 0
+        for parent, field, index, node in places(tree):
+            for change in changes(node):
+                if position == self.number:
+                    new = ast.copy_location(change(), node)
+                    before = ast.unparse(node)
+                    if index is None:
+                        setattr(parent, field, new)
+                    else:
+                        getattr(parent, field)[index] = new
+                    ast.fix_missing_locations(tree)
+                    return tree, getattr(node, "lineno", 0), before, ast.unparse(new)
+                position += 1
+        raise IndexError(self.number)
+
+    def __str__(self) -> str:
+        _, line, before, after = self.apply()
+        return f"{self.path.relative_to(ROOT)}:{line}: {_short(before)}  ->  {_short(after)}"
+
+
+def _short(text: str) -> str:
+    return text.partition("\n")[0][:90]
+
+
+def mutants(name: str, target: Target) -> list[Mutant]:
+    """Every mutant of a target."""
+    found = []
+    for pattern in target.modules:
+        for path in sorted(ROOT.glob(pattern)):
+            count = sum(1 for place in places(ast.parse(path.read_text())) for _ in changes(place[3]))
+            found += [Mutant(name, path, number) for number in range(count)]
+    return found
+
+
+class _Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Finds one module, with the changed code."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._name = "holdfast." + ".".join(mutant.path.relative_to(ROOT).with_suffix("").parts)
+        super().__init__(self._name, str(mutant.path))
+        self._mutant = mutant
+
+    def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.util.spec_from_file_location(fullname, self.path, loader=self) if fullname == self._name else None
+        )
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._mutant.apply()[0], self.path, "exec")
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(self.get_code(self._name), module.__dict__)
+
+
+def _run_tests(target: Target, mutant: Mutant | None) -> NoReturn:
+    """Run the tests in this process, a fork, and end with their status."""
+    status = 99
+    try:
+        os.setpgid(0, 0)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        if mutant is not None:
+            sys.meta_path.insert(0, _Mutated(mutant))
+        import pytest
+
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not thorough", "-k", NO_PROCESSES]
+        status = int(pytest.main([*options, "--hypothesis-seed=1", *target.tests]))
+    finally:
+        os._exit(status)
+
+
+def passes(target: Target, mutant: Mutant | None, limit: float) -> bool:
+    """Whether the tests pass, within `limit` seconds: a mutant that hangs is noticed."""
+    pid = os.fork()
+    if pid == 0:
+        _run_tests(target, mutant)
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pidfd], [], [], limit)[0]:
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
+        status = os.waitpid(pid, 0)[1]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    return status == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mutants", type=int, default=40, help="how many, divided among the targets by their size")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=TARGETS)
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    import hypothesis  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    names = [arguments.only] if arguments.only else list(TARGETS)
+    every = [mutant for name in names for mutant in mutants(name, TARGETS[name])]
+    chosen = random.Random(arguments.seed).sample(every, min(arguments.mutants, len(every)))
+    survivors = []
+    for name in names:
+        mine = [mutant for mutant in chosen if mutant.target == name]
+        if not mine:
+            continue
+        began = time.monotonic()
+        if not passes(TARGETS[name], None, 600.0):
+            print(f"{name}: the tests fail without a mutant")
+            return 2
+        limit = 5.0 * (time.monotonic() - began) + 20.0
+        print(f"{name}: {len(mine)} mutants, {limit:.0f} s at most each", flush=True)
+        for mutant in mine:
+            if passes(TARGETS[name], mutant, limit):
+                survivors.append(mutant)
+                print(f"survived: {mutant}", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants were noticed (seed {arguments.seed})")
+    return int(len(survivors) > SURVIVORS_AT_MOST * len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
