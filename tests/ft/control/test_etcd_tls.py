@@ -14,7 +14,7 @@ from holdfast.ft.registers import RegisterAway, open_cell
 from holdfast.ft.registers.etcd_access import Unauthorised, parse
 from holdfast.harness.testbed.etcd import Certificates, EtcdCluster
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make certificates")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl: apt-get install openssl")
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 

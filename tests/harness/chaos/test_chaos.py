@@ -264,7 +264,7 @@ def test_the_page_is_self_contained_and_has_all_pictures(killed: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_it_in_light_and_dark(killed: Path, tmp_path: Path, scheme: str) -> None:
     picture = tmp_path / "page.png"
@@ -297,7 +297,7 @@ for (const each of document.querySelectorAll(".chart, .scroll, pre, main"))
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [1280, 800])
 def test_no_content_of_the_pages_is_wider_than_its_container(killed: Path, tmp_path: Path, width: int) -> None:
     assert invoke("compare", str(killed), str(killed), "--report", str(tmp_path)).exit_code == 0

@@ -80,7 +80,9 @@ def test_a_reader_on_another_host_gets_what_changed() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif("HOLDFAST_TORCHSTORE" not in os.environ, reason="no checkout of torchstore")
+@pytest.mark.skipif(
+    "HOLDFAST_TORCHSTORE" not in os.environ, reason="set HOLDFAST_TORCHSTORE to a checkout of torchstore"
+)
 def test_torchstore_takes_part_from_a_checkout() -> None:
     plan = a_plan(("small",), (TORCHSTORE,))
     bench = run(replace(plan, torchstore_source=Path(os.environ["HOLDFAST_TORCHSTORE"])))

@@ -31,7 +31,7 @@ def test_gpu_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
 
 def test_gpu_the_dispatch_takes_a_fused_kernel_for_a_large_call_and_its_gradient_is_torchs() -> None:
     if find_spec("triton") is None and find_spec("helion") is None:
-        pytest.skip("needs triton or helion")
+        pytest.skip("needs triton or helion: make peers")
     torch.manual_seed(2)
     logits = (3 * torch.randn(2, 64, 9001, device="cuda")).requires_grad_()
     assert logits.numel() > dispatch.LEAST
