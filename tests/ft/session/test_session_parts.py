@@ -36,6 +36,7 @@ from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
 from support.samples.attachable import Attachable
+from support.waiting import PATIENCE
 
 # -- decisions
 
@@ -109,6 +110,12 @@ def test_few_epochs_between_two_commits_may_end_without_a_cause() -> None:
     assert [state.may_break() for _ in range(BROKEN_EPOCHS + 1)] == [True] * BROKEN_EPOCHS + [False]
     state.commit()
     assert state.may_break()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_vote_arrives_as_the_numbers_that_it_was_sent_as(prepared: bool) -> None:
+    vote = Vote(HOLDER, 4, prepared, 10, rewinds=3)
+    assert Vote.of(vote.numbers()) == vote
 
 
 def test_a_job_ends_when_no_member_has_the_state() -> None:
@@ -591,7 +598,7 @@ def test_a_listener_that_hangs_delays_no_file_and_the_end_only_for_a_bounded_tim
     log.emit("finished")
     began = time.monotonic()
     log.close()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < PATIENCE
     assert [line["kind"] for line in lines_of(tmp_path / "p1.jsonl")] == ["finished"]
     assert "a listener to its events hangs; 1 events may be lost" in caplog.text
     listener.go_on.set()
