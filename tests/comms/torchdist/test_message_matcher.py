@@ -114,7 +114,7 @@ def test_a_wait_lasts_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(StillRunning, match=f"after {timeout:g} s"):
             pending.wait(timeout)
         assert sum(waits) == pytest.approx(timeout)
-    both = TorchWork([pending, expect(matcher, 1, 3)], [])
+    both = TorchWork([pending, expect(matcher, 1, 3)], [], 60.0, 0)
     waits.clear()
     with pytest.raises(StillRunning):
         both.wait(timedelta(seconds=7))
