@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, HoldfastError, Mismatch, Recv, ReduceOp, Send
@@ -135,7 +135,6 @@ descriptions = st.builds(
 )
 
 
-@settings(max_examples=60)
 @given(words=st.lists(descriptions, min_size=3, max_size=3))
 def test_descriptions_agree_only_if_they_are_equal(threads: LocalCluster, words: list[str]) -> None:
     said = threads.run(_agree, words)

@@ -561,7 +561,7 @@ class Hanging:
 
     def __call__(self, *given: Any) -> Any:
         self.begun.set()
-        assert self.go_on.wait(20.0)
+        assert self.go_on.wait(2 * PATIENCE)
         return self._call(*given)
 
 
