@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported, UsedAfterFork
-from holdfast.ft.registers import RegisterAway
+from holdfast.comms.errors import Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported, UsedAfterFork
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.data.manifest import PIECE_BYTES, CopyPiece
 from holdfast.store.data.packing import PartBlock, pack
 from support.children import Child
 from support.samples.store_processes import a_holder
 from support.waiting import eventually
+from support.weights.state_dicts import bits
 
 
 def weights(value: float = 1.0, size: int = 1000) -> dict[str, torch.Tensor]:
@@ -77,17 +78,12 @@ def every_kind_of_tensor() -> dict[str, torch.Tensor]:
     }
 
 
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    left, right = (each.detach().resolve_conj().contiguous().view(-1) for each in (left, right))
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
-
-
 def test_every_kind_of_tensor_arrives_bit_for_bit(store: WeightStore) -> None:
     state = every_kind_of_tensor()
     store.publish(1, state)
     into = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
     store.get(1, into)
-    assert [name for name in state if not same_bits(state[name], into[name])] == []
+    assert [name for name in state if bits(state[name]) != bits(into[name])] == []
 
 
 def test_the_tensors_read_into_may_have_any_strides(store: WeightStore) -> None:
@@ -160,22 +156,11 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_changes(store: Weig
 
 
 def test_bad_arguments_are_refused(store: WeightStore) -> None:
-    contains_itself: dict[str, Any] = {}
-    contains_itself["a"] = contains_itself
-    for state, kind in [
-        ({"a": object()}, TypeError),
-        ({1: torch.ones(1)}, TypeError),
-        ([torch.ones(1)], TypeError),
-        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError),
-        ({"\ud800": torch.ones(1)}, ValueError),
-        (contains_itself, TypeError),
-        ({"a": torch.eye(3).to_sparse()}, Unsupported),
-        ({"a": torch.ones(3, device="meta")}, Unsupported),
-    ]:
+    for state, kind in [({"a": object()}, TypeError), ({"a": torch.ones(3, device="meta")}, Unsupported)]:
         with pytest.raises(kind):
-            store.publish(1, state)  # type: ignore[arg-type]
+            store.publish(1, state)
         with pytest.raises((kind, NoSuchVersion)):
-            store.get(1, state)  # type: ignore[arg-type]
+            store.get(1, state)
     for version in (-1, 1 << 63):
         with pytest.raises(ValueError, match="version"):
             store.publish(version, weights())
@@ -284,15 +269,12 @@ def test_parts_of_an_older_epoch_are_dropped(store: WeightStore) -> None:
 
 
 def test_wait_returns_a_version_that_is_published_meanwhile(store: WeightStore) -> None:
-    def publish_soon() -> None:
-        time.sleep(0.05)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, 4, 10)
+        eventually(waiting.running)
         store.publish(4, weights())
         store.publish(5, weights(2))
-
-    thread = threading.Thread(target=publish_soon)
-    thread.start()
-    assert store.wait(4, timeout=10) in (4, 5)
-    thread.join()
+        assert waiting.result() in (4, 5)
     assert store.wait(2, timeout=1) == 5
     with pytest.raises(OpTimeout, match="the newest is 5"):
         store.wait(6, timeout=0.02)
@@ -345,16 +327,6 @@ def test_a_store_is_not_carried_over_a_fork(store: WeightStore, start: Callable[
     assert store.latest() is None
 
 
-def test_a_register_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
-    path = tmp_path / "job.sqlite"
-    with WeightStore(f"sqlite://{path}", replicas=1, timeout=0.2) as store:
-        store.publish(1, weights(), timeout=30.0)
-        path.unlink()
-        for use in (store.versions, lambda: store.publish(2, weights()), lambda: store.get(1, blank(weights()))):
-            with pytest.raises(RegisterAway):
-                use()
-
-
 def test_an_object_with_a_url_names_the_register(tmp_path: Path) -> None:
     class Session:
         url = f"memory://{tmp_path}/session"
@@ -380,26 +352,6 @@ def test_the_layout_of_a_part_reads_tensors_in_few_pieces() -> None:
 # -- several processes
 
 
-def test_a_version_is_kept_in_two_processes(url: str, start: Callable[..., Child]) -> None:
-    holder = start(a_holder, url)
-    holder.hear()
-    with WeightStore(url) as store:
-        store.publish(1, weights(4))
-        assert {each.pid for each in store.holders(1)} == {os.getpid(), holder.pid}
-        into = blank(weights())
-        store.get("latest", into)
-        assert bool((into["a"] == 4).all())
-
-
-def test_without_a_second_process_publishing_times_out_and_leaves_nothing(url: str) -> None:
-    with WeightStore(url) as store:
-        with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*open it in more"):
-            store.publish(1, weights(), timeout=0.1)
-        assert store.versions() == []
-        with pytest.raises(NoSuchVersion, match="nobody published"):
-            store.get(1, blank(weights()))
-
-
 def test_readers_and_publishers_need_not_hold_replicas(url: str, start: Callable[..., Child]) -> None:
     holders = [start(a_holder, url) for _ in range(2)]
     for holder in holders:
@@ -409,26 +361,6 @@ def test_readers_and_publishers_need_not_hold_replicas(url: str, start: Callable
             store.publish(version, weights(version))
             assert {each.pid for each in store.holders(version)} == {holder.pid for holder in holders}
         assert store.get("latest", blank(weights())) == 2
-
-
-def test_publishers_in_two_processes_bring_a_part_each(url: str, start: Callable[..., Child]) -> None:
-    def publisher(pipe: Connection) -> None:
-        with WeightStore(url) as mine:
-            pipe.recv()
-            mine.publish(1, {"theirs": torch.full((700, 700), 2.0)}, part=1, parts=2)
-            pipe.recv()
-
-    other = start(publisher)
-    with WeightStore(url) as store:
-        other.tell("go")
-        store.publish(1, {"mine": torch.full((10,), 1.0)}, part=0, parts=2)
-        store.wait(1, timeout=20)
-        into = {"mine": torch.zeros(10), "theirs": torch.zeros(700, 700)}
-        store.get(1, into)
-        assert bool((into["mine"] == 1).all()) and bool((into["theirs"] == 2).all())
-        other.tell("end")
-        other.end()
-        assert store.get(1, into) == 1
 
 
 def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Callable[..., Child]) -> None:
@@ -499,7 +431,3 @@ def test_a_store_leaves_no_descriptor_thread_or_shared_memory(url: str, start: C
     eventually(lambda: set(threading.enumerate()) <= threads)
     eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
     assert not [name for name in os.listdir("/dev/shm") if "holdfast-regions" in name]  # noqa: PTH208
-
-
-def test_every_error_of_the_store_is_in_the_tree() -> None:
-    assert issubclass(NoSuchVersion, HoldfastError) and issubclass(StoreTimeout, HoldfastError)

@@ -51,8 +51,19 @@ def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) ->
     pipe.recv()
 
 
-@pytest.mark.parametrize("hold", [True, False], ids=["holding", "publishing only"])
-@pytest.mark.parametrize("point", ["closed", "leaving", "killed after closing", "killed"])
+@pytest.mark.parametrize(
+    ("point", "hold"),
+    [
+        ("closed", True),
+        ("leaving", True),
+        ("killed after closing", False),
+        ("killed", True),
+        pytest.param("closed", False, marks=pytest.mark.thorough),
+        pytest.param("leaving", False, marks=pytest.mark.thorough),
+        pytest.param("killed after closing", True, marks=pytest.mark.thorough),
+        pytest.param("killed", False, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_part_whose_publish_has_returned_outlives_its_store(
     url: str, start: Callable[..., Child], point: str, hold: bool
 ) -> None:
@@ -71,13 +82,16 @@ def test_a_part_whose_publish_has_returned_outlives_its_store(
         assert all(bool((into[f"part {number}"] == number).all()) for number in (0, 1))
 
 
-def test_a_closed_part_outlives_its_holders_one_after_the_other(url: str, start: Callable[..., Child]) -> None:
-    """A replica that dies before, while or after its publisher closes leaves one replica, which is copied."""
+@pytest.mark.parametrize("point", ["closed", "killed"])
+def test_a_part_without_a_publisher_outlives_its_holders_one_after_the_other(
+    url: str, start: Callable[..., Child], point: str
+) -> None:
+    """A replica that dies leaves one, which is copied before the version is complete."""
     holders = [start(a_holder, url) for _ in range(2)]
     for holder in holders:
         holder.hear()
-    publisher = start(a_publisher_of_a_part, url, "closed", False)
-    publisher.hear()
+    publisher = start(a_publisher_of_a_part, url, point, False)
+    assert publisher.hear() == point
     for _ in range(3):
         with WeightStore(url, hold=False) as store:
             eventually(lambda: len(store._catalog_client.remove_dead_holders()[1].keeping(_part(store))) == 2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.comms.errors import Mismatch
 from holdfast.ft.registers import RegisterAway
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.catalog.records import Catalog
@@ -64,17 +64,6 @@ def test_the_newest_holder_dies_and_nothing_is_lost(url: str, start: Callable[..
         eventually(lambda: pids(reader, 5) == {other.pid for other in others})
         assert reader.latest() == 5
         assert read(reader, 5) == 5.0
-
-
-def test_a_lost_replica_is_made_again_at_once(url: str, start: Callable[..., Child]) -> None:
-    holders = [start(a_holder, url) for _ in range(2)]
-    for holder in holders:
-        holder.hear()
-    with WeightStore(url) as store:
-        store.publish(1, weights(1))
-        (victim,) = (holder for holder in holders if holder.pid in pids(store, 1))
-        victim.kill()
-        eventually(lambda: len(pids(store, 1) - {victim.pid}) == 2)
 
 
 @pytest.mark.parametrize("point", ["copied", "announced"])
@@ -130,15 +119,14 @@ def two_parts(store: WeightStore) -> tuple[list[float], list[float]]:
     return into["a"].tolist(), into["b"].tolist()
 
 
-@pytest.mark.parametrize("point", ["published", "after"])
 def test_a_part_whose_publisher_died_after_it_was_published_completes_the_version(
-    url: str, start: Callable[..., Child], point: str
+    url: str, start: Callable[..., Child]
 ) -> None:
     with WeightStore(url) as store:
         holder = start(a_holder, url)
         holder.hear()
-        dying = start(publish_a_part, url, 0, 1.0, point)
-        assert dying.hear() == point
+        dying = start(publish_a_part, url, 0, 1.0, "published")
+        assert dying.hear() == "published"
         dying.kill()
         with pytest.raises(Mismatch, match="publish the same bytes, use a new number, or a fence"):
             store.publish(1, {"a": torch.zeros(9)}, part=0, parts=2)
@@ -149,15 +137,14 @@ def test_a_part_whose_publisher_died_after_it_was_published_completes_the_versio
         eventually(lambda: pids(store, 1) == {holder.pid, os.getpid()})
 
 
-@pytest.mark.parametrize("point", ["copied", "announced"])
 def test_a_part_whose_publisher_died_before_it_was_published_is_not_there(
-    url: str, start: Callable[..., Child], point: str
+    url: str, start: Callable[..., Child]
 ) -> None:
     """The next publisher of that part may bring other bytes."""
     with WeightStore(url) as store:
         start(a_holder, url).hear()
-        dying = start(publish_a_part, url, 0, 1.0, point, 4)
-        assert dying.hear() == point
+        dying = start(publish_a_part, url, 0, 1.0, "copied", 4)
+        assert dying.hear() == "copied"
         dying.kill()
         store.publish(1, {"b": torch.ones(9)}, part=1, parts=2)
         assert store.versions() == []
@@ -179,33 +166,6 @@ def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_th
     with WeightStore(url, hold=False) as reader:
         assert two_parts(reader) == ([0.0] * 9, [1.0] * 9)
         eventually(lambda: pids(reader, 1) == {holder.pid for holder in holders})
-
-
-def test_the_replica_of_a_dead_publishers_part_is_made_again_before_the_version_is_complete(
-    url: str, start: Callable[..., Child]
-) -> None:
-    """Its holders die one after the other, and the last one has the part."""
-    holders = [start(a_holder, url) for _ in range(2)]
-    for holder in holders:
-        holder.hear()
-    publisher = start(publish_a_part, url, 0, 1.0, "after")
-    publisher.hear()
-    publisher.kill()
-    with WeightStore(url) as store:
-
-        def keepers() -> set[int]:
-            catalog = store._catalog_client.remove_dead_holders()[1]
-            part = catalog.shard(1, 0)
-            return {peer.pid for peer in catalog.keeping(part)} if part else set()
-
-        for holder in holders:
-            eventually(lambda: len(keepers()) == 2)
-            holder.kill()
-        eventually(lambda: keepers() == {os.getpid()})
-        start(a_holder, url).hear()
-        eventually(lambda: len(keepers()) == 2)
-        store.publish(1, {"b": torch.ones(9)}, part=1, parts=2)
-        assert two_parts(store) == ([1.0] * 9, [1.0] * 9)
 
 
 def test_a_later_fence_begins_a_dead_publishers_version_anew(url: str, start: Callable[..., Child]) -> None:
@@ -267,16 +227,6 @@ class Killer:
         os.waitpid(self._child, 0)
 
 
-def test_when_all_holders_die_the_version_is_lost_and_says_so(url: str, start: Callable[..., Child]) -> None:
-    publisher = start(a_publisher, url, 3, ones, "published", 1)
-    assert publisher.hear() == "published"
-    publisher.kill()
-    with WeightStore(url, hold=False) as store:
-        with pytest.raises(NoSuchVersion, match="all its holders are gone"):
-            read(store, 3)
-        assert store.versions() == [] and store.latest() is None
-
-
 def test_a_stopped_holder_can_still_be_read_and_the_next_in_turn_makes_the_replica(
     url: str, start: Callable[..., Child]
 ) -> None:
@@ -310,16 +260,6 @@ def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, start: Cal
         eventually(lambda: pids(store, 1) == {holder.pid, os.getpid()})
         holder.kill()
         assert read(store, 1) == 4.0, "what was wrong was copied anew"
-
-
-def test_wrong_bytes_everywhere_are_an_error(url: str) -> None:
-    with WeightStore(url, replicas=1) as store:
-        store.publish(1, weights(4.0))
-        (kept,) = store._replica_holder._kept.values()
-        kept.memory[100:104] = 99
-        with pytest.raises(CorruptData, match="wrong bytes"):
-            read(store, 1)
-        kept.memory[-100:] = 99
 
 
 def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> None:
@@ -369,7 +309,7 @@ def test_one_of_two_publishers_that_disagree_wins(url: str, start: Callable[...,
         rival.end()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_holders_die_at_random_and_no_version_is_lost(url: str, start: Callable[..., Child], seed: int) -> None:
     """Holders are killed and replaced at random moments while versions are published and read.
 
@@ -397,9 +337,11 @@ def test_holders_die_at_random_and_no_version_is_lost(url: str, start: Callable[
 def test_a_publish_that_times_out_is_withdrawn(url: str, start: Callable[..., Child]) -> None:
     with WeightStore(url, replicas=3) as store:
         start(a_holder, url).hear()
-        with pytest.raises(StoreTimeout, match="of 3 processes keep part 0"):
+        with pytest.raises(StoreTimeout, match=r"2 of 3 processes keep part 0.*open it in more"):
             store.publish(1, weights(1), timeout=0.2)
         assert store.versions() == []
+        with pytest.raises(NoSuchVersion, match="nobody published"):
+            read(store, 1)
         start(a_holder, url).hear()
         store.publish(1, weights(2))
         assert read(store, 1) == 2.0
@@ -423,7 +365,7 @@ def test_listeners_are_told_of_lost_versions(url: str, start: Callable[..., Chil
             holder.kill()
         with pytest.raises(NoSuchVersion, match="all its holders are gone"):
             read(store, 3)
-        assert lost == [2, 3]
+        assert lost == [2, 3] and store.versions() == [] and store.latest() is None
 
 
 def test_listeners_are_told_of_superseded_and_deleted_versions_but_the_end_of_a_store_is_no_loss(url: str) -> None:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog import transitions
+from holdfast.store.catalog import fleet, transitions
 from holdfast.store.catalog.fan_out import request_copy
+from holdfast.store.catalog.fleet_records import Reader
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard
 from support.mutations import mutated
 
@@ -32,6 +33,9 @@ def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(where: int, what:
     first = Shard(0, b"x" * 16, 50, HOLDERS[0].id, (replica,))
     catalog = transitions.announce(catalog, 1, first, parts=1, replicas=1, keep=2, fence=None)
     catalog = transitions.pin(request_copy(catalog, 1, 0, b"x" * 16, HOLDERS[2]), 1, "lease", HOLDERS[1])
+    catalog = fleet.register(catalog, Reader("g0", "token", "store", HOLDERS[2].peer, switched=True))
+    catalog = fleet.propose(catalog, "undecided", 1, ["g0", "g1"], 2, 5.0, HOLDERS[0].peer)
+    catalog = fleet.refuse(catalog, "g0", "token", 1, "it does not fit")
     (damaged,) = mutated([catalog.encode()], kind, where, what)
     try:
         assert isinstance(Catalog.decode(damaged), Catalog)

@@ -59,14 +59,6 @@ def test_each_host_finds_by_its_own_turns_that_another_is_silent(before: int, si
     assert world.turn(one) == world.turn(other) == frozenset(), "it is back"
 
 
-def test_an_observer_without_the_register_counts_nothing() -> None:
-    """All hosts are cut off from it for a while. After it is back each takes its turn, in any order."""
-    world = World()
-    for _ in range(3):
-        for host in reversed(HOSTS):
-            assert world.turn(host) == frozenset()
-
-
 def test_beats_of_hosts_without_holders_are_forgotten() -> None:
     beats = HostBeats(beats=(HostBeat("old", 7), HostBeat("south", 3)))
     assert with_beat(beats, "north", {"north", "south"}).beats == (HostBeat("south", 3), HostBeat("north", 1))

@@ -69,6 +69,9 @@ class Fleet:
         self.store = WeightStore(url, replicas=1, plane="ucx")
         self.publisher = self.store._replica_holder.holder.id
 
+    def publish(self, version: int) -> None:
+        self.store.publish(version, {"a": torch.full((SIZE,), float(version))})
+
     def get(self, number: int, version: int) -> tuple[float, str]:
         """A reader's value of a version, and the store that it was read from."""
         self.children[number].tell(version)
@@ -88,7 +91,7 @@ class Fleet:
             self.store._catalog_client.change(lambda now, each=reader: fleet.register(now, each))
 
 
-@pytest.fixture(params=[True, False], ids=["one group", "two groups"])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.thorough)], ids=["one group", "two groups"])
 def fleet_of_readers(
     url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Fleet]:
@@ -102,34 +105,34 @@ def fleet_of_readers(
         found.store.close()
 
 
+@pytest.mark.parametrize("fleet_of_readers", [True, False], ids=["one group", "two groups"], indirect=True)
 def test_the_first_reader_reads_from_the_publisher_and_serves_the_next(fleet_of_readers: Fleet) -> None:
     readers = fleet_of_readers
+    readers.follow(FEW_HOSTS)
+    readers.publish(1)
+    assert readers.get(0, 1) == readers.get(1, 1) == (1.0, readers.publisher), "few read straight from the replicas"
+    assert readers.copies(1) == ()
     readers.follow(FEW_HOSTS + 1)
-    readers.store.publish(1, {"a": torch.full((SIZE,), 1.0)})
-    assert readers.get(0, 1) == (1.0, readers.publisher)
-    assert readers.get(1, 1) == (1.0, readers.ids[0])
-    assert readers.get(2, 1) == (1.0, readers.ids[1]), "its host has the copy of another process"
-    assert readers.get(2, 1) == (1.0, readers.ids[1])
-    listed = readers.copies(1)
+    readers.publish(2)
+    assert readers.get(0, 2) == (2.0, readers.publisher)
+    assert readers.get(1, 2) == (2.0, readers.ids[0])
+    assert readers.get(2, 2) == (2.0, readers.ids[1]), "its host has the copy of another process"
+    assert readers.get(2, 2) == (2.0, readers.ids[1])
+    listed = readers.copies(2)
     assert {each.reader for each in listed} == set(readers.ids[: readers.groups])
     assert all(each.handle is not None for each in listed)
-
-
-def test_copies_follow_the_newest_version(fleet_of_readers: Fleet) -> None:
-    readers = fleet_of_readers
-    readers.follow(FEW_HOSTS + 1)
-    for version in (1, 2, 3):
-        readers.store.publish(version, {"a": torch.full((SIZE,), float(version))})
+    for version in (3, 4):
+        readers.publish(version)
         assert readers.get(0, version) == (version, readers.publisher)
         assert readers.get(1, version) == (version, readers.ids[0])
-    assert readers.copies(2) == ()
+    assert readers.copies(3) == (), "copies follow the newest version"
 
 
 def test_a_killed_reader_is_passed_over(fleet_of_readers: Fleet) -> None:
     """No process of its host is left that could tell the others."""
     readers = fleet_of_readers
     readers.follow(FEW_HOSTS + 1)
-    readers.store.publish(1, {"a": torch.full((SIZE,), 1.0)})
+    readers.publish(1)
     readers.get(0, 1)
     readers.children[0].kill()
     assert readers.get(1, 1)[0] == 1.0
@@ -140,17 +143,9 @@ def test_a_killed_reader_is_passed_over(fleet_of_readers: Fleet) -> None:
 def test_a_reader_that_closes_takes_its_copies_along(fleet_of_readers: Fleet) -> None:
     readers = fleet_of_readers
     readers.follow(FEW_HOSTS + 1)
-    readers.store.publish(1, {"a": torch.full((SIZE,), 1.0)})
+    readers.publish(1)
     readers.get(0, 1)
     readers.children[0].tell(None)
     readers.children[0].end()
     eventually(lambda: readers.copies(1) == ())
     assert readers.get(1, 1) == (1.0, readers.publisher)
-
-
-def test_few_readers_read_straight_from_the_replicas(fleet_of_readers: Fleet) -> None:
-    readers = fleet_of_readers
-    readers.follow(FEW_HOSTS)
-    readers.store.publish(1, {"a": torch.full((SIZE,), 1.0)})
-    assert readers.get(0, 1) == readers.get(1, 1) == (1.0, readers.publisher)
-    assert readers.copies(1) == ()

@@ -147,17 +147,6 @@ def hosts_of(store: WeightStore) -> set[str]:
 
 
 @pytest.mark.usefixtures("across_hosts")
-def test_a_version_lies_on_two_hosts(url: str, start: Callable[..., Child]) -> None:
-    others = [start(a_holder_on, url, host) for host in ("south", "south", "west")]
-    for other in others:
-        other.tell("open")
-        other.hear()
-    with WeightStore(url, hold=False, plane="ucx") as store:
-        store.publish(1, {"a": torch.ones(9)})
-        assert hosts_of(store) == {"south", "west"}
-
-
-@pytest.mark.usefixtures("across_hosts")
 def test_publishing_for_several_hosts_fails_where_there_is_one(url: str, start: Callable[..., Child]) -> None:
     """It says why, leaves nothing behind, and succeeds when a store on another host is opened."""
     other = start(a_holder_on, url, "south")

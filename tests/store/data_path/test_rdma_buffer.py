@@ -87,6 +87,7 @@ def test_a_memoryview_is_memory_too() -> None:
     buffer.drop().get()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 def test_actors_of_monarch_use_it_and_it_is_faster_than_monarchs_over_tcp() -> None:
     done = subprocess.run(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -109,12 +111,17 @@ def test_a_reader_of_the_version_before_reads_only_what_changed(store: WeightSto
         assert wire.take() < nbytes(state) / 20
 
 
-def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire) -> None:
+@pytest.mark.parametrize("had", [False, True], ids=["never had it", "has freed it"])
+def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire, had: bool) -> None:
     state, into = weights(), weights()
     store.publish(1, state)
+    if had:
+        store.get(1, into)
+        into = weights()
     step(state)
     store.publish(2, state)
     assert offered(store, 2) is not None
+    wire.take()
     store.get(2, into)
     assert alike(state, into)
     assert wire.take() > nbytes(state)
@@ -148,23 +155,8 @@ def test_a_prefetching_reader_makes_the_next_version_beside_the_one_it_serves(st
         assert wire.take() < nbytes(state) / 20
 
 
-def test_tensors_that_are_gone_are_no_base(store: WeightStore, wire: Wire) -> None:
-    state, into = weights(), weights()
-    store.publish(1, state)
-    store.get(1, into)
-    step(state)
-    store.publish(2, state)
-    into = weights()
-    wire.take()
-    store.get(2, into)
-    assert alike(state, into)
-    assert wire.take() > nbytes(state)
-
-
-def before_an_update_by_delta(
-    store: WeightStore, wire: Wire
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The state of version 2, for which there is a delta, and a reader's tensors with version 1."""
+@pytest.mark.parametrize("where", [0, 60, -3, None], ids=["header", "sizes", "records", "gone"])
+def test_a_damaged_delta_is_never_taken_for_the_new_version(store: WeightStore, wire: Wire, where: int | None) -> None:
     state, into = weights(), weights()
     store.publish(1, state)
     store.get(1, into)
@@ -172,29 +164,14 @@ def before_an_update_by_delta(
     store.publish(2, state)
     delta = offered(store, 2)
     assert delta is not None
-    wire.deltas.append(delta.handle)
-    return state, into
-
-
-@pytest.mark.parametrize("where", [0, 60, -3], ids=["header", "sizes", "records"])
-def test_a_damaged_delta_is_never_taken_for_the_new_version(store: WeightStore, wire: Wire, where: int) -> None:
-    state, into = before_an_update_by_delta(store, wire)
 
     def damage(data: torch.Tensor) -> None:
+        if where is None:
+            raise RegionGone("the holder has closed it")
         data[where] ^= 1
 
+    wire.deltas.append(delta.handle)
     wire.damage = damage
-    store.get(2, into)
-    assert alike(state, into)
-
-
-def test_a_delta_that_is_gone_costs_only_the_whole(store: WeightStore, wire: Wire) -> None:
-    state, into = before_an_update_by_delta(store, wire)
-
-    def go(data: torch.Tensor) -> None:
-        raise RegionGone("the holder has closed it")
-
-    wire.damage = go
     store.get(2, into)
     assert alike(state, into)
 
@@ -229,25 +206,31 @@ def test_no_delta_is_made_where_parts_are_mapped() -> None:
         assert alike(state, into)
 
 
-def a_holder_that_counts(pipe: Connection, url: str) -> None:
-    """Keep replicas over TCP, as on another host; send how many bytes have been read so far after each one."""
+@contextmanager
+def far_store(**options: Any) -> Iterator[tuple[WeightStore, list[int]]]:
+    """A store that reads over TCP, as on another host, and how many bytes each of its reads took."""
     os.environ.update({liveness.HOST: "south", "UCX_TLS": "tcp,self"})
     liveness.this_host.cache_clear()
-    count = [0]
+    with WeightStore(plane="ucx", **options) as store:
+        read, sizes = store._plane.read, list[int]()
+
+        def counted(handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+            sizes.append(into.nbytes)
+            return read(handle, into, offset, timeout=timeout)
+
+        store._plane.read = counted  # type: ignore[method-assign]
+        yield store, sizes
+
+
+def a_holder_that_counts(pipe: Connection, url: str) -> None:
+    """Keep replicas; send how many bytes have been read so far after each one."""
 
     def tell(kind: str, fields: dict[str, object]) -> None:
         if kind == "replica_made":
-            pipe.send(count[0])
+            pipe.send(sum(sizes))
 
     pipe.recv()
-    with WeightStore(url, plane="ucx", observe=tell) as held:
-        read = held._plane.read
-
-        def counted(handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-            count[0] += into.nbytes
-            return read(handle, into, offset, timeout=timeout)
-
-        held._plane.read = counted  # type: ignore[method-assign]
+    with far_store(url=url, observe=tell) as (_, sizes):
         pipe.send("open")
         pipe.recv()
 
@@ -272,23 +255,13 @@ def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
 
 
 def a_reader_that_counts(pipe: Connection, url: str) -> None:
-    """Get the versions that `pipe` names over TCP, as on another host. Send how many bytes each took."""
-    os.environ.update({liveness.HOST: "south", "UCX_TLS": "tcp,self"})
-    liveness.this_host.cache_clear()
-    count = [0]
-    with WeightStore(url, plane="ucx", hold=False) as store:
-        read = store._plane.read
-
-        def counted(handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-            count[0] += into.nbytes
-            return read(handle, into, offset, timeout=timeout)
-
-        store._plane.read = counted  # type: ignore[method-assign]
+    """Get the versions that `pipe` names; send how many bytes each took."""
+    with far_store(url=url, hold=False) as (store, sizes):
         into = weights()
         while (version := pipe.recv()) != "end":
-            count[0] = 0
+            sizes.clear()
             store.get(version, into)
-            pipe.send((count[0], into["large"].float().sum().item()))
+            pipe.send((sum(sizes), into["large"].float().sum().item()))
 
 
 def test_a_process_on_another_host_that_only_reads_gets_deltas_too(

@@ -78,15 +78,6 @@ def test_a_checkpoint_of_dcp_fills_a_store(store: WeightStore, tmp_path: Path) -
     assert all(same(found[name], state[name]) for name in state)
 
 
-def test_publishers_share_an_import(store: WeightStore, tmp_path: Path) -> None:
-    state = weights()
-    save(state, tmp_path / "theirs")
-    for part in range(2):
-        import_version(store, tmp_path / "theirs", 5, part=part, parts=2)
-    found = content(store, 5, state)
-    assert all(same(found[name], state[name]) for name in state)
-
-
 def _save_sharded(comm: Any, directory: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}.meet", rank=comm.rank, world_size=comm.size)
     try:

@@ -51,6 +51,10 @@ def test_safetensors_reads_what_was_exported(store: WeightStore, tmp_path: Path)
     found = files(tmp_path / "copy")
     assert found.keys() == state.keys()
     assert all(same(found[name], state[name]) for name in state)
+    index = json.loads((tmp_path / "copy" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    assert index["weight_map"].keys() == state.keys()
+    assert all(name in load_file(tmp_path / "copy" / place) for name, place in index["weight_map"].items())
 
 
 def test_no_file_exceeds_the_limit_but_one_with_a_single_tensor(store: WeightStore, tmp_path: Path) -> None:
@@ -65,17 +69,6 @@ def test_no_file_exceeds_the_limit_but_one_with_a_single_tensor(store: WeightSto
     export_version(store, 3, tmp_path / "small", shard_bytes=1000)
     alone = [load_file(path) for path in (tmp_path / "small").glob("*.safetensors")]
     assert all(len(each) == 1 or sum(tensor.nbytes for tensor in each.values()) <= 1000 for each in alone)
-
-
-def test_the_index_names_the_file_of_each_tensor(store: WeightStore, tmp_path: Path) -> None:
-    state = weights()
-    store.publish(3, state)
-    export_version(store, 3, tmp_path / "copy", shard_bytes=300_000)
-    index = json.loads((tmp_path / "copy" / INDEX).read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
-    for name, place in index["weight_map"].items():
-        assert name in load_file(tmp_path / "copy" / place)
-    assert index["weight_map"].keys() == state.keys()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -122,17 +115,6 @@ def test_a_model_that_transformers_saved_fills_a_store(store: WeightStore, tmp_p
     for version in (1, 2):
         found = content(store, version, model.state_dict())
         assert all(same(found[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_publishers_share_an_import(store: WeightStore, other: WeightStore, tmp_path: Path) -> None:
-    state = weights()
-    store.publish(3, state)
-    export_version(store, 3, tmp_path / "copy")
-    for part in range(3):
-        assert other.versions() == []
-        import_version(other, tmp_path / "copy", part=part, parts=3)
-    found = content(other, 3, state)
-    assert all(same(found[name], state[name]) for name in state)
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=30), st.integers(1, 9))
@@ -281,7 +263,7 @@ def killed_while_exporting(pipe: Connection, url: str, directory: Path, at: int)
         export_version(store, 1, directory, shard_bytes=1 << 20, progress=progress)
 
 
-@pytest.mark.parametrize("at", [1, 2_000_000, 4_000_000], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("at", [1, 4_000_000], ids=["first", "last"])
 def test_a_killed_export_leaves_no_version_and_the_next_one_removes_what_it_left(
     url: str, tmp_path: Path, start: Callable[..., Child], at: int
 ) -> None:

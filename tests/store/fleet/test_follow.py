@@ -22,6 +22,7 @@ from holdfast.store.follow import follower as follower_module
 from holdfast.store.follow.staged_versions import StagedVersions
 from holdfast.store.follow.staging import StagingState
 from support.waiting import eventually
+from support.weights.state_dicts import bits
 
 
 def weights(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
@@ -33,11 +34,6 @@ def value_of(state: Mapping[str, torch.Tensor]) -> float:
     values = {float(value) for tensor in state.values() for value in tensor.detach().flatten().tolist()}
     assert len(values) == 1, values
     return values.pop()
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    left, right = (each.detach().resolve_conj().contiguous().view(-1) for each in (left, right))
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def test_a_follower_prefetches_and_swaps_between_two_batches(store: WeightStore) -> None:
@@ -166,29 +162,19 @@ def test_a_version_that_is_gone_cannot_be_gone_back_to(store: WeightStore) -> No
         assert follower.swap() == 5 and value_of(into) == 5, "it goes on"
 
 
-def test_a_rollback_is_followed(store: WeightStore) -> None:
+@pytest.mark.parametrize("swapped", [True, False], ids=["after the swap", "before it"])
+def test_a_rollback_is_followed(store: WeightStore, swapped: bool) -> None:
     into = weights(-1)
     store.publish(1, weights(1))
     with store.follow(into) as follower:
         follower.catch_up()
         store.publish(2, weights(2))
         follower.wait_ready(2)
-        assert follower.swap() == 2
+        assert not swapped or follower.swap() == 2
         store.rollback(1)
         assert follower.catch_up() == 1 and value_of(into) == 1
         store.publish(3, weights(3))
         assert follower.catch_up() == 3
-
-
-def test_a_version_that_was_rolled_back_before_the_swap_is_not_served(store: WeightStore) -> None:
-    into = weights(-1)
-    store.publish(1, weights(1))
-    with store.follow(into) as follower:
-        follower.catch_up()
-        store.publish(2, weights(2))
-        follower.wait_ready(2)
-        store.rollback(1)
-        assert follower.catch_up() == 1 and value_of(into) == 1
 
 
 def test_a_version_that_does_not_fit_is_an_error_of_the_next_call_and_not_the_end(store: WeightStore) -> None:
@@ -333,7 +319,7 @@ def test_every_odd_tensor_is_swapped_bit_for_bit(store: WeightStore) -> None:
     with store.follow(into) as follower:
         follower.catch_up()
     for name, tensor in wanted.items():
-        assert same_bits(tensor, into[name]), name
+        assert bits(tensor) == bits(into[name]), name
 
 
 def test_a_closed_follower_says_so_and_its_store_closes_it(tmp_path: Path) -> None:

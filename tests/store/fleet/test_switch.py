@@ -58,14 +58,7 @@ def test_a_reader_that_dies_before_it_is_ready_is_counted_out(
         result = switching.result()
     assert result.committed and result.ready == ("g0", "g1") and result.missing == ("g2",)
     assert said(one, "swap") == 2
-
-
-def test_a_quorum_that_needs_a_dead_reader_aborts(store: WeightStore, start: Callable[..., Child]) -> None:
-    one, other = a_fleet(store, start, "g0", "g1")
-    other.kill()
-    result = store.switch(2, ["g0", "g1"], 2, timeout=1.0)
-    assert not result.committed and "g1" in result.missing
-    assert said(one, "ready 2") == "ready" and said(one, "swap") == 1
+    eventually(lambda: [each.id for each in store.readers()] == ["g0", "g1"])
 
 
 def test_a_proposer_that_dies_after_it_proposed_leaves_the_fleet_as_it_was(
@@ -83,27 +76,19 @@ def test_a_proposer_that_dies_after_it_proposed_leaves_the_fleet_as_it_was(
     assert [said(reader, "swap") for reader in readers] == [2, 2]
 
 
-def test_a_proposer_that_dies_before_the_last_reader_is_ready_may_have_committed(
-    store: WeightStore, start: Callable[..., Child]
+@pytest.mark.parametrize("point", ["switch_proposed", "switch_committed"])
+def test_a_proposer_that_dies_leaves_its_readers_at_one_version(
+    store: WeightStore, start: Callable[..., Child], point: str
 ) -> None:
-    """The readers decide without it: all serve version 2 afterwards, or all version 1."""
+    """The readers decide without it: all serve version 2 afterwards, or all version 1 unless it was committed."""
     readers = a_fleet(store, start, "g0", "g1")
-    proposer = start(a_proposer, store.url, 2, ["g0", "g1"], "switch_proposed")
-    assert proposer.hear() == "switch_proposed"
+    proposer = start(a_proposer, store.url, 2, ["g0", "g1"], point)
+    assert proposer.hear() == point
     proposer.kill()
     eventually(lambda: newest(store).state != "preparing")
-    wanted = 2 if newest(store).state == "committed" else 1
-    assert [said(reader, "catch up") for reader in readers] == [wanted, wanted]
-
-
-def test_a_proposer_that_dies_once_it_is_committed_has_switched_the_fleet(
-    store: WeightStore, start: Callable[..., Child]
-) -> None:
-    readers = a_fleet(store, start, "g0", "g1")
-    proposer = start(a_proposer, store.url, 2, ["g0", "g1"], "switch_committed")
-    assert proposer.hear() == "switch_committed"
-    proposer.kill()
-    assert [said(reader, "swap") for reader in readers] == [2, 2]
+    wanted = 2 if point == "switch_committed" or newest(store).state == "committed" else 1
+    order = "swap" if point == "switch_committed" else "catch up"
+    assert [said(reader, order) for reader in readers] == [wanted, wanted]
 
 
 def test_readers_settle_a_switch_of_another_host_that_went_silent(
@@ -156,9 +141,3 @@ def test_a_reader_that_restarts_catches_up_with_its_fleet_before_it_serves(
     assert said(again, "swap") in (2, "NotCaughtUp")
     assert said(again, "catch up") == 2, "not version 3, which was never committed"
     assert {each.id: each.served for each in store.readers()} == {"g0": 2, "g1": 2}
-
-
-def test_what_a_killed_reader_kept_is_let_go(store: WeightStore, start: Callable[..., Child]) -> None:
-    _, other = a_fleet(store, start, "g0", "g1")
-    other.kill()
-    eventually(lambda: [each.id for each in store.readers()] == ["g0"])

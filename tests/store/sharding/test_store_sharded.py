@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.comms.errors import Unsupported
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.source_tree import ROOT
@@ -59,6 +59,12 @@ def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name in found if not torch.equal(local(found[name]), local(expected[name]))]
 
 
+@pytest.fixture(scope="module")
+def of_two() -> Iterator[LocalCluster]:
+    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
+        yield cluster
+
+
 def test_any_mesh_is_published_and_any_mesh_filled(tmp_path: Path) -> None:
     """Every pair of layouts, over four ranks; and plain tensors filled from each."""
     url = f"sqlite:///{tmp_path}/job.sqlite"
@@ -83,7 +89,7 @@ def test_any_mesh_is_published_and_any_mesh_filled(tmp_path: Path) -> None:
         assert in_group(cluster, tmp_path, body) == [[]] * 4
 
 
-def test_plain_tensors_fill_a_mesh_and_replicas_are_given_once(tmp_path: Path) -> None:
+def test_plain_tensors_fill_a_mesh_and_replicas_are_given_once(of_two: LocalCluster, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/job.sqlite"
 
     def body(rank: int, size: int) -> tuple[list[str], int]:
@@ -106,13 +112,12 @@ def test_plain_tensors_fill_a_mesh_and_replicas_are_given_once(tmp_path: Path) -
             torch.distributed.barrier()
             return problems, sum(shard.replicas[0].handle.nbytes for shard in version.shards)
 
-    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
-        for problems, nbytes in in_group(cluster, tmp_path, body):
-            assert problems == []
-            assert 64 * 1024 * 4 < nbytes < 1.1 * 64 * 1024 * 4, "one rank gives each replica"
+    for problems, nbytes in in_group(of_two, tmp_path, body):
+        assert problems == []
+        assert 64 * 1024 * 4 < nbytes < 1.1 * 64 * 1024 * 4, "one rank gives each replica"
 
 
-def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(tmp_path: Path) -> None:
+def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(of_two: LocalCluster, tmp_path: Path) -> None:
     """Each rank stages and swaps its own shards."""
     url = f"sqlite:///{tmp_path}/job.sqlite"
 
@@ -128,22 +133,7 @@ def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(tmp_path: 
                 torch.distributed.barrier()
             return wrong(into, distributed("tensor parallel of two"))
 
-    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
-        assert in_group(cluster, tmp_path, body) == [[]] * 2
-
-
-def test_summands_are_no_weights(tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Partial
-
-        mesh = init_device_mesh("cpu", (1,))
-        partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-        with WeightStore(f"memory://{tmp_path}") as store, pytest.raises(Unsupported, match=r"'w'.*all-reduce"):
-            store.publish(1, {"w": partial})
-
-    with LocalCluster(1, "shm", environ=ENVIRON) as cluster:
-        in_group(cluster, tmp_path, body)
+    assert in_group(of_two, tmp_path, body) == [[]] * 2
 
 
 def test_the_example_loses_a_trainer_and_serves_its_version() -> None:

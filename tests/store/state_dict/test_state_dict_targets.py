@@ -205,20 +205,6 @@ def test_values_are_assigned_in_dicts_and_lists(state: dict[str, Any]) -> None:
     assert same(into, state)
 
 
-def test_an_optimizers_state_is_filled_in_place() -> None:
-    def optimizer(lr: float) -> torch.optim.Optimizer:
-        model = nn.Linear(3, 2)
-        made = torch.optim.AdamW(model.parameters(), lr=lr, betas=(lr, 0.5))
-        model(torch.ones(1, 3)).sum().backward()
-        made.step()
-        return made
-
-    theirs, mine = optimizer(0.25), optimizer(0.5)
-    into = mine.state_dict()
-    check(theirs.state_dict(), into)
-    assert into["param_groups"] == theirs.state_dict()["param_groups"]
-
-
 def test_values_that_cannot_be_assigned_are_refused_unless_they_are_equal() -> None:
     frozen = MappingProxyType({"lr": 0.1})
     check({"a": {"lr": 0.1}, "b": (1, 2)}, {"a": frozen, "b": (3, 4)})

@@ -15,7 +15,6 @@ from torch import nn
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.store import WeightStore
 from support.samples.scaled_tensor import Recipe, Rounding, ScaledTensor, scaled
-from support.weights.peers import make_importable
 from support.weights.state_dicts import bits, named_leaves, same, state_dicts
 
 
@@ -61,26 +60,6 @@ def test_subclasses_are_loaded_as_their_class_and_filled_in_place(store: WeightS
     assert list(store.load(1, "q.")) == ["q.weight.inner", "q.weight.scale"]
     with pytest.raises(Mismatch, match=r"'q.weight' is a ScaledTensor.* in the version, a plain tensor in `into`"):
         store.get(1, {"q": {"weight": torch.ones(2, 3)}, "bias": torch.zeros(2)})
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_quantized_by_torchao_serves_the_published_weights(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_importable("torchao", monkeypatch)
-    from torchao import quantization
-
-    def quantized() -> nn.Module:
-        model = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16), nn.Linear(64, 32, dtype=torch.bfloat16))
-        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-        return model
-
-    trained, serving, started = quantized(), quantized(), quantized()
-    store.publish(1, trained.state_dict())
-    store.get(1, serving.state_dict())
-    started.load_state_dict(store.load(1), assign=True)
-    x = torch.randn(3, 64, dtype=torch.bfloat16)
-    assert torch.equal(trained(x), serving(x)) and torch.equal(trained(x), started(x))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -6,34 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.comms.errors import CorruptData
 from holdfast.store import CorruptVersion, WeightStore
-
-
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    for _ in range(3):
-        model(torch.randn(4, 5)).sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def test_a_model_and_its_optimizer_are_loaded_as_they_were(store: WeightStore) -> None:
-    model, optimizer = trained()
-    store.publish(1, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3, "seed": None})
-    loaded = store.load(1)
-    assert loaded["step"] == 3 and loaded["seed"] is None
-    other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    other.load_state_dict(loaded["model"])
-    restored = torch.optim.AdamW(other.parameters())
-    restored.load_state_dict(loaded["optimizer"])
-    assert restored.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
-    for mine, theirs in zip(restored.state.values(), optimizer.state.values(), strict=True):
-        assert all(torch.equal(mine[name], theirs[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 def test_a_get_fills_tensors_and_replaces_values(store: WeightStore) -> None:
@@ -55,16 +30,6 @@ def test_tied_weights_are_published_once_and_tied_again(store: WeightStore) -> N
     assert all(torch.equal(each, weight) for each in apart.values())
 
 
-def test_all_faults_of_a_target_are_in_one_error_and_nothing_is_changed(store: WeightStore) -> None:
-    store.publish(1, {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4), "step": 1})
-    into = {"a": torch.zeros(3), "b": torch.zeros(4, dtype=torch.int32), "d": torch.zeros(1)}
-    with pytest.raises(Mismatch) as refused:
-        store.get(1, into)
-    for what in ("a float32[4]", "int32", "no 'd'", "also has 'c'", "'step'"):
-        assert what in str(refused.value), what
-    assert all(not bool(each.any()) for each in into.values())
-
-
 def corrupted(store: WeightStore) -> None:
     """Spoil the last piece of the only part."""
     (kept,) = store._replica_holder._kept.values()
@@ -79,7 +44,7 @@ def test_a_get_that_fails_changes_nothing_if_atomic_and_else_says_what_is_mixed(
     store.publish(1, state)
     corrupted(store)
     into = {name: torch.zeros(1 << 20) for name in state}
-    with pytest.raises(CorruptData) as failed:
+    with pytest.raises(CorruptData, match="wrong bytes") as failed:
         store.get(1, into, atomic=atomic)
     if atomic:
         assert all(not bool(each.any()) for each in into.values())
