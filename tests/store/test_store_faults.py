@@ -191,7 +191,7 @@ def test_a_publisher_whose_partner_dies_publishes_alone(url: str, start: Callabl
 
 
 def test_a_read_survives_the_death_of_a_holder(url: str, start: Callable[..., Child]) -> None:
-    size = 16 << 20
+    size = 8 << 20
     holders = [start(a_holder, url) for _ in range(2)]
     for holder in holders:
         holder.hear()

@@ -25,7 +25,7 @@ from holdfast.store.errors import CopyFailed, NoRoomOnDisk
 from holdfast.store.interop import dcp as interop
 from holdfast.store.interop.dcp import DcpDirectory, export_version, import_version
 from support.mutations import mutated
-from support.weights.bits import content, same
+from support.weights.state_dicts import content, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -24,7 +24,7 @@ from holdfast.store.interop.publish_copy import shares
 from holdfast.store.interop.safetensors import INDEX, SafetensorsDirectory, export_version, import_version
 from support.children import Child
 from support.mutations import mutated
-from support.weights.bits import content, same
+from support.weights.state_dicts import content, same
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -305,7 +305,7 @@ def private_bytes() -> int:
 
 
 def test_an_export_needs_memory_for_one_batch_only(url: str, tmp_path: Path, start: Callable[..., Child]) -> None:
-    state = {f"{number}": torch.randn(2 << 20) for number in range(40)}
+    state = {f"{number}": torch.ones(2 << 20) for number in range(24)}
     with WeightStore(url, replicas=1) as store:
         store.publish(1, state)
         grown = start(peak_of_export, url, tmp_path / "copy").hear(60.0)

@@ -11,22 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast.comms.errors import Mismatch
 from holdfast.store import AsyncFollower, AsyncLease, AsyncWeightStore, CallCancelled, Follower, Lease, WeightStore
 from holdfast.store.read.version_reader import VersionReader
 from support.waiting import eventually
+from support.weights.state_dicts import weights
 
 NOT_FOR_USERS = {"reset_in_child", "open_catalog"}
 
 
-def weights(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), value)}
-
-
 def run(body: Callable[[], Awaitable[None]]) -> None:
-    """Run a test's body; asyncio must have nothing to complain of, as of an error that no task asked for."""
+    """Run a test's body; asyncio must have nothing to complain of, and no thread be left."""
     complaints: list[dict[str, Any]] = []
 
     async def main() -> None:
@@ -34,8 +30,10 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
         await asyncio.wait_for(body(), 60.0)
         gc.collect()
 
+    before = set(threading.enumerate())
     asyncio.run(main())
     assert not complaints
+    eventually(lambda: not {each for each in threading.enumerate() if each.name.startswith("holdfast")} - before)
 
 
 def public(kind: type) -> dict[str, Any]:
@@ -238,21 +236,6 @@ def test_what_a_cancelled_call_got_is_given_back(tmp_path: Path, monkeypatch: py
                     assert catalog.pins == () and catalog.readers == ()
 
     run(body)
-
-
-def test_no_threads_are_left(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with AsyncWeightStore(f"memory://{tmp_path}") as store:
-            await store.publish(1, weights(1))
-            tasks = [asyncio.create_task(store.wait(9)) for _ in range(5)]
-            await asyncio.sleep(0.02)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-    before = set(threading.enumerate())
-    run(body)
-    eventually(lambda: not {each for each in threading.enumerate() if each.name.startswith("holdfast")} - before)
 
 
 def test_bad_arguments_are_refused_when_the_store_opens() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,7 @@ from holdfast.store.follow import follower as follower_module
 from holdfast.store.follow.staged_versions import StagedVersions
 from holdfast.store.follow.staging import StagingState
 from support.waiting import eventually
-from support.weights.state_dicts import bits
-
-
-def weights(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), value, dtype=torch.float64)}
-
-
-def value_of(state: Mapping[str, torch.Tensor]) -> float:
-    """The one value that all elements have."""
-    values = {float(value) for tensor in state.values() for value in tensor.detach().flatten().tolist()}
-    assert len(values) == 1, values
-    return values.pop()
+from support.weights.state_dicts import bits, value_of, weights
 
 
 def test_a_follower_prefetches_and_swaps_between_two_batches(store: WeightStore) -> None:

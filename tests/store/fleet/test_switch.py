@@ -12,8 +12,9 @@ from holdfast.comms.transport import liveness
 from holdfast.store import WeightStore
 from holdfast.store.catalog.fleet_records import Switch
 from support.children import Child
-from support.samples.fleet_processes import a_proposer, a_reader, weights
+from support.samples.fleet_processes import a_proposer, a_reader
 from support.waiting import eventually
+from support.weights.state_dicts import weights
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,25 +24,6 @@ State = dict[str, tuple[torch.Tensor, torch.Tensor]]
 def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(4, backend="shm", environ=ENVIRON) as found:
         yield found
-
-
-def placed_in_every_way() -> State:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    ways: list[Any] = [Replicate(), Shard(0), Shard(1), Shard(-1), _StridedShard(0, split_factor=2)]
-    ways.append(_StridedShard(1, split_factor=3))
-    tensors = [torch.arange(7.0 * 10).view(7, 10), torch.arange(3.0).view(1, 3), torch.empty(0, 4)]
-    found: State = {}
-    for number, tensor in enumerate(tensors):
-        for one, other in itertools.product(ways, ways):
-            split = distribute_tensor(tensor, mesh, (one, other), src_data_rank=None)
-            found[f"{number} {one} {other}"] = split, tensor
-            if not any(isinstance(way, _StridedShard) for way in (one, other)):  # else torch fails on uneven tensors
-                assert torch.equal(split.full_tensor(), tensor)
-    return found
 
 
 def fully_sharded_over_tensor_parallel() -> State:
@@ -111,7 +91,7 @@ def at(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in box)
 
 
-@pytest.mark.parametrize("make", [placed_in_every_way, fully_sharded_over_tensor_parallel, hybrid_sharded])
+@pytest.mark.parametrize("make", [fully_sharded_over_tensor_parallel, hybrid_sharded])
 def test_the_blocks_of_four_processes_are_their_local_tensors_and_make_up_the_whole(
     cluster: LocalCluster, tmp_path: Path, make: Callable[[], State]
 ) -> None:

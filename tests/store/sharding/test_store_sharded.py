@@ -136,6 +136,7 @@ def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(of_two: Lo
     assert in_group(of_two, tmp_path, body) == [[]] * 2
 
 
+@pytest.mark.thorough
 def test_the_example_loses_a_trainer_and_serves_its_version() -> None:
     example = ROOT / "examples" / "fsdp_to_tensor_parallel.py"
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120, check=False)

@@ -69,15 +69,17 @@ def test_all_faults_are_in_one_error_of_the_worst_kind() -> None:
         "a": torch.ones(5),
         "c": torch.ones(1),
         "meta": torch.ones(2, device="meta"),
+        "sparse": torch.zeros(4).to_sparse(),
         "x": {1, 2},
         "lr": (1, torch.ones(1)),
     }
-    version = {**WEIGHTS, "meta": torch.ones(2), "x": 1.0, "lr": (2, torch.ones(1))}
+    version = {**WEIGHTS, "meta": torch.ones(2), "sparse": torch.ones(4), "x": 1.0, "lr": (2, torch.ones(1))}
     with pytest.raises(TypeError) as caught:
         check(version, into)
     message = str(caught.value)
     for words in (
-        "6 faults", "'meta' is a meta tensor", "'x' is a set", "float32[5]", "no 'c'", "also has 'b'",
+        "7 faults", "'meta' is a meta tensor", "'sparse' is a tensor of layout",
+        "'x' is a set", "float32[5]", "no 'c'", "also has 'b'",
         "'lr.0' of `into` is in a tuple, which cannot be changed",
     ):  # fmt: skip
         assert words in message

@@ -30,7 +30,7 @@ from support.waiting import eventually
 
 run = asyncio.run
 Start = Callable[..., Child]
-LARGE = 20 << 20
+LARGE = 8 << 20
 
 
 def call(child: Child, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
+
+from holdfast.store import WeightStore
 
 Tensor = torch.Tensor
 
@@ -48,6 +51,24 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, complex):
         return same(one.real, other.real) and same(one.imag, other.imag)
     return bool(one == other)
+
+
+def content(store: WeightStore, version: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a version, read into tensors like those given."""
+    into = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+    store.get(version, into)
+    return into
+
+
+def weights(value: float = 1.0, size: int = 1000) -> dict[str, Tensor]:
+    """Two tensors of two dtypes, of which all elements have one value."""
+    return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), float(value), dtype=torch.float64)}
+
+
+def value_of(state: Mapping[str, Tensor]) -> float:
+    """The one value that all elements have."""
+    (value,) = {float(value) for tensor in state.values() for value in tensor.detach().unique()}
+    return value
 
 
 @st.composite
