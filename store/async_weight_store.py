@@ -13,6 +13,7 @@ from holdfast.comms.quantities import seconds_or
 from holdfast.store.async_calls import AsyncCalls
 from holdfast.store.casts.wire_cast import CastName
 from holdfast.store.catalog.fleet_records import Reader
+from holdfast.store.catalog.fleet_targets import Digests
 from holdfast.store.catalog.records import Holder, Spread
 from holdfast.store.follow.follower import Follower
 from holdfast.store.follow.switch import SwitchResult
@@ -240,6 +241,10 @@ class AsyncWeightStore:
     async def versions(self) -> list[int]:
         """See `WeightStore.versions`."""
         return await self._run("versions", lambda store: store.versions())
+
+    async def digests(self, version: int) -> Digests:
+        """See `WeightStore.digests`."""
+        return await self._run("digests", lambda store: store.digests(version))
 
     async def holders(self, version: int | Literal["latest"] = "latest") -> tuple[Holder, ...]:
         """See `WeightStore.holders`."""
