@@ -114,14 +114,6 @@ def test_a_host_that_comes_back_earlier_has_its_replicas_still() -> None:
     assert list(transitions.moved(catalog, back)) == [("host_back", "south")]
 
 
-def test_the_last_replica_of_a_version_stays_listed_on_a_host_that_is_away() -> None:
-    catalog = transitions.hosts_away(published(SOUTH, NORTH, replicas=1), {"south"})
-    assert catalog.visible() == (1,) and kept_by(catalog) == [SOUTH.id]
-    assert not list(transitions.missing(catalog, NORTH.id)), "there is nothing to copy from"
-    died = transitions.remove_dead_holders(catalog, {SOUTH.peer})
-    assert died.lost == (1,) and died.away == ()
-
-
 def test_what_a_host_was_still_publishing_goes_with_it() -> None:
     catalog = transitions.join(transitions.join(Catalog(), NORTH), SOUTH)
     first = Shard(0, b"x" * 16, 50, SOUTH.id, (replica(SOUTH),))

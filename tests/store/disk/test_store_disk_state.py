@@ -1,4 +1,4 @@
-"""What else a state dict holds, on disk: nesting, values, ties and parameters, in both formats."""
+"""Versions on disk in both formats: what comes back of a state dict, and which directories and disks are refused."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import torch.distributed.checkpoint as plain_dcp
 from safetensors.torch import load_file
 from torch import nn
 
+from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.harness.testbed.small_disk import small_disk
 from holdfast.store import WeightStore
+from holdfast.store.errors import CopyFailed, NoRoomOnDisk
 from holdfast.store.interop import dcp, safetensors
 from holdfast.store.interop.formats import import_version
+from support.weights.state_dicts import content, of_many_dtypes, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -82,6 +86,17 @@ def test_a_training_state_comes_back_as_it_was(
     assert digests(other, 1) == digests(store, 1), "the same version, for every process of both stores"
 
 
+def test_tensors_of_many_dtypes_come_back_bit_by_bit(
+    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    state = of_many_dtypes()
+    store.publish(3, state)
+    export_version(store, 3, tmp_path / "copy")
+    assert import_version(other, tmp_path / "copy") == 3
+    found = content(other, 3, state)
+    assert all(same(found[name], state[name]) for name in state)
+
+
 def test_parameters_come_back_as_parameters(
     store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
 ) -> None:
@@ -137,3 +152,45 @@ def test_tensors_in_tuples_are_found_by_plain_dcp_by_their_names(store: WeightSt
     plain_dcp.load(into, storage_reader=plain_dcp.FileSystemReader(tmp_path / "copy"), no_dist=True)
     assert torch.equal(into["pair.0"], pair[0]) and torch.equal(into["pair.1"], pair[1])  # type: ignore[arg-type]
     assert into["step"] == 3
+
+
+# -- what is refused, in both formats
+
+
+def test_a_full_disk_is_a_typed_error_and_leaves_nothing(
+    store: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    store.publish(1, {"a": torch.ones(500_000)})
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        for megabytes in (1.0, 2.0):  # the second has room for the tensor, but not for all that stands beside it
+            with small_disk(disk, megabytes):
+                with pytest.raises(NoRoomOnDisk, match="2000000 bytes" if megabytes == 1.0 else ""):
+                    export_version(store, 1, disk / "copy")
+                assert not list(disk.iterdir())
+    except Unsupported as error:
+        pytest.skip(str(error))
+
+
+def test_a_changed_byte_is_found_by_the_checksum_of_its_tensor(
+    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    store.publish(3, {"a": torch.full((1000,), 3.0)})
+    export_version(store, 3, tmp_path / "copy")
+    (path,) = (each for each in (tmp_path / "copy").iterdir() if each.suffix in (".safetensors", ".distcp"))
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((100,), 3.0).numpy().tobytes()) + 20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptData, match="other bytes than were exported, in a"):
+        import_version(other, tmp_path / "copy")
+    assert other.versions() == []
+
+
+@pytest.mark.parametrize("import_copy", [safetensors.import_version, dcp.import_version])
+def test_a_directory_without_weights_is_an_error(
+    store: WeightStore, tmp_path: Path, import_copy: Callable[..., int]
+) -> None:
+    for directory in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CopyFailed):
+            import_copy(store, directory, 1)

@@ -15,17 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.ft.state.boxes import Box, count_of, whole
+from holdfast.ft.state.boxes import count_of, whole
 from holdfast.store.sharding.giving import Given, given
 from holdfast.store.sharding.placed_tensor import PlacedTensor, place
 from holdfast.store.sharding.placements import LocalBlock
-from support.weights.layouts import Shape, Sizes, as_rank, meshes, placements, shapes
+from support.weights.layouts import Shape, Sizes, as_rank, meshes, part, placements, shapes
 
 State = dict[str, torch.Tensor]
-
-
-def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple(slice(low, high) for low, high in box)]
 
 
 def split(tensor: torch.Tensor, mesh: DeviceMesh, *how: Any) -> DTensor:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.ft.state.boxes import Box, whole
+from holdfast.ft.state.boxes import whole
 from holdfast.store.sharding.name_map import Layout
 from holdfast.store.sharding.name_patterns import fill, match
 from holdfast.store.sharding.name_rules import Component, NameRule
 from holdfast.store.sharding.placements import Blocks, LocalBlock, blocks_of, cuts_of, local_shape
 from holdfast.store.sharding.plan import PartBox, plan
-from support.weights.layouts import coordinates, meshes, placements
+from support.weights.layouts import at, coordinates, meshes, placements
 
 State = dict[str, torch.Tensor]
 
@@ -29,10 +29,6 @@ State = dict[str, torch.Tensor]
 class Wanted:
     shape: tuple[int, ...]
     blocks: Blocks
-
-
-def at(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(low, high) for low, high in box)
 
 
 def shapes_of(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

@@ -13,13 +13,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from holdfast.comms.errors import Unsupported
-from holdfast.ft.state.boxes import Box, common, count_of, cover, within, without
+from holdfast.ft.state.boxes import common, count_of, cover, within, without
 from holdfast.store.sharding.placements import LocalBlock, blocks_of, cuts_of, in_cutting_order, local_shape
-from support.weights.layouts import Shape, Sizes, coordinates, meshes, placements, shapes, torchs_local
-
-
-def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple(slice(low, high) for low, high in box)]
+from support.weights.layouts import Shape, Sizes, coordinates, meshes, part, placements, shapes, torchs_local
 
 
 @given(meshes, shapes, st.data())

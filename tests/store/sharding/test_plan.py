@@ -15,14 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import Mismatch
-from holdfast.ft.state.boxes import Box, count_of, shape_of, whole
+from holdfast.ft.state.boxes import count_of, shape_of, whole
 from holdfast.store.sharding.placements import Blocks, LocalBlock, blocks_of, cuts_of, local_shape
 from holdfast.store.sharding.plan import BoxCopy, BoxTarget, PartBox, plan
-from support.weights.layouts import Shape, Sizes, coordinates, meshes, placements, shapes
-
-
-def at(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(low, high) for low, high in box)
+from support.weights.layouts import Shape, Sizes, at, coordinates, meshes, placements, shapes
 
 
 def targets(blocks: Mapping[str, Blocks]) -> list[BoxTarget]:

@@ -47,7 +47,7 @@ def distributed(kind: str, blank: bool = False) -> dict[str, Any]:
     for name in SHAPES:
         if "strided" in words and name != "weight":  # torch distributes only what the mesh divides evenly
             continue
-        tensor = distribute_tensor(values(name), mesh, [known[word] for word in words])
+        tensor = distribute_tensor(values(name), mesh, [known[word] for word in words], src_data_rank=None)
         found[name] = torch.zeros_like(tensor) if blank else tensor
     return found
 
@@ -70,16 +70,16 @@ def test_any_mesh_is_published_and_any_mesh_filled(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/job.sqlite"
 
     def body(rank: int, size: int) -> list[str]:
-        problems = []
+        problems, given = [], {kind: distributed(kind) for kind in MESHES}
         with WeightStore(url, replicas=1, keep=1) as store:
             for version, source in enumerate(MESHES):
-                store.publish(version, distributed(source))
+                store.publish(version, given[source])
                 store.wait(version)
                 loaded = store.load(version)
                 for target in MESHES:
-                    into = {name: tensor for name, tensor in distributed(target, blank=True).items() if name in loaded}
+                    into = {name: torch.zeros_like(each) for name, each in given[target].items() if name in loaded}
                     store.get(version, into, strict=False)
-                    problems += [f"{source} to {target}: {name}" for name in wrong(into, distributed(target))]
+                    problems += [f"{source} to {target}: {name}" for name in wrong(into, given[target])]
                 whole = {name: values(name) for name in loaded}
                 problems += [f"{source} to none: {name}" for name in wrong(loaded, whole)]
                 torch.distributed.barrier()

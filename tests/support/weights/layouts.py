@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from holdfast.ft.state.boxes import Box
+
 Sizes = tuple[int, ...]
 Shape = tuple[int, ...]
 
@@ -32,6 +34,15 @@ def placements(sizes: Sizes, dims: int) -> st.SearchStrategy[tuple[Any, ...]]:
         strided = st.builds(lambda at, chunks: _StridedShard(at, split_factor=chunks), dim, st.integers(1, 6))
         one = st.one_of(one, dim.map(Shard), strided)
     return st.tuples(*[one] * len(sizes))
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    """The index of a box."""
+    return tuple(slice(low, high) for low, high in box)
+
+
+def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[at(box)]
 
 
 def coordinates(sizes: Sizes) -> list[tuple[int, ...]]:

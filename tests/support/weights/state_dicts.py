@@ -65,6 +65,18 @@ def weights(value: float = 1.0, size: int = 1000) -> dict[str, Tensor]:
     return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), float(value), dtype=torch.float64)}
 
 
+def of_many_dtypes() -> dict[str, Tensor]:
+    """Tensors of each dtype that safetensors has, of odd shapes, and some that need more than one file."""
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+    eights = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+    signed = (torch.int8, torch.int16, torch.int32, torch.int64)
+    unsigned = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+    state = {str(dtype): torch.randn(13, 3).abs().to(dtype) for dtype in (*floats, *eights, *signed, *unsigned)}
+    layers = {f"layers.{number}.weight": torch.randn(100, 200) for number in range(12)}
+    odd = {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "bool": torch.rand(7) > 0.5}
+    return {**state, **layers, **odd}
+
+
 def value_of(state: Mapping[str, Tensor]) -> float:
     """The one value that all elements have."""
     (value,) = {float(value) for tensor in state.values() for value in tensor.detach().unique()}
