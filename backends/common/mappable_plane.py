@@ -72,4 +72,4 @@ def _check_open(plane: str, place: TableAddress) -> None:
 def place_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """The memfd that a tensor lies in, and its first byte there; None if it is other memory."""
     descriptor = descriptor_of(tensor)
-    return None if descriptor is None else (descriptor, tensor.data_ptr() - tensor.untyped_storage().data_ptr())
+    return None if descriptor is None else (int(descriptor), tensor.data_ptr() - tensor.untyped_storage().data_ptr())

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import struct
@@ -29,7 +28,9 @@ import msgspec
 
 from holdfast.comms._native import Words
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.file_io import read_at
+from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
 
@@ -92,16 +93,16 @@ class RegionTable:
 
     def __init__(self, owner: Peer) -> None:
         self._owner = owner
-        self._file = open(os.memfd_create(_NAME, os.MFD_CLOEXEC), "r+b", buffering=0)  # noqa: SIM115, PTH123
-        self._file.truncate(_SLOTS_AT + SLOTS * _SLOT_BYTES)
-        memory = mmap.mmap(self._file.fileno(), 0)
+        self._file = OwnedDescriptor(os.memfd_create(_NAME, os.MFD_CLOEXEC))
+        os.ftruncate(self._file, _SLOTS_AT + SLOTS * _SLOT_BYTES)
+        memory = map_file(self._file, _SLOTS_AT + SLOTS * _SLOT_BYTES)
         self._words = Words(memory)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._id = secrets.randbits(64)
         self._generation = secrets.randbits(62)
         self._used = 0
         self._free: list[int] = []
-        self._file.write(_HEADER.pack(_MAGIC, owner.pid, owner.started, self._base, self._id))
+        os.pwrite(self._file, _HEADER.pack(_MAGIC, owner.pid, owner.started, self._base, self._id), 0)
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -120,7 +121,7 @@ class RegionTable:
         words, row = self._words, _row(slot)
         words[row + 1], words[row + 2], words[row + 3] = address, nbytes, WRITABLE if writable else 0
         words[row] = self._generation
-        return TableAddress(self._owner, self._file.fileno(), self._id, slot, self._generation)
+        return TableAddress(self._owner, int(self._file), self._id, slot, self._generation)
 
     def invalidate(self, slot: int) -> bool:
         """Invalidate a slot: no block of its region is copied whole any more.
@@ -133,12 +134,12 @@ class RegionTable:
     def wait_for_writers(self, slot: int) -> None:
         """Wait until no process writes to the region of an invalidated slot. Needs no lock. Raises `OpTimeout`."""
         began = time.monotonic()
-        while not _lock(self._file.fileno(), fcntl.F_WRLCK, slot):
+        while not _lock(self._file, fcntl.F_WRLCK, slot):
             waited = time.monotonic() - began
             if waited > WRITER_SECONDS:
                 raise OpTimeout("closing a region that another process is writing to", slot, waited)
             time.sleep(0.0002)
-        _lock(self._file.fileno(), fcntl.F_UNLCK, slot)
+        _lock(self._file, fcntl.F_UNLCK, slot)
 
     def free(self, slot: int) -> None:
         """Release an invalidated slot for reuse."""

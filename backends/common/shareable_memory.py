@@ -22,6 +22,7 @@ import torch
 
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
@@ -42,7 +43,7 @@ MOST_MAPPED = 256
 """The number of mappings that are kept for further reads: of each publisher of a mesh, all memory that it reuses."""
 
 _lock = shared_lock()
-_descriptors: dict[tuple[int, int], int] = {}
+_descriptors: dict[tuple[int, int], OwnedDescriptor] = {}
 """The memfd of each shareable memory, by process and address of the storage."""
 
 
@@ -63,21 +64,21 @@ def allocate_shareable(nbytes: int) -> torch.Tensor:
         os.close(descriptor)
         raise
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
-    key = os.getpid(), address
+    key, owned = (os.getpid(), address), OwnedDescriptor(descriptor)
     _touch(address, size, _POPULATE_WRITE)
     with _lock:
-        _descriptors[key] = descriptor
-    weakref.finalize(memory, _forget, key, descriptor).atexit = False
+        _descriptors[key] = owned
+    weakref.finalize(memory, _forget, key, owned).atexit = False
     return tensor
 
 
-def _forget(key: tuple[int, int], descriptor: int) -> None:
+def _forget(key: tuple[int, int], descriptor: OwnedDescriptor) -> None:
     with _lock:
         _descriptors.pop(key, None)
-    os.close(descriptor)
+    descriptor.close()
 
 
-def descriptor_of(tensor: torch.Tensor) -> int | None:
+def descriptor_of(tensor: torch.Tensor) -> OwnedDescriptor | None:
     """The memfd that holds the storage of a tensor of this process; None if it is other memory."""
     with _lock:
         return _descriptors.get((os.getpid(), tensor.untyped_storage().data_ptr()))
@@ -88,6 +89,8 @@ def is_lent(tensor: torch.Tensor) -> bool:
     descriptor = descriptor_of(tensor)
     if descriptor is None:
         return False
+    if not descriptor.ours:
+        return True  # another part of this process closed it: nobody can say
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,7 +113,7 @@ class OpenMemory:
         try:
             if not str(path.readlink()).startswith(f"/memfd:{_NAME} "):
                 raise RegionGone(gone)
-            self._descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+            self._descriptor = OwnedDescriptor(os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC))
         except PermissionError as error:
             hint = "run all processes as one user"
             raise BackendUnavailable(plane, f"memory of process {owner.pid} may not be mapped", hint) from error
@@ -122,10 +125,10 @@ class OpenMemory:
             if not fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise CorruptData(f"process {owner.pid} offers memory that may shrink: a forged handle")
         except ProcessLookupError:
-            os.close(self._descriptor)
+            self._descriptor.close()
             raise RegionGone(gone) from None
         except BaseException:
-            os.close(self._descriptor)
+            self._descriptor.close()
             raise
 
     def hold(self) -> None:
@@ -167,7 +170,7 @@ class OpenMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        self._descriptor.close()
 
 
 class MappedMemory:

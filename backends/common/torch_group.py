@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from holdfast.comms.errors import HoldfastError, PeerFailed
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import Liveness
 
@@ -36,8 +37,8 @@ class TorchGroup(Transport):
         self._error: HoldfastError | None = None
         self._group: Any = None
         self._liveness = Liveness(context.peers, context.rank)
-        self._ending = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._ending = threading.RLock()  # a signal handler may abort in the middle of an abort
+        self._wake, self._watching = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC)), True
         self._watcher: threading.Thread | None = None
 
     @abstractmethod
@@ -77,17 +78,18 @@ class TorchGroup(Transport):
         self._watcher.start()
 
     def _watch(self) -> None:
-        while self._liveness.wait(self._wake, self._look_seconds):
+        while self._liveness.wait(self._wake, self._look_seconds) and self._watching:
             if dead := self._liveness.dead():
                 self.abort(PeerFailed(dead, "the kernel says that the process is gone"))
             elif (failure := self._own_failure()) is not None:
                 self.abort(failure)
 
     def _forget_peers(self) -> None:
+        self._watching = False
         if self._watcher is not None:
-            os.eventfd_write(self._wake, 1)
+            self._wake.wake()
             self._watcher.join()
-        os.close(self._wake)
+        self._wake.close()
         self._liveness.close()
 
     def abort(self, error: HoldfastError) -> None:

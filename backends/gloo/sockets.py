@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import socket
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.comms.system.descriptors import OwnedDescriptor
 
 _BPF_RETURN = 0x06  # BPF_RET | BPF_K
 _SO_ATTACH_FILTER = 26
@@ -28,60 +32,62 @@ def sockets() -> set[tuple[int, int]]:
     return found
 
 
-@contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Use a descriptor that gloo owns as a socket; OSError if it is closed."""
-    borrowed = socket.socket(fileno=os.dup(number))
-    try:
-        yield borrowed
-    finally:
-        borrowed.close()
+def find_sockets(
+    published: Sequence[bytes], fetched: Sequence[bytes]
+) -> tuple[list[OwnedDescriptor], list[OwnedDescriptor]]:
+    """Duplicates of a group's listeners, and of its connections, by the addresses that gloo itself published.
+
+    A group listens at ports of its own, and other threads may open sockets at the same time: a listener is the group's
+    if its address is in `published`, a connection if it was accepted there, or goes to an address in `fetched`.
+    """
+    listeners, connections = [], []
+    for number, inode in sockets():
+        try:
+            each = socket.socket(fileno=os.dup(number))
+        except OSError:
+            continue  # closed since
+        try:
+            if os.fstat(each.fileno()).st_ino != inode or each.family not in _INTERNET:
+                continue
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if _is_named(each, each.getsockname(), published):
+                    listeners.append(OwnedDescriptor(os.dup(each.fileno())))
+            elif _is_named(each, each.getsockname(), published) or _is_named(each, each.getpeername(), fetched):
+                connections.append(OwnedDescriptor(os.dup(each.fileno())))
+        except OSError:
+            pass  # not connected
+        finally:
+            each.close()
+    return listeners, connections
 
 
-def is_listening(number: int) -> bool:
-    with _borrowed(number) as each:
-        return each.family in _INTERNET and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _is_named(each: socket.socket, address: tuple[Any, ...], texts: Sequence[bytes]) -> bool:
+    """Whether one of `texts`, which hold a `struct sockaddr` among other bytes, names an address."""
+    start = struct.pack("=H", each.family) + struct.pack(">H", address[1])
+    host = socket.inet_pton(each.family, address[0].partition("%")[0])
+    host_at = 4 if each.family == socket.AF_INET else 8
+    return any(
+        text[found.start() + host_at :].startswith(host)
+        for text in texts
+        for found in re.finditer(re.escape(start), text, re.DOTALL)
+    )
 
 
-def name_of(number: int) -> tuple[str, int]:
-    """The address and port that a socket is bound to."""
-    with _borrowed(number) as each:
-        address = each.getsockname()
-        return str(address[0]), int(address[1])
-
-
-def refuse_connections(number: int) -> None:
+def refuse_connections(listener: OwnedDescriptor) -> None:
     """Make a listening socket refuse further connections; accepted ones stay.
 
     A socket filter makes the kernel drop all that arrives. The socket cannot be closed: gloo's own loop still uses it.
     """
     accept_nothing = struct.pack("HBBI", _BPF_RETURN, 0, 0, 0)
     program = ctypes.create_string_buffer(accept_nothing)
-    with _borrowed(number) as each:
+    with contextlib.closing(socket.socket(fileno=os.dup(listener))) as each:
         filters = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
         each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
 
 
-def duplicates(listening: set[tuple[str, int]], theirs: set[tuple[str, int]]) -> list[socket.socket]:
-    """Duplicates of the connections that this group accepted (at `listening`) or opened (to `theirs`).
-
-    Each group listens at ports of its own, so groups may be made side by side.
-    """
-    found = []
-    for number, _ in sockets():
-        try:
-            each = socket.socket(fileno=os.dup(number))
-        except OSError:
-            continue
-        try:
-            if (
-                each.family in _INTERNET
-                and (each.getsockname()[:2] in listening or each.getpeername()[:2] in theirs)
-                and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            ):
-                found.append(each)
-                continue
-        except OSError:
-            pass  # not connected
-        each.close()
-    return found
+def shut_down(connection: OwnedDescriptor) -> None:
+    """End a connection, which ends the ops that use it, unless the number names another socket by now."""
+    with contextlib.suppress(OSError):
+        if connection.ours:
+            with contextlib.closing(socket.socket(fileno=os.dup(connection))) as each:
+                each.shutdown(socket.SHUT_RDWR)

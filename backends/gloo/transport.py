@@ -9,7 +9,6 @@ of bytes.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,17 +16,17 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.gloo import message_headers
+from holdfast.backends.gloo.connecting import abandoned_groups, connect_group
 from holdfast.backends.gloo.errors import meaning_of
-from holdfast.backends.gloo.sockets import duplicates, is_listening, name_of, refuse_connections, sockets
+from holdfast.backends.gloo.sockets import shut_down, sockets
 from holdfast.comms import _native, arithmetic
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again, describe
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins.spec import (
@@ -38,10 +37,10 @@ from holdfast.comms.plugins.spec import (
     Unavailable,
     hookimpl,
 )
-from holdfast.comms.rendezvous import fetch_as
 from holdfast.comms.system import forks
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.interruptible import run_interruptible
-from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
+from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context, Form
 
@@ -72,22 +71,12 @@ _NATIVE_OPS = {
 _GRACE_SECONDS = 0.2
 """How long an op waits, after its connection broke, for the kernel to report a dead process."""
 
-_CONNECT_SECONDS = 5.0
-"""The time limit for connecting once all ranks are there.
-
-If a rank dies then, the blocked call is abandoned after that time.
-"""
-
 _WAIT_SECONDS = 0.02
 _WAIT = timedelta(seconds=_WAIT_SECONDS)
 """How long one wait lasts before it checks for an abort; usually an aborted op ends with its connections."""
 
 _OPTIONS = 256
 """The number of cached options."""
-
-_making_device = threading.Lock()
-_forgotten: list[Any] = []
-"""Groups with an op that never ends: to destroy one would wait for it."""
 
 
 class GlooTransport(TorchGroup):
@@ -96,73 +85,22 @@ class GlooTransport(TorchGroup):
     ends_before_exit = True
 
     def __init__(self, context: Context) -> None:
-        self._sockets: list[socket.socket] = []
+        self._sockets: list[OwnedDescriptor] = []
         self._options: dict[tuple[Any, ...], Any] = {}
         super().__init__(context)
         try:
-            self._group = self._make_group(context)
+            connected = connect_group(context, self._liveness)
         except BaseException:
             self._forget_peers()
             raise
+        self._group, self._sockets = connected.group, connected.connections
         forks.reset_in_children(self)
         self._watch_peers("gloo")
 
     def reset_in_child(self) -> None:
         """Close the connections in a forked child: otherwise they would stay up when its parent dies."""
-        inodes = {os.fstat(each.fileno()).st_ino for each in self._sockets if each.fileno() >= 0}
+        inodes = {os.fstat(each).st_ino for each in self._sockets if each.ours}
         forks.replace_by_dev_null(number for number, inode in sockets() if inode in inodes)
-
-    def _make_group(self, context: Context) -> Any:
-        gloo: Any = dist.ProcessGroupGloo
-        settings = gloo._Options()
-        one_host = len({peer.host for peer in context.peers}) == 1
-        with _making_device:
-            before = sockets()
-            settings._devices = [_device(one_host, context.address)]
-            doors = [number for number, _ in sockets() - before if is_listening(number)]
-            listening = {name_of(number) for number in doors}
-        context.store.set(f"listens/{self.rank}", msgspec.json.encode(sorted(listening)).decode())
-        theirs: set[tuple[str, int]] = set()
-        for rank in range(self.size):
-            if rank != self.rank:
-                kind = list[tuple[str, int]]
-                theirs.update(fetch_as(context.store, f"listens/{rank}", kind, context.deadline, self._liveness))
-        began = time.monotonic()
-        limit = max(min(context.deadline - began, _CONNECT_SECONDS), 0.001)
-        settings._timeout = timedelta(seconds=limit)
-        settings._threads = 2
-
-        def look() -> None:
-            if (error := context.over()) is not None:
-                raise again(error)
-            if dead := self._liveness.dead():
-                raise PeerFailed(dead, "its process ended while the ranks connected")
-
-        def make() -> Any:
-            group = gloo(context.store, self.rank, self.size, settings)
-            group.barrier(
-                options(dist.BarrierOptions, settings._timeout)
-            ).wait()  # a rank that is done may close at once
-            return group
-
-        try:
-            group = run_interruptible(make, look)
-        except HoldfastError:
-            raise
-        except RuntimeError as error:
-            if (
-                cause := local_cause(error, "connecting over gloo") or out_of_descriptors("connecting over gloo")
-            ) is not None:
-                raise cause from error
-            if time.monotonic() - began >= limit:
-                raise OpTimeout("connect", 0, limit) from error
-            self._liveness.wait(self._wake, _GRACE_SECONDS)
-            look()
-            raise PeerFailed((), f"connecting lost a connection: {str(error).splitlines()[0]}") from error
-        for door in doors:
-            refuse_connections(door)
-        self._sockets = duplicates(listening, theirs)
-        return group
 
     # -- running and ending an op
 
@@ -261,7 +199,7 @@ class GlooTransport(TorchGroup):
                 if left <= _WAIT_SECONDS:
                     raise
                 if aborted:
-                    _forgotten.append(self._group)
+                    abandoned_groups.append(self._group)
                     raise
                 aborted = self._error is not None
 
@@ -286,14 +224,11 @@ class GlooTransport(TorchGroup):
 
     def _end_group(self) -> None:
         for each in self._sockets:
-            try:
-                each.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+            shut_down(each)
 
     def _release_group(self) -> None:
         if self.interrupted:
-            _forgotten.append(self._group)
+            abandoned_groups.append(self._group)
         del self._group
         with self._ending:
             for each in self._sockets:
@@ -440,22 +375,6 @@ def _limit(left: float) -> timedelta:
 def _movable(tensor: Tensor) -> Tensor:
     """View a contiguous tensor in a form that gloo moves: as bytes, if it does not know the dtype."""
     return tensor if tensor.dtype in _NATIVE_DTYPES else bytes_of(tensor)
-
-
-def _device(one_host: bool, address: str) -> Any:
-    """The gloo device: loopback if all ranks are on one host, else GLOO_SOCKET_IFNAME, `address`, or gloo's choice.
-
-    Not lazy: after the group is connected, its sockets accept no further connections.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    interface = "lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
-        return gloo.create_device(interface=interface, lazy_init=False)
-    return (
-        gloo.create_device(hostname=address, lazy_init=False)
-        if address
-        else gloo.create_default_device(lazy_init=False)
-    )
 
 
 def _combine(inputs: Sequence[Tensor], output: Tensor, op: ReduceOp) -> None:

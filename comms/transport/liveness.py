@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError, again
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.file_io import read_all
 from holdfast.comms.system.local_causes import resource_exhausted
 from holdfast.comms.transport.base import Peer
@@ -24,7 +26,10 @@ Processes with different values treat each other as remote: they use only what a
 
 
 _LOOK_SECONDS = 0.05
-"""The polling interval where pidfds are not available."""
+"""The polling interval where pidfds are not available, and that of the check that they are still ours."""
+
+_IDLE_SECONDS = 0.5
+"""The longest that a wait goes on without that check."""
 
 
 @functools.cache
@@ -157,18 +162,20 @@ class Liveness:
     ) -> None:
         self._over = over
         self._unopened = {peer_rank: peer for peer_rank, peer in enumerate(peers) if peer_rank != rank}
-        self._lock = threading.RLock()  # a signal's handler that aborts may look, too
-        self._ranks: dict[int, int] = {}
+        self._lock = threading.RLock()  # a signal's handler that aborts or closes comes in at any step, too
+        self._ranks: dict[OwnedDescriptor, int] = {}
+        self._closed = False
         self._dead: set[int] = set()
         self._waited_for = 0
         self._looked_at: dict[int, Peer] = {}
+        self._peers, self._next_check = peers, 0.0
         self._poll = select.poll()
 
     def _open(self) -> None:
         """Open a pidfd for each peer that has none yet. The caller holds the lock."""
-        while self._unopened:
-            peer_rank, peer = self._unopened.popitem()
-            if peer.host != this_host() or peer.pid == os.getpid():
+        for peer_rank in list(self._unopened):
+            peer = self._unopened.pop(peer_rank, None)
+            if peer is None or peer.host != this_host() or peer.pid == os.getpid():
                 continue
             try:
                 fd = open_pidfd(peer)
@@ -181,8 +188,10 @@ class Liveness:
             if fd is None:
                 self._dead.add(peer_rank)
             else:
-                self._ranks[fd] = peer_rank
+                self._ranks[OwnedDescriptor(fd)] = peer_rank
                 self._poll.register(fd, select.POLLIN)
+        if self._closed:  # by a handler, meanwhile
+            self.close()
 
     def dead(self) -> tuple[int, ...]:
         """The ranks of processes that have ended, in order. From any thread."""
@@ -190,55 +199,91 @@ class Liveness:
             raise again(error)
         with self._lock:
             self._open()
+            self._drop_lost()
             if self._ranks:
                 self._note(self._poll.poll(0))
             self._look()
             return tuple(sorted(self._dead))
 
-    def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
+    def wait(self, wake_fd: OwnedDescriptor, seconds: float | None = None) -> bool:
         """Block until a watched process ends, `seconds` are over, or `wake_fd` is readable; False in the last case.
 
-        The first wait ends at once if a process had ended before. From one thread at a time.
+        The first wait ends at once if a process had ended before. It may end without a cause, and does soon after
+        `wake_fd` was closed by another part of the program. From one thread at a time.
         """
         watched = select.poll()  # not self._poll: another thread may call dead() during the wait
         watched.register(wake_fd, select.POLLIN)
         with self._lock:
             self._open()
+            self._drop_lost()
             if len(self._dead) > self._waited_for:
                 self._waited_for = len(self._dead)
                 return True
-            for fd, peer_rank in self._ranks.items():
+            for fd, peer_rank in list(self._ranks.items()):
                 if peer_rank not in self._dead:
                     watched.register(fd, select.POLLIN)
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if end is None else max(end - time.monotonic(), 0.0)
-            pause = min(left if left is not None else _LOOK_SECONDS, _LOOK_SECONDS) if self._looked_at else left
-            ready = watched.poll(None if pause is None else pause * 1000)
+            interval = _LOOK_SECONDS if self._looked_at else _IDLE_SECONDS
+            ready = watched.poll(1000 * (interval if left is None else min(left, interval)))
+            woken = any(fd == wake_fd for fd, _ in ready) and wake_fd.ours
             with self._lock:
                 self._note([event for event in ready if event[0] != wake_fd])
+                lost = self._drop_lost() or not wake_fd.ours
                 self._look()
                 found, self._waited_for = len(self._dead) > self._waited_for, len(self._dead)
-            if ready or found or (end is not None and time.monotonic() >= end):
-                return all(fd != wake_fd for fd, _ in ready)
+            if lost and not found:
+                time.sleep(_LOOK_SECONDS)  # a caller that waits again does not spin
+            if ready or found or lost or (end is not None and time.monotonic() >= end):
+                return not woken
 
     def _look(self) -> None:
         """Poll the peers that have no pidfd. The caller holds the lock."""
-        for peer_rank in [rank for rank, peer in self._looked_at.items() if is_gone(peer)]:
+        for peer_rank in [rank for rank, peer in list(self._looked_at.items()) if is_gone(peer)]:
             self._looked_at.pop(peer_rank, None)
             self._dead.add(peer_rank)
 
+    def _drop_lost(self) -> bool:
+        """Poll the peers whose pidfd another part of the program closed; whether there are new ones.
+
+        The caller holds the lock.
+        """
+        if time.monotonic() < self._next_check:
+            return False
+        self._next_check = time.monotonic() + _LOOK_SECONDS
+        lost = [fd for fd in list(self._ranks) if not fd.ours]
+        for fd in lost:
+            self._drop(fd)
+        return bool(lost)
+
+    def _drop(self, fd: OwnedDescriptor) -> None:
+        rank = self._ranks.pop(fd, None)
+        if rank is not None and rank not in self._dead:
+            self._unwatch(fd)
+            self._looked_at[rank] = self._peers[rank]
+
     def _note(self, ready: Sequence[tuple[int, int]]) -> None:
-        """Record the ranks of readable pidfds as dead. The caller holds the lock."""
-        for fd, _ in ready:
-            if self._ranks[fd] not in self._dead:
-                self._dead.add(self._ranks[fd])
-                self._poll.unregister(fd)
+        """Record the ranks of readable pidfds as dead, if these are still ours. The caller holds the lock."""
+        for number, mask in ready:
+            fd, rank = next(((fd, rank) for fd, rank in list(self._ranks.items()) if fd == number), (None, None))
+            if fd is None or rank is None or rank in self._dead:
+                continue
+            if mask & select.POLLIN and fd.ours:
+                self._dead.add(rank)
+                self._unwatch(fd)
+            else:
+                self._drop(fd)
+
+    def _unwatch(self, fd: OwnedDescriptor) -> None:
+        with contextlib.suppress(KeyError):  # a handler that came in meanwhile was first
+            self._poll.unregister(fd)
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._unopened.clear()
             self._looked_at.clear()
-            for fd in self._ranks:
-                os.close(fd)
+            for fd in list(self._ranks):
+                fd.close()
             self._ranks.clear()

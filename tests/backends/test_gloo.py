@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from holdfast import comms
 from holdfast.comms import Communicator, Mismatch, PeerFailed, Recv, Send
 from holdfast.harness import LocalCluster
 
@@ -75,3 +79,65 @@ def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) 
     for process in ranks:
         _, said = process.communicate(timeout=100)
         assert process.returncode == 0, said.decode()
+
+
+def connect_again(comm: Communicator, meeting: Path) -> Communicator:
+    """Connect the ranks of `comm` once more."""
+    where = f"file://{meeting}"
+    return comms.connect("gloo", rank=comm.rank, size=comm.size, rendezvous=where, name="again", timeout=60.0)
+
+
+def test_connecting_outlasts_a_rank_that_is_slower_than_one_attempt(pair: LocalCluster, tmp_path: Path) -> None:
+    """The caller's timeout counts, not the limit of an attempt: all ranks begin the next attempt together."""
+
+    def body(comm: Communicator, meeting: Path) -> float:
+        from holdfast.backends.gloo import connecting
+
+        longest, meet = connecting.ATTEMPT_SECONDS, connecting._Attempt._meet
+
+        def slowly(attempt: connecting._Attempt) -> None:
+            meet(attempt)
+            first = attempt._prefix == "gloo/0/"
+            connecting.ATTEMPT_SECONDS = 0.5 if first else longest
+            if first and comm.rank == 1:
+                time.sleep(1.0)
+
+        connecting._Attempt._meet = slowly  # type: ignore[method-assign]
+        try:
+            with connect_again(comm, meeting) as again:
+                again.all_reduce(total := torch.ones(1))
+                return total.item()
+        finally:
+            connecting.ATTEMPT_SECONDS, connecting._Attempt._meet = longest, meet  # type: ignore[method-assign]
+
+    assert pair.run(body, tmp_path / "slow") == [2.0, 2.0]
+
+
+def test_a_listener_that_another_thread_opens_meanwhile_accepts(pair: LocalCluster, tmp_path: Path) -> None:
+    """A group takes the sockets at the addresses that gloo published, and no others."""
+
+    def body(comm: Communicator, meeting: Path) -> int:
+        from holdfast.backends.gloo import connecting
+
+        opened: list[socket.socket] = []
+        construct = connecting._Attempt._construct
+
+        def beside(attempt: connecting._Attempt, *arguments: Any) -> Any:
+            opened.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(5))
+            return construct(attempt, *arguments)
+
+        opened.append(socket.create_server(("127.0.0.1", 0)))
+        connecting._Attempt._construct = beside  # type: ignore[method-assign]
+        try:
+            with connect_again(comm, meeting):
+                for listener in opened:
+                    with socket.create_connection(listener.getsockname(), timeout=10.0):
+                        listener.settimeout(10.0)
+                        listener.accept()[0].close()
+            return len(opened)
+        finally:
+            connecting._Attempt._construct = construct  # type: ignore[method-assign]
+            for listener in opened:
+                listener.close()
+
+    assert pair.run(body, tmp_path / "beside") == [6, 6]

@@ -1,0 +1,218 @@
+"""Make a connected ProcessGroupGloo by the deadline, and find the sockets that it made.
+
+gloo cannot be ended while it connects, so one attempt lasts `ATTEMPT_SECONDS` at most. If a rank is slow, as one that
+was stopped, the attempt is over on all ranks, and they begin the next one together, until the deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.backends.common.torch_group import options
+from holdfast.backends.gloo.errors import meaning_of
+from holdfast.backends.gloo.sockets import find_sockets, refuse_connections, shut_down
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, again
+from holdfast.comms.rendezvous import fetch
+from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import Liveness
+
+ATTEMPT_SECONDS = 5.0
+"""The longest attempt once all ranks are there. If a rank dies then, the blocked call is abandoned after that time."""
+
+_GRACE_SECONDS = 1.0
+"""After a connection broke: how long the kernel may take to report a death, or a rank that the attempt is over."""
+_LOOK_SECONDS = 0.005
+_WAIT = timedelta(seconds=0.02)
+
+abandoned_groups: list[Any] = []
+"""Groups with an op that never ends: to destroy one would wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedGroup:
+    """The group, and duplicates of its connections. It accepts no further ones."""
+
+    group: Any
+    connections: list[OwnedDescriptor]
+
+
+class _RecordingStore(dist.Store):
+    """The keys of one attempt. It keeps what gloo published for this rank, and what gloo read of the others."""
+
+    def __init__(self, store: dist.Store, prefix: str) -> None:
+        super().__init__()
+        self._store, self._prefix = store, prefix
+        self.published: list[bytes] = []
+        self.fetched: list[bytes] = []
+        self.longest_wait = timedelta(seconds=ATTEMPT_SECONDS)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.published.append(value.encode() if isinstance(value, str) else bytes(value))
+        self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # it takes bytes
+
+    def get(self, key: str) -> bytes:
+        self.fetched.append(value := self._store.get(self._prefix + key))
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._prefix + key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check([self._prefix + key for key in keys])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """gloo waits here without a timeout of its own."""
+        self._store.wait([self._prefix + key for key in keys], min(timeout or self.longest_wait, self.longest_wait))
+
+
+def connect_group(context: Context, liveness: Liveness) -> ConnectedGroup:
+    """Make the group; collective. Raises `OpTimeout` at the deadline, `PeerFailed`, and what `context.over` returns."""
+    for number in itertools.count():
+        made = _Attempt(context, liveness, number).run()
+        if made is not None:
+            return made
+    raise AssertionError
+
+
+class _AttemptOver(RuntimeError):
+    """Another rank has begun the next attempt."""
+
+
+class _Attempt:
+    """One attempt of all ranks to connect."""
+
+    def __init__(self, context: Context, liveness: Liveness, number: int) -> None:
+        self._context, self._liveness = context, liveness
+        self._prefix = f"gloo/{number}/"
+        self._began = time.monotonic()
+
+    def run(self) -> ConnectedGroup | None:
+        """Connect; None if this attempt is over for all ranks, and the next one begins."""
+        context = self._context
+        store = _RecordingStore(context.store, self._prefix + "group/")
+        device = _device(len({peer.host for peer in context.peers}) == 1, context.address)
+        self._meet()
+        limit = max(min(context.deadline - time.monotonic(), ATTEMPT_SECONDS), 0.001)
+        store.longest_wait = timedelta(seconds=limit)
+        began = time.monotonic()
+        try:
+            group = run_interruptible(lambda: self._construct(store, device, limit), self._look)
+            listeners, connections = find_sockets(store.published, store.fetched)
+            try:
+                self._wait_for_ranks(group)
+                for listener in listeners:
+                    refuse_connections(listener)
+            except BaseException:
+                self._end(group, connections)
+                raise
+            finally:
+                for listener in listeners:
+                    listener.close()
+            return ConnectedGroup(group, connections)
+        except _AttemptOver:
+            return None
+        except HoldfastError:
+            raise
+        except (RuntimeError, TimeoutError) as error:  # the latter is of the store
+            late = (
+                time.monotonic() - began >= limit or isinstance(error, TimeoutError) or meaning_of(error) == "timeout"
+            )
+            self._give_up(error, late)
+            return None
+
+    def _meet(self) -> None:
+        """Wait until all ranks have come to this attempt."""
+        context = self._context
+        context.store.set(f"{self._prefix}ready/{context.rank}", "")
+        for rank in range(context.size):
+            try:
+                fetch(context.store, f"{self._prefix}ready/{rank}", context.deadline, self._liveness)
+            except TimeoutError as error:
+                raise OpTimeout("connect", 0, time.monotonic() - self._began, (rank,)) from error
+
+    def _construct(self, store: dist.Store, device: Any, limit: float) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        settings = gloo._Options()
+        settings._devices = [device]
+        settings._timeout = timedelta(seconds=limit)
+        settings._threads = 2
+        return gloo(store, self._context.rank, self._context.size, settings)
+
+    def _look(self) -> None:
+        """Raise if the ranks can no longer connect."""
+        if (error := self._context.over()) is not None:
+            raise again(error)
+        if dead := self._liveness.dead():
+            raise PeerFailed(dead, "its process ended while the ranks connected")
+
+    def _is_over(self) -> bool:
+        """Whether a rank has begun the next attempt."""
+        return bool(self._context.store.check([self._prefix + "over"]))
+
+    def _wait_for_ranks(self, group: Any) -> None:
+        """Wait until the others have connected, too: a rank that is done may close at once."""
+        left = max(self._context.deadline - time.monotonic(), 0.001)
+        barrier = group.barrier(options(dist.BarrierOptions, timedelta(seconds=left)))
+        while True:
+            try:
+                barrier.wait(_WAIT)
+                return
+            except RuntimeError:
+                if barrier.is_completed():
+                    barrier.wait()  # raises its failure, or returns if it ended after the last check
+                    return
+                if time.monotonic() >= self._context.deadline:
+                    raise
+                self._look()
+                if self._is_over():
+                    raise _AttemptOver from None
+
+    def _end(self, group: Any, connections: Sequence[OwnedDescriptor]) -> None:
+        abandoned_groups.append(group)
+        for connection in connections:
+            shut_down(connection)
+            connection.close()
+
+    def _give_up(self, error: RuntimeError | TimeoutError, late: bool) -> None:
+        """Return if all ranks begin another attempt; else raise why this rank cannot connect."""
+        context, doing = self._context, "connecting over gloo"
+        if (cause := local_cause(error, doing) or out_of_descriptors(doing)) is not None:
+            raise cause from error
+        now = time.monotonic()
+        if now >= context.deadline:
+            raise OpTimeout("connect", 0, now - self._began) from error
+        if late:
+            context.store.set(self._prefix + "over", "")
+        until = min(context.deadline, now + _GRACE_SECONDS)
+        while not self._is_over():
+            self._look()
+            if time.monotonic() >= until:
+                raise PeerFailed((), f"connecting lost a connection: {str(error).splitlines()[0]}") from error
+            time.sleep(_LOOK_SECONDS)
+
+
+def _device(one_host: bool, address: str) -> Any:
+    """The gloo device: loopback if all ranks are on one host, else GLOO_SOCKET_IFNAME, `address`, or gloo's choice.
+
+    Not lazy: after the group is connected, its sockets accept no further connections.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    interface = "lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return gloo.create_device(interface=interface, lazy_init=False)
+    return (
+        gloo.create_device(hostname=address, lazy_init=False)
+        if address
+        else gloo.create_default_device(lazy_init=False)
+    )
