@@ -14,8 +14,6 @@ atomics to do so from another host: writing there is `Unsupported`.
 from __future__ import annotations
 
 import ctypes
-import os
-import select
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,7 +32,7 @@ from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupporte
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.exposed import ExposedMemory
-from holdfast.comms.transport.liveness import open_pidfd, this_host, this_process
+from holdfast.comms.transport.liveness import Liveness, this_host, this_process
 
 BLOCK_BYTES = 4 << 20
 """Bytes between two checks of deadline and generation."""
@@ -67,12 +65,8 @@ class _RemoteRegion:
     ) -> None:
         self.address, self.place = address, place
         self.here = place.owner.host == this_host()
-        self._pidfd = open_pidfd(place.owner) if self.here else None
-        self._poll = select.poll()
-        if self.here and self._pidfd is None:
-            raise self.gone()
-        if self._pidfd is not None:
-            self._poll.register(self._pidfd, select.POLLIN)
+        self._liveness = Liveness([place.owner], rank=-1)
+        self.alive()
         self._stage, self._agent = stage, agent
         self._row = slot_address(address.table, place.slot)
         self._word = ctypes.c_uint64.from_address(stage.address)
@@ -83,7 +77,7 @@ class _RemoteRegion:
 
     def alive(self) -> None:
         """Raise `RegionGone` once the process is known to be gone."""
-        if self._pidfd is not None and self._poll.poll(0):
+        if self._liveness.dead():
             raise self.gone()
 
     def suspect(self) -> None:
@@ -107,9 +101,7 @@ class _RemoteRegion:
         if self._look is not None:
             self._agent.release(self._look)
             self._look = None
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        self._liveness.close()
 
 
 class NixlPlane(MappablePlane):

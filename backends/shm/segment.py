@@ -8,7 +8,6 @@ memfd without a name, so no crash leaves it behind.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections.abc import Sequence
 
@@ -16,7 +15,9 @@ import msgspec
 
 from holdfast.comms.algorithms.shared_memory.board import layout_of
 from holdfast.comms.errors import CorruptData, PeerFailed
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.local_causes import unopenable_file
+from holdfast.comms.system.mappings import advise, map_file
 from holdfast.comms.transport.base import Peer
 
 BOARD_SLOTS = 4
@@ -51,17 +52,17 @@ class SegmentAddress(msgspec.Struct, frozen=True, array_like=True):
 class SharedSegment:
     """One process's view of a segment. It is unmapped when its last slot is released."""
 
-    def __init__(self, descriptor: int, rows: int, peers: Sequence[Peer]) -> None:
+    def __init__(self, descriptor: OwnedDescriptor, rows: int, peers: Sequence[Peer]) -> None:
         """Take over `descriptor`."""
         self._descriptor = descriptor
         self._board_bytes = layout_of(rows).nbytes
         self._held: set[int] = set()
         self.peers = frozenset(peers)
-        self.address = SegmentAddress(descriptor, os.fstat(descriptor).st_ino, rows)
+        self.address = SegmentAddress(int(descriptor), os.fstat(descriptor).st_ino, rows)
         try:
-            self._memory = mmap.mmap(descriptor, BOARD_SLOTS * self._board_bytes)
+            self._memory: memoryview | None = map_file(descriptor, BOARD_SLOTS * self._board_bytes)
         except BaseException:
-            os.close(descriptor)
+            descriptor.close()
             raise
 
     @staticmethod
@@ -74,7 +75,7 @@ class SharedSegment:
         except BaseException:
             os.close(descriptor)
             raise
-        return SharedSegment(descriptor, len(peers), peers)
+        return SharedSegment(OwnedDescriptor(descriptor), len(peers), peers)
 
     @staticmethod
     def open(said: bytes, peers: Sequence[Peer]) -> SharedSegment:
@@ -93,16 +94,16 @@ class SharedSegment:
         if (found.st_ino, found.st_size) != (place.inode, BOARD_SLOTS * layout_of(place.rows).nbytes):
             os.close(descriptor)
             raise PeerFailed((0,), "what it shares is not the memory of this job")
-        return SharedSegment(descriptor, place.rows, peers)
+        return SharedSegment(OwnedDescriptor(descriptor), place.rows, peers)
 
     def prefault(self) -> None:
         """Map the memory that later epochs will need first."""
         layout = layout_of(self.address.rows)
         row, used = 8 * layout.row_words, 8 * layout.stage
-        if BOARD_SLOTS * layout.size * used <= PREFAULT_BYTES:
+        if self._memory is not None and BOARD_SLOTS * layout.size * used <= PREFAULT_BYTES:
             with contextlib.suppress(OSError):  # an older kernel maps pages on first touch
                 for start in range(0, BOARD_SLOTS * self._board_bytes, row):
-                    self._memory.madvise(_POPULATE_WRITE, start, used)
+                    advise(self._memory, _POPULATE_WRITE, start, used)
 
     def has_room(self, epoch: int, size: int) -> bool:
         """Whether a board of `size` ranks may begin in this segment in `epoch`."""
@@ -113,16 +114,17 @@ class SharedSegment:
         slot = epoch % BOARD_SLOTS
         if slot in self._held:
             raise ValueError(f"the board of an earlier epoch lies where that of epoch {epoch} should")
+        assert self._memory is not None
         self._held.add(slot)
         self.peers = frozenset(peers)
-        return memoryview(self._memory)[slot * self._board_bytes : (slot + 1) * self._board_bytes]
+        return self._memory[slot * self._board_bytes : (slot + 1) * self._board_bytes]
 
     def release_slot(self, epoch: int) -> None:
         """Release the slot of `epoch`: this process uses nothing in it any more."""
         self._held.discard(epoch % BOARD_SLOTS)
-        if not self._held and not self._memory.closed:
-            self._memory.close()
-            os.close(self._descriptor)
+        if not self._held and self._memory is not None:
+            self._memory = None
+            self._descriptor.close()
 
 
 def decode_address(said: bytes) -> SegmentAddress:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
 import struct
 import threading
@@ -21,7 +20,9 @@ import torch
 from holdfast.comms._native import Words
 from holdfast.comms.algorithms.shared_memory.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
 from holdfast.comms.algorithms.window_lock import WindowLock
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.local_causes import unopenable_file
+from holdfast.comms.system.mappings import map_file
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer, Transport
 
@@ -42,8 +43,8 @@ def make_window(
     rank, size = transport.rank, transport.size
     held = ExitStack()
     try:
-        header_fd = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
-        held.callback(os.close, header_fd)
+        header_fd = OwnedDescriptor(os.memfd_create("holdfast-window", os.MFD_CLOEXEC))
+        held.callback(header_fd.close)
         os.fchmod(header_fd, 0o600)
         os.ftruncate(header_fd, 8 * header_words(size))
         memory_fd, offset = _share(tensor) if tensor.nbytes else (-1, 0)
@@ -74,17 +75,17 @@ def _share(tensor: torch.Tensor) -> tuple[int, int]:
 def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[int, ...]) -> Part:
     header_number, memory_number, offset, nbytes = place
     try:
-        descriptor = os.open(f"/proc/{pid}/fd/{header_number}", os.O_RDWR | os.O_CLOEXEC)
-        held.callback(os.close, descriptor)
+        descriptor = OwnedDescriptor(os.open(f"/proc/{pid}/fd/{header_number}", os.O_RDWR | os.O_CLOEXEC))
+        held.callback(descriptor.close)
         header = _words(held, descriptor, 8 * header_words(size))
         address = 0
         if nbytes:
             memory = os.open(f"/proc/{pid}/fd/{memory_number}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                whole = mmap.mmap(memory, offset + nbytes)
+                whole = map_file(memory, offset + nbytes)
             finally:
                 os.close(memory)
-            held.callback(whole.close)
+            held.callback(whole.release)
             address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + offset
     except OSError as error:
         raise unopenable_file("shm", rank, "window", error) from error
@@ -95,9 +96,7 @@ def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[
 
 
 def _words(held: ExitStack, descriptor: int, nbytes: int) -> Words:
-    mapped = mmap.mmap(descriptor, nbytes)
-    held.callback(mapped.close)
-    words = Words(mapped)
+    words = Words(map_file(descriptor, nbytes))
     held.callback(words.release)
     return words
 

@@ -110,7 +110,7 @@ class Connections:
         """Release the worker and all links. Idempotent."""
         self.links = {}
         if self.worker.handle:
-            for request, _ in self._sent:
+            for request, _ in [] if self.worker.lost_descriptors else self._sent:
                 self.worker.lib.call.ucp_request_free(request)
             self.worker.close()
             self._sent.clear()

@@ -9,8 +9,11 @@ import time
 
 from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.ucx.worker import UcxWorker
+from holdfast.comms.system.descriptors import OwnedDescriptor
 
 _PAUSE_MILLISECONDS = 2
+_IDLE_MILLISECONDS = 500
+"""The longest sleep: another part of the process may close `stop`, which then wakes nobody."""
 _EAGER_SECONDS = 0.0003
 
 
@@ -23,9 +26,10 @@ class ProgressThread:
 
     def __init__(self, worker: UcxWorker, lock: threading.RLock, eager: bool = False) -> None:
         self._worker, self._lock, self._eager = worker, lock, eager
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._stop, self._stopping = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC)), False
         self._events = select.poll()
         self._events.register(self._stop, select.POLLIN)
+        assert worker.event_fd is not None
         self._events.register(worker.event_fd, select.POLLIN)
         self._pause = select.poll()
         self._pause.register(self._stop, select.POLLIN)
@@ -33,12 +37,11 @@ class ProgressThread:
         self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        while not self._stopping and not self._worker.lost_descriptors:
             if self._work():
-                if any(fd == self._stop for fd, _ in self._events.poll()):
-                    return
-            elif self._pause.poll(_PAUSE_MILLISECONDS):
-                return
+                self._events.poll(_IDLE_MILLISECONDS)
+            else:
+                self._pause.poll(_PAUSE_MILLISECONDS)
 
     def _work(self) -> bool:
         """True if no work is left; False if the worker is in use."""
@@ -61,6 +64,7 @@ class ProgressThread:
                 yield_cpu()
 
     def close(self) -> None:
-        os.eventfd_write(self._stop, 1)
+        self._stopping = True
+        self._stop.wake()
         self._thread.join()
-        os.close(self._stop)
+        self._stop.close()

@@ -29,6 +29,7 @@ from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Context, Peer
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.transport.window_memory import WindowMemory
@@ -83,9 +84,10 @@ class UcxTransport(MessageTransport):
         self._progress: ProgressThread | None = None
         self._peers = context.peers
         self._side: OneSidedWorker | None = None
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._events = select.poll()
         self._events.register(self._wake, select.POLLIN)
+        assert worker.event_fd is not None
         self._events.register(worker.event_fd, select.POLLIN)
         self.liveness = Liveness(context.peers, context.rank)
         self._tags = Tags(context.epoch)
@@ -225,6 +227,7 @@ class UcxTransport(MessageTransport):
 
     def sleep(self, seconds: float) -> None:
         """Sleep until there is work for `progress`, or an abort; for at most `seconds`. The lock is held."""
+        self._worker.check_descriptors()
         if self._worker.arm():
             self._events.poll(max(seconds, 0) * 1000)
 
@@ -234,6 +237,7 @@ class UcxTransport(MessageTransport):
 
     def _check_peers(self, waiting: list[PendingMessage]) -> None:
         """Raise if a message that is waited for can never come, or if any rank is gone or aborted."""
+        self._worker.check_descriptors()
         dead = self.liveness.dead()
         while self._worker.progress():
             pass
@@ -317,7 +321,7 @@ class UcxTransport(MessageTransport):
     def abort(self, error: HoldfastError) -> None:
         if self._error is None:
             self._error = error
-        os.eventfd_write(self._wake, 1)
+        self._wake.wake()
         if self._lock.acquire(timeout=1.0):
             try:
                 self._leave(ABORTED, str(error))
@@ -325,7 +329,7 @@ class UcxTransport(MessageTransport):
                 self._lock.release()
 
     def _leave(self, kind: int, why: str) -> None:
-        if self.connections is None:
+        if self.connections is None or self._worker.lost_descriptors:
             return
         dead = self.liveness.dead()
         self.notices.poll()
@@ -394,9 +398,12 @@ class UcxTransport(MessageTransport):
                 self._returned.close()
                 self._returned = None
         self.liveness.close()
-        os.close(self._wake)
+        self._wake.close()
 
     def _disconnect(self, connections: Connections) -> None:
+        if self._worker.lost_descriptors:
+            connections.close()
+            return
         if self._error is None and not self._pending:
             self._leave(CLOSED, "closed")
             if not self.liveness.dead():

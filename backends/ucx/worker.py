@@ -6,6 +6,7 @@ Nothing here is thread-safe: the owner of a worker holds a lock around its calls
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.libucp import Libucp, UcxError, library
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, PeerFailed, ResourceExhausted
 from holdfast.comms.system import forks
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.local_causes import check_shared_memory, out_of_descriptors
 
 ONE_HOST = "posix,cma,self"
@@ -52,6 +54,11 @@ _TCP_OPTIONS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 _CONNECT_IN_BACKGROUND = {"TCP_CONN_NB": "y"}
 """Else making an endpoint to a host that is cut off blocks for minutes, without a deadline."""
 _CLOSE_SECONDS = 0.2
+_LOST = (
+    "another part of this process closed descriptors that it had not opened (os.closerange?); close only your own, or "
+    "do so in a process that executes a new program"
+)
+_log = logging.getLogger("holdfast.ucx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,7 @@ class UcxWorker:
         self._on_failure = self._ffi.callback("ucp_err_handler_cb_t", self._endpoint_failed)
         self._endpoints: list[Endpoint] = []
         self._bounce: Any = None
+        self.event_fd: OwnedDescriptor | None = None
         self._kept: list[object] = []
         resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_AM else {}
         options = {"TLS": over.tls, **over.options, **resolve, **_memory(features, over)}
@@ -194,7 +202,7 @@ class UcxWorker:
             self.address = self._own_address()
             fd = self._ffi.new("int *")
             self.lib.check(self._call.ucp_worker_get_efd(self.handle, fd), "asking for the worker's descriptor")
-            self.event_fd = int(fd[0])
+            self.event_fd = OwnedDescriptor(int(fd[0]))
         except BaseException:
             self.close()
             raise
@@ -258,6 +266,16 @@ class UcxWorker:
     def _endpoint_failed(self, key: Any, _endpoint: Any, status: int) -> None:
         if self.failed is not None:
             self.failed(int(self._ffi.cast("intptr_t", key)), self.lib.text(status))
+
+    @property
+    def lost_descriptors(self) -> bool:
+        """Whether another part of this process has closed UCX's descriptors: then no call of UCX is safe."""
+        return self.event_fd is not None and not self.event_fd.ours
+
+    def check_descriptors(self) -> None:
+        """Raise if UCX has lost its descriptors."""
+        if self.lost_descriptors:
+            raise HoldfastError(f"ucx cannot go on: {_LOST}")
 
     def progress(self) -> int:
         """Progress the worker; 0 if there was nothing to do."""
@@ -330,6 +348,10 @@ class UcxWorker:
 
         `and_then` is called when nothing can arrive any more, before the context goes: to release memory.
         """
+        if self.handle and self.lost_descriptors:
+            _log.warning("a UCX worker is left behind: %s", _LOST)  # UCX would end the process
+            self.handle = self._context = self._ffi.NULL
+            _count(-1)
         if self.handle:
             if self.reports_failures:
                 for endpoint in list(self._endpoints):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol, cast
 
 from holdfast.comms.system import forks
+from holdfast.comms.system.descriptors import OwnedDescriptor
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class BoundedListener:
         self._make, self._most, self._seconds = make, most, seconds
         self._strangers: dict[Stranger, asyncio.TimerHandle] = {}
         self._socket: socket.socket | None = None
-        self._spare = -1
+        self._spare: OwnedDescriptor | None = None
         self._opening: set[asyncio.Task[object]] = set()
         self._said = float("-inf")
 
@@ -61,7 +62,7 @@ class BoundedListener:
             listener.setblocking(False)
             listener.bind(address)
             listener.listen(_BACKLOG)
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            self._spare = _new_spare()
         except BaseException:
             listener.close()
             raise
@@ -96,7 +97,8 @@ class BoundedListener:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
             self._socket = None
-            os.close(self._spare)
+            if self._spare is not None:
+                self._spare.close()
         for guest in list(self._strangers):
             self._turn_away(guest, "closed")
 
@@ -139,12 +141,17 @@ class BoundedListener:
         assert self._socket is not None
         if self._strangers:
             self._turn_away(next(iter(self._strangers)), "full")
-        os.close(self._spare)
+        if self._spare is not None:
+            self._spare.close()
         try:
             with contextlib.suppress(OSError):
                 self._socket.accept()[0].close()
         finally:
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            self._spare = _new_spare()
         if time.monotonic() - self._said > _SAY_SECONDS:
             self._said = time.monotonic()
             _log.warning("a listener turns connections away: %s; raise `ulimit -n`", error.strerror)
+
+
+def _new_spare() -> OwnedDescriptor:
+    return OwnedDescriptor(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

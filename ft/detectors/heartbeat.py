@@ -58,7 +58,7 @@ class HeartbeatDetector(Detector):
             self._open(member_id, fd)
 
     def linked(self, member_id: str) -> None:
-        self.context.send(member_id, _encode(self._page.fd))
+        self.context.send(member_id, _encode(int(self._page.fd)))
 
     def received(self, member_id: str, body: bytes, now: float) -> None:
         words = _words.decode(body)

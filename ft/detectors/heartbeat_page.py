@@ -12,6 +12,8 @@ import os
 import struct
 from pathlib import Path
 
+from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
 from holdfast.ft.detectors.stragglers import OpPosition
@@ -29,9 +31,9 @@ class HeartbeatPage:
     """The page of this process. Others need `fd` to open it."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        self.fd = OwnedDescriptor(os.memfd_create(_NAME, os.MFD_CLOEXEC))
         os.ftruncate(self.fd, _BYTES)
-        self._page = mmap.mmap(self.fd, _BYTES)
+        self._page = map_file(self.fd, _BYTES)
         self._version = 0
 
     def beat(self, now: float, place: OpPosition) -> None:
@@ -42,8 +44,8 @@ class HeartbeatPage:
         _VERSION.pack_into(self._page, _AT, self._version)
 
     def close(self) -> None:
-        self._page.close()
-        os.close(self.fd)
+        self._page.release()
+        self.fd.close()
 
 
 class HeartbeatPageReader:
@@ -58,7 +60,7 @@ class HeartbeatPageReader:
             _check_name(f"/proc/self/fd/{opened}")
             if start_time(peer.pid) != peer.started:
                 raise FileNotFoundError(path)
-            self._page = mmap.mmap(opened, _BYTES, prot=mmap.PROT_READ)
+            self._page = map_file(opened, _BYTES, writable=False)
         except (ValueError, ProcessLookupError) as error:
             raise FileNotFoundError(path) from error
         finally:
@@ -74,7 +76,7 @@ class HeartbeatPageReader:
 
     def close(self) -> None:
         with contextlib.suppress(BufferError):
-            self._page.close()
+            self._page.release()
 
 
 def _check_name(path: str) -> None:

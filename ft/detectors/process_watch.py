@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.comms.transport.liveness import open_pidfd, read_proc_stat, this_host
+from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.transport.liveness import is_gone, open_pidfd, read_proc_stat, this_host
 from holdfast.ft.membership.events import Death
 from holdfast.ft.membership.view import Member
 
@@ -30,6 +31,7 @@ PIDFD_THREAD = os.O_EXCL
 _EXITING = 0x4  # PF_EXITING of the flags in /proc/pid/stat
 _KILLED = 1 << (signal.SIGKILL - 1)  # in its mask of pending signals
 _GIVES_WAY_SECONDS = 0.05
+_LOOK_SECONDS = 0.05  # between looks at a process without a pidfd
 _SECOND_LOOKS = (0.0005, 0.001, 0.002, 0.005)  # seconds after a thread has ended in a process that lives on
 
 
@@ -38,8 +40,8 @@ class _Followed:
     """A process, and its descriptors: `process` for all of it, `threads` for some of its threads."""
 
     member: Member
-    process: int
-    threads: tuple[int, ...]
+    process: OwnedDescriptor
+    threads: tuple[OwnedDescriptor, ...]
 
 
 class ProcessWatch:
@@ -71,8 +73,9 @@ class ProcessWatch:
                 self._gone.add(member_id)
                 gone.append(death_of(member))
                 continue
-            self._followed[member_id] = followed = _Followed(member, fd, _open_threads(member.peer.pid, member.threads))
-            for each in (fd, *followed.threads):
+            threads = _open_threads(member.peer.pid, member.threads)
+            self._followed[member_id] = followed = _Followed(member, OwnedDescriptor(fd), threads)
+            for each in (followed.process, *followed.threads):
                 self._listen(each, member_id)
         if gone:
             self._loop.call_soon(self._on_deaths, tuple(gone))
@@ -94,12 +97,16 @@ class ProcessWatch:
     def _look(self) -> None:
         """Handle all descriptors that are ready, so that simultaneous deaths are reported together."""
         ended: dict[str, Member] = {}
-        for fd, _ in self._poll.poll(0):
+        for fd, mask in self._poll.poll(0):
             member_id = self._owners.get(fd)
             if member_id is None or member_id in ended:
                 continue
             followed = self._followed[member_id]
-            if fd == followed.process:
+            owned = next(each for each in (followed.process, *followed.threads) if each == fd)
+            if not mask & select.POLLIN or not owned.ours:
+                self._ignore(fd)
+                self._look_from_time_to_time(followed)
+            elif fd == followed.process:
                 ended[member_id] = followed.member
             elif is_exiting(followed.member.peer.pid):
                 self._hold_back(followed.member.peer.pid)
@@ -108,6 +115,15 @@ class ProcessWatch:
                 self._ignore(fd)
                 self._look_again(followed, _SECOND_LOOKS)
         self._tell(ended)
+
+    def _look_from_time_to_time(self, followed: _Followed) -> None:
+        """Look at a process of which another part of the program closed a descriptor."""
+        if self._followed.get(followed.member.id) is not followed:
+            return
+        if is_gone(followed.member.peer):
+            self._tell({followed.member.id: followed.member})
+        else:
+            self._loop.call_later(_LOOK_SECONDS, self._look_from_time_to_time, followed)
 
     def _look_again(self, followed: _Followed, delays: tuple[float, ...]) -> None:
         """Check again whether the process of a thread that has ended is exiting: it may also close in good order."""
@@ -159,10 +175,10 @@ class ProcessWatch:
         followed = self._followed.pop(member_id)
         for fd in (followed.process, *followed.threads):
             self._ignore(fd)
-            os.close(fd)
+            fd.close()
 
 
-def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
+def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[OwnedDescriptor, ...]:
     """Descriptors for those threads of a process that still exist; none where the kernel does not support them."""
     fds = []
     for number in numbers:
@@ -171,7 +187,7 @@ def _open_threads(pid: int, numbers: Iterable[int]) -> tuple[int, ...]:
         except OSError:
             continue
         if Path(f"/proc/{pid}/task/{number}").exists():
-            fds.append(fd)
+            fds.append(OwnedDescriptor(fd))
         else:
             os.close(fd)
     return tuple(fds)
@@ -197,7 +213,7 @@ def is_exiting(pid: int) -> bool:
     return bool(int(fields[6]) & _EXITING or int(fields[28]) & _KILLED)
 
 
-def open_threads_of(pid: int, most: int = 4) -> tuple[int, ...]:
+def open_threads_of(pid: int, most: int = 4) -> tuple[OwnedDescriptor, ...]:
     """Descriptors of some threads of a process that has several; each becomes readable when its thread ends.
 
     Empty for a process with one thread: its memory is freed before that thread is reported.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from holdfast.comms.plugins.kernel_calls import require
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.ft.launch import guardian
 from holdfast.ft.launch.held_directory import private_file
 
@@ -34,7 +35,8 @@ class GuardedProcess:
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str], into: int | BinaryIO, how: str) -> None:
         require("the start of a process", "pidfd_open")
-        self._status, said = os.pipe()
+        status, said = os.pipe()
+        self._status = OwnedDescriptor(status)
         try:
             self._guardian = subprocess.Popen(
                 [sys.executable, "-I", "-S", guardian.__file__, str(said), how, *command],
@@ -47,13 +49,13 @@ class GuardedProcess:
                 pass_fds=(said,),
             )
         except BaseException:
-            os.close(self._status)
+            self._status.close()
             raise
         finally:
             os.close(said)
         self.output: IO[bytes] | None = self._guardian.stdout
         self.began = time.monotonic()
-        self.pidfd = os.pidfd_open(self._guardian.pid)
+        self.pidfd = OwnedDescriptor(os.pidfd_open(self._guardian.pid))
         self.returncode: int | None = None
         """The return code as in `subprocess`; None while the command runs."""
 
@@ -83,7 +85,7 @@ class GuardedProcess:
                 self._guardian.kill()
                 code = self._guardian.wait()
             status = self._line()
-            os.close(self._status)
+            self._status.close()
             self.returncode = os.waitstatus_to_exitcode(int(status)) if status and pid else code
         return self.returncode
 

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from holdfast.comms.system.descriptors import OwnedDescriptor
+
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 """The parent of directories for the shared memory of ranks, which is removed with them: mpirun may leave files."""
 
@@ -29,24 +31,24 @@ class HeldDirectory:
     """
 
     def __init__(self, prefix: str, where: Path | None = None) -> None:
-        where = where or Path(tempfile.gettempdir())
+        where, self._closed = where or Path(tempfile.gettempdir()), False
         for other in where.glob(f"{prefix}*"):
             _remove_if_left(other)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
             with contextlib.suppress(FileNotFoundError):
-                self._hold = _lock(self.path, fcntl.LOCK_EX)
+                self._hold = OwnedDescriptor(_lock(self.path, fcntl.LOCK_EX))
                 if self.path.exists():
                     (self.path / MARKER).touch(mode=0o600)
                     return
-                os.close(self._hold)
+                self._hold.close()
 
     def close(self) -> None:
         """Remove the directory and its content. Idempotent."""
-        if self._hold >= 0:
+        if not self._closed:
+            self._closed = True
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._hold)
-            self._hold = -1
+            self._hold.close()
 
     def __enter__(self) -> HeldDirectory:
         return self

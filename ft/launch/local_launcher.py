@@ -26,6 +26,7 @@ from rich.text import Text
 
 from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
 from holdfast.comms.plugins.registry import registry
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.file_io import write_all
 from holdfast.comms.transport.liveness import is_stopped, this_host
 from holdfast.ft.console.console import console
@@ -274,9 +275,9 @@ class Launcher:
     def _turn(self, seconds: float) -> None:
         """Wait up to `seconds` for output or the end of a process, and handle it."""
         for key, _ in self._selector.select(seconds):
-            if isinstance(key.fileobj, int):
+            if isinstance(key.fileobj, OwnedDescriptor):
                 self._selector.unregister(key.fileobj)
-                os.close(key.fileobj)
+                key.fileobj.close()
                 self._reap(key.data)
             else:
                 self._read(key.fileobj, key.data)  # type: ignore[arg-type]
@@ -367,8 +368,8 @@ class Launcher:
             if process.returncode is None:
                 self._reap(number)
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, int):
-                os.close(key.fileobj)
+            if isinstance(key.fileobj, OwnedDescriptor):
+                key.fileobj.close()
             else:
                 self._drain(key.fileobj, key.data)  # type: ignore[arg-type]
 

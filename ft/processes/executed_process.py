@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.comms.plugins.kernel_calls import require
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.channel import ProcessChannel
@@ -38,7 +39,7 @@ class ExecutedProcess:
             self.channel.close()
             raise StartFailed(f"{name} did not start: {error}") from error
         self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = OwnedDescriptor(os.pidfd_open(self.pid))
         self._closed = False
 
     def kill(self) -> None:
@@ -70,5 +71,5 @@ class ExecutedProcess:
         self.kill()
         self.wait(10.0)
         self._closed = True
-        os.close(self.pidfd)
+        self.pidfd.close()
         self.channel.close()

@@ -31,6 +31,7 @@ import msgspec
 
 from holdfast.comms.plugins.kernel_calls import require
 from holdfast.comms.system import forks
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.ft.console.output import tail
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.held_directory import private_file
@@ -94,7 +95,7 @@ class ForkedProcess:
     def __init__(
         self, zygote: ZygoteClient, name: str, pid: int, pidfd: int, channel: ProcessChannel, output: Path
     ) -> None:
-        self.name, self.pid, self.pidfd, self.channel, self.output = name, pid, pidfd, channel, output
+        self.name, self.pid, self.pidfd, self.channel, self.output = name, pid, OwnedDescriptor(pidfd), channel, output
         self._zygote = zygote
         self._exit: Exit | None = None
         self._closing = threading.Lock()
@@ -155,7 +156,7 @@ class ForkedProcess:
         with self._closing:
             if not self._closed:
                 self._closed = True
-                os.close(self.pidfd)
+                self.pidfd.close()
                 self.channel.close()
 
     def _gone(self, timeout: float) -> bool:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.comms.system.descriptors import OwnedDescriptor
+
 _IN_MODIFY, _IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x2, 0x4, 0x400, 0x800
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -22,11 +24,11 @@ class Watch:
     """
 
     def __init__(self, written: Path, kept: Sequence[Path] = ()) -> None:
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = OwnedDescriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._lock, self._closed = threading.Lock(), False
-        self._fd = -1
+        self._fd: OwnedDescriptor | None = None
         try:
-            self._fd = _checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+            self._fd = OwnedDescriptor(_checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)))
             _checked(_libc.inotify_add_watch(self._fd, os.fsencode(written), _IN_MODIFY))
             for path in kept:
                 gone = _IN_ATTRIB | _IN_DELETE_SELF | _IN_MOVE_SELF
@@ -45,6 +47,7 @@ class Watch:
         """
         if not self._poll.poll(1000 * seconds):
             return False
+        assert self._fd is not None
         for fd in (self._fd, self._wakeup):
             with contextlib.suppress(BlockingIOError):
                 os.read(fd, 4096)
@@ -54,7 +57,7 @@ class Watch:
         """End the wait of another thread, or the next one. Does nothing to a watch that is closed."""
         with self._lock:
             if not self._closed:
-                os.eventfd_write(self._wakeup, 1)
+                self._wakeup.wake()
 
     def close(self) -> None:
         """Close the watch, once no thread waits. Idempotent."""
@@ -63,8 +66,8 @@ class Watch:
                 return
             self._closed = True
             for fd in (self._fd, self._wakeup):
-                if fd >= 0:
-                    os.close(fd)
+                if fd is not None:
+                    fd.close()
 
 
 def _checked(result: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.rl.engine.actor_host import ActorHost, Answer
 from holdfast.rl.engine.death_watch import DeathWatch
@@ -58,7 +59,7 @@ class HostObserver(Actor):  # type: ignore[misc]
     async def watch(self, pid: int) -> str:
         """Return how a process ends, when it does."""
         try:
-            pidfd = os.pidfd_open(pid)
+            pidfd = OwnedDescriptor(os.pidfd_open(pid))
         except ProcessLookupError:
             return f"process {pid} has ended"
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -70,7 +71,7 @@ class HostObserver(Actor):  # type: ignore[misc]
         finally:
             watching.close()
             del self._watched[pid]
-            os.close(pidfd)
+            pidfd.close()
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def kill(self, pid: int) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, open_pidfd, this_host
 
 RETRY_SECONDS = 0.1
+_IDLE_SECONDS = 0.5
+"""The longest time between two checks that the pidfds are still ours."""
 _log = logging.getLogger("holdfast.store")
 
 
@@ -27,7 +32,7 @@ class DeathWatcher:
         self._lock = threading.Lock()
         self._wanted: frozenset[Peer] = frozenset()
         self._closing = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._thread = threading.Thread(target=self._run, name="holdfast-store-deaths", daemon=True)
 
     def start(self) -> None:
@@ -39,7 +44,7 @@ class DeathWatcher:
         with self._lock:
             if wanted != self._wanted and not self._closing:
                 self._wanted = wanted
-                os.eventfd_write(self._wake, 1)
+                self._wake.wake()
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -47,25 +52,27 @@ class DeathWatcher:
             if self._closing:
                 return
             self._closing = True
-            os.eventfd_write(self._wake, 1)
+            self._wake.wake()
         if self._thread.ident is None:
-            os.close(self._wake)
+            self._wake.close()
         elif self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        watched: dict[int, Peer] = {}
+        watched: dict[OwnedDescriptor, Peer] = {}
         looked_at: set[Peer] = set()
         unreported: set[Peer] = set()
         try:
             while True:
-                for descriptor, _ in poll.poll(RETRY_SECONDS * 1000 if unreported or looked_at else None):
-                    if descriptor == self._wake:
+                poll.poll(1000 * (RETRY_SECONDS if unreported or looked_at else _IDLE_SECONDS))
+                if self._wake.ours:
+                    with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
-                    else:
-                        unreported.add(self._forget(descriptor, watched, poll))
+                else:
+                    time.sleep(RETRY_SECONDS)  # another part of the program closed it: it wakes nobody, or always
+                unreported |= self._take_ended(watched, looked_at, poll)
                 with self._lock:
                     if self._closing:
                         return
@@ -80,10 +87,21 @@ class DeathWatcher:
             with self._lock:
                 self._closing = True
             for descriptor in (*watched, self._wake):  # no other thread polls them now
-                os.close(descriptor)
+                descriptor.close()
+
+    def _take_ended(self, watched: dict[OwnedDescriptor, Peer], looked_at: set[Peer], poll: select.poll) -> set[Peer]:
+        """The watched processes that have ended. One whose pidfd was closed by others is looked at from now on."""
+        ended = set()
+        ready = {descriptor for descriptor, mask in poll.poll(0) if mask & select.POLLIN}
+        for descriptor in list(watched):
+            if not descriptor.ours:
+                looked_at.add(self._forget(descriptor, watched, poll))
+            elif descriptor in ready:
+                ended.add(self._forget(descriptor, watched, poll))
+        return ended
 
     def _adjust(
-        self, wanted: frozenset[Peer], watched: dict[int, Peer], looked_at: set[Peer], poll: select.poll
+        self, wanted: frozenset[Peer], watched: dict[OwnedDescriptor, Peer], looked_at: set[Peer], poll: select.poll
     ) -> set[Peer]:
         """Watch the `wanted` processes by pidfd, else add them to `looked_at`; returns those that have ended."""
         for descriptor in [descriptor for descriptor, peer in watched.items() if peer not in wanted]:
@@ -99,13 +117,13 @@ class DeathWatcher:
             if pidfd is None:
                 ended.add(peer)
             else:
-                watched[pidfd] = peer
+                watched[OwnedDescriptor(pidfd)] = peer
                 poll.register(pidfd, select.POLLIN)
         return ended
 
-    def _forget(self, descriptor: int, watched: dict[int, Peer], poll: select.poll) -> Peer:
+    def _forget(self, descriptor: OwnedDescriptor, watched: dict[OwnedDescriptor, Peer], poll: select.poll) -> Peer:
         poll.unregister(descriptor)
-        os.close(descriptor)
+        descriptor.close()
         return watched.pop(descriptor)
 
     def _tell(self, unreported: set[Peer]) -> None:

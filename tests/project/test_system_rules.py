@@ -21,3 +21,42 @@ def test_shared_code_names_no_backend_in_errors() -> None:
                 if isinstance(name, ast.Constant) and name.value in BACKENDS:
                     wrong.append(f"{path}:{node.lineno}: {ast.unparse(name)}")
     assert not wrong, "\n".join(wrong)
+
+
+OWN_PROGRAMS = ("ft/processes/zygote", "ft/processes/fork_shim", "rl/environments/sandbox/inside/")
+"""Programs in which no code but ours runs, so no other part closes descriptors."""
+
+
+def test_descriptors_that_are_kept_are_owned() -> None:
+    """`os.close` is for a number that the same function has opened; what is kept is an `OwnedDescriptor`."""
+    wrong = []
+    for path in modules():
+        if path.parts[0] == "harness" or str(path).startswith(OWN_PROGRAMS) or path.name == "descriptors.py":
+            continue
+        tree = ast.parse((ROOT / path).read_text())
+        calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.close" and id(node) not in calls:
+                wrong.append(f"{path}:{node.lineno}: os.close is passed on")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "mmap.mmap" and not _is_copy(node):
+                wrong.append(f"{path}:{node.lineno}: mmap keeps a descriptor: use map_file")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.eventfd_write":
+                wrong.append(f"{path}:{node.lineno}: use OwnedDescriptor.wake")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.close" and _is_kept(node.args[0], tree):
+                wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _is_kept(number: ast.expr, tree: ast.Module) -> bool:
+    """Whether a number is one of an object, or of a collection that an object has."""
+    if isinstance(number, ast.Name):
+        loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and number in ast.walk(node)]
+        return any(
+            "self." in ast.unparse(loop.iter) for loop in loops if ast.unparse(loop.target).startswith(number.id)
+        )
+    return isinstance(number, ast.Attribute | ast.Subscript)
+
+
+def _is_copy(call: ast.Call) -> bool:
+    """Whether a mapping is of no file, or private to this process."""
+    return ast.unparse(call.args[0]) == "-1" or "mmap.MAP_PRIVATE" in ast.unparse(call)

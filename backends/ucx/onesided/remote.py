@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
-import select
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,12 +18,16 @@ from holdfast.backends.ucx.onesided.regions import ROW_BYTES, UcxAddress, writer
 from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import fence
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
-from holdfast.comms.transport.liveness import open_pidfd, this_host, this_process
+from holdfast.comms.transport.liveness import Liveness, this_host, this_process
 
 PIECE_BYTES = 1 << 20
 """Bytes of one transfer over a network."""
 _LOOK_SECONDS = 0.002
 _LEAVE_SECONDS = 0.5
+
+
+_NO_RANK = -1
+"""Of this process among the owner's one process: the owner may be this process itself."""
 
 
 class OwnerUnreachable(RegionGone):
@@ -42,24 +44,19 @@ class Owner:
         self.pid, self.here = address.owner.pid, address.owner.host == this_host()
         self.token = writer_token(this_process())
         self._answered = True
-        self._pidfd: int | None = None
-        self._poll = select.poll()
-        if self.here:
-            self._pidfd = open_pidfd(address.owner)
-            if self._pidfd is None:
-                raise RegionGone(f"process {self.pid}, which exposed this region, is gone")
-            self._poll.register(self._pidfd, select.POLLIN)
+        self._liveness = Liveness([address.owner], rank=_NO_RANK)
+        self.check()
         self.words = worker.lib.ffi.new("uint64_t[3]")
         self.words_at = int(worker.lib.ffi.cast("uintptr_t", self.words))
         try:
             self.endpoint: Any = worker.connect(address.worker, self.key)
         except libucp.UcxError as error:
-            self._close_pidfd()
+            self._liveness.close()
             raise RegionGone(f"process {self.pid} cannot be reached: {error}") from error
 
     def alive(self) -> bool:
         """False once its process is known to be gone."""
-        return not self.here or not self._poll.poll(0)
+        return not self._liveness.dead()
 
     def check(self) -> None:
         if not self.alive():
@@ -133,12 +130,7 @@ class Owner:
     def close(self) -> None:
         if self._answered:
             self.worker.disconnect(self.endpoint)
-        self._close_pidfd()
-
-    def _close_pidfd(self) -> None:
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        self._liveness.close()
 
 
 class RemoteRegion:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import mmap
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import POINT_TO_POINT
 from holdfast.comms.op_description import OpTensors
 from holdfast.comms.system.environment import flag
+from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.telemetry.event_log import DIRECTORY
 from holdfast.ft.telemetry.flight import layout
@@ -76,7 +76,7 @@ class FlightRecorder:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)  # a hole would be a SIGBUS later, if the disk is full then
-            self._memory = mmap.mmap(fd, size)
+            self._memory = map_file(fd, size)
         except BaseException:
             path.unlink()
             raise

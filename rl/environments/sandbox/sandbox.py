@@ -89,7 +89,7 @@ class Sandbox:
                     os.close(theirs.pop())
                 return RunWatch(run, limits, Streams(*ours)).result()
             finally:
-                os.close(run.pidfd)
+                run.pidfd.close()
         finally:
             for fd in (*ours, *theirs):
                 os.close(fd)

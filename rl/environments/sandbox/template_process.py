@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.rl.environments.sandbox.errors import SandboxUnavailable
 from holdfast.rl.environments.sandbox.inside import syscalls
 
@@ -43,7 +44,7 @@ class ForkedRun:
     """A run that has begun: its first process."""
 
     pid: int
-    pidfd: int
+    pidfd: OwnedDescriptor
 
 
 class TemplateProcess:
@@ -109,7 +110,7 @@ class TemplateProcess:
             answer, ancillary, _, _ = self._channel.recvmsg(256, socket.CMSG_SPACE(4))
             for _, _, packed in ancillary:
                 received.frombytes(packed)
-            return ForkedRun(int(answer), received[0])
+            return ForkedRun(int(answer), OwnedDescriptor(received[0]))
         except (OSError, ValueError, IndexError) as error:
             raise TemplateDied(str(error) or "it closed its socket") from error
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.comms.errors import CorruptData
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.file_io import read_at, write_all
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, read_proc_stat, this_process
@@ -48,7 +49,7 @@ class OpenAnnouncement:
 
     def __init__(self, store_name: str, address: str, key: bytes) -> None:
         self.announcement = Announcement(store_name, address, key, this_process())
-        self._descriptor = os.memfd_create(_name_of(store_name), os.MFD_CLOEXEC)
+        self._descriptor = OwnedDescriptor(os.memfd_create(_name_of(store_name), os.MFD_CLOEXEC))
         write_all(self._descriptor, msgspec.msgpack.encode(self.announcement))
 
     @property
@@ -60,8 +61,9 @@ class OpenAnnouncement:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.ftruncate(self._descriptor, 0)  # a forked child may have it open, too
-        os.close(self._descriptor)
+        if self._descriptor.ours:
+            os.ftruncate(self._descriptor, 0)  # a forked child may have it open, too
+        self._descriptor.close()
 
 
 def find(store_name: str) -> Announcement | None:
