@@ -85,6 +85,16 @@ class BoundedListener:
     def is_stranger(self, guest: Stranger) -> bool:
         return guest in self._strangers
 
+    def limit(self, guest: Stranger) -> None:
+        """Count a new connection as a stranger's. For a library that accepts connections itself: then nothing starts.
+
+        Drops the oldest strangers if there are too many.
+        """
+        while len(self._strangers) >= self.most:
+            self._turn_away(next(iter(self._strangers)), "full")
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._turn_away, guest, "late")
+        self._strangers[guest] = timer
+
     def admit(self, guest: Stranger) -> None:
         """Lift the limits for this connection: it is authenticated, or closed. Idempotent."""
         timer = self._strangers.pop(guest, None)
@@ -114,15 +124,13 @@ class BoundedListener:
                     raise
                 self._refuse_one(error)
                 return
-            while len(self._strangers) >= self.most:
-                self._turn_away(next(iter(self._strangers)), "full")
             self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
         guest = self._make()
-        self._strangers[guest] = loop.call_later(self._seconds, self._turn_away, guest, "late")
+        self.limit(guest)
         task: asyncio.Task[object] = loop.create_task(
             loop.connect_accepted_socket(lambda: cast(asyncio.Protocol, guest), connection)
         )

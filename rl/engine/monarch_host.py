@@ -12,15 +12,16 @@ trusted network only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import socket
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from typing import cast
 from urllib.parse import urlsplit
 
+from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.environment.listen_address import address_of
 from holdfast.ft.environment.local_addresses import local_addresses
@@ -125,13 +126,34 @@ def _family(host: str | None) -> socket.AddressFamily:
 async def _tell(host: str | None, port: int | None, address: str) -> None:
     """Listen, and tell each client the address of Monarch's host."""
 
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            writer.write(f"{GREETING}{address}\n".encode())
-            await writer.drain()
-            writer.close()
+    listener = BoundedListener(lambda: _Greeter(f"{GREETING}{address}\n", listener), most=256, seconds=10.0)
+    await listener.start(host or "", port or 0)
+    _listeners.append(listener)
 
-    await asyncio.start_server(answer, host, port)
+
+class _Greeter(asyncio.Protocol):
+    """Tells one client a text, and closes the connection."""
+
+    def __init__(self, text: str, listener: BoundedListener) -> None:
+        self._text, self._listener = text, listener
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._text.encode())
+        self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._listener.admit(self)
+
+    def turn_away(self, why: Departure) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+_listeners: list[BoundedListener] = []
+"""Kept as long as the process runs."""
 
 
 async def whereabouts(address: str) -> str:

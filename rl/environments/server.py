@@ -9,8 +9,9 @@ import logging
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, NoReturn, Self, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +23,7 @@ from websockets.http11 import Response
 
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.console.units import counted
+from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.call_times import CallTimes
 from holdfast.rl.environments.environment import Environment
@@ -43,6 +45,8 @@ CODES: dict[type[EnvironmentFailed], str] = {
 }
 """The words of the protocol for failures; all others are a VALIDATION_ERROR."""
 
+_MOST_HANDSHAKES, _HANDSHAKE_SECONDS = 256, 10.0
+"""The bounds of connections whose handshake is not done."""
 _SEND_SECONDS = 10.0
 _LOGGER = logging.getLogger("holdfast.rl.environments.server")
 _LOGGER.addHandler(logging.NullHandler())
@@ -57,6 +61,26 @@ class Health(msgspec.Struct, frozen=True):
     sessions: int
     limit: int
     hung: int
+
+
+class _Guest(ServerConnection):
+    """A connection that may be dropped until its handshake is done."""
+
+    def __init__(self, guests: BoundedListener, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._guests = guests
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._guests.limit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guests.admit(self)
+        super().connection_lost(exc)
+
+    def turn_away(self, why: Departure) -> None:
+        """Close the connection."""
+        self.transport.abort()
 
 
 class EnvironmentServer:
@@ -87,6 +111,7 @@ class EnvironmentServer:
         self._closed: set[LocalSession] = set()
         self._handlers: set[asyncio.Task[None]] = set()
         self._server: Server | None = None
+        self._guests = BoundedListener(_made_by_websockets, most=_MOST_HANDSHAKES, seconds=_HANDSHAKE_SECONDS)
 
     @property
     def url(self) -> str:
@@ -108,6 +133,7 @@ class EnvironmentServer:
             self._host,
             self._port,
             process_request=self._answer_http,
+            create_connection=cast(type[ServerConnection], partial(_Guest, self._guests)),
             origins=[None],  # programs send none; a page in a browser must not reach into this machine
             compression=None,
             max_size=self._max_bytes,
@@ -122,6 +148,7 @@ class EnvironmentServer:
     ) -> None:
         assert self._server is not None
         self._server.close()
+        self._guests.close()
         for handler in self._handlers:
             handler.cancel()  # its environment may hang
         await self._server.wait_closed()
@@ -146,6 +173,7 @@ class EnvironmentServer:
             handler.result()
 
     async def _lead(self, connection: ServerConnection) -> None:
+        self._guests.admit(cast(_Guest, connection))
         if connection.request is not None and urlsplit(connection.request.path).path == WORK:
             return await answer_work(connection, self.times)
         if len(self._sessions) >= self.limit:
@@ -219,3 +247,7 @@ class EnvironmentServer:
     def _ended(self, session: LocalSession) -> None:
         self._sessions.discard(session)
         self._closed.discard(session)
+
+
+def _made_by_websockets() -> NoReturn:
+    raise AssertionError("websockets accepts the connections of this listener")

@@ -60,3 +60,29 @@ def _is_kept(number: ast.expr, tree: ast.Module) -> bool:
 def _is_copy(call: ast.Call) -> bool:
     """Whether a mapping is of no file, or private to this process."""
     return ast.unparse(call.args[0]) == "-1" or "mmap.MAP_PRIVATE" in ast.unparse(call)
+
+
+LISTENERS = {
+    "ft/control/bounded_listener.py": "the one that bounds strangers",
+    "comms/rendezvous/tcp.py": "torch's TCPStore accepts",
+    "ft/launch/mpirun.py": "in a folder of this user alone",
+    "ft/processes/fork_shim.py": "in a folder of this user alone",
+    "rl/engine/monarch_host.py": "looks for a free port",
+}
+
+
+def test_every_listener_bounds_strangers() -> None:
+    """A flood of idle connections takes the descriptors of a process unless a `BoundedListener` counts them."""
+    calls = {"listen", "create_server", "start_server", "create_unix_server", "start_unix_server"}
+    wrong = []
+    for path in modules():
+        if path.parts[0] == "harness" or str(path) in LISTENERS:
+            continue
+        text = (ROOT / path).read_text()
+        nodes = [] if "BoundedListener(" in text else ast.walk(ast.parse(text))
+        wrong += [
+            f"{path}:{node.lineno}: {ast.unparse(node.func)}"
+            for node in nodes
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in calls
+        ]
+    assert not wrong, "\n".join(wrong)

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -453,3 +454,23 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 def test_an_observation_is_frozen() -> None:
     with pytest.raises(AttributeError):
         Observation(text="a").text = "b"  # type: ignore[misc]
+
+
+def test_handshakes_that_are_never_done_are_bounded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are dropped, and a client still gets its session."""
+    monkeypatch.setattr("holdfast.rl.environments.server._MOST_HANDSHAKES", 8)
+
+    async def body() -> int:
+        async with EnvironmentServer(GuessNumberEnvironment, "guess") as server:
+            place = urlsplit(server.url)
+            idle = [await asyncio.open_connection(place.hostname, place.port) for _ in range(30)]
+            dropped = [reader for reader, _ in idle[:22]]
+            assert [await asyncio.wait_for(reader.read(), 10.0) for reader in dropped] == [b""] * 22
+            async with EnvironmentClient(server.url, timeout=20.0) as client:
+                await client.reset(1)
+            open_still = sum(not reader.at_eof() for reader, _ in idle)
+            for _, writer in idle:
+                writer.close()
+            return open_still
+
+    assert run(body()) in (7, 8), "the client takes the place of one"
