@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,10 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from holdfast.comms.errors import HoldfastError, PeerFailed
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, again
+from holdfast.comms.rendezvous import fetch
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import Liveness
+
+_MEETING_SECONDS = 0.05
+"""How often a rank that waits for the others looks whether they shall still connect."""
 
 _log = logging.getLogger("holdfast.backends")
 
@@ -30,6 +35,8 @@ class TorchGroup(Transport):
     _look_seconds: ClassVar[float | None] = None
     """Seconds between calls of `_own_failure`; None: never."""
 
+    _watching = True
+
     def __init__(self, context: Context) -> None:
         self.rank, self.size = context.rank, context.size
         self._epoch = context.epoch
@@ -38,7 +45,7 @@ class TorchGroup(Transport):
         self._group: Any = None
         self._liveness = Liveness(context.peers, context.rank)
         self._ending = threading.RLock()  # a signal handler may abort in the middle of an abort
-        self._wake, self._watching = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC)), True
+        self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC))
         self._watcher: threading.Thread | None = None
 
     @abstractmethod
@@ -104,6 +111,28 @@ class TorchGroup(Transport):
     def close(self) -> None:
         self._forget_peers()
         self._release_group()
+
+
+def wait_for_ranks(context: Context, liveness: Liveness, prefix: str) -> None:
+    """Wait until all ranks are here. Raises `OpTimeout`, `PeerFailed`, and what `context.over` returns.
+
+    `prefix` of the keys of the store names the place. What torch connects after that needs no time for a late rank.
+    """
+    store, began = context.store, time.monotonic()
+    ready = [f"{prefix}ready/{rank}" for rank in range(context.size)]
+    store.set(ready[context.rank], "")
+    if store.add(f"{prefix}number ready", 1) == context.size:
+        store.set(f"{prefix}all ready", "")
+    while True:
+        if (over := context.over()) is not None:
+            raise again(over)
+        try:
+            fetch(store, f"{prefix}all ready", min(context.deadline, time.monotonic() + _MEETING_SECONDS), liveness)
+            return
+        except TimeoutError as error:
+            if (now := time.monotonic()) >= context.deadline:
+                missing = tuple(rank for rank, key in enumerate(ready) if not store.check([key]))
+                raise OpTimeout("connect", 0, now - began, missing) from error
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

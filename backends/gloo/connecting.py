@@ -16,11 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.backends.common.torch_group import options
+from holdfast.backends.common.torch_group import options, wait_for_ranks
 from holdfast.backends.gloo.errors import meaning_of
 from holdfast.backends.gloo.sockets import find_sockets, refuse_connections, shut_down
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, again
-from holdfast.comms.rendezvous import fetch
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
@@ -102,7 +101,7 @@ class _Attempt:
         context = self._context
         store = _RecordingStore(context.store, self._prefix + "group/")
         device = _device(len({peer.host for peer in context.peers}) == 1, context.address)
-        self._meet()
+        wait_for_ranks(context, self._liveness, self._prefix)
         limit = max(min(context.deadline - time.monotonic(), ATTEMPT_SECONDS), 0.001)
         store.longest_wait = timedelta(seconds=limit)
         began = time.monotonic()
@@ -130,16 +129,6 @@ class _Attempt:
             )
             self._give_up(error, late)
             return None
-
-    def _meet(self) -> None:
-        """Wait until all ranks have come to this attempt."""
-        context = self._context
-        context.store.set(f"{self._prefix}ready/{context.rank}", "")
-        for rank in range(context.size):
-            try:
-                fetch(context.store, f"{self._prefix}ready/{rank}", context.deadline, self._liveness)
-            except TimeoutError as error:
-                raise OpTimeout("connect", 0, time.monotonic() - self._began, (rank,)) from error
 
     def _construct(self, store: dist.Store, device: Any, limit: float) -> Any:
         gloo: Any = dist.ProcessGroupGloo

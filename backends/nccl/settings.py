@@ -8,7 +8,6 @@ group that shares its store, even of an earlier epoch.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ _UNLESS_SET = {
 }
 NONBLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
 LONGEST_WAIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+HANDSHAKE_SECONDS = "300"
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 _log = logging.getLogger("holdfast.nccl")
@@ -60,14 +60,14 @@ def settings_of_a_group() -> Iterator[None]:
                 os.environ[_ERROR_HANDLING] = before
 
 
-def bound_waits(seconds: float) -> None:
-    """Bound how long torch waits, with its lock held, for a communicator to connect or end.
+def bound_handshakes() -> None:
+    """Bound how long torch waits, with its lock held, for NCCL to connect or end; an abort has to wait for that, too.
 
-    An abort has to wait for that as well. torch reads the bound once, when it first waits. So it holds for the whole
-    process, and the first call counts.
+    torch reads the bound once in a process, so it is the same for all communicators, and no communicator's timeout:
+    each waits for its ranks by its own deadline before NCCL connects them.
     """
     with _lock:
-        os.environ.setdefault(LONGEST_WAIT, str(max(1, math.ceil(seconds))))
+        os.environ.setdefault(LONGEST_WAIT, HANDSHAKE_SECONDS)
 
 
 def _log_once(what: str) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
+from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options, wait_for_ranks
 from holdfast.backends.nccl import cuda_devices, settings
 from holdfast.backends.nccl.cuda_devices import own_device
 from holdfast.backends.nccl.device_reduction import combine, device_reduction_of
@@ -92,10 +92,10 @@ class NcclTransport(TorchGroup):
         return lambda: torch.cuda.stream(stream)
 
     def connect_ranks(self, deadline: float, over: Callable[[], HoldfastError | None]) -> None:
-        """Wait until every rank is connected to every other. NCCL connects with the first op, a barrier here.
+        """Connect the ranks, which are all there. NCCL connects them with the first op, a barrier here.
 
-        If a rank never comes, or dies meanwhile, the op blocks with the communicator's lock held, so an abort has no
-        effect. The op is then abandoned, and ends by the bound of `bound_waits`.
+        If a rank dies or hangs meanwhile, the op blocks with the communicator's lock held, so an abort has no effect.
+        The op is then abandoned, and ends by the bound of `bound_handshakes`.
         """
         began = time.monotonic()
 
@@ -333,7 +333,7 @@ def make_group(context: Context) -> Any:
     options_._timeout = limit
     if settings.NONBLOCKING not in os.environ:
         options_.config.blocking = 0
-    settings.bound_waits(limit.total_seconds())
+    settings.bound_handshakes()
     with settings.settings_of_a_group():
         return kind(context.store, context.rank, context.size, options_)
 
@@ -421,6 +421,7 @@ def connect_over(context: Context, library: str) -> NcclTransport:
         raise Unsupported(f"{library} on {context.device}", "pass device='cuda', or use shm or gloo for CPU tensors")
     transport = NcclTransport(context, library)
     try:
+        wait_for_ranks(context, transport._liveness, f"{library}/")
         transport.connect_ranks(context.deadline, context.over)
     except BaseException as error:
         over = error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}")

@@ -132,13 +132,46 @@ def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
         return transport
 
     monkeypatch.setattr(nccl, "NcclTransport", connecting)
-    place = context(0, "cuda")
-    place.deadline, place.over = soon(0.2), lambda: None
+    place = context(0, "cuda", "a")
+    place.deadline = soon(0.2)
     with pytest.raises(OpTimeout, match="connect"):
         nccl.connect_over(place, "nccl")
     assert not ended, "it waits for no abort"
     may_abort.set()
     eventually(lambda: "abort" in ended)
+
+
+def test_each_communicator_waits_for_late_ranks_by_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch waits, whose bound is that of the process."""
+    arrived: list[int] = []
+
+    def connected(*_: Any) -> None:
+        assert arrived == [1], "torch's wait begins when all ranks are there"
+
+    def connect(rank: int, store: dist.Store, seconds: float) -> None:
+        place = context(rank, "cuda", "aa")
+        place.store, place.deadline = store, soon(seconds)
+        if rank == 1:
+            arrived.append(rank)
+        nccl.connect_over(place, "nccl")
+
+    monkeypatch.setattr(nccl, "NcclTransport", lambda *_: over(Recording(allreduce=connected)))
+    with pytest.raises(OpTimeout) as caught:
+        connect(0, dist.HashStore(), 0.1)
+    assert caught.value.missing_ranks == (1,)
+    store = dist.HashStore()
+    late = threading.Timer(0.3, connect, (1, store, 20.0))
+    late.start()
+    connect(0, store, 20.0)
+    late.join()
+
+
+def test_waiting_for_late_ranks_ends_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "NcclTransport", lambda *_: over(Recording()))
+    place = context(0, "cuda", "aa")
+    place.over = lambda: HoldfastError("another view")
+    with pytest.raises(HoldfastError, match="another view"):
+        nccl.connect_over(place, "nccl")
 
 
 def test_nccl_connects_with_the_first_op_not_eagerly() -> None:
@@ -367,14 +400,6 @@ def test_variables_that_a_user_has_set_stay_or_a_warning_says_otherwise(
     ]  # fmt: skip
 
 
-def test_torchs_waits_with_a_lock_held_are_bounded_once_for_the_process(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv(nccl_settings.LONGEST_WAIT, "")
-    environment.delenv(nccl_settings.LONGEST_WAIT)
-    nccl_settings.bound_waits(7.2)
-    nccl_settings.bound_waits(90.0)
-    assert os.environ[nccl_settings.LONGEST_WAIT] == "8"
-
-
 def test_the_group_is_made_without_blocking_unless_the_user_says(environment: pytest.MonkeyPatch) -> None:
     class Group:
         class Options:
@@ -385,13 +410,16 @@ def test_the_group_is_made_without_blocking_unless_the_user_says(environment: py
             self.made, self.variables = options, variables()
 
     environment.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    environment.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
+    environment.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
     context: Any = SimpleNamespace(store=None, rank=0, size=1, deadline=soon(12))
     group = nccl.make_group(context)
     assert group.made.config.blocking == 0 and 11 < group.made._timeout.total_seconds() <= 12
-    assert group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "12"
+    assert group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "300", "torch reads it once, so no timeout decides"
     environment.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
-    assert nccl.make_group(context).made.config.blocking is None
-    environment.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
+    environment.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
+    group = nccl.make_group(context)
+    assert group.made.config.blocking is None and group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
 
 
 # Devices ------------------------------------------------------------------------------------------------------------
@@ -411,7 +439,9 @@ def test_a_tensor_of_another_gpu_is_refused_before_anything_moves() -> None:
 
 def context(rank: int, device: str, hosts: str = "aaaa") -> Any:
     peers = tuple(Peer(host, 100 + number, 1) for number, host in enumerate(hosts))
-    return SimpleNamespace(rank=rank, device=torch.device(device), peers=peers)
+    place = SimpleNamespace(rank=rank, size=len(peers), device=torch.device(device), peers=peers, deadline=soon())
+    place.store, place.over = dist.HashStore(), lambda: None
+    return place
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from holdfast.backends.nccl import transport
 from holdfast.backends.nccl.transport import NcclTransport
 from holdfast.comms import HoldfastError
+from holdfast.comms.transport.liveness import Liveness
 
 Tensor = torch.Tensor
 
@@ -83,6 +84,7 @@ class OnTheHost(NcclTransport):
         self.rank, self.size, self._epoch, self._seq = rank, size, 0, 0
         self._error: HoldfastError | None = None
         self._ended = False
+        self._liveness = Liveness([], rank)
         self._ending = threading.Lock()
         self._device = torch.device("cpu")
         self._side = SimpleNamespace(release=lambda: None)  # type: ignore[assignment]
