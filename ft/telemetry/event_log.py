@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.system import forks
+from holdfast.comms.system.descriptors import OwnedDescriptor
 
 DIRECTORY = "HOLDFAST_LOG_DIR"
 """The environment variable that names the directory of the logs; without it, events go to callbacks alone."""
@@ -194,7 +195,7 @@ class _LogFile:
 
     def __init__(self, process: str, directory: str | os.PathLike[str]) -> None:
         self._process, self._path = process, Path(directory) / f"{process}.jsonl"
-        self._fd = -1
+        self._fd: OwnedDescriptor | None = None
         self._kept: deque[bytes] = deque()
         self._away, self._lost = False, 0
 
@@ -206,9 +207,10 @@ class _LogFile:
         """
         line = _encode(event) + b"\n"
         try:
-            if self._fd < 0:
+            if self._fd is None or not self._fd.ours:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._fd = OwnedDescriptor(os.open(self._path, flags, 0o600))
             while self._kept:
                 _append(self._fd, self._kept[0])
                 self._kept.popleft()
@@ -227,8 +229,8 @@ class _LogFile:
             self._away, self._lost = False, 0
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        if self._fd is not None:
+            self._fd.close()
 
 
 def _append(fd: int, line: bytes) -> None:
