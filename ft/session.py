@@ -12,19 +12,21 @@ with ft.Session(min_size=2) as session:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import HoldfastError, StaleEpoch
 from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
+from holdfast.comms.system.signal_safety import OwnSteps
 from holdfast.ft import departure, error_history, faultpoints, settings
 from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.commit import voting
@@ -57,6 +59,23 @@ faultpoints.run_before_kill(flush_all)
 
 EVIDENT_SECONDS = 0.002
 """Seconds to wait, after an op failed, for the next epoch or for a better reason from the other members."""
+
+
+_CLOSED = "its session was closed"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_own_steps(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """Run a method of a session as its own steps."""
+
+    @functools.wraps(method)
+    def inside(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with session._own_steps:
+            return method(session, *args, **kwargs)
+
+    return inside
 
 
 class Session:
@@ -139,6 +158,7 @@ class Session:
         self._view: View | None = None
         self._commit_state = CommitState()
         self._over = False
+        self._own_steps = OwnSteps()
         self._termination = TerminationRequest()
         self._closing = contextlib.ExitStack()
         for close in (self._termination.end, self._events.close, self._register.close):
@@ -177,10 +197,12 @@ class Session:
         """The number of steps that are committed here, which is the number of the next step."""
         return self._commit_state.done
 
+    @_in_own_steps
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(event)` for each event of this process, in a thread of its own; see `EventLog.subscribe`."""
         return self._events.subscribe(listener)
 
+    @_in_own_steps
     def attach(self, name: str, thing: Stateful) -> None:
         """Keep `thing` the same on all ranks: newcomers get its state from the ranks that have it.
 
@@ -188,6 +210,7 @@ class Session:
         """
         self._attachments.attach(name, thing)
 
+    @_in_own_steps
     def attach_sharded(self, build: Build, *, copies: int = 1, mesh: Shape | None = None) -> Sharded:
         """Keep the dict that `build(mesh)` returns (model, optimizer ...), sharded over a DeviceMesh of all ranks.
 
@@ -200,6 +223,7 @@ class Session:
         """
         return self._attachments.attach_sharded(build, copies=copies, mesh=mesh)
 
+    @_in_own_steps
     def checkpoints(self, directory: str | os.PathLike[str], *, every: int, last: int | None = None) -> None:
         """Save all attached state with torch.distributed.checkpoint every `every` steps, to a `directory` of all ranks.
 
@@ -209,6 +233,7 @@ class Session:
         """
         self._attachments.checkpoints(directory, every=every, last=last)
 
+    @_in_own_steps
     def process_group(self) -> SessionProcessGroup:
         """torch.distributed's default group in the current epoch; see `Attempt.process_group`."""
         comm, view = self._comms.comm, self._view
@@ -236,6 +261,7 @@ class Session:
         return self._steps(self._runtime)
 
     @reraise_local_cause("joining a job")
+    @_in_own_steps
     def __enter__(self) -> Session:
         if self._runtime is not None:
             raise HoldfastError("a session can be entered once; make another one")
@@ -262,6 +288,21 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Leave the job and close all parts. A signal's handler may call it at any point.
+
+        If it interrupts the session's own code, which may hold what a part needs to close, the process leaves at once,
+        and the parts are closed when that code ends.
+        """
+        if self._own_steps.interrupted:
+            self._leave_now(error)
+            self._own_steps.do_after(lambda: self._close(kind, error, trace))
+        else:
+            self._close(kind, error, trace)
+
+    @_in_own_steps
+    def _close(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closing.__exit__(kind, error, trace)
 
     def _close_telemetry(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -272,12 +313,17 @@ class Session:
         """Tell the others that this process leaves, unless the job is over or ends with this."""
         if error is not None:
             self._events.emit("error", error=f"{type(error).__name__}: {error}")
-        runtime = self._runtime
-        if runtime is not None and not self._over and not self._ends_job(runtime, error):
-            if error is None:
-                runtime.leave("its session was closed")
-            else:
-                runtime.leave(f"{type(error).__name__}: {error}", type(error).__name__)
+        if self._runtime is not None and not self._over and not self._ends_job(self._runtime, error):
+            self._leave_now(error)
+
+    def _leave_now(self, error: BaseException | None) -> None:
+        """Tell the others that this process leaves, without a wait."""
+        if self._runtime is None or self._over:
+            return
+        if error is None:
+            self._runtime.leave(_CLOSED)
+        else:
+            self._runtime.leave(f"{type(error).__name__}: {error}", type(error).__name__)
 
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
         """Whether this process's leave ends the job: all members leave their steps, or an exception ends it."""
@@ -295,14 +341,10 @@ class Session:
     # The steps ------------------------------------------------------------------------------------------------
 
     def _steps(self, runtime: Runtime) -> Iterator[Attempt]:
-        self._enter_job(runtime)
-        self._termination.in_steps = True
-        while not self._over and self._ready():
-            if self._commit_state.done >= self._commit_state.total:
-                self._finish(runtime)
-                continue
-            assert self._comms.comm is not None and self._view is not None
-            attempt = Attempt(self, self._comms.comm, self._commit_state.done, self._view.job.shards)
+        with self._own_steps:
+            self._enter_job(runtime)
+            self._termination.in_steps = True
+        while (attempt := self._next_attempt(runtime)) is not None:
             yield attempt
             if not attempt.entered:
                 raise HoldfastError("an attempt that steps() yields must be entered: write `with attempt:`")
@@ -314,6 +356,22 @@ class Session:
             self._termination.obey()
         self._termination.in_steps = False
         self._events.emit("finished", step=self._commit_state.done - 1)
+
+    @_in_own_steps
+    def _next_attempt(self, runtime: Runtime) -> Attempt | None:
+        """The next attempt; None if the job is over."""
+        while not self._over and self._ready():
+            if self._commit_state.done < self._commit_state.total:
+                assert self._view is not None
+                return Attempt(self, self._open_comm(), self._commit_state.done, self._view.job.shards)
+            self._finish(runtime)
+        return None
+
+    def _open_comm(self) -> Communicator:
+        """The communicator of the current epoch. Raises `StaleEpoch` if a signal's handler has closed the session."""
+        if self._comms.comm is None:
+            raise StaleEpoch(f"this process has left the job: {_CLOSED}")
+        return self._comms.comm
 
     def _enter_job(self, runtime: Runtime) -> None:
         """Wait until this process is in a running view or the job is over, and build its first communicator."""
@@ -329,8 +387,8 @@ class Session:
     def _ready(self) -> bool:
         """Transfer the state to newcomers and begin an attempt, in the newest epoch; False if the job is over."""
         while not self._over:
-            comm = self._comms.comm
-            assert comm is not None and self._runtime is not None
+            comm = self._open_comm()
+            assert self._runtime is not None
             try:
                 self._synchronise(comm)
                 self._runtime.at_step(self._commit_state.done)
@@ -345,13 +403,13 @@ class Session:
                 self._go_on(failure)
         return False
 
+    @_in_own_steps
     def commit(self) -> None:
         """Agree with all ranks that the step is done, once this rank's part of it is.
 
         Communicators of earlier epochs are closed only here, where no rank waits for the next one.
         """
-        comm = self._comms.comm
-        assert comm is not None
+        comm = self._open_comm()
         self._replicator.stage(comm, self._hosts(), self._commit_state.done + 1)
         self._reach("commit.before_prepare")
         with self._epoch_guard.held(comm.epoch):
@@ -365,10 +423,10 @@ class Session:
         self._reach("commit.after_commit")
         self._comms.close_retired()
 
+    @_in_own_steps
     def recover(self, failure: HoldfastError) -> bool:
         """Continue in the next epoch after `failure` ended this one; return whether the open step is committed."""
-        comm, done = self._comms.comm, self._commit_state.done
-        assert comm is not None
+        comm, done = self._open_comm(), self._commit_state.done
         self._go_on(failure)
         if self._commit_state.done == done:
             self._events.emit("aborted_step", step=done, epoch=comm.epoch)
@@ -376,18 +434,17 @@ class Session:
 
     def _go_on(self, failure: HoldfastError) -> None:
         self._termination.obey()
-        assert self._comms.comm is not None
-        epoch, word = self._comms.comm.epoch, self._comms.comm.announced
+        comm = self._open_comm()
+        epoch, word = comm.epoch, comm.announced
         if word is not None:
             self._epoch_guard.adopt_announced_view(word)
-        failure = self._comms.comm.in_its_ranks(failure)
+        failure = comm.in_its_ranks(failure)
         self._await_end(epoch, failure)
         self._rebuild(self._next_view(epoch, failure))
 
     def _finish(self, runtime: Runtime) -> None:
         """Declare the job finished, and wait until that is agreed."""
-        comm = self._comms.comm
-        assert comm is not None
+        comm = self._open_comm()
         self._reach("finish.before_propose")
         runtime.finish(comm.epoch)
         self._rebuild(self._next_view(comm.epoch))

@@ -29,7 +29,7 @@ import msgspec
 from holdfast.comms._native import Words
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.file_io import read_at
+from holdfast.comms.system.file_io import read_at, write_all
 from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
@@ -102,7 +102,7 @@ class RegionTable:
         self._generation = secrets.randbits(62)
         self._used = 0
         self._free: list[int] = []
-        os.pwrite(self._file, _HEADER.pack(_MAGIC, owner.pid, owner.started, self._base, self._id), 0)
+        write_all(self._file, _HEADER.pack(_MAGIC, owner.pid, owner.started, self._base, self._id))
 
     @property
     def memory(self) -> tuple[int, int]:

@@ -223,7 +223,7 @@ class GlooTransport(TorchGroup):
         return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
 
     def _end_group(self) -> None:
-        for each in self._sockets:
+        for each in list(self._sockets):
             shut_down(each)
 
     def _release_group(self) -> None:
@@ -231,6 +231,8 @@ class GlooTransport(TorchGroup):
             abandoned_groups.append(self._group)
         del self._group
         with self._ending:
+            if self._error is not None:
+                self._end_group()  # a signal's handler may close amid the abort that does so
             for each in self._sockets:
                 each.close()
             self._sockets.clear()

@@ -63,6 +63,39 @@ class HandlerLock:
                 self._later.pop(0)()
 
 
+class OwnSteps(threading.local):
+    """Marks steps of an object's own code, by thread. What a handler asks for amid them is done right after."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._later: list[Callable[[], None]] = []
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this thread is amid such steps: the caller is a handler, or called by one."""
+        return self._depth > 0
+
+    def do_after(self, action: Callable[[], None]) -> None:
+        """Run `action` at the end of the steps that this call has interrupted."""
+        self._later.append(action)
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._depth == 1:
+                self._do_later()
+        finally:
+            self._depth -= 1
+            if self._depth == 0:  # a handler may have come before that line
+                self._do_later()
+
+    def _do_later(self) -> None:
+        while self._later:
+            self._later.pop(0)()
+
+
 def run_shielded(call: Callable[[], None]) -> None:
     """Run a call that must not be cut short. What a signal's handler raises meanwhile is raised after it.
 

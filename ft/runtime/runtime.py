@@ -56,7 +56,7 @@ class Runtime:
         """Listen, and join the job or be a spare of it. Raises what `candidate_job` raises."""
         self._identity, self._settings, self._epoch_guard = identity, settings, epoch_guard
         self._calls: dict[Future[Any], int] = {}
-        self._calls_lock = threading.Lock()
+        self._calls_lock = threading.RLock()  # a signal's handler that leaves may come in
         self._begun, self._closing = threading.Event(), threading.Event()
         with contextlib.ExitStack() as undo:
             self._register = undo.enter_context(Register.open(settings.register))

@@ -50,7 +50,7 @@ class EventLog:
         """Write to `<directory>/<process>.jsonl`. `directory` defaults to HOLDFAST_LOG_DIR; "" writes no file."""
         self.process = process
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the log
         self._receivers: tuple[_Receiver, ...] = ()
         directory = os.environ.get(DIRECTORY) if directory is None else directory
         if directory:

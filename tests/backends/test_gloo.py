@@ -16,6 +16,8 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, Mismatch, PeerFailed, Recv, Send
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import Liveness
 from holdfast.harness import LocalCluster
 
 FORGETFUL = """
@@ -93,22 +95,22 @@ def test_connecting_outlasts_a_rank_that_is_slower_than_one_attempt(pair: LocalC
     def body(comm: Communicator, meeting: Path) -> float:
         from holdfast.backends.gloo import connecting
 
-        longest, meet = connecting.ATTEMPT_SECONDS, connecting._Attempt._meet
+        longest, meet = connecting.ATTEMPT_SECONDS, connecting.wait_for_ranks
 
-        def slowly(attempt: connecting._Attempt) -> None:
-            meet(attempt)
-            first = attempt._prefix == "gloo/0/"
+        def slowly(context: Context, liveness: Liveness, prefix: str) -> None:
+            meet(context, liveness, prefix)
+            first = prefix == "gloo/0/"
             connecting.ATTEMPT_SECONDS = 0.5 if first else longest
             if first and comm.rank == 1:
                 time.sleep(1.0)
 
-        connecting._Attempt._meet = slowly  # type: ignore[method-assign]
+        connecting.wait_for_ranks = slowly
         try:
             with connect_again(comm, meeting) as again:
                 again.all_reduce(total := torch.ones(1))
                 return total.item()
         finally:
-            connecting.ATTEMPT_SECONDS, connecting._Attempt._meet = longest, meet  # type: ignore[method-assign]
+            connecting.ATTEMPT_SECONDS, connecting.wait_for_ranks = longest, meet
 
     assert pair.run(body, tmp_path / "slow") == [2.0, 2.0]
 
