@@ -89,6 +89,10 @@ class Mismatch(HoldfastError):
     """Ranks, threads or processes disagree about what is being done."""
 
 
+class ConcurrentCall(Mismatch):
+    """An op was called while another thread is inside an op of the same communicator."""
+
+
 class ResourceExhausted(HoldfastError):
     """This process ran out of a `resource`; no peer is to blame.
 
@@ -155,11 +159,18 @@ class PeerFailed(HoldfastError):
 class Revoked(HoldfastError):
     """The communicator of this epoch is over: aborted, closed or replaced by a later one.
 
-    If a failed op ended it, `failure` is the type of that op's error.
+    If a failed op ended it, `failure` is the type of that op's error. `own` says that a call of this rank aborted or
+    closed it.
     """
 
-    def __init__(self, epoch: int, reason: str = "aborted", failure: type[BaseException] | None = None) -> None:
-        self.epoch, self.reason, self.failure = epoch, reason, failure
+    def __init__(
+        self,
+        epoch: int,
+        reason: str = "aborted",
+        failure: type[BaseException] | None = None,
+        own: bool = False,
+    ) -> None:
+        self.epoch, self.reason, self.failure, self.own = epoch, reason, failure, own
         super().__init__(f"the communicator of epoch {epoch} is over: {reason}; use the next one")
 
 

@@ -22,8 +22,8 @@ import torch
 
 from holdfast.comms import _native
 from holdfast.comms.errors import (
+    ConcurrentCall,
     HoldfastError,
-    Mismatch,
     OpTimeout,
     PeerFailed,
     Revoked,
@@ -151,7 +151,7 @@ class Executor:
             if not entered:
                 if self._over is not None:
                     self._raise_revoked()
-                raise Mismatch(
+                raise ConcurrentCall(
                     f"{description.name} was called while another thread is inside an op of communicator "
                     f"{self._name!r}: their order could differ from rank to rank; use one thread, a lock, or a "
                     "communicator each (split)"
@@ -301,7 +301,7 @@ class Executor:
 
     def abort(self, reason: str | HoldfastError) -> None:
         """Make the running op, and all later ones, raise. The first reason stays."""
-        self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason))
+        self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason, own=True))
 
     def abort_part_on_end(self, part: Executor) -> None:
         """Abort `part` when this communicator ends for another reason than `close`."""
@@ -351,7 +351,7 @@ class Executor:
         """Refuse all ops, and do not touch the transport: its owner has closed it. For an executor that ran none."""
         self._closed, self._released = True, True
         if self._over is None:
-            self._over, self._order.over = Revoked(self._epoch, "closed"), True
+            self._over, self._order.over = Revoked(self._epoch, "closed", own=True), True
 
     def close(self) -> None:
         """Abort pending ops and close the transport. Idempotent.
@@ -367,7 +367,7 @@ class Executor:
 
     def _begin_close(self) -> None:
         if self._over is None:
-            self._over, self._order.over = Revoked(self._epoch, "closed"), True
+            self._over, self._order.over = Revoked(self._epoch, "closed", own=True), True
         if not self._closed and not self._aborted and not (self._last.done() and self._order.idle):
             self._transport.abort(self._over)
         self._closed = True

@@ -48,7 +48,6 @@ _RECORDS = hasattr(c10d, "_maybe_attach_flight_recorder")
 """torch from 2.15 on attaches a flight recorder to a new group that has devices, which needs torch's own backend."""
 
 _numbers = itertools.count()
-_ABORTED = "the process group was aborted"
 
 
 def refused(name: str, instead: str) -> Callable[..., Any]:
@@ -573,7 +572,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         from torch._C._distributed_c10d import ErrorType
 
         over = self.communicator._executor.over
-        if over is None or (isinstance(over, Revoked) and over.reason in (_ABORTED, "closed")):
+        if over is None or (isinstance(over, Revoked) and over.own):
             return ErrorType.SUCCESS
         kind = (isinstance(over, Revoked) and over.failure) or type(over)
         late = issubclass(kind, OpTimeout)
@@ -604,7 +603,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End all ops here, and those of peers that wait for this rank, and release all resources."""
-        over = Revoked(self.communicator.epoch, _ABORTED)
+        over = Revoked(self.communicator.epoch, "the process group was aborted", own=True)
         self.communicator.abort(over)
         self._p2p.abort(over)
         self.shutdown()
