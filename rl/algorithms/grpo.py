@@ -33,17 +33,19 @@ def advantages(groups: Sequence[Sequence[float]], objective: Objective) -> tuple
     `InvalidEpisode` for a reward that `is_usable_reward` refuses: all advantages are finite, in float32 too.
     """
     for number, rewards in enumerate(groups):
-        for reward in rewards:
-            if not is_usable_reward(reward):
-                raise InvalidEpisode("Group", number, f"its reward {reward} is not finite, or beyond {MOST_REWARD:g}")
-    of_batch = _deviation([each for rewards in groups for each in rewards])
+        bounded = min(rewards) >= -MOST_REWARD and max(rewards) <= MOST_REWARD
+        if not bounded or math.isnan(math.fsum(rewards)):  # a NaN may escape min and max
+            wrong = next(each for each in rewards if not is_usable_reward(each))
+            raise InvalidEpisode("Group", number, f"its reward {wrong} is not finite, or beyond {MOST_REWARD:g}")
+    shared = 1.0 if objective.scale_rewards == "none" else 0.0  # 0: each group has a scale of its own
+    if objective.scale_rewards == "batch":
+        shared = _deviation([each for rewards in groups for each in rewards])
     found: list[float] = []
     for rewards in groups:
-        mean = math.fsum(rewards) / len(rewards)
         if max(rewards) == min(rewards):
             found += [0.0] * len(rewards)
             continue
-        scale = {"group": _deviation(rewards), "batch": of_batch, "none": 1.0}[objective.scale_rewards]
+        mean, scale = math.fsum(rewards) / len(rewards), shared or _deviation(rewards)
         found += [(reward - mean) / scale for reward in rewards]
     return tuple(found)
 
@@ -51,7 +53,7 @@ def advantages(groups: Sequence[Sequence[float]], objective: Objective) -> tuple
 def _deviation(rewards: Sequence[float]) -> float:
     """What advantages are divided by: the unbiased standard deviation, and 1e-4."""
     mean = math.fsum(rewards) / len(rewards)
-    return math.sqrt(math.fsum((each - mean) ** 2 for each in rewards) / max(len(rewards) - 1, 1)) + 1e-4
+    return math.sqrt(math.fsum([(each - mean) ** 2 for each in rewards]) / max(len(rewards) - 1, 1)) + 1e-4
 
 
 def loss(logprobs: torch.Tensor, inputs: LossInputs, totals: StepTotals, objective: Objective) -> torch.Tensor:

@@ -45,7 +45,7 @@ RIGHT = 7
 
 def settings_of(**more: Any) -> TrainerSettings:
     given = {"batches": 12, "shards": 2, "layout": "replicated", "schedule": RateSchedule(rate=0.03)}
-    return TrainerSettings(source=SOURCE, objective=objective("grpo"), **{**given, **more})
+    return TrainerSettings(**{"source": SOURCE, "objective": objective("grpo"), **given, **more})
 
 
 class InProcess:
@@ -182,14 +182,11 @@ def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path: Path
 
 def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) -> None:
     async def scenario() -> None:
-        trainer, generator = site.trainer(settings_of()), site.generator()
+        beyond_float32 = msgspec.structs.replace(objective("grpo"), entropy=1e39)
+        trainer, generator = site.trainer(settings_of(objective=beyond_float32)), site.generator()
         await trainer.begin()
-        batch = await batch_for(generator, 0, version=0)
-        group = batch.groups[0]
-        huge = msgspec.structs.replace(group.episodes[0], reward=-5.0, logprobs=(-1e30,) * 2)
-        group = msgspec.structs.replace(group, episodes=(huge, *group.episodes[1:]))
         with pytest.raises(errors.TrainerEnded, match="nothing is committed") as caught:
-            await trainer.train(EncodedBatch.of(msgspec.structs.replace(batch, groups=(group,))))
+            await trainer.train(EncodedBatch.of(await batch_for(generator, 0, version=0)))
         assert isinstance(caught.value.__cause__, errors.NonFiniteLoss)
         assert site.store.versions() == [0]
 
