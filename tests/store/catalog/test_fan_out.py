@@ -111,12 +111,6 @@ def test_a_reader_that_dies_frees_its_source() -> None:
     assert sources(transitions.remove_dead_holders(catalog, {one.peer})) == {two.id: "north"}
 
 
-def test_a_closed_store_takes_its_copies_along() -> None:
-    one = reader(1)
-    catalog = announced(requested(published("north"), one), one)
-    assert parts_of(transitions.depart(catalog, one.id))[1].copies == ()
-
-
 def test_a_host_that_has_a_part_needs_no_copy() -> None:
     catalog = published("north", "south")
     assert requested(catalog, reader(1, "north")) == catalog

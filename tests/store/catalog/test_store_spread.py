@@ -74,14 +74,9 @@ def test_with_auto_a_part_is_published_once_it_is_on_as_many_hosts_as_there_are(
     assert copied(catalog, "south1").visible() == (1,)
 
 
-def test_with_auto_one_host_is_enough_if_there_is_no_other() -> None:
-    catalog = announced(holders(north=2), "north0", "auto")
-    assert copied(catalog, "north1").visible() == (1,)
-
-
-def test_with_processes_one_host_is_always_enough() -> None:
-    catalog = announced(holders(north=2, south=1), "north0", "processes")
-    assert copied(catalog, "north1").visible() == (1,)
+def test_one_host_is_enough_with_processes_and_with_auto_if_there_is_no_other() -> None:
+    for there, spread in ((holders(north=2), "auto"), (holders(north=2, south=1), "processes")):
+        assert copied(announced(there, "north0", spread), "north1").visible() == (1,)
 
 
 def test_with_hosts_there_must_be_as_many_hosts_as_replicas() -> None:

@@ -287,6 +287,7 @@ print("equal")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(site_of("triton") is None, reason="needs triton: make peers")
 def test_triton_kernels_give_the_bits_of_the_compiled_ones() -> None:
     """In Triton's interpreter, which has to be chosen before triton is imported: so in a process of its own."""

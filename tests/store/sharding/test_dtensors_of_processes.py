@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,10 @@ from torch import nn
 from holdfast.harness import LocalCluster
 from holdfast.store.sharding.giving import given
 from holdfast.store.sharding.placed_tensor import local_of, place
-from support.torch_groups import ENVIRON, in_group
+from support.torch_groups import in_group
 
 State = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """Tensors, and what they are as a whole."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(4, backend="shm", environ=ENVIRON) as found:
-        yield found
 
 
 def fully_sharded_over_tensor_parallel() -> State:

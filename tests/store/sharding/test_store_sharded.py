@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.source_tree import ROOT
-from support.torch_groups import ENVIRON, in_group
+from support.torch_groups import in_group
 
 SHAPES = {"weight": (12, 10), "odd": (7, 5), "small": (3, 2), "empty": (0, 4), "large": (513, 260)}
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -27,7 +26,6 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "fsdp within tensor parallel": ((2, 2), ("strided", "s0")),
     "three dimensions": ((2, 1, 2), ("s1", "r", "s0")),
 }
-OF_TWO = {"fsdp of two": ((2,), ("s0",)), "tensor parallel of two": ((2,), ("s1",))}
 
 
 def values(name: str) -> torch.Tensor:
@@ -40,7 +38,7 @@ def distributed(kind: str, blank: bool = False) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    sizes, words = {**MESHES, **OF_TWO}[kind]
+    sizes, words = MESHES[kind]
     mesh = init_device_mesh("cpu", sizes)
     known = {"s0": Shard(0), "s1": Shard(1), "r": Replicate(), "strided": _StridedShard(0, split_factor=2)}
     found = {}
@@ -59,13 +57,7 @@ def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name in found if not torch.equal(local(found[name]), local(expected[name]))]
 
 
-@pytest.fixture(scope="module")
-def of_two() -> Iterator[LocalCluster]:
-    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
-        yield cluster
-
-
-def test_any_mesh_is_published_and_any_mesh_filled(tmp_path: Path) -> None:
+def test_any_mesh_is_published_and_any_mesh_filled(cluster: LocalCluster, tmp_path: Path) -> None:
     """Every pair of layouts, over four ranks; and plain tensors filled from each."""
     url = f"sqlite:///{tmp_path}/job.sqlite"
 
@@ -85,11 +77,10 @@ def test_any_mesh_is_published_and_any_mesh_filled(tmp_path: Path) -> None:
                 torch.distributed.barrier()
         return problems
 
-    with LocalCluster(4, "shm", environ=ENVIRON) as cluster:
-        assert in_group(cluster, tmp_path, body) == [[]] * 4
+    assert in_group(cluster, tmp_path, body) == [[]] * 4
 
 
-def test_plain_tensors_fill_a_mesh_and_replicas_are_given_once(of_two: LocalCluster, tmp_path: Path) -> None:
+def test_plain_tensors_fill_a_mesh_and_replicas_are_given_once(cluster: LocalCluster, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/job.sqlite"
 
     def body(rank: int, size: int) -> tuple[list[str], int]:
@@ -100,10 +91,10 @@ def test_plain_tensors_fill_a_mesh_and_replicas_are_given_once(of_two: LocalClus
             if rank == 0:
                 store.publish(1, {name: values(name) for name in SHAPES})
             store.wait(1)
-            into = distributed("fsdp of two", blank=True)
+            into = distributed("fsdp", blank=True)
             store.get(1, into)
-            problems = wrong(into, distributed("fsdp of two"))
-            mesh = init_device_mesh("cpu", (2,))
+            problems = wrong(into, distributed("fsdp"))
+            mesh = init_device_mesh("cpu", (size,))
             store.publish(
                 2, {"replicated": distribute_tensor(torch.ones(64, 1024), mesh, [Replicate()]), "plain": values("odd")}
             )
@@ -112,28 +103,29 @@ def test_plain_tensors_fill_a_mesh_and_replicas_are_given_once(of_two: LocalClus
             torch.distributed.barrier()
             return problems, sum(shard.replicas[0].handle.nbytes for shard in version.shards)
 
-    for problems, nbytes in in_group(of_two, tmp_path, body):
+    for problems, nbytes in in_group(cluster, tmp_path, body):
         assert problems == []
         assert 64 * 1024 * 4 < nbytes < 1.1 * 64 * 1024 * 4, "one rank gives each replica"
 
 
-def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(of_two: LocalCluster, tmp_path: Path) -> None:
+def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(cluster: LocalCluster, tmp_path: Path) -> None:
     """Each rank stages and swaps its own shards."""
     url = f"sqlite:///{tmp_path}/job.sqlite"
 
     def body(rank: int, size: int) -> list[str]:
         with WeightStore(url, replicas=1) as store:
-            store.publish(1, distributed("fsdp of two"))
+            store.publish(1, distributed("fsdp"))
             store.wait(1)
-            into = {"weight": distributed("tensor parallel of two", blank=True)["weight"]}
-            with store.follow(into, reader=f"g{rank}", strict=False) as follower:
+            into = {"weight": distributed("tensor parallel", blank=True)["weight"]}
+            readers = [f"g{number}" for number in range(size)]
+            with store.follow(into, reader=readers[rank], strict=False) as follower:
                 torch.distributed.barrier()
-                assert rank or store.switch(1, ["g0", "g1"]).ready == ("g0", "g1")
+                assert rank or store.switch(1, readers).ready == tuple(readers)
                 assert follower.catch_up() == 1
                 torch.distributed.barrier()
-            return wrong(into, distributed("tensor parallel of two"))
+            return wrong(into, distributed("tensor parallel"))
 
-    assert in_group(of_two, tmp_path, body) == [[]] * 2
+    assert in_group(cluster, tmp_path, body) == [[]] * 4
 
 
 @pytest.mark.thorough

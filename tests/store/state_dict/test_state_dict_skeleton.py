@@ -162,10 +162,6 @@ def merged(*parts: dict[str, Any]) -> Skeleton:
     return merge([decode(flatten(part).skeleton) for part in parts])
 
 
-def test_parts_that_are_equal_are_one_skeleton() -> None:
-    assert merged(STATE, STATE, STATE) == decode(flatten(STATE).skeleton)
-
-
 @given(state_dicts(), st.data())
 def test_a_state_dict_divided_among_parts_is_one_again(state: dict[str, Any], data: st.DataObject) -> None:
     try:

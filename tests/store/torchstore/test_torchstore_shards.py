@@ -151,13 +151,11 @@ def test_a_request_names_the_slice_of_a_dtensor() -> None:
 
 def test_a_strided_shard_is_no_single_slice() -> None:
     with as_rank(0, 4):
-        placed = (_StridedShard(0, split_factor=2), Shard(0))
-        mine = sharded(torch.zeros(8), placed, (2, 2), 0)
-        request = Request.from_any("k", mine)
-        assert request.placed is not None
-        if len(request.placed.blocks) > 1:
-            with pytest.raises(Unsupported, match="no single slice"):
-                _ = request.tensor_slice
+        placed = (_StridedShard(0, split_factor=2), Replicate())
+        request = Request.from_any("k", sharded(torch.zeros(8), placed, (2, 2), 0))
+        assert request.placed is not None and len(request.placed.blocks) == 2
+        with pytest.raises(Unsupported, match="no single slice"):
+            _ = request.tensor_slice
 
 
 def test_a_state_dict_of_shards_is_read_whole_and_by_another_mesh() -> None:

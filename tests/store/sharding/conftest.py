@@ -1,0 +1,16 @@
+"""One cluster of four ranks for all tests of shards that need real process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.harness import LocalCluster
+from support.torch_groups import ENVIRON
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(4, backend="shm", environ=ENVIRON) as found:
+        yield found
