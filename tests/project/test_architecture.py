@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.utils._device import _device_constructors
 
-from support.source_tree import NAMESPACE, PACKAGES, ROOT, TESTS, imports, module_name, modules, runtime_imports
+from support.source_tree import NAMESPACE, PACKAGES, ROOT, TESTS, imports, module_name, modules, parsed, runtime_imports
 
 MAY_USE = {
     "comms": {"comms"},
@@ -51,6 +51,16 @@ DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.quantities", "holdfast.com
 LONGEST = 800
 
 
+def nodes(*packages: str) -> Iterator[tuple[Path, ast.AST]]:
+    """Every node of the syntax trees of these packages, or of all, with the path of its file."""
+    for path in modules():
+        if path.parts[0] in (packages or PACKAGES):
+            yield from ((path, node) for node in ast.walk(parsed(path)))
+
+
+PRODUCT = tuple(package for package in PACKAGES if package != "harness")
+
+
 TEXTS_THAT_DECIDE = {
     "backends/nccl/transport.py": "torch raises a RuntimeError with NCCL's text for a failure in a group of calls",
     "comms/plugins/registry.py": "`evidence` of a detector is a Literal",
@@ -64,19 +74,20 @@ def test_no_text_decides() -> None:
     texts = ("evidence", "reason", "message")
 
     def is_text(node: ast.AST) -> bool:
-        return (isinstance(node, ast.Attribute) and node.attr in texts) or ast.unparse(node) == "str(error)"
+        if isinstance(node, ast.Call):
+            return ast.unparse(node) == "str(error)"
+        return isinstance(node, ast.Attribute) and node.attr in texts
 
     wrong: dict[str, list[str]] = {}
-    for path in modules():
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.Compare):
-                same = all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops)
-                asks = not same and any(map(is_text, (node.left, *node.comparators)))
-            else:
-                asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-                asks = asks and node.func.attr in ("startswith", "endswith") and is_text(node.func.value)
-            if asks:
-                wrong.setdefault(str(path), []).append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    for path, node in nodes():
+        if isinstance(node, ast.Compare):
+            same = all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops)
+            asks = not same and any(map(is_text, (node.left, *node.comparators)))
+        else:
+            asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            asks = asks and node.func.attr in ("startswith", "endswith") and is_text(node.func.value)
+        if asks:
+            wrong.setdefault(str(path), []).append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     assert wrong.keys() == TEXTS_THAT_DECIDE.keys(), wrong
 
 
@@ -84,9 +95,10 @@ def test_medians_come_from_statistics() -> None:
     """`values[len(values) // 2]` is no median of an even number of values: it is the higher of the middle pair."""
     wrong = [
         f"{path}:{node.lineno}"
-        for path in modules()
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
-        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == f"len({ast.unparse(node.value)}) // 2"
+        for path, node in nodes()
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.BinOp)
+        and ast.unparse(node.slice) == f"len({ast.unparse(node.value)}) // 2"
     ]
     assert not wrong, wrong
 
@@ -134,10 +146,9 @@ def test_only_a_view_keeps_what_is_derived_from_it() -> None:
     """Threads share views: other modules must not write caches into them."""
     wrong = [
         f"{path}:{node.lineno}"
-        for path in modules()
-        if path.parts[0] == "ft" and path.name != "view.py"
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
-        if isinstance(node, ast.Subscript | ast.Attribute)
+        for path, node in nodes("ft")
+        if path.name != "view.py"
+        and isinstance(node, ast.Subscript | ast.Attribute)
         and isinstance(node.value, ast.Attribute)
         and node.value.attr == "__dict__"
     ]
@@ -152,12 +163,11 @@ def test_switches_in_the_environment_are_read_in_one_place() -> None:
     """`HOLDFAST_X=false` must not turn X on: `holdfast.comms.system.environment.flag` knows the words."""
     wrong = [
         f"{path}:{node.lineno}"
-        for path in modules()
+        for path, node in nodes()
         if path not in (Path("comms/system/environment.py"), *READS_SWITCHES_OF_OTHERS)
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
-        if isinstance(node, ast.Compare)
-        and "environ" in ast.unparse(node.left)
+        and isinstance(node, ast.Compare)
         and any(_mentions_zero(each) for each in node.comparators)
+        and "environ" in ast.unparse(node.left)
     ]
     assert not wrong, f"use holdfast.comms.system.environment.flag: {', '.join(wrong)}"
 
@@ -211,11 +221,7 @@ def test_no_module_beside_a_program_hides_an_installed_one() -> None:
 
 
 def test_every_module_has_a_docstring() -> None:
-    silent = [
-        str(path)
-        for path in modules()
-        if (ROOT / path).read_text().strip() and not ast.get_docstring(ast.parse((ROOT / path).read_text()))
-    ]
+    silent = [str(path) for path in modules() if parsed(path).body and not ast.get_docstring(parsed(path))]
     assert not silent, f"without a docstring: {', '.join(silent)}"
 
 
@@ -254,18 +260,16 @@ def run_python(python: Path | str, *arguments: str, timeout: float = 300.0) -> s
     return done.stdout
 
 
-def test_importing_comms_brings_in_no_backend_and_no_framework() -> None:
-    code = "import holdfast.comms, sys; print(*sys.modules)"
-    loaded = run_python(sys.executable, "-c", code).split()
-    heavy = {"transformers", "typer", "matplotlib", "mpi4py", "jinja2", "sqlite3"}
-    assert heavy & set(loaded) == set()
-    assert not [name for name in loaded if name.startswith("holdfast.backends")]
-
-
-def test_the_command_starts_without_torch() -> None:
-    code = "import holdfast.harness.cli.app, sys; print(*sys.modules)"
-    loaded = set(run_python(sys.executable, "-c", code).split())
-    assert {"torch", "numpy", "transformers", "matplotlib"} & loaded == set()
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("comms", {"transformers", "typer", "matplotlib", "mpi4py", "jinja2", "sqlite3", "holdfast.backends"}),
+        ("harness.cli.app", {"torch", "numpy", "transformers", "matplotlib"}),
+    ],
+)
+def test_importing_comms_or_the_command_brings_in_no_framework(module: str, heavy: set[str]) -> None:
+    code = f"import holdfast.{module}, sys; print(*sys.modules)"
+    assert heavy & set(run_python(sys.executable, "-c", code).split()) == set()
 
 
 @pytest.fixture(scope="module")
@@ -329,20 +333,14 @@ def run_command(command: Path, *arguments: str, cwd: Path) -> str:
 
 
 @pytest.mark.thorough
-def test_the_installed_wheel_lists_its_backends(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_the_installed_wheel_lists_its_backends_is_a_module_to_run_and_runs_the_demo(
+    installed: Path, tmp_path: Path
+) -> None:
     listed = run_command(installed, "backends", cwd=tmp_path)
     assert all(name in listed for name in ("inproc", "shm", "gloo"))
     assert "broken" not in listed
-
-
-@pytest.mark.thorough
-def test_the_installed_wheel_is_a_module_to_run(installed: Path, tmp_path: Path) -> None:
     assert run_command(installed.parent / "python", "-m", "holdfast", "--version", cwd=tmp_path).startswith("holdfast ")
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(300)
-def test_the_installed_wheel_runs_the_demo(installed: Path, tmp_path: Path) -> None:
     run_command(installed, "demo", "--steps", "8", "--report", str(tmp_path / "report"), cwd=tmp_path)
     assert (tmp_path / "report" / "report.html").stat().st_size > 1000
 
@@ -351,16 +349,13 @@ def test_our_own_tensors_do_not_follow_the_default_device() -> None:
     """`torch.set_default_device` is for a user's tensors: each tensor of holdfast names its device."""
     factories = {function.__name__ for function in _device_constructors()}
     wrong = []
-    for path in modules():
-        if path.parts[0] == "harness":  # programs of their own, which set no default
-            continue
-        for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
-            match node:
-                case ast.Call(ast.Attribute(ast.Name("torch"), name), _, keywords) if name in factories:
-                    if "device" not in {keyword.arg for keyword in keywords}:
-                        wrong.append(f'{path}:{node.lineno}: torch.{name} without device="cpu"')
-                case ast.ImportFrom("torch", names) if found := factories & {alias.name for alias in names}:
-                    wrong.append(f"{path}:{node.lineno}: write torch.{min(found)}, with its device")
+    for path, node in nodes(*PRODUCT):  # the harness is programs of its own, which set no default
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("torch"), name), _, keywords) if name in factories:
+                if "device" not in {keyword.arg for keyword in keywords}:
+                    wrong.append(f'{path}:{node.lineno}: torch.{name} without device="cpu"')
+            case ast.ImportFrom("torch", names) if found := factories & {alias.name for alias in names}:
+                wrong.append(f"{path}:{node.lineno}: write torch.{min(found)}, with its device")
     assert not wrong, "\n".join(wrong)
 
 
@@ -387,26 +382,24 @@ def _kept(function: ast.AST) -> Iterator[tuple[int, str]]:
 def test_kept_errors_are_raised_as_copies() -> None:
     """An error that is raised again grows its traceback each time, and holds every frame that it passed."""
     wrong = set()
-    for path in modules():
-        if path.parts[0] != "harness":
-            for node in ast.walk(ast.parse((ROOT / path).read_text())):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    wrong |= {f"{path}:{line}: {words}" for line, words in _kept(node)}
+    for path, node in nodes(*PRODUCT):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            wrong |= {f"{path}:{line}: {words}" for line, words in _kept(node)}
     assert not wrong, "raise again(error): " + "; ".join(sorted(wrong))
 
 
 def test_errors_are_recognised_by_type_and_not_by_message() -> None:
     """Messages change. Where a library offers only messages, one file parses them, and a test has real ones."""
     classifiers = {"backends/gloo/errors.py", "comms/system/local_causes.py", "ft/registers/etcd.py"}
-    wrong = []
-    for path in modules():
-        if str(path) in classifiers or path.parts[0] == "harness":
-            continue
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-                words = ast.unparse(node.comparators[0])
-                if isinstance(node.left, ast.Constant) and words in ("str(error)", "str(over)", "str(failure)"):
-                    wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    wrong = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, node in nodes(*PRODUCT)
+        if isinstance(node, ast.Compare)
+        and isinstance(node.ops[0], ast.In | ast.NotIn)
+        and isinstance(node.left, ast.Constant)
+        and ast.unparse(node.comparators[0]) in ("str(error)", "str(over)", "str(failure)")
+        and str(path) not in classifiers
+    ]
     assert not wrong, "; ".join(wrong)
 
 

@@ -54,7 +54,7 @@ def session(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_session_that_leaves_something_behind_fails_and_says_what(tmp_path: Path, workers: int) -> None:
     shared = Path(f"/dev/shm/holdfast-left-{os.getpid()}")
     try:

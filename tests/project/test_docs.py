@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from PIL import Image
 
+from support.browser import needs_chromium, screenshot, served
 from support.programs.snippets import blocks, run_page, unmarked, wrong_excerpts
 from support.source_tree import PACKAGES, ROOT, modules
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "figures"))
 SITE = sorted(path for path in PAGES if path.parent != DOCS or path.name in ("index.md", "install.md", "quickstart.md"))
@@ -51,12 +46,8 @@ def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path)
 
 
-def test_every_shell_snippet_says_whether_it_is_run() -> None:
-    assert not [line for page in SITE for line in unmarked(page)]
-
-
-def test_excerpts_are_lines_of_the_files_they_name() -> None:
-    assert not [line for page in SITE for line in wrong_excerpts(page)]
+def test_every_shell_snippet_says_whether_it_is_run_and_every_excerpt_is_in_its_file() -> None:
+    assert not [line for page in SITE for line in (*unmarked(page), *wrong_excerpts(page))]
 
 
 def test_files_that_pages_name_exist() -> None:
@@ -197,57 +188,21 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     assert not wrong
 
 
-class _SameOrigin(http.server.SimpleHTTPRequestHandler):
-    """Serves the site, and forbids the browser any request to another host: it prints those that a page makes."""
-
-    def end_headers(self) -> None:
-        self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline' data: blob:")
-        super().end_headers()
-
-    def log_message(self, *_: object) -> None: ...
-
-
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
     """The URL of a server of the site on loopback."""
-    handler = functools.partial(_SameOrigin, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-def screenshot(address: str, into: Path, dark: bool) -> tuple[Image.Image, str]:
-    """A picture of a page as Chromium shows it, and what the page's console printed."""
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-            *("--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-            f"--user-data-dir={into / 'profile'}",
-            *("--window-size=1300,1600", "--timeout=20000", f"--screenshot={into / 'page.png'}", address),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=True,
-    )
-    console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-    return Image.open(into / "page.png").convert("RGB"), console
+    with served(site) as url:
+        yield url
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+@needs_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("page", ["index", "quickstart", "reference/ft", "concepts/ranks-views-epochs"])
 def test_a_browser_shows_the_page_in_light_and_dark_without_another_host(
     address: str, page: str, dark: bool, tmp_path: Path
 ) -> None:
-    shot, console = screenshot(f"{address}/{page}.html", tmp_path, dark)
+    shot, console = screenshot(f"{address}/{page}.html", tmp_path, 1300, dark)
     assert console == ""
     background = sum(shot.getpixel((600, 1590 if page != "index" else 120))) / 3  # type: ignore[arg-type]
     assert background < 80 if dark else background > 230

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import select
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 import torch
-from PIL import Image
 from typer.testing import CliRunner
 
 from holdfast.comms.errors import PeerFailed
@@ -47,9 +45,8 @@ from holdfast.harness.cli.app import app
 from holdfast.harness.invariants import Bounds, CheckResult, Event, read_log
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import RecoveryStage
+from support.browser import dom, needs_chromium, screenshot
 from support.source_tree import ROOT
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 LIBRARY = "HOLDFAST_CHAOS_LIBRARY"
 """The environment variable that asks for a real run of every scenario."""
@@ -216,14 +213,12 @@ def link_faults(**traffic: int) -> list[str]:
     return failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
 
 
-def test_a_fault_of_links_that_changed_nothing_fails_the_run() -> None:
+def test_a_fault_of_links_that_changed_nothing_and_a_cut_that_stalled_a_run_are_named() -> None:
     named = "fault 1 (lossy link: all ↔ all) changed nothing: the proxy counted nothing as lost"
     assert named in link_faults(lost=0)
-    assert named not in link_faults(lost=3)
-
-
-def test_a_run_that_a_cut_on_one_host_stalled_names_the_fault_and_the_setting() -> None:
-    (stalled,) = (each for each in link_faults(lost=1) if each.startswith("fault 2"))
+    found = link_faults(lost=3)
+    assert named not in found
+    (stalled,) = (each for each in found if each.startswith("fault 2"))
     assert "it is not evicted, and the job waits for it" in stalled
     assert 'job.hosts = "many"' in stalled
 
@@ -264,18 +259,13 @@ def test_the_page_is_self_contained_and_has_all_pictures(killed: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it_in_light_and_dark(killed: Path, tmp_path: Path, scheme: str) -> None:
-    picture = tmp_path / "page.png"
-    preferred = f"--blink-settings=preferredColorScheme={1 if scheme == 'light' else 0}"
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", preferred, "--window-size=900,1200"]
-    page = f"file://{killed / 'report.html'}"
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
-    subprocess.run([*command, profile, f"--screenshot={picture}", page], check=True, timeout=60, capture_output=True)
-    corner = Image.open(picture).convert("L").getpixel((5, 5))
-    assert isinstance(corner, int)
-    assert (corner > 200) == (scheme == "light")
+@needs_chromium
+def test_a_browser_shows_it_in_light_and_dark(killed: Path, tmp_path: Path) -> None:
+    for dark in (False, True):
+        picture, _ = screenshot((killed / "report.html").as_uri(), tmp_path, 900, dark)
+        corner = picture.convert("L").getpixel((5, 5))
+        assert isinstance(corner, int)
+        assert corner < 50 if dark else corner > 200
 
 
 # -- two runs side by side
@@ -297,18 +287,16 @@ for (const each of document.querySelectorAll(".chart, .scroll, pre, main"))
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-@pytest.mark.parametrize("width", [1280, 800])
-def test_no_content_of_the_pages_is_wider_than_its_container(killed: Path, tmp_path: Path, width: int) -> None:
+@needs_chromium
+def test_no_content_of_the_pages_is_wider_than_its_container(killed: Path, tmp_path: Path) -> None:
     assert invoke("compare", str(killed), str(killed), "--report", str(tmp_path)).exit_code == 0
     for page in (killed / "report.html", tmp_path / "compare.html"):
         looked = tmp_path / f"looked-{page.name}"
         looked.write_text(page.read_text() + CUT)
-        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1200"]
-        command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{looked}"]
-        shown = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
-        assert "<title>" in shown
-        assert " CUT " not in shown.partition("<title>")[2].partition("</title>")[0]
+        for width in (1280, 800):
+            shown = dom(looked.as_uri(), tmp_path, f"--window-size={width},1200")
+            assert "<title>" in shown
+            assert " CUT " not in shown.partition("<title>")[2].partition("</title>")[0]
 
 
 def test_what_was_not_checked_is_never_shown_as_held(killed: Path, tmp_path: Path) -> None:
@@ -478,12 +466,10 @@ def after_rebuilds(descriptors: list[int]) -> list[Event]:
     return events
 
 
-def test_descriptors_that_grow_with_rebuilds_are_found() -> None:
+def test_descriptors_that_grow_with_rebuilds_are_found_and_not_those_of_members_that_come_and_go() -> None:
     (violation,) = growth(after_rebuilds([30, 40, 50, 60, 70, 80, 90])).violations
     assert "descriptors grew from 40 to 80 over 8 rebuilds" in violation.message
 
-
-def test_descriptors_for_members_that_come_and_go_are_not_growth() -> None:
     finding = growth(after_rebuilds([30, 62, 48, 62, 48, 62, 62]))
     assert finding.looked
     assert not finding.violations
@@ -538,18 +524,15 @@ def train_without_attaching(session: Session, steps: int) -> torch.Tensor:
     return state
 
 
-def test_a_users_training_survives_a_kill(chaos: Any) -> None:
-    run = chaos.run(train, 40, ranks=2, spares=1, faults=[chaos.kill(1, point="commit.before_barrier", in_step=9)])
-    run.check()
-    assert len(run.values) == 2
-    assert torch.equal(run.values[0], run.values[1])
-
-
-def test_a_fast_job_waits_for_its_faults(chaos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
+    chaos: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # without the wait the job would be over between two looks
     monkeypatch.setattr("holdfast.harness.chaos.run.scenario_run.LOOK_SECONDS", 0.5)
     run = chaos.run(train, 40, ranks=2, spares=2, faults=[chaos.kill(1, step=10), chaos.kill(0, step=37)])
     run.check()
+    assert len(run.values) == 2
+    assert torch.equal(run.values[0], run.values[1])
     first, last = run.report.strikes
     assert 10 < first.step <= 10 + LATE_STEPS
     assert 37 < last.step <= 40

@@ -23,20 +23,17 @@ SCENARIO = "rl-host-lost"
 SHORT = 12
 
 needs_monarch = pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
-needs_hosts = pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
 
 
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast.harness.cli.app", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=350, check=False)
-
-
+@pytest.mark.thorough
 @needs_monarch
-@needs_hosts
+@pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", ["ucx", pytest.param("gloo", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("backend", ["ucx", "gloo"])
 def test_a_host_of_a_run_is_lost_and_nothing_with_it(tmp_path: Path, backend: str) -> None:
-    done = demo("--hosts", "3", "--steps", str(SHORT), "--backend", backend, "--json", "--report", str(tmp_path))
+    command = [sys.executable, "-m", "holdfast.harness.cli.app", "demo", "--hosts", "3", "--steps", str(SHORT)]
+    command += ["--backend", backend, "--json", "--report", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=350, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout)
     assert summary["passed"] and summary["violations"] == [] and summary["steps"] == SHORT

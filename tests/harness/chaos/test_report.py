@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import builtins
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 import pytest
 
 from holdfast.ft.console.units import coarse_seconds
@@ -29,9 +28,8 @@ from holdfast.harness.report.curve import HEIGHT, Point, draw_curve, smoothed
 from holdfast.harness.report.scene import LEAST, LONGEST, window
 from holdfast.harness.report.svg import AxisScale
 from holdfast.harness.report.timeline import LEFT, WIDTH, busy, draw_timeline
+from support.browser import needs_chromium, screenshot
 from support.samples.report_sample import STRUCK, sample_report
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +49,21 @@ def texts(picture: ElementTree.Element) -> list[str]:
 # What is on the page ---------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_self_contained(page: str) -> None:
+def test_the_report_is_self_contained_for_light_and_dark_and_narrow_screens(page: str) -> None:
     addresses = set(re.findall(r"""https?://[^"'\s<]+""", page))
     assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a format, which is not fetched"
-    assert "<script" not in page
-    assert "@import" not in page
-    assert "url(" not in page
+    assert not [word for word in ("<script", "@import", "url(") if word in page]
     assert len(page) < 1_000_000
+    for words in ("prefers-color-scheme: dark", "max-width: 640px", 'name="viewport"'):
+        assert words in page
 
 
 def test_the_report_has_the_verdict_the_figures_and_the_command_to_repeat_it(page: str) -> None:
-    assert "✓ all steps done" in page
-    assert "10.3% → 90.7%" in page
-    assert "holdfast rl train run.toml" in page
-    assert "20 November 2025, 14:02 UTC" in page
-
-
-def test_the_report_is_for_light_and_dark_and_narrow_screens(page: str) -> None:
-    assert "prefers-color-scheme: dark" in page
-    assert "max-width: 640px" in page
-    assert 'name="viewport"' in page
+    for words in ("✓ all steps done", "10.3% → 90.7%", "holdfast rl train run.toml", "20 November 2025, 14:02 UTC"):
+        assert words in page
+    undone = render(sample_report(verdict="40 of 1,000 steps done", faults=False))
+    assert "✗ 40 of 1,000 steps done" in undone
+    assert "Lost processes" in page and "Lost processes" not in undone
 
 
 def test_every_process_has_a_lane_and_every_fault_a_mark(page: str) -> None:
@@ -79,11 +72,7 @@ def test_every_process_has_a_lane_and_every_fault_a_mark(page: str) -> None:
     for picture in (curve, timeline):
         assert {"1", "2", "3"} <= set(texts(picture))
     assert len(scenes) == len(STRUCK)
-
-
-def test_a_scene_shows_the_stages_of_the_recovery(page: str) -> None:
-    scene = texts(pictures(page)[2])
-    assert {"detected 0.9 ms", "rebuilt 7.1 ms", "resumed 49 ms"} <= set(scene)
+    assert {"detected 0.9 ms", "rebuilt 7.1 ms", "resumed 49 ms"} <= set(texts(scenes[0])), "stages of the recovery"
 
 
 def test_the_table_of_faults_has_the_times(page: str) -> None:
@@ -107,10 +96,6 @@ def test_bars_stay_within_the_axis() -> None:
         assert float(bar.attrib["x"]) + float(bar.attrib["width"]) <= WIDTH
 
 
-def test_a_run_that_is_not_done_says_so() -> None:
-    assert "✗ 40 of 1,000 steps done" in render(sample_report(verdict="40 of 1,000 steps done"))
-
-
 def test_rewards_beyond_one_and_below_zero_have_an_axis_of_their_own() -> None:
     for values, ticks in (((0.2, 0.9), {"0%", "100%"}), ((-1.0, 3.0), {"-1", "0", "3"})):
         points = tuple(Point(step, value) for step, value in enumerate(values))
@@ -118,11 +103,6 @@ def test_rewards_beyond_one_and_below_zero_have_an_axis_of_their_own() -> None:
         assert ticks <= set(texts(curve))
         for dot in curve.iter("{http://www.w3.org/2000/svg}circle"):
             assert 0 <= float(dot.attrib["cy"]) <= HEIGHT
-
-
-def test_a_run_without_faults_has_no_section_of_faults() -> None:
-    page = render(sample_report(faults=False))
-    assert "Lost processes" not in page
 
 
 def test_a_run_that_ended_before_anything_happened_can_be_shown() -> None:
@@ -212,43 +192,14 @@ def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> No
 # How it looks ----------------------------------------------------------------------------------------------------
 
 
-def screenshot(page: Path, into: Path, width: int, dark: bool = False) -> Any:
-    """What Chromium shows, as rows of pixels (red, green, blue from 0 to 1)."""
-    from matplotlib.image import imread
-
-    assert CHROMIUM is not None
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    subprocess.run(
-        [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            *quiet,
-            f"--user-data-dir={into.parent / 'profile'}",
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-            f"--screenshot={into}",
-            f"--window-size={width},1600",
-            page.as_uri(),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
-    return imread(into)[:, :, :3]
-
-
 @pytest.mark.thorough
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+@needs_chromium
 def test_the_report_looks_right_in_a_browser(tmp_path: Path) -> None:
     write(sample_report(), tmp_path / "report.html")
-    light = screenshot(tmp_path / "report.html", tmp_path / "light.png", 1200)
-    dark = screenshot(tmp_path / "report.html", tmp_path / "dark.png", 1200, dark=True)
-    narrow = screenshot(tmp_path / "report.html", tmp_path / "narrow.png", 500)
-    assert light[2, 2].mean() > 0.9
-    assert dark[2, 2].mean() < 0.2
-    for shot in (light, dark, narrow):
+    address = (tmp_path / "report.html").as_uri()
+    for width, dark in ((1200, False), (1200, True), (500, False)):
+        shot = np.asarray(screenshot(address, tmp_path, width, dark)[0]).astype(int)
+        assert shot[2, 2].mean() < 50 if dark else shot[2, 2].mean() > 230
         assert len({tuple(pixel) for pixel in shot[::7, ::7].reshape(-1, 3)}) > 50, "there are pictures"
         margin = shot[:, -6:].reshape(-1, 3)
-        assert abs(margin - margin[0]).max() < 0.02, "nothing runs over the right edge"
+        assert abs(margin - margin[0]).max() < 5, "nothing runs over the right edge"

@@ -33,6 +33,20 @@ class Custom(Exception):
         self.code, self.hint = code, hint
 
 
+DEARER = [pytest.param(name, marks=pytest.mark.thorough) for name in ("gloo", "ucx", "mpi")]
+"""Of what a cluster does they change the end of an op only, which the conformance kit has in the first tier."""
+
+
+@pytest.fixture(params=["inproc", "shm", *DEARER])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["shm", *DEARER])
+def process_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def total(comm: Communicator, start: float = 0.0) -> float:
     tensor = torch.full((3,), start + comm.rank)
     comm.all_reduce(tensor)
@@ -52,44 +66,34 @@ def pid_of(comm: Communicator) -> int:
 
 
 def test_run_gives_the_results_by_rank(cluster: LocalCluster) -> None:
+    """Of functions with arguments, which may end with an op, and give tensors and classes of the test."""
     assert cluster.run(lambda comm: (comm.rank, comm.size)) == [(0, 2), (1, 2)]
     assert cluster.run(total) == [1.0, 1.0]
-
-
-def test_run_passes_arguments(cluster: LocalCluster) -> None:
     assert cluster.run(total, 10.0) == [21.0, 21.0]
     assert cluster.run(total, start=5.0) == [11.0, 11.0]
     assert cluster.run(partial(total, start=1.0)) == [3.0, 3.0]
-
-
-def test_a_function_may_end_with_an_op(cluster: LocalCluster) -> None:
     assert all(work.done() for work in cluster.run(lambda comm: comm.all_reduce(torch.ones(2))))
-
-
-def test_results_may_be_tensors_and_classes_of_the_test(cluster: LocalCluster) -> None:
-    def make(comm: Communicator) -> tuple[torch.Tensor, type[Custom]]:
-        return torch.arange(comm.rank + 1), Custom
-
-    for rank, (tensor, kind) in enumerate(cluster.run(make)):
+    for rank, (tensor, kind) in enumerate(cluster.run(lambda comm: (torch.arange(comm.rank + 1), Custom))):
         assert torch.equal(tensor, torch.arange(rank + 1))
         assert kind is Custom
 
 
-def test_the_processes_live_on_from_run_to_run(process_backend: str) -> None:
+def test_the_processes_live_on_from_run_to_run_and_after_failures(process_backend: str) -> None:
     with LocalCluster(2, process_backend) as cluster:
         first = cluster.run(pid_of)
         assert os.getpid() not in first
         assert cluster.run(pid_of) == first
+        with pytest.raises(RankFailed, match="SystemExit"):
+            cluster.run(lambda comm: sys.exit(3))
+        with pytest.raises(TypeError, match="must be picklable"):
+            cluster.run(lambda comm: threading.Lock())
+        assert cluster.run(pid_of) == first
 
 
-def test_one_rank_is_a_cluster(backend: str) -> None:
-    with LocalCluster(1, backend) as cluster:
-        assert cluster.run(total) == [0.0]
-
-
-def test_a_cluster_may_have_more_ranks_than_cores(process_backend: str) -> None:
-    with LocalCluster(5, process_backend) as cluster:
-        assert cluster.run(total) == [10.0] * 5
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_cluster_may_have_one_rank_or_more_than_there_are_cores(backend: str, size: int) -> None:
+    with LocalCluster(size, backend) as cluster:
+        assert cluster.run(total) == [sum(range(size))] * size
 
 
 def test_the_ranks_have_our_environment_and_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,16 +179,14 @@ def test_an_exception_is_raised_as_its_own_type_with_rank_and_traceback(cluster:
     assert "no such thing" in str(error)
     assert "in fail" in error.trace
     assert type(error.__cause__) is KeyError
-    assert cluster.run(total) == [1.0, 1.0], "the cluster goes on"
 
-
-def test_an_exception_keeps_its_fields(cluster: LocalCluster) -> None:
-    def fail(comm: Communicator) -> None:
+    def fail_with_fields(comm: Communicator) -> None:
         raise Custom(7, hint="look here")
 
-    with pytest.raises(Custom, match="code 7") as caught:
-        cluster.run(fail)
-    assert (caught.value.code, caught.value.hint) == (7, "look here")
+    with pytest.raises(Custom, match="code 7") as custom:
+        cluster.run(fail_with_fields)
+    assert (custom.value.code, custom.value.hint) == (7, "look here")
+    assert cluster.run(total) == [1.0, 1.0], "the cluster goes on"
 
 
 def test_the_cause_is_raised_and_not_its_consequences(cluster: LocalCluster) -> None:
@@ -231,16 +233,6 @@ def test_a_rank_that_does_not_return_is_ended_after_the_grace(process_backend: s
     assert started_together(process_backend) or after[1] == before[1]
 
 
-def test_sys_exit_in_a_rank_is_a_failure_of_that_rank(process_backend: str) -> None:
-    with LocalCluster(2, process_backend) as cluster, pytest.raises(RankFailed, match="SystemExit"):
-        cluster.run(lambda comm: sys.exit(3))
-
-
-def test_a_result_that_cannot_be_pickled_is_a_failure(process_backend: str) -> None:
-    with LocalCluster(2, process_backend) as cluster, pytest.raises(TypeError, match="must be picklable"):
-        cluster.run(lambda comm: threading.Lock())
-
-
 def test_a_run_that_takes_too_long_says_where_the_ranks_are(process_backend: str) -> None:
     def idle_away(comm: Communicator) -> None:
         if comm.rank == 1:
@@ -271,27 +263,28 @@ def test_the_death_of_a_rank_is_raised_as_rank_died(process_backend: str) -> Non
         assert caught.value.ranks == (1,)
         assert caught.value.exit.signal == signal.SIGKILL
         after = cluster.run(pid_of)
+        os.kill(after[0], signal.SIGKILL)  # between two runs
+        assert _gone(after[0])
+        assert cluster.run(total) == [3.0] * 3
     assert after[1] != before[1], "a new process stands in its place"
     assert started_together(process_backend) or (after[0], after[2]) == (before[0], before[2])
 
 
-def test_an_early_exit_shows_the_status_and_the_end_of_the_output(process_backend: str) -> None:
+def test_an_early_exit_shows_its_status_and_last_output_and_a_crash_its_stack(process_backend: str) -> None:
     def leave(comm: Communicator) -> None:
         print("last words", file=sys.stderr, flush=True)
         os._exit(7)
 
-    with LocalCluster(1, process_backend) as cluster, pytest.raises(RankDied, match="status 7") as caught:
-        cluster.run(leave)
-    assert "last words" in str(caught.value)
-
-
-def test_a_crash_shows_the_stack(process_backend: str) -> None:
     def crash(comm: Communicator) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    with LocalCluster(1, process_backend, echo=False) as cluster, pytest.raises(RankDied, match="SEGV") as caught:
-        cluster.run(crash)
-    assert "in crash" in str(caught.value)
+    with LocalCluster(1, process_backend, echo=False) as cluster:
+        with pytest.raises(RankDied, match="status 7") as left:
+            cluster.run(leave)
+        assert "last words" in str(left.value)
+        with pytest.raises(RankDied, match="SEGV") as crashed:
+            cluster.run(crash)
+        assert "in crash" in str(crashed.value)
 
 
 def test_outcomes_has_the_error_of_each_survivor(process_backend: str) -> None:
@@ -309,14 +302,6 @@ def test_outcomes_has_the_error_of_each_survivor(process_backend: str) -> None:
         outcomes = cluster.outcomes(die)
     assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
     assert isinstance(outcomes[1].error, RankDied)
-
-
-def test_a_rank_that_was_killed_between_runs_is_replaced(process_backend: str) -> None:
-    with LocalCluster(2, process_backend) as cluster:
-        before = cluster.run(pid_of)
-        os.kill(before[0], signal.SIGKILL)
-        assert _gone(before[0])
-        assert cluster.run(total) == [1.0, 1.0]
 
 
 def test_processes_that_a_rank_started_end_with_it() -> None:
@@ -341,7 +326,9 @@ PARENT = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)]
+)
 def test_nothing_outlives_the_parent(number: int) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

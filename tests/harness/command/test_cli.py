@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from holdfast.harness.cli.app import app
 from support.programs.forked_programs import run_holdfast
 from support.programs.snippets import blocks
 from support.source_tree import ROOT
+from support.waiting import becomes_true
 
 COMMANDS = typer.main.get_group(app)
 COMMAND = Path(sys.executable).parent / "holdfast"
@@ -52,15 +52,10 @@ def script(tmp_path: Path, source: str) -> Path:
     return path
 
 
-def test_version_is_printed() -> None:
-    done = subprocess.run([COMMAND, "--version"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "holdfast 0.1.0\n")
-
-
-def test_help_lists_the_commands() -> None:
-    done = holdfast("--help")
-    assert done.returncode == 0
-    assert all(command in done.stdout for command in ("backends", "run", "bench", "demo"))
+@pytest.mark.parametrize("command", [[COMMAND], [sys.executable, "-m", "holdfast"]], ids=["script", "module"])
+def test_the_command_is_a_script_and_a_module_to_run(command: list[str | Path], tmp_path: Path) -> None:
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "holdfast 0.1.0\n"), done.stderr
 
 
 def _commands(group: typer.core.TyperGroup, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -75,7 +70,7 @@ def _documented() -> Iterator[tuple[str, list[str]]]:
     """Where each `holdfast ...` of a shell block, of help and of the Makefile stands, and its arguments."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = [(page.name, block.text) for page in pages for block in blocks(page) if block.language == "bash"]
-    texts += [(" ".join(command), inspect.getdoc(_callback(command)) or "") for command in _commands(COMMANDS)]
+    texts += [(" ".join(command), inspect.getdoc(_found(command).callback) or "") for command in _commands(COMMANDS)]
     texts.append(("Makefile", (ROOT / "Makefile").read_text().replace("$(BIN)/", "")))
     for where, text in texts:
         for line in text.replace("\\\n", " ").splitlines():
@@ -87,11 +82,11 @@ def _documented() -> Iterator[tuple[str, list[str]]]:
                 yield where, words[: next(ends, len(words))]
 
 
-def _callback(command: tuple[str, ...]) -> Any:
+def _found(command: tuple[str, ...]) -> Any:
     found: Any = COMMANDS
     for name in command:
         found = found.commands[name]
-    return found.callback
+    return found
 
 
 def test_every_documented_command_has_the_options_that_it_is_shown_with() -> None:
@@ -116,7 +111,8 @@ def test_every_documented_command_has_the_options_that_it_is_shown_with() -> Non
 
 
 @pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
-def test_each_command_has_examples(command: tuple[str, ...]) -> None:
+def test_each_command_has_examples_and_is_guarded(command: tuple[str, ...]) -> None:
+    assert isinstance(_found(command), GuardedCommand)
     done = said(*command, "--help")
     assert done.exit_code == 0
     assert f"holdfast {' '.join(command)}" in done.stdout.partition("Examples")[2]
@@ -147,6 +143,12 @@ def test_help_texts_are_wrapped_by_paragraph_at_any_width(columns: int) -> None:
         (("bench", "copy", "--plot", "picture.xyz"), 2, "does not say what to write"),
         (("bench", "copy", "--plot", "no/such/folder.png"), 2, "there is no folder"),
         (("run", "--logs", "/dev/null/logs", __file__), 2, "Not a directory"),
+        (("run", "nothing.py"), 2, "there is no file"),
+        (("run", "--backend", "carrier-pigeon", __file__), 2, "known are"),
+        (("run", "-n", "0", __file__), 2, "x>=1"),
+        (("run", "-n", "many", __file__), 2, "'many' is not a valid int"),
+        (("run", "--spares", "-1", __file__), 2, "x>=0"),
+        (("fly",), 2, "No such command"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -168,14 +170,6 @@ def test_an_unwritable_trace_is_one_line(tmp_path: Path) -> None:
     done = said("blame", tmp_path, "--perfetto", tmp_path / "no" / "trace.json")
     assert done.exit_code == 1
     assert done.stderr.startswith("holdfast blame: the trace cannot be written")
-
-
-@pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
-def test_each_command_is_a_guarded_command(command: tuple[str, ...]) -> None:
-    found: Any = COMMANDS
-    for name in command:
-        found = found.commands[name]
-    assert isinstance(found, GuardedCommand)
 
 
 @pytest.mark.parametrize(
@@ -271,34 +265,19 @@ def test_a_malformed_number_is_refused(arguments: tuple[str, ...], number: str) 
     assert arguments[-1] in done.stderr
 
 
-def test_the_command_is_a_module_to_run(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
-    assert done.stdout == "holdfast 0.1.0\n", done.stderr
-
-
-def test_an_unknown_command_is_refused() -> None:
-    done = said("fly")
-    assert done.exit_code == 2
-    assert "No such command" in done.stderr
-
-
 # -- backends
 
 
-def test_backends_says_which_can_run_here() -> None:
+def test_backends_says_which_can_run_here_and_what_a_launcher_can_start() -> None:
     done = said("backends")
     assert done.exit_code == 0
     rows = {row.split()[1]: row for row in done.stdout.splitlines() if row.startswith("│") and row[2] != " "}
     assert set(rows) >= {"gloo", "inproc", "shm"}
     assert all(rows[name].split()[3] == "yes" for name in ("gloo", "inproc", "shm"))
-
-
-def test_backends_prints_json() -> None:
-    done = said("backends", "--json")
-    found = json.loads(done.stdout)
+    assert re.search(r"│ mpi +│ by\b.*\n│ +│ launcher", done.output)
+    found = json.loads(said("backends", "--json").stdout)
     assert found["broken"] == {}
+    assert [name for name, backend in found["backends"].items() if backend["by_launcher"]] == ["mpi"]
     shm = found["backends"]["shm"]
     assert shm["available"] is True
     assert "all_reduce" in shm["capabilities"]["collectives"]
@@ -306,8 +285,8 @@ def test_backends_prints_json() -> None:
     assert shm["capabilities"]["one_host"] is True
 
 
-BROKEN = {"broken_plugin.py": "raise RuntimeError('cannot work')"}
-ABSENT = {
+PLUGINS = {
+    "broken_plugin.py": "raise RuntimeError('cannot work')",
     "absent_plugin.py": """
         from holdfast.comms.plugins.spec import API_VERSION, BackendInfo, Capabilities, Unavailable, hookimpl
 
@@ -315,61 +294,29 @@ ABSENT = {
         def holdfast_backends():
             probe = lambda: Unavailable("the card is not there", "buy one")
             return [BackendInfo("warp", API_VERSION, "faster than light", Capabilities(), probe, lambda context: None)]
-    """
+    """,
 }
 
 
-@pytest.fixture(scope="module")
-def with_plugins(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """`holdfast backends`, as a table and as JSON, where two more plugins are installed.
-
-    One of them does not load; the other's backend cannot run here.
-    """
-    folder = tmp_path_factory.mktemp("plugins")
-    for name, source in {**BROKEN, **ABSENT}.items():
-        (folder / name).write_text(textwrap.dedent(source))
-    info = folder / "plugins-1.0.dist-info"
+def test_plugins_that_do_not_load_or_cannot_run_here_say_why_and_harm_no_other(tmp_path: Path) -> None:
+    for name, source in PLUGINS.items():
+        (tmp_path / name).write_text(textwrap.dedent(source))
+    info = tmp_path / "plugins-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[holdfast]\nbroken = broken_plugin\nwarp = absent_plugin\n")
-    shown, described = (holdfast("backends", *options, PYTHONPATH=str(folder)) for options in ((), ("--json",)))
-    assert shown.returncode == described.returncode == 0
-    return shown.stdout, json.loads(described.stdout)
-
-
-def test_a_plugin_that_does_not_load_is_reported_and_harms_no_other(with_plugins: tuple[str, dict[str, Any]]) -> None:
-    shown, described = with_plugins
-    assert "its plugin does not load: RuntimeError: cannot work" in shown
+    shown, told = (holdfast("backends", *options, PYTHONPATH=str(tmp_path)) for options in ((), ("--json",)))
+    assert shown.returncode == told.returncode == 0
+    for words in ("its plugin does not load: RuntimeError: cannot work", "the card is not there", "buy one"):
+        assert words in shown.stdout
+    described = json.loads(told.stdout)
     assert described["broken"] == {"broken": "RuntimeError: cannot work"}
     assert described["backends"]["shm"]["available"] is True
-
-
-def test_a_backend_that_cannot_run_here_says_why_and_what_to_install(with_plugins: tuple[str, dict[str, Any]]) -> None:
-    shown, described = with_plugins
-    assert "the card is not there" in shown
-    assert "buy one" in shown
     warp = described["backends"]["warp"]
     assert (warp["available"], warp["reason"], warp["install_hint"]) == (False, "the card is not there", "buy one")
 
 
-# -- run: bad input
-
-
-def test_run_refuses_a_script_that_is_not_there(tmp_path: Path) -> None:
-    done = said("run", tmp_path / "nothing.py")
-    assert done.exit_code == 2
-    assert "there is no file" in done.stderr
-
-
-def test_run_refuses_an_unknown_backend(tmp_path: Path) -> None:
-    done = said("run", "--backend", "carrier-pigeon", script(tmp_path, ""))
-    assert done.exit_code == 2
-    assert "known are" in done.stderr
-
-
-@pytest.mark.parametrize("options", [("-n", "0"), ("--spares", "-1"), ("-n", "many")])
-def test_run_refuses_bad_numbers(tmp_path: Path, options: tuple[str, str]) -> None:
-    assert said("run", *options, script(tmp_path, "")).exit_code == 2
+# -- run: scripts that do not join
 
 
 @pytest.mark.parametrize("asked", [(), ("--min-size", "1")])
@@ -403,53 +350,35 @@ dist.destroy_process_group()
 """
 
 
-def test_run_starts_a_script_of_torch_distributed_unchanged(tmp_path: Path, process_backend: str) -> None:
-    done = holdfast("run", "-n", "2", "--backend", process_backend, script(tmp_path, TORCH_SCRIPT))
+@pytest.mark.parametrize("backend", ["shm", pytest.param("mpi", marks=pytest.mark.thorough)])
+def test_run_starts_a_script_of_torch_distributed_unchanged(tmp_path: Path, backend: str) -> None:
+    done = holdfast("run", "-n", "2", "--backend", backend, script(tmp_path, TORCH_SCRIPT))
     assert done.returncode == 0, done.stdout
     for rank in range(2):
-        assert f"[{rank}] sum [3.0, 3.0, 3.0] {process_backend}" in done.stdout
+        assert f"[{rank}] sum [3.0, 3.0, 3.0] {backend}" in done.stdout
 
 
-def test_backends_says_what_a_launcher_can_start() -> None:
-    described = json.loads(said("backends", "--json").output)["backends"]
-    assert [name for name, backend in described.items() if backend["by_launcher"]] == ["mpi"]
-    assert re.search(r"│ mpi +│ by\b.*\n│ +│ launcher", said("backends").output)
-
-
-def test_run_shows_how_processes_ended_and_passes_arguments(tmp_path: Path) -> None:
+def test_run_gives_the_environment_contract_and_arguments_and_shows_how_processes_ended(tmp_path: Path) -> None:
     path = script(
         tmp_path,
         """
-        import os, sys
-        print("arguments", sys.argv[1:])
-        print("no newline at the end", end="", file=sys.stderr)
-        sys.stderr.flush()
-        sys.exit(3) if os.environ["HOLDFAST_SIZE"] == "1" else None
-        """,
-    )
-    done = holdfast("run", "-n", "1", path, "--lr", "0.1", "-n", "7")
-    assert done.returncode == 1
-    assert "[0] arguments ['--lr', '0.1', '-n', '7']" in done.stdout
-    assert "[0] no newline at the end" in done.stdout
-    assert "[0] exited with status 3" in done.stdout
-
-
-def test_run_gives_the_environment_contract(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        """
-        import os, stat
-        print(os.environ["HOLDFAST_JOB"], os.environ["HOLDFAST_BACKEND"], os.environ["HOLDFAST_SIZE"])
+        import os, stat, sys
+        print(os.environ["HOLDFAST_JOB"], os.environ["HOLDFAST_BACKEND"], os.environ["HOLDFAST_SIZE"], sys.argv[1:])
         assert os.environ["HOLDFAST_REGISTER"].startswith("sqlite:///")
         assert stat.S_IMODE(os.stat(os.environ["HOLDFAST_KEY_FILE"]).st_mode) == 0o600
         assert os.path.isdir(os.environ["HOLDFAST_LOG_DIR"])
+        print("no newline at the end", end="", file=sys.stderr)
+        sys.stderr.flush()
+        sys.exit(3)
         """,
     )
-    done = holdfast("run", "-n", "2", "--spares", "1", "--backend", "gloo", "--job", "mine", path)
-    assert sorted(line for line in done.stdout.splitlines() if "mine" in line) == [
-        f"[{n}] mine gloo 2" for n in range(3)
-    ]
-    assert "exited with" not in done.stdout
+    options = ("-n", "2", "--spares", "1", "--backend", "gloo", "--job", "mine")
+    done = holdfast("run", *options, path, "--lr", "0.1", "-n", "7")
+    assert done.returncode == 1
+    for n in range(3):
+        assert f"[{n}] mine gloo 2 ['--lr', '0.1', '-n', '7']" in done.stdout
+        assert f"[{n}] no newline at the end" in done.stdout
+        assert f"[{n}] exited with status 3" in done.stdout
 
 
 # -- run: jobs
@@ -568,10 +497,7 @@ def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> Non
     status = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: 130}
     assert launcher.wait(30.0) == status[number]
     launcher.stdout.close()
-    deadline = time.monotonic() + 10.0
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids} some still run"
-        time.sleep(0.02)
+    assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10.0), f"of {pids} some run"
 
 
 # -- run: after the last step
@@ -659,8 +585,5 @@ def test_run_ends_processes_that_a_dead_rank_had_started(
     assert launch(LaunchPlan(python_command(str(path), ()), 1)) == 1
     output = capsys.readouterr().out
     assert "was ended by" in output
-    child = int(output.split("child ")[1].split()[0])
-    deadline = time.monotonic() + 10.0
-    while Path(f"/proc/{child}").exists() and "sleep" in Path(f"/proc/{child}/cmdline").read_text():
-        assert time.monotonic() < deadline, f"the child (pid {child}) still runs"
-        time.sleep(0.02)
+    child = Path(f"/proc/{int(output.split('child ')[1].split()[0])}")
+    assert becomes_true(lambda: not child.exists() or "sleep" not in (child / "cmdline").read_text(), 10.0)

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from holdfast.harness.cli.app import app
 from support.programs.forked_programs import run_holdfast
 from support.source_tree import ROOT
 
@@ -22,9 +24,14 @@ def holdfast(*arguments: str | Path, timeout: float = 240.0) -> subprocess.Compl
     return run_holdfast("rl", *arguments, timeout=timeout)
 
 
+def said(*arguments: str | Path) -> Result:
+    """The same in this process, for what starts nothing."""
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["rl", *map(str, arguments)])
+
+
 def test_a_dry_run_prints_the_whole_configuration_and_starts_nothing(tmp_path: Path) -> None:
-    done = holdfast("train", EXAMPLE, "-d", tmp_path / "run", "--dry-run", "--set", "trainer.replicas=3")
-    assert done.returncode == 0, done.stderr
+    done = said("train", EXAMPLE, "-d", tmp_path / "run", "--dry-run", "--set", "trainer.replicas=3")
+    assert done.exit_code == 0, done.stderr
     assert "replicas = 3" in done.stdout and "weight_decay" in done.stdout
     assert not (tmp_path / "run").exists()
 
@@ -32,17 +39,23 @@ def test_a_dry_run_prints_the_whole_configuration_and_starts_nothing(tmp_path: P
 def test_all_that_is_wrong_with_a_configuration_is_said_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text("steps = 0\n[sampling]\ngroup = 1\n[trainer]\nreplica = 3\n")
-    done = holdfast("train", file)
-    assert done.returncode == 2 and not done.stdout
-    for place in ("bad.toml:1", "bad.toml:3", "bad.toml:5"):
+    done = said("train", file)
+    assert done.exit_code == 2 and not done.stdout
+    for place in ("bad.toml:1", "bad.toml:3", "bad.toml:5", "did you mean 'replicas'?"):
         assert place in done.stderr, done.stderr
-    assert "did you mean 'replicas'?" in done.stderr
 
 
-def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    for command in ("resume", "report"):
-        done = holdfast(command, tmp_path / "nothing")
-        assert done.returncode == 2 and "holds no run" in done.stderr, done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("resume", "nothing"), "holds no run"),
+        (("report", "nothing"), "holds no run"),
+        (("environment", "serve", "chess"), "there are 2048, arithmetic, coder"),
+    ],
+)
+def test_a_folder_without_a_run_and_an_unknown_environment_are_refused(arguments: tuple[str, ...], words: str) -> None:
+    done = said(*arguments)
+    assert done.exit_code == 2 and words in done.stderr, done.stderr
 
 
 def test_an_environment_is_served_until_the_command_is_ended() -> None:
@@ -62,11 +75,6 @@ def test_an_environment_is_served_until_the_command_is_ended() -> None:
         finally:
             serving.send_signal(signal.SIGINT)
         assert serving.wait(30.0) == 0
-
-
-def test_an_environment_that_is_not_there_is_not_served() -> None:
-    done = holdfast("environment", "serve", "chess")
-    assert done.returncode == 2 and "there are 2048, arithmetic, coder" in done.stderr, done.stderr
 
 
 @pytest.mark.thorough

@@ -103,7 +103,7 @@ def test_ls_shows_what_is_on_disk(url: str, tmp_path: Path) -> None:
         assert [each["disk"] for each in as_json("ls", "--register", url)["versions"]] == ["written", ""]
 
 
-def test_ls_shows_a_killed_holder_as_dead_and_its_replicas_as_lacking(url: str, start: Callable[..., Child]) -> None:
+def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, start: Callable[..., Child]) -> None:
     holder = start(a_holder, url)
     holder.hear()
     with WeightStore(url) as store:
@@ -111,8 +111,11 @@ def test_ls_shows_a_killed_holder_as_dead_and_its_replicas_as_lacking(url: str, 
         store._replica_holder._deaths.close()  # no process is left that would notice the death
         holder.kill()
         found = as_json("ls", "--register", url)
+        done = said("verify", "latest", "--register", url, "--json")
     assert {each["pid"]: each["alive"] for each in found["holders"]} == {os.getpid(): True, holder.pid: False}
     assert found["versions"][0]["lacking"] == 1
+    assert done.exit_code == 1
+    assert {each["pid"]: each["result"] for each in json.loads(done.stdout)}[holder.pid] == "unreachable"
 
 
 def test_the_command_does_not_become_a_holder_and_changes_nothing(url: str) -> None:
@@ -137,7 +140,7 @@ def test_inspect_lists_tensors_and_digests(url: str) -> None:
     assert "4 x 5" in shown
 
 
-def test_verify_reads_every_replica(url: str, start: Callable[..., Child]) -> None:
+def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, start: Callable[..., Child]) -> None:
     start(a_holder, url).hear()
     with WeightStore(url) as store:
         store.publish(1, weights(1.0))
@@ -147,46 +150,33 @@ def test_verify_reads_every_replica(url: str, start: Callable[..., Child]) -> No
             (version, holder.pid) for version in (1, 2) for holder in store.holders(version)
         }
         assert {each["result"] for each in checks} == {"right"}
-
-
-def test_verify_finds_the_one_wrong_replica(url: str, start: Callable[..., Child]) -> None:
-    start(a_holder, url).hear()
-    with WeightStore(url) as store:
-        store.publish(1, weights(1.0))
         spoil(store, 1)
         done = said("verify", "1", "--register", url, "--json")
         assert done.exit_code == 1
         results = {each["pid"]: each["result"] for each in json.loads(done.stdout)}
         assert results.pop(os.getpid()) == "wrong" and list(results.values()) == ["right"]
-        assert "1 of 2 replicas wrong" in said("verify", "--register", url).stdout
+        assert "1 of 4 replicas wrong" in said("verify", "--register", url).stdout
 
 
-def test_verify_reports_a_dead_holder_as_unreachable(url: str, start: Callable[..., Child]) -> None:
-    holder = start(a_holder, url)
-    holder.hear()
-    with WeightStore(url) as store:
-        store.publish(1, weights(1.0))
-        store._replica_holder._deaths.close()
-        holder.kill()
-        done = said("verify", "latest", "--register", url, "--json")
-    assert done.exit_code == 1
-    assert {each["pid"]: each["result"] for each in json.loads(done.stdout)}[holder.pid] == "unreachable"
-
-
-@pytest.mark.parametrize("options", [(), ("--json",)], ids=["table", "json"])
-def test_verify_of_an_empty_store_is_no_verdict(url: str, options: tuple[str, ...]) -> None:
-    with WeightStore(url, replicas=1):
-        done = said("verify", url, *options)
-    assert done.exit_code == NOTHING_TO_VERIFY
-    assert "right" not in done.output
-
-
-@pytest.mark.parametrize("command", [("inspect",), ("verify", "latest"), ("export", "latest", "folder")])
-def test_an_empty_store_has_no_latest_version(url: str, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        (("verify",), NOTHING_TO_VERIFY, ""),
+        (("verify", "--json"), NOTHING_TO_VERIFY, ""),
+        (("inspect",), 2, "there is no latest version: nothing is published"),
+        (("verify", "latest"), 2, "there is no latest version: nothing is published"),
+        (("export", "latest", "folder"), 2, "there is no latest version: nothing is published"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_an_empty_store_has_no_latest_version_and_its_verification_no_verdict(
+    url: str, command: tuple[str, ...], status: int, words: str
+) -> None:
     with WeightStore(url, replicas=1):
         done = said(*command, url)
-    assert done.exit_code == 2
-    assert "there is no latest version: nothing is published" in done.stderr
+    assert done.exit_code == status
+    assert words in done.stderr
+    assert "right" not in done.output
 
 
 def test_each_command_takes_the_url_as_an_argument(url: str, tmp_path: Path) -> None:
@@ -246,17 +236,12 @@ def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], message: str) 
     assert "Traceback" not in done.stderr
 
 
-def test_the_register_of_the_environment_is_taken(url: str) -> None:
-    with WeightStore(url, replicas=1) as store:
-        store.publish(1, weights(1.0))
-        done = CliRunner(env={"HOLDFAST_REGISTER": url}).invoke(app, ["store", "ls", "--json"])
-    assert json.loads(done.stdout)["latest"] == 1
-
-
-def test_a_store_of_another_name_is_looked_into(url: str) -> None:
+def test_the_register_of_the_environment_and_a_store_of_another_name_are_looked_into(url: str) -> None:
     with WeightStore(url, name="actor", replicas=1) as store:
         store.publish(1, weights(1.0))
-        assert as_json("ls", "--register", url, "--name", "actor")["latest"] == 1
+        asked = ["store", "ls", "--name", "actor", "--json"]
+        done = CliRunner(env={"HOLDFAST_REGISTER": url}).invoke(app, asked)
+        assert json.loads(done.stdout)["latest"] == 1
         assert as_json("ls", "--register", url)["latest"] is None
 
 
@@ -308,13 +293,18 @@ def test_export_and_import_carry_a_version_to_another_store(
     assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
 
 
-def test_an_import_without_holders_is_an_error(url: str, tmp_path: Path) -> None:
+def test_exports_and_imports_that_cannot_be_are_refused(url: str, tmp_path: Path) -> None:
     with WeightStore(url, replicas=1) as store:
         store.publish(5, weights(3.0))
         assert said("export", "5", tmp_path / "copy", "--register", url).exit_code == 0
-        done = said("import", tmp_path / "copy", "--version", "6", "--timeout", "0.2", "--register", url)
-    assert done.exit_code == 2
-    assert "1 of 2 processes keep part 0" in done.stderr
+        (tmp_path / "nothing").mkdir()
+        for arguments, words in (
+            (("export", "5", tmp_path), "exists already"),
+            (("import", tmp_path / "nothing"), "neither safetensors"),
+            (("import", tmp_path / "copy", "--version", "6", "--timeout", "0.2"), "1 of 2 processes keep part 0"),
+        ):
+            done = said(*arguments, "--register", url)
+            assert done.exit_code == 2 and words in done.stderr
 
 
 def test_serve_holds_an_imported_version_until_it_is_ended(url: str, tmp_path: Path) -> None:
@@ -330,16 +320,6 @@ def test_serve_holds_an_imported_version_until_it_is_ended(url: str, tmp_path: P
         served.terminate()
         assert served.wait(60.0) == 128 + signal.SIGTERM
     assert torch.equal(into["big"], weights(2.0)["big"])
-
-
-def test_export_refuses_a_directory_that_exists_and_import_one_that_has_nothing(url: str, tmp_path: Path) -> None:
-    with WeightStore(url, replicas=1) as store:
-        store.publish(5, weights(3.0))
-        done = said("export", "5", tmp_path, "--register", url)
-        assert done.exit_code == 2 and "exists already" in done.stderr
-        (tmp_path / "nothing").mkdir()
-        done = said("import", tmp_path / "nothing", "--register", url)
-        assert done.exit_code == 2 and "neither safetensors" in done.stderr
 
 
 def test_progress_is_said_when_a_command_takes_long(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import os
-import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -20,9 +16,9 @@ from holdfast.harness.asv.common import RankClock, Ranks
 from holdfast.harness.bench.collectives.counters import CountersUnavailable, bytecodes, instructions
 from holdfast.harness.bench.collectives.counting import count_traffic
 from holdfast.harness.bench.overhead.alone import one_rank, run_connected_ranks
+from support.browser import dom, needs_chromium, served
 from support.source_tree import ROOT
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHOSEN = r"Bookkeeping|Atomics\.time_op\(.*signal"
 
 
@@ -142,38 +138,11 @@ def _is_rank(command: Path, published: Path) -> bool:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+@needs_chromium
 def test_the_published_pages_open_in_a_browser_without_a_network(published: Path, tmp_path: Path) -> None:
     assert "://" not in (published / "index.html").read_text().split("<body", 1)[0].replace("http://www.w3.org", "")
-    handler = functools.partial(_Quiet, directory=str(published))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            shown = _shown(f"http://127.0.0.1:{server.server_address[1]}/#summarylist", tmp_path / "profile")
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(published) as address:
+        shown = dom(f"{address}/#summarylist", tmp_path, "--virtual-time-budget=8000")
     assert "time_batches" in shown, "the table of all benchmarks"
     assert "signal" in shown
     assert "failed to load" not in shown.lower()
-
-
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def _shown(address: str, profile: Path) -> str:
-    """What Chromium has made of a page, once its scripts have run; it cannot reach any other host."""
-    assert CHROMIUM is not None
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    done = subprocess.run(
-        [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *quiet,
-            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={profile}",
-            "--virtual-time-budget=8000", "--dump-dom", address,
-        ],
-        check=True, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
-    return done.stdout

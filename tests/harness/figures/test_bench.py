@@ -83,16 +83,13 @@ def test_bus_bandwidth_factors_are_those_of_the_ops(op: str, ranks: int, factor:
     assert OPERATIONS[op].bus_factor(ranks) == factor
 
 
-def test_size_counts_the_larger_buffer_of_a_rank() -> None:
+def test_size_counts_the_larger_buffer_of_a_rank_which_has_one_element_at_least() -> None:
     gather = OPERATIONS["all_gather"]
     assert gather.block(1024, 4, ranks=4) == 64
     assert gather.lengths(64, ranks=4) == (64, 256)
     assert gather.nbytes(64, 4, ranks=4) == 1024
-
-
-def test_every_rank_has_at_least_one_element_however_small_the_size() -> None:
-    assert OPERATIONS["all_gather"].block(8, 4, ranks=4) == 1
-    assert OPERATIONS["all_gather"].nbytes(1, 4, ranks=4) == 16
+    assert gather.block(8, 4, ranks=4) == 1
+    assert gather.nbytes(1, 4, ranks=4) == 16
 
 
 def test_sizes_are_lists_and_ranges() -> None:
@@ -280,14 +277,8 @@ def test_one_sided_ops_run_beside_the_benchmark_of_ucx_itself() -> None:
     assert {row.wrong for row in bench.rows if row.contestant == "ucx_perftest"} == {None}, "it does not say"
 
 
-@pytest.mark.thorough
-def test_an_odd_number_of_ranks_runs_every_op() -> None:
+def test_an_odd_number_of_ranks_which_are_threads_runs_every_op() -> None:
     bench = rounds.run(_plan(COLLECTIVES, ("holdfast:inproc",), ranks=3, sizes="64", turns=1))
-    assert (bench.skipped, bench.failures, bench.wrong) == ({}, (), 0)
-
-
-def test_inproc_ranks_are_threads() -> None:
-    bench = rounds.run(_plan(("all_reduce", "barrier"), ("holdfast:inproc",), ranks=3))
     assert (bench.skipped, bench.failures, bench.wrong) == ({}, (), 0)
 
 
@@ -400,13 +391,6 @@ def test_the_command_prints_json_and_writes_a_plot(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_prints_a_table() -> None:
-    result = CliRunner().invoke(app, ["copy", "-n", "1", "--sizes", "1K", "--iters", "3", "--rounds", "1"])
-    assert result.exit_code == 0, result.output
-    assert "1 KiB" in result.stdout
-    assert "#wrong" in result.stdout
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -488,12 +472,12 @@ def test_a_recovery_without_a_trace_is_an_error() -> None:
 
 @pytest.mark.thorough
 def test_recovery_is_measured_beside_its_lower_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    bench = recovery.run("shm", ranks=3, kills=2, bound=True)
+    bench = recovery.run("shm", ranks=2, kills=1, bound=True)
+    assert len(bench.kills) == 1
     assert bench.bound is not None
     assert 0 < bench.bound.median < 1e3 * recovery_bound.LIMIT
     show.show_recovery(bench, console())
     assert "times as long" in capsys.readouterr().out
-    assert recovery.run("shm", ranks=2, kills=1).bound is None
 
 
 def test_a_lower_bound_that_was_not_measured_is_an_error() -> None:
@@ -502,12 +486,12 @@ def test_a_lower_bound_that_was_not_measured_is_an_error() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("spares", [0, 2])
-def test_recovery_is_measured_on_real_kills(spares: int) -> None:
-    bench = recovery.run("shm", ranks=3, kills=2, spares=spares)
+def test_recovery_with_spares_is_measured_on_real_kills() -> None:
+    bench = recovery.run("shm", ranks=3, kills=2, spares=2)
     assert len(bench.kills) == 2
     assert all(0 < kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
     assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / 2)
+    assert bench.bound is None
     show.show_recovery(bench, console())
 
 
@@ -539,11 +523,8 @@ def test_recovery_from_a_rank_that_stops_is_measured() -> None:
 
 
 def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
-    assert CliRunner().invoke(app, ["recovery", "--together", "4"]).exit_code == 2
-    assert CliRunner().invoke(app, ["recovery", "--proposer", "--spares", "2"]).exit_code == 2
-    assert CliRunner().invoke(app, ["recovery", "--size", "big"]).exit_code == 2
-    assert CliRunner().invoke(app, ["recovery", "--stop", "--peers"]).exit_code == 2
-    assert CliRunner().invoke(app, ["recovery", "--stop", "--bound"]).exit_code == 2
+    for asked in ("--together 4", "--proposer --spares 2", "--size big", "--stop --peers", "--stop --bound"):
+        assert CliRunner().invoke(app, ["recovery", *asked.split()]).exit_code == 2, asked
     unknown = CliRunner().invoke(app, ["recovery", "--backend", "nosuch", "--kills", "1"])
     assert unknown.exit_code == 1
     assert "backend 'nosuch' is not available" in unknown.stderr

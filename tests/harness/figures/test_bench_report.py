@@ -130,6 +130,7 @@ def test_the_command_writes_the_report_and_compares(tmp_path: Path) -> None:
     asked = ["copy", "-n", "1:2", "--sizes", "8,1K", "--iters", "3", "--rounds", "2", "--report", str(tmp_path)]
     first = CliRunner().invoke(app, asked)
     assert first.exit_code == 0, first.output
+    assert "1 KiB" in first.stdout and "#wrong" in first.stdout
     assert "Pictures" in (tmp_path / "report.html").read_text()
     again = CliRunner().invoke(app, [*asked, "--against", str(tmp_path / "bench.json")])
     assert again.exit_code == 0, again.output

@@ -103,12 +103,9 @@ def test_a_broken_cache_is_an_error_that_says_what_to_do(content: bytes) -> None
     assert command("--forget")[0] == 0 and tuning.load() == tuning.Tuning()
 
 
-@pytest.mark.parametrize("depth", [0, 8])
-def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
+def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the path of the cache, also a long one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.joinpath(*["d" * 200] * depth)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.joinpath(*["d" * 200] * 8)))
     tuning.path().parent.mkdir(parents=True)
     tuning.path().write_text("{")
     with LocalCluster(2, "ucx", timeout=20.0) as cluster:

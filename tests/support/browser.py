@@ -1,0 +1,72 @@
+"""Pages as Chromium shows them; it cannot reach another host than this one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+
+
+def _chromium(address: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM is not None
+    quiet = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+    alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *quiet, alone]
+    return subprocess.run(
+        [*command, f"--user-data-dir={folder / 'profile'}", *options, address],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def screenshot(address: str, folder: Path, width: int = 1200, dark: bool = False) -> tuple[Image.Image, str]:
+    """A picture of a page, 1600 pixels high, and what the page's console printed."""
+    picture = folder / "page.png"
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    size, limit = f"--window-size={width},1600", "--timeout=20000"
+    done = _chromium(address, folder, scheme, size, limit, "--enable-logging=stderr", f"--screenshot={picture}")
+    console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    return Image.open(picture).convert("RGB"), console
+
+
+def dom(address: str, folder: Path, *options: str) -> str:
+    """What a page is once its scripts have run, as HTML."""
+    return _chromium(address, folder, *options, "--dump-dom").stdout
+
+
+class _SameOrigin(http.server.SimpleHTTPRequestHandler):
+    """Serves files, and forbids the browser any request to another host: it prints those that a page makes."""
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline' data: blob:")
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The URL of a server of the files in a folder on loopback."""
+    handler = functools.partial(_SameOrigin, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
