@@ -163,7 +163,7 @@ def scenario(
 def _measure(name: str, schedules: list[Schedule], trace: TraceWriter | None, shrink: bool, json: bool) -> int:
     """Run schedules of membership alone, up to the first that breaks an invariant."""
     if shrink:
-        raise ValueError(f"--shrink repeats a run many times: it takes at most {MOST_WITH_STEPS} ranks")
+        raise ValueError(f"--shrink repeats a run many times: it takes at most {counted(MOST_WITH_STEPS, 'rank')}")
     results: list[ScaleResult] = []
     for schedule in schedules:
         what = f"{name}, seed {schedule.seed}"

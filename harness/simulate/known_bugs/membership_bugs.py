@@ -131,8 +131,8 @@ def _same_size_same_group(adopt: Adopt) -> object:
     return _adopt
 
 
-def _one_at_a_time(bury: Callable[..., Membership]) -> object:
-    return lambda self, deaths: self if self.evidence.dead else bury(self, deaths[:1])
+def _one_at_a_time(others: Callable[..., tuple[Any, ...]]) -> object:
+    return lambda self, deaths: () if self.evidence.dead else others(self, deaths)[:1]
 
 
 def _only_rank_zero(turn: Callable[..., float]) -> object:
@@ -272,7 +272,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "a death is not noted while another is being dealt with",
         "single-failure assumption",
         Membership,
-        "_record_deaths",
+        "_others",
         _one_at_a_time,
     ),
     known_bug(

@@ -55,8 +55,10 @@ def etcd() -> None:
 
 
 def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
-    assert parsed(AWAY).job.register == "etcd"
-    assert parsed(AWAY.replace('register = "etcd"', "")[: AWAY.index("[[fault]]") - 18]).job == JobSpec()
+    assert parsed(AWAY.partition("[job]")[0]).job == JobSpec()
+    three = parsed(AWAY.replace('"stopped"', '"leader-killed"').replace('"etcd"', '"etcd"\nregister_nodes = 3'))
+    assert three.job.register == "etcd"
+    assert three.faults[0].what.words() == "register away: leader-killed"
 
 
 @pytest.mark.parametrize(
@@ -80,11 +82,6 @@ def test_a_wrong_register_is_refused_with_its_line_and_the_field(
         parsed(AWAY.replace(*change))
     assert words in str(caught.value)
     assert caught.value.line == line, str(caught.value)
-
-
-def test_a_leader_can_be_killed_among_three_nodes() -> None:
-    text = AWAY.replace('"stopped"', '"leader-killed"').replace('"etcd"', '"etcd"\nregister_nodes = 3')
-    assert parsed(text).faults[0].what.words() == "register away: leader-killed"
 
 
 # -- register servers

@@ -334,14 +334,10 @@ def test_logs_of_all_processes_are_merged_by_time(tmp_path: Path) -> None:
     assert events[1].text("host") == "h"
 
 
-def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_kill_is_left_out_and_one_broken_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(_line(1.0, "a", "joined") + _line(2.0, "a", "attempt", step=1)[:-20])
     assert [event.kind for event in read_log(path)] == ["joined"]
-
-
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
     path.write_text("nonsense\n" + _line(1.0, "a", "joined"))
     with pytest.raises(CorruptData, match=r"a\.jsonl: line 1 is no event"):
         read_log(path)

@@ -22,6 +22,7 @@ from holdfast.ft.processes import zygote_client
 from holdfast.ft.processes.packed_errors import pack_error, unpack_error
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
 from holdfast.harness.cluster.errors import rank_failure
+from support.programs.forked_programs import run_forked
 from support.waiting import PATIENCE, becomes_true
 
 
@@ -157,7 +158,7 @@ def test_functions_of_a_script_work(tmp_path: Path) -> None:
         """)
     )
     (tmp_path / "helper.py").write_text("def double(x): return 2 * x\n")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    done = run_forked(script.read_text(), [str(script)])
     assert (done.returncode, done.stdout, done.stderr) == (0, "[10, 12]\n", "")
 
 

@@ -28,11 +28,8 @@ from holdfast.harness.gate.pairs import CannotRun, PairLauncher, SideFailed, Sid
 from holdfast.harness.gate.show import markdown
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
 from holdfast.harness.gate.workloads import Workload
-from support.source_tree import ROOT
+from support.source_tree import PACKAGES, ROOT
 from support.waiting import eventually
-
-PACKAGES = ("backends", "comms", "ft", "harness", "rl", "store")
-
 
 # The test that decides -------------------------------------------------------------------------------------------
 
@@ -127,12 +124,12 @@ def test_an_unknown_side_is_refused_with_what_to_do(repository: Path, tmp_path: 
     with pytest.raises(ValueError, match="no such workload: nosuch; there are call"):
         chosen(["nosuch"])
     with pytest.raises(NoSuchSide, match=r"main is no folder with a pyproject\.toml, and no commit can be looked for"):
-        build("main", tmp_path, tmp_path / "built")
+        build("main", tmp_path, tmp_path / "no repository")
     shallow = tmp_path / "shallow"
     clone = ["git", "clone", "-q", "--depth", "1", f"file://{repository}", str(shallow)]
     subprocess.run(clone, check=True, timeout=30)
     with pytest.raises(NoSuchSide, match="the clone is shallow: git fetch --unshallow"):
-        build("HEAD~1", shallow, tmp_path / "built")
+        build("HEAD~1", shallow, tmp_path / "older")
 
 
 def test_two_folders_need_no_repository_and_no_git(
