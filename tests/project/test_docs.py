@@ -154,6 +154,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.thorough
 def test_the_site_builds_without_a_warning_and_has_every_public_name(site: Path) -> None:
     from holdfast import comms, ft, harness, store
 
@@ -165,6 +166,7 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(site: Path)
         assert not missing, f"{short}.md lacks {missing}"
 
 
+@pytest.mark.thorough
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     """Links that a reader follows may lead anywhere; files that a browser loads by itself lie in the site."""
     loads = re.compile(

@@ -245,7 +245,7 @@ def test_trying_an_output_leaves_no_file_and_removes_none(tmp_path: Path) -> Non
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "kept")]
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
+@pytest.mark.parametrize("options", [[], pytest.param(["--json"], marks=pytest.mark.thorough)], ids=["table", "json"])
 def test_a_closed_pipe_has_a_status_of_its_own(options: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -418,6 +418,7 @@ def test_one_flag_changes_the_transport(
     assert last_losses(done.stdout) == last_losses(undisturbed[0].stdout)
 
 
+@pytest.mark.thorough
 def test_run_over_mpi_puts_a_spare_in_the_place_of_a_killed_rank(tmp_path: Path) -> None:
     path = script(
         tmp_path,
