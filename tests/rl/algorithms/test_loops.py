@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -129,14 +129,14 @@ async def train(
     bound: int = 0,
     state: BufferState | None = None,
     reward: Reward | None = None,
-    evaluation: Callable[[ReplayBuffer], Evaluation] | None = None,
+    evaluation: Evaluation | None = None,
     redraws: int = 0,
 ) -> ReplayBuffer:
     """One run of either loop; `bound` 0 is the synchronous one."""
     rule = StalenessRule(groups=4, bound=bound)
     buffer = ReplayBuffer(rule, patience=30.0) if state is None else ReplayBuffer.from_state(state, patience=30.0)
     data = PromptStream(PromptSource(PROBLEMS, TOKENIZER, seed=1), buffer)
-    chosen = evaluation(buffer) if evaluation else NoEvaluation()
+    chosen = evaluation or NoEvaluation()
     await chosen.begin(steps.start)
     async with Judge(reward or ExactMatch(), TOKENIZER) as judge:
         episode = functools.partial(generate_episode, data, cluster, judge, buffer, SAMPLING, 5, redraws)
@@ -147,88 +147,56 @@ async def train(
     return buffer
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
-def test_the_policy_learns(bound: int) -> None:
-    async def body() -> ToyCluster:
-        cluster = ToyCluster()
-        await train(cluster, range(40), bound)
-        return cluster
-
-    rewards = asyncio.run(body()).rewards()
-    assert sum(rewards[:4]) / 4 < 0.4
-    assert sum(rewards[-4:]) / 4 > 0.9
-
-
-def test_the_asynchronous_loop_generates_while_it_trains_and_the_synchronous_does_not() -> None:
-    async def body(bound: int) -> ToyCluster:
-        cluster = ToyCluster(overlap=bound > 0)
-        await train(cluster, range(6), bound)
-        return cluster
-
-    assert asyncio.run(body(0)).generated_during_steps == 0
-    overlapped = asyncio.run(body(2))
+async def test_the_asynchronous_loop_generates_while_it_trains_and_the_synchronous_does_not() -> None:
+    alone, overlapped = ToyCluster(), ToyCluster(overlap=True)
+    await train(alone, range(6))
+    await train(overlapped, range(6), bound=2)
+    assert alone.generated_during_steps == 0
     assert overlapped.generated_during_steps >= 6
     assert all(batch.step - group.version <= 2 for batch in overlapped.batches for group in batch.groups)
 
 
-def test_a_synchronous_run_that_is_resumed_ends_with_the_same_bits() -> None:
-    async def whole() -> torch.Tensor:
-        cluster = ToyCluster()
-        await train(cluster, range(8))
-        return cluster.versions[-1]
-
-    async def halves() -> torch.Tensor:
-        first = ToyCluster()
-        await train(first, range(3))
-        second = ToyCluster(served=3, versions=[*first.versions[:3], first.versions[3]])
-        state = first.batches[-1].after.serve(3)
-        await train(second, range(3, 8), state=state)
-        numbers = [group.number for batch in (*first.batches, *second.batches) for group in batch.groups]
-        assert numbers == list(range(32)), "no prompt is skipped, and none comes twice"
-        return second.versions[-1]
-
-    assert torch.equal(asyncio.run(whole()), asyncio.run(halves()))
+async def test_a_synchronous_run_that_is_resumed_ends_with_the_same_bits() -> None:
+    whole, first = ToyCluster(), ToyCluster()
+    await train(whole, range(8))
+    await train(first, range(3))
+    second = ToyCluster(served=3, versions=[*first.versions[:3], first.versions[3]])
+    await train(second, range(3, 8), state=first.batches[-1].after.serve(3))
+    numbers = [group.number for batch in (*first.batches, *second.batches) for group in batch.groups]
+    assert numbers == list(range(32)), "no prompt is skipped, and none comes twice"
+    assert torch.equal(whole.versions[-1], second.versions[-1])
 
 
-def test_a_reward_that_fails_costs_its_episodes_and_not_the_run() -> None:
+@pytest.mark.parametrize("bound", [0, 2])
+async def test_a_reward_that_fails_costs_its_episodes_and_not_the_run(bound: int) -> None:
     def picky(answer: JudgedAnswer) -> float:
         if answer.prompt.number == 2 or (answer.prompt.number == 3 and answer.text == "+"):
             raise ZeroDivisionError("no")
         return float(answer.text == answer.prompt.answer)
 
-    async def body(bound: int) -> ReplayBuffer:
-        cluster = ToyCluster()
-        buffer = await train(cluster, range(4), bound, reward=FunctionReward("picky", picky))
-        trained = [group.number for batch in cluster.batches for group in batch.groups]
-        assert 2 not in trained
-        assert len(trained) == len(set(trained)) == 16
-        return buffer
-
-    for bound in (0, 2):
-        assert asyncio.run(body(bound)).state().failed == 1
+    cluster = ToyCluster()
+    buffer = await train(cluster, range(4), bound, reward=FunctionReward("picky", picky))
+    trained = [group.number for batch in cluster.batches for group in batch.groups]
+    assert 2 not in trained
+    assert len(trained) == len(set(trained)) == 16
+    assert buffer.state().failed == 1
 
 
-def test_groups_with_equal_rewards_are_drawn_again_with_other_seeds() -> None:
-    async def body() -> tuple[list[SamplingRequest], int]:
-        requests: list[SamplingRequest] = []
+async def test_groups_with_equal_rewards_are_drawn_again_with_other_seeds() -> None:
+    requests: list[SamplingRequest] = []
 
-        class Recorded(ToyCluster):
-            @property
-            def generate(self) -> ToyGenerator:
-                cluster = self
+    class Recording(ToyGenerator):
+        async def route(self, request: SamplingRequest, /) -> Sequence[Completion]:
+            requests.append(request)
+            return await super().route(request)
 
-                class Recording(ToyGenerator):
-                    async def route(self, request: SamplingRequest, /) -> Sequence[Completion]:
-                        requests.append(request)
-                        return await ToyGenerator(cluster).route(request)
+    class Recorded(ToyCluster):
+        @property
+        def generate(self) -> ToyGenerator:
+            return Recording(self)
 
-                return Recording(cluster)
-
-        await train(Recorded(), range(1), reward=FunctionReward("flat", lambda answer: 0.5), redraws=2)
-        return requests, len({request.seeds for request in requests})
-
-    requests, different = asyncio.run(body())
-    assert len(requests) == different == 4 * 3
+    await train(Recorded(), range(1), reward=FunctionReward("flat", lambda answer: 0.5), redraws=2)
+    assert len(requests) == len({request.seeds for request in requests}) == 4 * 3
 
 
 class KeptVersions:
@@ -249,22 +217,16 @@ class KeptVersions:
         self.held.remove(version)
 
 
-@pytest.mark.parametrize("bound", [0, 2])
-def test_evaluation_runs_beside_training_and_the_best_version_is_kept(bound: int) -> None:
+@pytest.mark.parametrize("bound", [0, 1, 3])
+async def test_the_policy_learns_and_the_best_version_that_is_evaluated_beside_training_is_kept(bound: int) -> None:
     scores: list[EvaluationScore] = []
-    kept = KeptVersions()
-
-    async def body() -> None:
-        cluster = ToyCluster()
-        prompts = [PromptSource(PROBLEMS, TOKENIZER, 0).prompt(number) for number in range(4)]
-        judge = Judge(ExactMatch(), TOKENIZER)
-
-        def evaluation(buffer: ReplayBuffer) -> HeldOutEvaluation:
-            return HeldOutEvaluation(cluster, HeldOutPrompts(judge, prompts, SAMPLING), 5, kept, scores.append)
-
-        await train(cluster, range(40), bound, evaluation=evaluation)
-
-    asyncio.run(body())
+    kept, cluster, judge = KeptVersions(), ToyCluster(), Judge(ExactMatch(), TOKENIZER)
+    prompts = [PromptSource(PROBLEMS, TOKENIZER, 0).prompt(number) for number in range(4)]
+    evaluation = HeldOutEvaluation(cluster, HeldOutPrompts(judge, prompts, SAMPLING), 5, kept, scores.append)
+    await train(cluster, range(40), bound, evaluation=evaluation)
+    trained = cluster.rewards()
+    assert sum(trained[:4]) / 4 < 0.4
+    assert sum(trained[-4:]) / 4 > 0.9
     assert [each.version for each in scores] == list(range(0, 41, 5))
     assert scores[-1].reward == 1.0 > (scores[0].reward or 0.0)
     rewards = [each.reward for each in scores if each.reward is not None]
@@ -321,7 +283,7 @@ def test_tokens_of_another_version_are_no_evaluation_of_this_one() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_loop_that_failed_stops_the_evaluation_beside_it(fails: bool) -> None:
+async def test_a_loop_that_failed_stops_the_evaluation_beside_it(fails: bool) -> None:
     complaints: list[str] = []
 
     class Endless:
@@ -336,42 +298,40 @@ def test_a_loop_that_failed_stops_the_evaluation_beside_it(fails: bool) -> None:
                 self.ended = True
             raise AssertionError
 
-    async def body(held_out: Endless) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, said: complaints.append(said["message"]))
-        evaluation = HeldOutEvaluation(ToyCluster(), held_out, 5, KeptVersions())
-        await evaluation.begin(5)
-        await asyncio.sleep(0)
-        await evaluation.stop()
-        await evaluation.stop()
-
+    asyncio.get_running_loop().set_exception_handler(lambda loop, said: complaints.append(said["message"]))
     held_out = Endless()
-    asyncio.run(body(held_out))
+    evaluation = HeldOutEvaluation(ToyCluster(), held_out, 5, KeptVersions())
+    await evaluation.begin(5)
+    await asyncio.sleep(0)
+    await evaluation.stop()
+    await evaluation.stop()
+    del evaluation
     gc.collect()
+    await asyncio.sleep(0)
     assert held_out.ended is not fails
     assert not complaints
 
 
+class Broken(Exception):
+    pass
+
+
+class BrokenTrainer(ToyCluster):
+    async def step(self, batch: Batch, /) -> StepReport:
+        raise Broken
+
+
+class BrokenGenerator(ToyCluster):
+    @property
+    def generate(self) -> ToyGenerator:
+        raise Broken
+
+
 @pytest.mark.parametrize("bound", [0, 2])
-def test_an_error_of_a_service_ends_the_loop_as_itself(bound: int) -> None:
-    class Broken(Exception):
-        pass
-
-    class BrokenCluster(ToyCluster):
-        async def step(self, batch: Batch, /) -> StepReport:
-            raise Broken
-
-    class BrokenGenerator(ToyCluster):
-        @property
-        def generate(self) -> ToyGenerator:
-            raise Broken
-
-    for kind in (BrokenCluster, BrokenGenerator):
-
-        async def body(kind: type[ToyCluster] = kind) -> None:
-            await train(kind(), range(4), bound)
-
-        with pytest.raises(Broken):
-            asyncio.run(body())
+@pytest.mark.parametrize("kind", [BrokenTrainer, BrokenGenerator])
+async def test_an_error_of_a_service_ends_the_loop_as_itself(kind: type[ToyCluster], bound: int) -> None:
+    with pytest.raises(Broken):
+        await train(kind(), range(4), bound)
 
 
 def test_the_algorithm_fits_on_a_few_pages_and_knows_nothing_of_processes() -> None:

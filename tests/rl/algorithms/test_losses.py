@@ -15,9 +15,10 @@ from holdfast.rl.algorithms.collate import collate, step_totals
 from holdfast.rl.algorithms.grpo import StepTotals, advantages, loss
 from holdfast.rl.config.objective import Algorithm, Objective, objective
 from holdfast.rl.data.batch_columns import BatchColumns
-from holdfast.rl.data.episode import MOST_REWARD, Episode, Group, Prompt
+from holdfast.rl.data.episode import MOST_REWARD, Group, Prompt
 from holdfast.rl.data.errors import InvalidEpisode
 from holdfast.rl.kernels import LossInputs
+from support.rl.small_batches import episode
 
 ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
 
@@ -210,19 +211,6 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(
         moved = dataclasses.replace(inputs, **{name: getattr(inputs, name) + sign * apart})
         assert loss(logprobs, moved, totals_of(inputs), chosen).isfinite()
         assert gradient_of(logprobs, moved, totals_of(inputs), chosen).isfinite().all()
-
-
-def episode(prompt: Prompt, tokens: tuple[int, ...], reward: float, **fields: Any) -> Episode:
-    many = len(tokens)
-    return Episode(
-        prompt=prompt,
-        tokens=tokens,
-        logprobs=fields.pop("logprobs", (-0.5,) * many),
-        versions=(1,) * many,
-        mask=fields.pop("mask", (True,) * many),
-        reward=reward,
-        finish=fields.pop("finish", "stop"),
-    )
 
 
 def test_episodes_become_rows_whose_columns_predict_the_next_token() -> None:

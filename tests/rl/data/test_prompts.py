@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -36,17 +35,14 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len({order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
 
 
-def test_the_stream_goes_on_with_what_was_in_flight() -> None:
-    async def body() -> None:
-        source = PromptSource(arithmetic.training(), TOKENIZER, 3)
-        buffer = ReplayBuffer(StalenessRule(groups=4))
-        stream = PromptStream(source, buffer)
-        begun = [await stream.sample() for _ in range(4)]
-        assert begun == [source.prompt(number) for number in range(4)]
-        resumed = PromptStream(source, ReplayBuffer.from_state(buffer.state()))
-        assert [await resumed.sample() for _ in range(4)] == begun
-
-    asyncio.run(body())
+async def test_the_stream_goes_on_with_what_was_in_flight() -> None:
+    source = PromptSource(arithmetic.training(), TOKENIZER, 3)
+    buffer = ReplayBuffer(StalenessRule(groups=4))
+    stream = PromptStream(source, buffer)
+    begun = [await stream.sample() for _ in range(4)]
+    assert begun == [source.prompt(number) for number in range(4)]
+    resumed = PromptStream(source, ReplayBuffer.from_state(buffer.state()))
+    assert [await resumed.sample() for _ in range(4)] == begun
 
 
 def test_the_arithmetic_task_holds_out_problems_that_are_never_trained_on() -> None:

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from holdfast.rl.data.buffer_state import BufferState, Permit, StalenessRule
-from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
 from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer
+from support.rl.small_batches import episode
 
 
 def group(number: int, version: int) -> Group:
     prompt = Prompt(number=number, tokens=(1,))
-    episode = Episode(
-        prompt=prompt, tokens=(1,), logprobs=(0.0,), versions=(version,), mask=(True,), reward=0.0, finish="stop"
-    )
-    return Group(number=number, prompt=prompt, episodes=(episode,))
+    return Group(number=number, prompt=prompt, episodes=(episode(prompt, (1,), version=version),))
 
 
 class Schedules(RuleBasedStateMachine):
@@ -215,54 +213,48 @@ def test_a_token_older_than_its_permit_is_refused() -> None:
         state.finish(group(permit.number, 3))
 
 
-def test_waiting_tasks_go_on_when_they_may() -> None:
-    async def body() -> None:
-        buffer = ReplayBuffer(StalenessRule(groups=2, bound=1), patience=60.0)
-        permits = [await buffer.admit() for _ in range(4)]
-        assert [each.number for each in permits] == [0, 1, 2, 3]
-        assert buffer.admissible == 0
-        fifth = asyncio.create_task(buffer.admit())
-        batch = asyncio.create_task(buffer.take(0))
-        buffer.lose(1)
-        assert (await fifth).number == 1, "what is lost begins again at once"
-        for number in (3, 0):
-            await buffer.add(group(number, 0))
-        taken = await batch
-        assert [each.number for each in taken.groups] == [0, 3]
-        assert (await buffer.take(0)) == taken
-        later = asyncio.create_task(buffer.admit())
-        buffer.commit()
-        assert buffer.state() == taken.after
-        assert ReplayBuffer.from_state(taken.after).state().again == (1, 2)
-        buffer.serve(1)
-        assert (await later).version == 1
-        await buffer.add(FailedGroup(number=2, reasons=("no answer",)))
-        assert buffer.state().failed == 1
-
-    asyncio.run(body())
+async def test_waiting_tasks_go_on_when_they_may() -> None:
+    buffer = ReplayBuffer(StalenessRule(groups=2, bound=1), patience=60.0)
+    permits = [await buffer.admit() for _ in range(4)]
+    assert [each.number for each in permits] == [0, 1, 2, 3]
+    assert buffer.admissible == 0
+    fifth = asyncio.create_task(buffer.admit())
+    batch = asyncio.create_task(buffer.take(0))
+    buffer.lose(1)
+    assert (await fifth).number == 1, "what is lost begins again at once"
+    for number in (3, 0):
+        await buffer.add(group(number, 0))
+    taken = await batch
+    assert [each.number for each in taken.groups] == [0, 3]
+    assert (await buffer.take(0)) == taken
+    later = asyncio.create_task(buffer.admit())
+    buffer.commit()
+    assert buffer.state() == taken.after
+    assert ReplayBuffer.from_state(taken.after).state().again == (1, 2)
+    buffer.serve(1)
+    assert (await later).version == 1
+    await buffer.add(FailedGroup(number=2, reasons=("no answer",)))
+    assert buffer.state().failed == 1
 
 
-def test_a_generation_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
-    async def body() -> None:
-        buffer = ReplayBuffer(StalenessRule(groups=1), patience=20.0)
-        await buffer.admit()
-        first, second = (asyncio.create_task(buffer.admit()) for _ in range(2))
-        await asyncio.sleep(0)
-        buffer.lose(0)
-        first.cancel()
-        assert (await second).number == 0
-        assert first.cancelled()
-        third, fourth = (asyncio.create_task(buffer.admit()) for _ in range(2))
-        await asyncio.sleep(0)
-        third.cancel()
-        await asyncio.wait([third])
-        buffer.lose(0)
-        assert (await fourth).number == 0
-
-    asyncio.run(body())
+async def test_a_generation_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
+    buffer = ReplayBuffer(StalenessRule(groups=1), patience=20.0)
+    await buffer.admit()
+    first, second = (asyncio.create_task(buffer.admit()) for _ in range(2))
+    await asyncio.sleep(0)
+    buffer.lose(0)
+    first.cancel()
+    assert (await second).number == 0
+    assert first.cancelled()
+    third, fourth = (asyncio.create_task(buffer.admit()) for _ in range(2))
+    await asyncio.sleep(0)
+    third.cancel()
+    await asyncio.wait([third])
+    buffer.lose(0)
+    assert (await fourth).number == 0
 
 
-def test_a_change_wakes_no_more_tasks_than_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_wakes_no_more_tasks_than_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
     begin = BufferState.begin
 
@@ -270,47 +262,38 @@ def test_a_change_wakes_no_more_tasks_than_may_go_on(monkeypatch: pytest.MonkeyP
         tries.append(state.batch)
         return begin(state)
 
-    async def body() -> None:
-        buffer = ReplayBuffer(StalenessRule(groups=8), patience=20.0)
-        for _ in range(8):
-            await buffer.admit()
-        waiting = [asyncio.create_task(buffer.admit()) for _ in range(40)]
-        batch = asyncio.create_task(buffer.take(0))
-        await asyncio.sleep(0)
-        tries.clear()
-        for number in range(8):
-            await buffer.add(group(number, 0))
-            await asyncio.sleep(0)
-        assert len((await batch).groups) == 8
-        assert tries == [], "no generation may begin yet"
-        buffer.commit()
-        buffer.serve(1)
-        done, left = await asyncio.wait(waiting, timeout=0.05)
-        assert (len(done), len(left)) == (8, 32)
-        assert len(tries) <= 16
-        for each in left:
-            each.cancel()
-        await asyncio.wait(left)
-
     monkeypatch.setattr(BufferState, "begin", counted)
-    asyncio.run(body())
-
-
-def test_on_policy_groups_need_the_exact_version() -> None:
-    async def body() -> tuple[int | None, ...]:
-        rules = (StalenessRule(groups=1), StalenessRule(groups=1, bound=1), StalenessRule(groups=1, bound=1, updates=2))
-        return tuple(ReplayBuffer(each).required_version for each in rules)
-
-    assert asyncio.run(body()) == (0, None, 0)
-
-
-def test_a_stalled_buffer_is_an_error_that_says_what_it_waits_for() -> None:
-    async def body() -> None:
-        buffer = ReplayBuffer(StalenessRule(groups=1), patience=0.01)
-        with pytest.raises(BufferStalled, match=r"step 0 waits for its groups.*0 in flight"):
-            await buffer.take(0)
+    buffer = ReplayBuffer(StalenessRule(groups=8), patience=20.0)
+    for _ in range(8):
         await buffer.admit()
-        with pytest.raises(BufferStalled, match=r"a generation waits to begin.*1 in flight"):
-            await buffer.admit()
+    waiting = [asyncio.create_task(buffer.admit()) for _ in range(40)]
+    batch = asyncio.create_task(buffer.take(0))
+    await asyncio.sleep(0)
+    tries.clear()
+    for number in range(8):
+        await buffer.add(group(number, 0))
+        await asyncio.sleep(0)
+    assert len((await batch).groups) == 8
+    assert tries == [], "no generation may begin yet"
+    buffer.commit()
+    buffer.serve(1)
+    done, left = await asyncio.wait(waiting, timeout=0.05)
+    assert (len(done), len(left)) == (8, 32)
+    assert len(tries) <= 16
+    for each in left:
+        each.cancel()
+    await asyncio.wait(left)
 
-    asyncio.run(body())
+
+async def test_on_policy_groups_need_the_exact_version() -> None:
+    rules = (StalenessRule(groups=1), StalenessRule(groups=1, bound=1), StalenessRule(groups=1, bound=1, updates=2))
+    assert [ReplayBuffer(each).required_version for each in rules] == [0, None, 0]
+
+
+async def test_a_stalled_buffer_is_an_error_that_says_what_it_waits_for() -> None:
+    buffer = ReplayBuffer(StalenessRule(groups=1), patience=0.01)
+    with pytest.raises(BufferStalled, match=r"step 0 waits for its groups.*0 in flight"):
+        await buffer.take(0)
+    await buffer.admit()
+    with pytest.raises(BufferStalled, match=r"a generation waits to begin.*1 in flight"):
+        await buffer.admit()

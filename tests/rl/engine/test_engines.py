@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,199 +30,138 @@ SOON = 30.0
 """Seconds in which a busy machine does what takes milliseconds."""
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(100.0):
-            await body()
-
-    asyncio.run(bounded())
-
-
-def test_methods_are_called_in_a_process_of_their_own(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine() as engine:
-            assert current_engine() is engine
-            counter = await engine.start("counter", Counter, 5, environ={"COLOUR": "red"})
-            assert await counter.call("add", n=2) == 7
-            assert await counter.call("who") == counter.pid != os.getpid()
-            assert await counter.call("variable", "COLOUR") == "red"
-            assert (counter.name, counter.host, counter.alive) == ("counter", "", True)
-        with pytest.raises(NoEngine, match="async with"):
-            current_engine()
-
-    run(body)
+async def test_methods_are_called_in_a_process_of_their_own(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """It is a fork of the one zygote, and has a file for its output."""
+    async with make_engine(logs=tmp_path) as engine:
+        assert current_engine() is engine
+        counter = await engine.start("counter", Counter, 5, environ={"COLOUR": "red"})
+        assert await counter.call("add", n=2) == 7
+        assert await counter.call("who") == counter.pid != os.getpid()
+        assert await counter.call("variable", "COLOUR") == "red"
+        assert (counter.name, counter.host, counter.alive) == ("counter", "", True)
+        parent = int(Path(f"/proc/{counter.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent == zygote_pid()
+    assert (tmp_path / "counter.log").exists()
+    with pytest.raises(NoEngine, match="async with"):
+        current_engine()
 
 
-def test_sync_methods_run_one_at_a_time_and_async_ones_beside_them(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine() as engine:
-            counter = await engine.start("counter", Counter)
-            blocked = asyncio.create_task(counter.call("block", 2.0))
-            adding = [asyncio.create_task(counter.call("add")) for _ in range(20)]
-            sleeping = [counter.call("echo", i, 0.2) for i in range(20)]
-            assert await asyncio.gather(*sleeping) == list(range(20))  # in turn they would take 4 s
-            await counter.ping(SOON)
-            assert not blocked.done() and not any(each.done() for each in adding)
-            assert await blocked == 2.0
-            assert sorted(await asyncio.gather(*adding)) == list(range(1, 21))
-
-    run(body)
+async def test_sync_methods_run_one_at_a_time_and_async_ones_beside_them(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter)
+        blocked = asyncio.create_task(counter.call("block", 2.0))
+        adding = [asyncio.create_task(counter.call("add")) for _ in range(20)]
+        sleeping = [counter.call("echo", i, 0.2) for i in range(20)]
+        assert await asyncio.gather(*sleeping) == list(range(20))  # in turn they would take 4 s
+        await counter.ping(SOON)
+        assert not blocked.done() and not any(each.done() for each in adding)
+        assert await blocked == 2.0
+        assert sorted(await asyncio.gather(*adding)) == list(range(1, 21))
 
 
-def test_a_method_that_raises_harms_nothing_else(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine() as engine:
-            counter = await engine.start("counter", Counter)
-            for error in (ValueError("17"), SystemExit(3), KeyboardInterrupt()):
-                with pytest.raises(EndpointFailed, match=r"counter failed in fail") as caught:
-                    await counter.call("fail", error)
-                assert type(caught.value.__cause__) is type(error)
-                assert "in fail" in caught.value.trace
-            with pytest.raises(EndpointFailed, match="pickle"):
-                await counter.call("lock")
-            for missing in ("subtract", "_log", "value"):
-                with pytest.raises(NoSuchEndpoint, match="it has: add"):
-                    await counter.call(missing)
-            assert await counter.call("add") == 1
-
-    run(body)
+async def test_a_method_that_raises_or_hangs_harms_nothing_else(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter)
+        for error in (ValueError("17"), SystemExit(3), KeyboardInterrupt()):
+            with pytest.raises(EndpointFailed, match=r"counter failed in fail") as caught:
+                await counter.call("fail", error)
+            assert type(caught.value.__cause__) is type(error)
+            assert "in fail" in caught.value.trace
+        with pytest.raises(EndpointFailed, match="pickle"):
+            await counter.call("lock")
+        for missing in ("subtract", "_log", "value"):
+            with pytest.raises(NoSuchEndpoint, match="it has: add"):
+                await counter.call(missing)
+        with pytest.raises(EndpointTimeout, match=r"did not answer echo within 0.1 s"):
+            await counter.call("echo", 1, 60.0, timeout=0.1)
+        assert await counter.call("add") == 1
 
 
 @pytest.mark.parametrize(("how", "words"), [("raise", "no such model"), ("die", "SIGKILL")])
-def test_an_actor_that_cannot_be_made_is_an_error_at_its_start(make_engine: MakeEngine, how: str, words: str) -> None:
-    async def body() -> None:
-        told: list[str] = []
-        async with make_engine() as engine:
-            with pytest.raises(ActorStartFailed, match=words):
-                await engine.start("stillborn", Stillborn, how, on_exit=told.append)
-        assert told == []
-
-    run(body)
-
-
-def test_a_kill_fails_all_calls_in_flight_at_once_and_is_told_once(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        told: list[str] = []
-        async with make_engine() as engine:
-            counter = await engine.start("counter", Counter, on_exit=told.append)
-            flying = [asyncio.create_task(counter.call("echo", i, 60.0)) for i in range(5)]
-            flying.append(asyncio.create_task(counter.call("block", 60.0)))
-            await counter.ping(SOON)
-            os.kill(counter.pid, signal.SIGKILL)
-            for each in await asyncio.gather(*flying, return_exceptions=True):
-                assert isinstance(each, ActorDied) and "SIGKILL" in each.how
-            began = time.monotonic()
-            for _ in range(100):
-                with pytest.raises(ActorDied, match=f"pid {counter.pid}"):
-                    await counter.call("add")
-            assert time.monotonic() - began < SOON
-            assert not counter.alive and len(told) == 1 and "SIGKILL" in told[0]
-        assert len(told) == 1
-
-    run(body)
+async def test_an_actor_that_cannot_be_made_is_an_error_at_its_start(
+    make_engine: MakeEngine, how: str, words: str
+) -> None:
+    told: list[str] = []
+    async with make_engine() as engine:
+        with pytest.raises(ActorStartFailed, match=words):
+            await engine.start("stillborn", Stillborn, how, on_exit=told.append)
+    assert told == []
 
 
-def test_an_exit_is_told_with_its_status(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        told: list[str] = []
-        async with make_engine() as engine:
-            counter = await engine.start("counter", Counter, on_exit=told.append)
-            with pytest.raises(ActorDied, match="status 3"):
-                await counter.call("leave", 3)
-        assert len(told) == 1 and "status 3" in told[0]
-
-    run(body)
-
-
-def test_a_call_that_hangs_ends_at_its_deadline(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine() as engine:
-            counter = await engine.start("counter", Counter)
-            with pytest.raises(EndpointTimeout, match=r"did not answer echo within 0.1 s"):
-                await counter.call("echo", 1, 60.0, timeout=0.1)
-            assert await counter.call("echo", 2) == 2
-
-    run(body)
+async def test_a_kill_fails_all_calls_in_flight_at_once_and_is_told_once(make_engine: MakeEngine) -> None:
+    told: list[str] = []
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter, on_exit=told.append)
+        flying = [asyncio.create_task(counter.call("echo", i, 60.0)) for i in range(5)]
+        flying.append(asyncio.create_task(counter.call("block", 60.0)))
+        await counter.ping(SOON)
+        os.kill(counter.pid, signal.SIGKILL)
+        for each in await asyncio.gather(*flying, return_exceptions=True):
+            assert isinstance(each, ActorDied) and "SIGKILL" in each.how
+        began = time.monotonic()
+        for _ in range(100):
+            with pytest.raises(ActorDied, match=f"pid {counter.pid}"):
+                await counter.call("add")
+        assert time.monotonic() - began < SOON
+        assert not counter.alive and len(told) == 1 and "SIGKILL" in told[0]
+    assert len(told) == 1
 
 
-def test_a_stopped_process_answers_no_ping_and_can_be_ended(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        told: list[str] = []
-        async with make_engine() as engine:
-            counter = await engine.start("counter", Counter, on_exit=told.append)
-            os.kill(counter.pid, signal.SIGSTOP)
-            with pytest.raises(EndpointTimeout):
-                await counter.ping(0.3)
-            await counter.stop(timeout=0.2)
-        assert told == [STOPPED]
-
-    run(body)
+async def test_an_exit_is_told_with_its_status(make_engine: MakeEngine) -> None:
+    told: list[str] = []
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter, on_exit=told.append)
+        with pytest.raises(ActorDied, match="status 3"):
+            await counter.call("leave", 3)
+    assert len(told) == 1 and "status 3" in told[0]
 
 
-def test_a_stop_calls_close_and_is_told_as_such(make_engine: MakeEngine, tmp_path: Path) -> None:
-    async def body() -> None:
-        told: list[str] = []
-        note = tmp_path / "note"
-        async with make_engine() as engine:
-            counter = await engine.start("counter", Counter, 0, str(note), on_exit=told.append)
-            await asyncio.gather(counter.stop(), counter.stop())
-            await counter.stop()
-            assert note.read_text() == "closed" and told == [STOPPED]
-            other = await engine.start("other", Counter, 0, str(note), on_exit=told.append)
-            note.unlink()
-        assert note.read_text() == "closed" and told == [STOPPED] * 2 and not other.alive
-
-    run(body)
+async def test_a_stopped_process_answers_no_ping_and_can_be_ended(make_engine: MakeEngine) -> None:
+    told: list[str] = []
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter, on_exit=told.append)
+        os.kill(counter.pid, signal.SIGSTOP)
+        with pytest.raises(EndpointTimeout):
+            await counter.ping(0.3)
+        await counter.stop(timeout=0.2)
+    assert told == [STOPPED]
 
 
-def test_another_interpreter_may_run_the_actor(make_engine: MakeEngine, tmp_path: Path) -> None:
-    async def body() -> None:
-        other = tmp_path / "python"
-        other.write_text(f'#!/bin/sh\nOTHER=yes exec {sys.executable} "$@"\n')
-        other.chmod(0o700)
-        async with make_engine(environ={"PYTHONPATH": str(TESTS)}) as engine:
-            counter = await engine.start("counter", Counter, 5, python=str(other))
-            assert await counter.call("add") == 6
-            assert await counter.call("variable", "OTHER") == "yes"
-            counter.kill()
-            with pytest.raises(ActorDied):
-                while True:
-                    await counter.call("add")
-            with pytest.raises(ActorStartFailed, match="nowhere"):
-                await engine.start("counter", Counter, python="/nowhere/python")
-
-    run(body)
+async def test_a_stop_calls_close_and_is_told_as_such(make_engine: MakeEngine, tmp_path: Path) -> None:
+    told: list[str] = []
+    note = tmp_path / "note"
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter, 0, str(note), on_exit=told.append)
+        await asyncio.gather(counter.stop(), counter.stop())
+        await counter.stop()
+        assert note.read_text() == "closed" and told == [STOPPED]
+        other = await engine.start("other", Counter, 0, str(note), on_exit=told.append)
+        note.unlink()
+    assert note.read_text() == "closed" and told == [STOPPED] * 2 and not other.alive
 
 
-def test_output_goes_to_a_file_of_the_actor(make_engine: MakeEngine, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with make_engine(logs=tmp_path) as engine:
-            counter = await engine.start("counter", Counter)
-            assert await counter.call("who") == counter.pid
-        assert (tmp_path / "counter.log").exists()
-
-    run(body)
-
-
-def test_processes_are_forks_of_one_zygote(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine() as engine:
-            counter = await engine.start("counter", Counter)
-            parent = int(Path(f"/proc/{counter.pid}/stat").read_text().rpartition(")")[2].split()[1])
-            assert parent == zygote_pid()
-
-    run(body)
+async def test_another_interpreter_may_run_the_actor(make_engine: MakeEngine, tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nOTHER=yes exec {sys.executable} "$@"\n')
+    other.chmod(0o700)
+    async with make_engine(environ={"PYTHONPATH": str(TESTS)}) as engine:
+        counter = await engine.start("counter", Counter, 5, python=str(other))
+        assert await counter.call("add") == 6
+        assert await counter.call("variable", "OTHER") == "yes"
+        counter.kill()
+        with pytest.raises(ActorDied):
+            while True:
+                await counter.call("add")
+        with pytest.raises(ActorStartFailed, match="nowhere"):
+            await engine.start("counter", Counter, python="/nowhere/python")
 
 
-def test_many_starts_and_kills_leave_no_descriptor(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine() as engine:
-            counts = []
-            for n in range(8):
-                counters = await asyncio.gather(*[engine.start(f"counter-{n}-{i}", Counter) for i in range(2)])
-                counters[0].kill()
-                await asyncio.gather(*[each.stop() for each in counters])
-                counts.append(len(list(Path("/proc/self/fd").iterdir())))
-            assert max(counts[4:]) <= max(counts[:4])
-
-    run(body)
+async def test_many_starts_and_kills_leave_no_descriptor(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        counts = []
+        for n in range(8):
+            counters = await asyncio.gather(*[engine.start(f"counter-{n}-{i}", Counter) for i in range(2)])
+            counters[0].kill()
+            await asyncio.gather(*[each.stop() for each in counters])
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        assert max(counts[4:]) <= max(counts[:4])

@@ -52,6 +52,13 @@ def kill(pids):
 def zygote_of(pid):
     return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
 
+def host_process(address):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().split(b"\\0")
+        if b"holdfast.rl.engine.monarch_host" in words and address.encode() in words:
+            return int(path.parent.name)
+    raise AssertionError("there is no such host")
+
 async def main(first, second):
     async with asyncio.timeout(200.0), MonarchEngine(listen="127.0.0.1", silence=2.0) as engine:
 {body}
@@ -150,11 +157,8 @@ def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[
         hosts,
         """
         def signal_host(address, number):
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
-                words = path.read_bytes().split(b"\\0")
-                if b"holdfast.rl.engine.monarch_host" in words and address.encode() in words:
-                    for pid in family(int(path.parent.name)):
-                        os.kill(pid, number)
+            for pid in family(host_process(address)):
+                os.kill(pid, number)
 
         options = served(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
         async with await options.as_service() as counter:
@@ -192,12 +196,6 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
         hosts,
         """
         import subprocess
-        def host_process(address):
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
-                words = path.read_bytes().split(b"\\0")
-                if b"holdfast.rl.engine.monarch_host" in words and address.encode() in words:
-                    return int(path.parent.name)
-            raise AssertionError("there is no such host")
 
         options = served(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
         async with await options.as_service() as counter:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -23,7 +23,8 @@ from holdfast.rl.environments.errors import (
 from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import EnvironmentSession
-from support.rl.environment_servers import Misbehaving, run, server_process
+from support.children import Child
+from support.rl.environment_servers import Misbehaving, server_process
 from support.waiting import PATIENCE
 
 
@@ -35,274 +36,221 @@ async def episode(session: EnvironmentSession, seed: int) -> int:
     return int((await session.step("end")).text)
 
 
-def test_a_server_killed_in_an_episode_costs_that_episode() -> None:
+async def test_a_server_killed_in_an_episode_costs_that_episode() -> None:
     """The same client would go on in a fresh environment of the restarted server: it refuses instead."""
-
-    async def body() -> None:
-        with server_process("misbehaving") as server:
-            async with EnvironmentClient(server.url, timeout=2 * PATIENCE) as client:
-                await client.reset(0)
+    with server_process("misbehaving") as server:
+        async with EnvironmentClient(server.url, timeout=2 * PATIENCE) as client:
+            await client.reset(0)
+            await client.step("go")
+            killed = time.monotonic()
+            server.kill()
+            with pytest.raises(EnvironmentDied, match="the connection is lost"):
                 await client.step("go")
-                killed = time.monotonic()
-                server.kill()
-                with pytest.raises(EnvironmentDied, match="the connection is lost"):
-                    await client.step("go")
-                assert time.monotonic() - killed < PATIENCE, "the end of the connection is seen, not the deadline"
-                server.start()
-                for call in (client.step("go"), client.reset(0)):
-                    with pytest.raises(EnvironmentRefused, match="open another"):
-                        await call
-            async with EnvironmentClient(server.url, timeout=20.0) as client:
-                assert await episode(client, 0) == 4
-
-    run(body())
+            assert time.monotonic() - killed < PATIENCE, "the end of the connection is seen, not the deadline"
+            server.start()
+            for call in (client.step("go"), client.reset(0)):
+                with pytest.raises(EnvironmentRefused, match="open another"):
+                    await call
+        async with EnvironmentClient(server.url, timeout=20.0) as client:
+            assert await episode(client, 0) == 4
 
 
-def test_an_environment_that_ends_its_process_costs_one_episode() -> None:
-    async def body() -> None:
-        with server_process("misbehaving") as dying, server_process("misbehaving") as other:
-            async with EnvironmentPool([dying.url, other.url]) as pool:
-                sessions = [pool.session() for _ in range(2)]
-                for session in sessions:
-                    await session.reset(0)
-                with pytest.raises(EnvironmentDied):
-                    await sessions[0].step("die")
-                assert [each.up for each in pool.status()].count(False) == 1
-                assert (await sessions[1].step("go")).text == "1"
-                for session in sessions:
-                    assert await episode(session, 0) == 4
-                    await session.close()
-
-    run(body())
-
-
-def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goes_on() -> None:
-    async def body() -> None:
-        with server_process("misbehaving") as stopped, server_process("misbehaving") as other:
-            async with EnvironmentPool([stopped.url, other.url], timeout=1.0, connect_timeout=1.0) as pool:
-                async with pool.session() as session:
-                    await session.reset(0)
-                    stopped.stop()
-                    with pytest.raises(EnvironmentHung, match="no answer for 1 s"):
-                        await session.step("go")
-                    for seed in range(3):
-                        assert await episode(session, seed) == 4
-                    assert [each.up for each in pool.status()] == [False, True]
-                stopped.resume()
-                await until_up(pool)
-                sessions = [pool.session() for _ in range(4)]
-                assert await asyncio.gather(*[episode(each, 0) for each in sessions]) == [4] * 4
-                assert [each.sessions for each in pool.status()] == [2, 2]
-                for session in sessions:
-                    await session.close()
-                assert [each.sessions for each in pool.status()] == [0, 0]
-
-    run(body())
-
-
-def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_again() -> None:
-    """Six players; every episode is played, or fails by a typed error and is played again."""
-
-    async def body() -> None:
-        with server_process("misbehaving") as victim, server_process("misbehaving") as other:
-            async with EnvironmentPool([victim.url, other.url], timeout=10.0) as pool:
-                played, failed, stop = 0, 0, asyncio.Event()
-
-                async def player() -> None:
-                    nonlocal played, failed
-                    async with pool.session() as session:
-                        while not stop.is_set():
-                            try:
-                                assert await episode(session, 1) == 4
-                                played += 1
-                            except EnvironmentFailed:
-                                failed += 1
-
-                players = [asyncio.ensure_future(player()) for _ in range(6)]
-                for _ in range(3):
-                    before = played
-                    while played < before + 30:
-                        await asyncio.sleep(0.01)
-                    victim.kill()
-                    await asyncio.to_thread(victim.start)
-                    await until_up(pool)
-                stop.set()
-                await asyncio.gather(*players)
-                assert failed <= 3 * 6, "a death costs the episodes that ran there"
-                assert [each.sessions for each in pool.status()] == [0, 0]
-
-    run(body(), seconds=100.0)
-
-
-def test_without_a_server_a_reset_waits_and_then_says_what_it_tried() -> None:
-    async def body() -> None:
-        with server_process("misbehaving") as server:
-            async with EnvironmentPool([server.url], wait=0.5, timeout=5.0) as pool, pool.session() as session:
+async def test_an_environment_that_ends_its_process_costs_one_episode() -> None:
+    with server_process("misbehaving") as dying, server_process("misbehaving") as other:
+        async with EnvironmentPool([dying.url, other.url]) as pool:
+            sessions = [pool.session() for _ in range(2)]
+            for session in sessions:
                 await session.reset(0)
-                server.kill()
-                with pytest.raises(EnvironmentDied):
+            with pytest.raises(EnvironmentDied):
+                await sessions[0].step("die")
+            assert [each.up for each in pool.status()].count(False) == 1
+            assert (await sessions[1].step("go")).text == "1"
+            for session in sessions:
+                assert await episode(session, 0) == 4
+                await session.close()
+
+
+async def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goes_on() -> None:
+    with server_process("misbehaving") as stopped, server_process("misbehaving") as other:
+        async with EnvironmentPool([stopped.url, other.url], timeout=1.0, connect_timeout=1.0) as pool:
+            async with pool.session() as session:
+                await session.reset(0)
+                stopped.stop()
+                with pytest.raises(EnvironmentHung, match="no answer for 1 s"):
                     await session.step("go")
-                with pytest.raises(EnvironmentDied, match=r"no server was there for 0\.5 s: ws://"):
-                    await session.reset(0)
-                server.start()
-                pool.wait = 30.0
-                assert await episode(session, 0) == 4
+                for seed in range(3):
+                    assert await episode(session, seed) == 4
+                assert [each.up for each in pool.status()] == [False, True]
+            stopped.resume()
+            await until_up(pool)
+            sessions = [pool.session() for _ in range(4)]
+            assert await asyncio.gather(*[episode(each, 0) for each in sessions]) == [4] * 4
+            assert [each.sessions for each in pool.status()] == [2, 2]
+            for session in sessions:
+                await session.close()
+            assert [each.sessions for each in pool.status()] == [0, 0]
 
-    run(body())
 
+async def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_again() -> None:
+    """Six players; every episode is played, or fails by a typed error and is played again."""
+    with server_process("misbehaving") as victim, server_process("misbehaving") as other:
+        async with EnvironmentPool([victim.url, other.url], timeout=10.0) as pool:
+            played, failed, stop = 0, 0, asyncio.Event()
 
-def test_the_server_frees_the_sessions_of_a_client_that_is_killed() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test", sessions=1) as server:
-            program = (
-                "import asyncio, sys\nfrom holdfast.rl.environments.client import EnvironmentClient\n"
-                "async def main():\n"
-                f"    client = EnvironmentClient({server.url!r})\n    await client.reset(0)\n"
-                "    print('there', flush=True)\n    await asyncio.sleep(100)\nasyncio.run(main())\n"
-            )
-            child = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=-1)
-            try:
-                assert child.stdout is not None
-                assert await child.stdout.readline() == b"there\n"
-                async with EnvironmentClient(server.url) as client:
-                    with pytest.raises(EnvironmentBusy):
-                        await client.reset(0)
-            finally:
-                child.send_signal(signal.SIGKILL)
-                await child.communicate()
-            async with asyncio.timeout(20.0):
-                while server.health().sessions:
+            async def player() -> None:
+                nonlocal played, failed
+                async with pool.session() as session:
+                    while not stop.is_set():
+                        try:
+                            assert await episode(session, 1) == 4
+                            played += 1
+                        except EnvironmentFailed:
+                            failed += 1
+
+            players = [asyncio.ensure_future(player()) for _ in range(6)]
+            for _ in range(3):
+                before = played
+                while played < before + 30:
                     await asyncio.sleep(0.01)
-            async with EnvironmentClient(server.url) as client:
-                await client.reset(0)
-
-    run(body())
-
-
-def test_a_pool_waits_for_a_free_session() -> None:
-    async def body() -> None:
-        async with (
-            EnvironmentServer(Misbehaving, "test", sessions=1) as server,
-            EnvironmentPool([server.url], wait=30.0) as pool,
-        ):
-            one, two = pool.session(), pool.session()
-            await one.reset(0)
-            waiting = asyncio.ensure_future(episode(two, 0))
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            await one.close()
-            assert await waiting == 4
-            await two.close()
-            assert pool.status()[0].failures == 0
-
-    run(body())
+                victim.kill()
+                await asyncio.to_thread(victim.start)
+                await until_up(pool)
+            stop.set()
+            await asyncio.gather(*players)
+            assert failed <= 3 * 6, "a death costs the episodes that ran there"
+            assert [each.sessions for each in pool.status()] == [0, 0]
 
 
-def test_a_pool_that_stays_full_is_busy() -> None:
-    async def body() -> None:
-        async with (
-            EnvironmentServer(Misbehaving, "test", sessions=1) as server,
-            EnvironmentPool([server.url], wait=0.4) as pool,
-            pool.session() as one,
-            pool.session() as two,
-        ):
-            await one.reset(0)
+async def test_without_a_server_a_reset_waits_and_then_says_what_it_tried() -> None:
+    with server_process("misbehaving") as server:
+        async with EnvironmentPool([server.url], wait=0.5, timeout=5.0) as pool, pool.session() as session:
+            await session.reset(0)
+            server.kill()
+            with pytest.raises(EnvironmentDied):
+                await session.step("go")
+            with pytest.raises(EnvironmentDied, match=r"no server was there for 0\.5 s: ws://"):
+                await session.reset(0)
+            server.start()
+            pool.wait = 30.0
+            assert await episode(session, 0) == 4
+
+
+async def test_the_server_frees_the_sessions_of_a_client_that_is_killed(start: Callable[..., Child]) -> None:
+    def play(pipe: Connection, url: str) -> None:
+        async def begin() -> None:
+            await EnvironmentClient(url).reset(0)
+            pipe.send("there")
+            await asyncio.sleep(600.0)
+
+        asyncio.run(begin())
+
+    async with EnvironmentServer(Misbehaving, "test", sessions=1) as server:
+        child = start(play, server.url)
+        assert await asyncio.to_thread(child.hear) == "there"
+        async with EnvironmentClient(server.url) as client:
             with pytest.raises(EnvironmentBusy):
-                await two.reset(0)
+                await client.reset(0)
+        child.kill()
+        async with asyncio.timeout(20.0):
+            while server.health().sessions:
+                await asyncio.sleep(0.01)
+        async with EnvironmentClient(server.url) as client:
+            await client.reset(0)
 
-    run(body())
+
+async def test_a_pool_waits_for_a_free_session_and_one_that_stays_full_is_busy() -> None:
+    async with (
+        EnvironmentServer(Misbehaving, "test", sessions=1) as server,
+        EnvironmentPool([server.url], wait=0.4) as pool,
+    ):
+        one, two = pool.session(), pool.session()
+        await one.reset(0)
+        with pytest.raises(EnvironmentBusy):
+            await two.reset(0)
+        pool.wait = 30.0
+        waiting = asyncio.ensure_future(episode(two, 0))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await one.close()
+        assert await waiting == 4
+        await two.close()
+        assert pool.status()[0].failures == 0
 
 
-def test_a_server_that_can_begin_no_episode_is_avoided() -> None:
+async def test_a_server_that_can_begin_no_episode_is_avoided() -> None:
     """It has the fewest sessions at all times: without that it would get them all."""
-
-    async def body() -> None:
-        async with (
-            EnvironmentServer(lambda: Misbehaving("nan"), "liar") as liar,
-            EnvironmentServer(Misbehaving, "honest") as honest,
-            EnvironmentPool([liar.url, honest.url]) as pool,
-        ):
+    async with (
+        EnvironmentServer(lambda: Misbehaving("nan"), "liar") as liar,
+        EnvironmentServer(Misbehaving, "honest") as honest,
+        EnvironmentPool([liar.url, honest.url]) as pool,
+    ):
+        async with pool.session() as session:
+            assert await episode(session, 0) == 4
+        assert [each.up for each in pool.status()] == [False, True]
+        assert "reset: reward=nan is no finite number" in pool.status()[0].last_failure
+        for _ in range(5):
             async with pool.session() as session:
                 assert await episode(session, 0) == 4
-            assert [each.up for each in pool.status()] == [False, True]
-            assert "reset: reward=nan is no finite number" in pool.status()[0].last_failure
+        assert pool.status()[0].failures == 1
+
+
+async def test_a_step_that_raises_is_no_reason_to_avoid_a_server() -> None:
+    async with EnvironmentServer(Misbehaving, "test") as server, EnvironmentPool([server.url]) as pool:
+        async with pool.session() as session:
             for _ in range(5):
-                async with pool.session() as session:
-                    assert await episode(session, 0) == 4
-            assert pool.status()[0].failures == 1
+                await session.reset(0)
+                with pytest.raises(EnvironmentDied, match="ZeroDivisionError"):
+                    await session.step("raise")
+                assert pool.status()[0].up
+        await pool.close()
+        assert pool.status()[0].sessions == 0
+        assert pool.status()[0].failures == 5
 
-    run(body())
+
+async def test_servers_are_exchanged_while_sessions_run() -> None:
+    async with (
+        EnvironmentServer(Misbehaving, "one") as one,
+        EnvironmentServer(Misbehaving, "two") as two,
+        EnvironmentPool([one.url]) as pool,
+        pool.session() as session,
+    ):
+        await session.reset(0)
+        pool.set_servers([two.url])
+        assert (await session.step("go")).text == "1"
+        async with pool.session() as other:
+            await other.reset(0)
+            assert two.health().sessions == 1
+        assert [each.url for each in pool.status()] == [two.url]
 
 
-def test_a_step_that_raises_is_no_reason_to_avoid_a_server() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test") as server, EnvironmentPool([server.url]) as pool:
+async def test_a_session_that_is_kept_plays_the_next_episode_and_ends_with_its_server() -> None:
+    with server_process("misbehaving") as server:
+        async with EnvironmentPool([server.url], keep=True, timeout=20.0) as pool:
+            first = await pool.lease()
+            assert await episode(first, 0) == 4
+            await pool.give_back(first)
             async with pool.session() as session:
-                for _ in range(5):
-                    await session.reset(0)
-                    with pytest.raises(EnvironmentDied, match="ZeroDivisionError"):
-                        await session.step("raise")
-                    assert pool.status()[0].up
-            await pool.close()
+                assert await episode(session, 1) == 4
+            second = await pool.lease()
+            assert second is first and pool.status()[0].sessions == 1
+            await second.reset(0)
+            with pytest.raises(EnvironmentDied):
+                await second.step("raise")
+            await pool.give_back(second)
+            third = await pool.lease()
+            assert third is not first, "one that failed is never used again"
+            await pool.give_back(third)
+            server.kill()
+            server.start()
+            async with pool.session() as session:
+                assert await episode(session, 2) == 4, "the one that was kept is lost, and another takes its place"
             assert pool.status()[0].sessions == 0
-            assert pool.status()[0].failures == 5
-
-    run(body())
-
-
-def test_servers_are_exchanged_while_sessions_run() -> None:
-    async def body() -> None:
-        async with (
-            EnvironmentServer(Misbehaving, "one") as one,
-            EnvironmentServer(Misbehaving, "two") as two,
-            EnvironmentPool([one.url]) as pool,
-            pool.session() as session,
-        ):
-            await session.reset(0)
-            pool.set_servers([two.url])
-            assert (await session.step("go")).text == "1"
-            async with pool.session() as other:
-                await other.reset(0)
-                assert two.health().sessions == 1
-            assert [each.url for each in pool.status()] == [two.url]
-
-    run(body())
-
-
-def test_a_session_that_is_kept_plays_the_next_episode_and_ends_with_its_server() -> None:
-    async def body() -> None:
-        with server_process("misbehaving") as server:
-            async with EnvironmentPool([server.url], keep=True, timeout=20.0) as pool:
-                first = await pool.lease()
-                assert await episode(first, 0) == 4
-                await pool.give_back(first)
-                async with pool.session() as session:
-                    assert await episode(session, 1) == 4
-                second = await pool.lease()
-                assert second is first and pool.status()[0].sessions == 1
-                await second.reset(0)
-                with pytest.raises(EnvironmentDied):
-                    await second.step("raise")
-                await pool.give_back(second)
-                third = await pool.lease()
-                assert third is not first, "one that failed is never used again"
-                await pool.give_back(third)
-                server.kill()
-                server.start()
-                async with pool.session() as session:
-                    assert await episode(session, 2) == 4, "the one that was kept is lost, and another takes its place"
-                assert pool.status()[0].sessions == 0
-
-    run(body())
 
 
 @pytest.mark.parametrize("urls", [[], ["nowhere"]])
-def test_a_pool_without_servers_is_refused(urls: list[str]) -> None:
-    async def body() -> None:
-        with pytest.raises(UnknownEnvironment):
-            EnvironmentPool(urls)
-
-    run(body())
+async def test_a_pool_without_servers_is_refused(urls: list[str]) -> None:
+    with pytest.raises(UnknownEnvironment):
+        EnvironmentPool(urls)
 
 
 async def until_up(pool: EnvironmentPool) -> None:

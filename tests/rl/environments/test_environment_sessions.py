@@ -34,7 +34,7 @@ from holdfast.rl.environments.errors import (
 from holdfast.rl.environments.local import LocalPool, LocalSession
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import EnvironmentSession
-from support.rl.environment_servers import LIES, Misbehaving, run
+from support.rl.environment_servers import LIES, Misbehaving
 
 
 @pytest.fixture(autouse=True)
@@ -76,331 +76,257 @@ async def guess(session: EnvironmentSession, seed: int) -> tuple[list[str], floa
     return texts, observation.reward
 
 
-@both
-def test_an_episode_depends_on_its_seed_alone(opened: Open) -> None:
-    async def body() -> list[tuple[list[str], float]]:
+async def test_an_episode_depends_on_its_seed_alone_local_and_remote() -> None:
+    played = []
+    for opened in (local, remote):
         async with opened(GuessNumberEnvironment) as session:
-            return [await guess(session, seed) for seed in (3, 7, 3)]
-
-    first, other, again = run(body())
-    assert first == again != other
+            played.append([await guess(session, seed) for seed in (3, 7, 3)])
+    first, other, again = played[0]
+    assert played[0] == played[1] and first == again != other
     assert first[1] == 1.0
 
 
-def test_local_and_remote_play_the_same_episodes() -> None:
-    async def body(opened: Open) -> list[tuple[list[str], float]]:
-        async with opened(GuessNumberEnvironment) as session:
-            return [await guess(session, seed) for seed in range(5)]
-
-    assert run(body(local)) == run(body(remote))
+@both
+async def test_the_state_counts_steps(opened: Open) -> None:
+    async with opened(GuessNumberEnvironment) as session:
+        assert (await session.state()).step_count == 0
+        await session.reset(1)
+        await session.step(Action(fields={"number": 101}))
+        state = await session.state()
+        assert state.step_count == 1
+        assert state.fields == {"high": 100, "turns_left": 6}
 
 
 @both
-def test_the_state_counts_steps(opened: Open) -> None:
-    async def body() -> None:
-        async with opened(GuessNumberEnvironment) as session:
-            assert (await session.state()).step_count == 0
-            await session.reset(1)
-            await session.step(Action(fields={"number": 101}))
-            state = await session.state()
-            assert state.step_count == 1
-            assert state.fields == {"high": 100, "turns_left": 6}
-
-    run(body())
-
-
-@both
-def test_a_step_without_a_running_episode_is_refused_and_costs_nothing(opened: Open) -> None:
-    async def body() -> None:
-        async with opened(Misbehaving) as session:
-            with pytest.raises(EpisodeOver, match="no episode has begun"):
-                await session.step("go")
-            await session.reset(0)
-            assert (await session.step("end")).done
-            with pytest.raises(EpisodeOver, match=r"the last one is over; call reset\(\) first"):
-                await session.step("go")
-            await session.reset(0)
-            assert (await session.step("go")).text == "1"
-
-    run(body())
+async def test_a_step_without_a_running_episode_is_refused_and_costs_nothing(opened: Open) -> None:
+    async with opened(Misbehaving) as session:
+        with pytest.raises(EpisodeOver, match="no episode has begun"):
+            await session.step("go")
+        await session.reset(0)
+        assert (await session.step("end")).done
+        with pytest.raises(EpisodeOver, match=r"the last one is over; call reset\(\) first"):
+            await session.step("go")
+        await session.reset(0)
+        assert (await session.step("go")).text == "1"
 
 
-@both
-@pytest.mark.parametrize("how", LIES)
-def test_a_lie_is_found(opened: Open, how: str) -> None:
-    fails_by(opened, how, EnvironmentLied)
+FAULTS = [
+    *((how, EnvironmentLied) for how in LIES),
+    ("raise", EnvironmentDied),
+    ("exit", EnvironmentDied),
+    ("hang", EnvironmentHung),
+]
 
 
-@pytest.mark.parametrize("how", ["object", "huge"])
-def test_an_observation_that_cannot_travel_is_a_lie(how: str) -> None:
-    fails_by(remote, how, EnvironmentLied)
-
-
-@both
-@pytest.mark.parametrize("how", ["raise", "exit"])
-def test_an_environment_that_raises_has_died(opened: Open, how: str) -> None:
-    fails_by(opened, how, EnvironmentDied)
+@pytest.mark.parametrize(
+    ("opened", "how", "error"),
+    [
+        *((opened, *fault) for opened in (local, remote) for fault in FAULTS),
+        *((remote, how, EnvironmentLied) for how in ("object", "huge")),  # they cannot travel
+    ],
+)
+async def test_a_step_that_misbehaves_is_named_and_the_session_refuses_everything_from_then_on(
+    opened: Open, how: str, error: type[EnvironmentFailed]
+) -> None:
+    async with opened(Misbehaving, 0.2 if how == "hang" else 30.0) as session:
+        await session.reset(0)
+        assert (await session.step("go")).reward == 0.5
+        with pytest.raises(error, match=r"^step of environment "):
+            await session.step(how)
+        for call in (session.reset(1), session.step("go"), session.state()):
+            with pytest.raises(EnvironmentRefused, match=r"the session has failed .* open another"):
+                await call
 
 
 @both
-def test_an_environment_that_hangs_is_given_up_at_the_deadline(opened: Open) -> None:
-    fails_by(opened, "hang", EnvironmentHung, timeout=0.2)
-
-
-def fails_by(opened: Open, how: str, error: type[EnvironmentFailed], timeout: float = 30.0) -> None:
-    """A step that misbehaves raises this, and from then on the session refuses everything."""
-
-    async def body() -> None:
-        async with opened(Misbehaving, timeout) as session:
-            await session.reset(0)
-            assert (await session.step("go")).reward == 0.5
-            with pytest.raises(error, match=r"^step of environment "):
-                await session.step(how)
-            for call in (session.reset(1), session.step("go"), session.state()):
-                with pytest.raises(EnvironmentRefused, match=r"the session has failed .* open another"):
-                    await call
-
-    run(body())
-
-
-@both
-def test_an_environment_that_cannot_be_made_fails_its_first_call(opened: Open) -> None:
+async def test_an_environment_that_cannot_be_made_fails_its_first_call(opened: Open) -> None:
     def factory() -> Environment:
         raise OSError("no such game")
 
-    async def body() -> None:
-        async with opened(factory) as session:
-            with pytest.raises(EnvironmentDied, match="no such game"):
-                await session.reset(0)
-
-    run(body())
+    async with opened(factory) as session:
+        with pytest.raises(EnvironmentDied, match="no such game"):
+            await session.reset(0)
 
 
 @both
-def test_a_cancelled_call_ends_the_session(opened: Open) -> None:
+async def test_a_cancelled_call_ends_the_session(opened: Open) -> None:
     """The answer to that call would be taken for the answer to the next one."""
-
-    async def body() -> None:
-        async with opened(Misbehaving) as session:
-            await session.reset(0)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await session.step("hang")
-            Misbehaving.release.set()
-            with pytest.raises(EnvironmentRefused, match="step was cancelled"):
-                await session.step("go")
-
-    run(body())
+    async with opened(Misbehaving) as session:
+        await session.reset(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await session.step("hang")
+        Misbehaving.release.set()
+        with pytest.raises(EnvironmentRefused, match="step was cancelled"):
+            await session.step("go")
 
 
 @both
-def test_two_calls_at_a_time_are_refused(opened: Open) -> None:
-    async def body() -> None:
-        async with opened(Misbehaving) as session:
-            await session.reset(0)
-            hanging = asyncio.ensure_future(session.step("hang"))
-            await asyncio.sleep(0)
-            with pytest.raises(EnvironmentRefused, match="one call at a time"):
-                await session.state()
-            Misbehaving.release.set()
-            with pytest.raises(EnvironmentLied):  # a wait returns a bool
-                await hanging
-
-    run(body())
+async def test_two_calls_at_a_time_are_refused(opened: Open) -> None:
+    async with opened(Misbehaving) as session:
+        await session.reset(0)
+        hanging = asyncio.ensure_future(session.step("hang"))
+        await asyncio.sleep(0)
+        with pytest.raises(EnvironmentRefused, match="one call at a time"):
+            await session.state()
+        Misbehaving.release.set()
+        with pytest.raises(EnvironmentLied):  # a wait returns a bool
+            await hanging
 
 
-def test_a_closed_session_is_refused() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test") as server:
-            client = EnvironmentClient(server.url)
+async def test_a_closed_session_is_refused() -> None:
+    async with EnvironmentServer(Misbehaving, "test") as server:
+        client = EnvironmentClient(server.url)
+        await client.reset(0)
+        await client.close()
+        await client.close()
+        with pytest.raises(EnvironmentRefused, match="closed"):
             await client.reset(0)
+
+
+async def test_a_session_more_than_there_are_is_refused_and_one_that_ends_makes_room() -> None:
+    async with EnvironmentServer(Misbehaving, "test", sessions=2) as server:
+        clients = [EnvironmentClient(server.url) for _ in range(3)]
+        await clients[0].reset(0)
+        await clients[1].reset(0)
+        with pytest.raises(EnvironmentBusy, match="all of the 2 sessions of test are taken"):
+            await clients[2].reset(0)
+        await clients[0].close()
+        await until(lambda: server.health().sessions == 1)
+        async with EnvironmentClient(server.url) as another:
+            await another.reset(0)
+        for client in clients[1:]:
             await client.close()
-            await client.close()
-            with pytest.raises(EnvironmentRefused, match="closed"):
-                await client.reset(0)
-
-    run(body())
+        await until(lambda: server.health().sessions == 0)
 
 
-def test_a_session_more_than_there_are_is_refused_and_one_that_ends_makes_room() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test", sessions=2) as server:
-            clients = [EnvironmentClient(server.url) for _ in range(3)]
-            await clients[0].reset(0)
-            await clients[1].reset(0)
-            with pytest.raises(EnvironmentBusy, match="all of the 2 sessions of test are taken"):
-                await clients[2].reset(0)
-            await clients[0].close()
-            await until(lambda: server.health().sessions == 1)
-            async with EnvironmentClient(server.url) as another:
-                await another.reset(0)
-            for client in clients[1:]:
-                await client.close()
-            await until(lambda: server.health().sessions == 0)
-
-    run(body())
-
-
-def test_a_hundred_sessions_leave_nothing() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test", sessions=1) as server:
-            for number in range(100):
-                async with EnvironmentClient(server.url) as client:
-                    await client.reset(0)
-                    if number % 3 == 0:
-                        with pytest.raises(EnvironmentFailed):
-                            await client.step("raise")
-                await until(lambda: server.health().sessions == 0)
-            assert server.health().hung == 0
-
-    run(body())
-
-
-def test_a_session_without_requests_loses_its_lease() -> None:
-    """The socket stays open: it is the silence that counts."""
-
-    async def body() -> None:
-        async with (
-            EnvironmentServer(Misbehaving, "test", sessions=1, lease=0.2) as server,
-            EnvironmentClient(server.url) as idle,
-        ):
-            await idle.reset(0)
-            await until(lambda: server.health().sessions == 0)
-            async with EnvironmentClient(server.url) as another:
-                await another.reset(0)
-            with pytest.raises(EnvironmentDied, match=r"no request for 0\.2 s"):
-                await idle.step("go")
-
-    run(body())
-
-
-def test_a_hanging_environment_keeps_its_place_and_health_tells() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test", sessions=1, timeout=0.1) as server:
+async def test_a_hundred_sessions_leave_nothing() -> None:
+    async with EnvironmentServer(Misbehaving, "test", sessions=1) as server:
+        for number in range(100):
             async with EnvironmentClient(server.url) as client:
                 await client.reset(0)
-                with pytest.raises(EnvironmentHung):
-                    await client.step("hang")
-            await until(lambda: server.health().hung == 1)
-            told = await asyncio.to_thread(get, server.url.replace("ws", "http", 1) + "/health")
-            assert told == {"status": "unhealthy", "environment": "test", "sessions": 1, "limit": 1, "hung": 1}
-            Misbehaving.release.set()
+                if number % 3 == 0:
+                    with pytest.raises(EnvironmentFailed):
+                        await client.step("raise")
             await until(lambda: server.health().sessions == 0)
-            assert server.health().status == "healthy"
-
-    run(body())
+        assert server.health().hung == 0
 
 
-def test_a_server_ends_at_once_though_an_environment_hangs() -> None:
-    async def body() -> float:
-        async with EnvironmentServer(Misbehaving, "test", timeout=60.0) as server:
-            client = EnvironmentClient(server.url)
+async def test_a_session_without_requests_loses_its_lease() -> None:
+    """The socket stays open: it is the silence that counts."""
+    async with (
+        EnvironmentServer(Misbehaving, "test", sessions=1, lease=0.2) as server,
+        EnvironmentClient(server.url) as idle,
+    ):
+        await idle.reset(0)
+        await until(lambda: server.health().sessions == 0)
+        async with EnvironmentClient(server.url) as another:
+            await another.reset(0)
+        with pytest.raises(EnvironmentDied, match=r"no request for 0\.2 s"):
+            await idle.step("go")
+
+
+async def test_a_hanging_environment_keeps_its_place_and_health_tells() -> None:
+    async with EnvironmentServer(Misbehaving, "test", sessions=1, timeout=0.1) as server:
+        async with EnvironmentClient(server.url) as client:
             await client.reset(0)
-            hanging = asyncio.ensure_future(client.step("hang"))
-            await until(lambda: any(session.at_work for session in server._sessions))
-            begun = asyncio.get_running_loop().time()
-        took = asyncio.get_running_loop().time() - begun
-        with pytest.raises(EnvironmentDied):
-            await hanging
-        await client.close()
+            with pytest.raises(EnvironmentHung):
+                await client.step("hang")
+        await until(lambda: server.health().hung == 1)
+        told = await asyncio.to_thread(get, server.url.replace("ws", "http", 1) + "/health")
+        assert told == {"status": "unhealthy", "environment": "test", "sessions": 1, "limit": 1, "hung": 1}
         Misbehaving.release.set()
-        return took
+        await until(lambda: server.health().sessions == 0)
+        assert server.health().status == "healthy"
 
-    assert run(body()) < 20.0
+
+async def test_a_server_ends_at_once_though_an_environment_hangs() -> None:
+    async with EnvironmentServer(Misbehaving, "test", timeout=60.0) as server:
+        client = EnvironmentClient(server.url)
+        await client.reset(0)
+        hanging = asyncio.ensure_future(client.step("hang"))
+        await until(lambda: any(session.at_work for session in server._sessions))
+        begun = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - begun < 20.0
+    with pytest.raises(EnvironmentDied):
+        await hanging
+    await client.close()
 
 
-def test_a_local_pool_waits_for_a_place_and_then_is_busy() -> None:
-    async def body() -> None:
-        async with (
-            LocalPool(Misbehaving, "test", limit=1, wait=0.2) as pool,
-            pool.session() as one,
-            pool.session() as two,
-        ):
-            await one.reset(0)
-            with pytest.raises(EnvironmentBusy, match=r"no place of 1 was free for 0\.2 s"):
-                await two.reset(0)
-            await one.close()
+async def test_a_local_pool_waits_for_a_place_and_then_is_busy() -> None:
+    async with (
+        LocalPool(Misbehaving, "test", limit=1, wait=0.2) as pool,
+        pool.session() as one,
+        pool.session() as two,
+    ):
+        await one.reset(0)
+        with pytest.raises(EnvironmentBusy, match=r"no place of 1 was free for 0\.2 s"):
             await two.reset(0)
+        await one.close()
+        await two.reset(0)
 
-    run(body())
 
-
-def test_a_leased_session_begins_anew_after_a_failure() -> None:
+async def test_a_leased_session_begins_anew_after_a_failure() -> None:
     made: list[Environment] = []
 
     def factory() -> Environment:
         made.append(Misbehaving())
         return made[-1]
 
-    async def body() -> None:
-        async with LocalPool(factory, "test") as pool, pool.session() as session:
-            await session.reset(0)
-            with pytest.raises(EnvironmentDied):
-                await session.step("raise")
-            with pytest.raises(EnvironmentRefused):
-                await session.step("go")
-            await session.reset(0)
-            assert (await session.step("go")).text == "1"
-
-    run(body())
+    async with LocalPool(factory, "test") as pool, pool.session() as session:
+        await session.reset(0)
+        with pytest.raises(EnvironmentDied):
+            await session.step("raise")
+        with pytest.raises(EnvironmentRefused):
+            await session.step("go")
+        await session.reset(0)
+        assert (await session.step("go")).text == "1"
     assert len(made) == 2
 
 
 GARBAGE = ["", "x", "{}", "[]", '{"type":"fly"}', '{"type":"step"}', '{"type":"reset","data":{"seed":"one"}}', "NaN"]
 
 
-@pytest.mark.parametrize("text", [*GARBAGE, b"\x00\xff", "[" * 100_000])
-def test_a_server_answers_garbage_by_an_error_and_serves_on(text: str | bytes) -> None:
+async def test_a_server_answers_garbage_by_an_error_and_serves_on() -> None:
     from websockets.asyncio.client import connect
 
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test", max_bytes=1 << 20) as server:
+    async with EnvironmentServer(Misbehaving, "test", max_bytes=1 << 20) as server:
+        for text in (*GARBAGE, b"\x00\xff", "[" * 100_000):
             async with connect(server.url + "/ws") as socket:
                 await socket.send(text)
                 answer = json.loads(await socket.recv())
-                assert answer["type"] == "error"
-                assert answer["data"]["code"] in ("INVALID_JSON", "VALIDATION_ERROR")
+                assert answer["type"] == "error", text
+                assert answer["data"]["code"] in ("INVALID_JSON", "VALIDATION_ERROR"), text
             async with EnvironmentClient(server.url) as client:
                 await client.reset(0)
 
-    run(body())
 
-
-def test_a_page_in_a_browser_gets_no_session() -> None:
+async def test_a_page_in_a_browser_gets_no_session() -> None:
     from websockets.asyncio.client import connect
     from websockets.exceptions import InvalidStatus
     from websockets.typing import Origin
 
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test") as server:
-            with pytest.raises(InvalidStatus, match="403"):
-                await connect(server.url + "/ws", origin=Origin("http://127.0.0.1:8000"))
-
-    run(body())
+    async with EnvironmentServer(Misbehaving, "test") as server:
+        with pytest.raises(InvalidStatus, match="403"):
+            await connect(server.url + "/ws", origin=Origin("http://127.0.0.1:8000"))
 
 
-def test_a_message_over_the_limit_ends_the_session() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test", max_bytes=1000) as server:
-            async with EnvironmentClient(server.url) as client:
-                await client.reset(0)
-                with pytest.raises(EnvironmentDied, match="1009"):
-                    await client.step("x" * 2000)
-            await until(lambda: server.health().sessions == 0)
-
-    run(body())
+async def test_a_message_over_the_limit_ends_the_session() -> None:
+    async with EnvironmentServer(Misbehaving, "test", max_bytes=1000) as server:
+        async with EnvironmentClient(server.url) as client:
+            await client.reset(0)
+            with pytest.raises(EnvironmentDied, match="1009"):
+                await client.step("x" * 2000)
+        await until(lambda: server.health().sessions == 0)
 
 
-def test_other_paths_are_no_sessions() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Misbehaving, "test") as server:
-            client = EnvironmentClient(server.url)
-            client._url = server.url + "/other"
-            with pytest.raises(EnvironmentDied, match="404"):
-                await client.connect()
-            await client.close()
-
-    run(body())
+async def test_other_paths_are_no_sessions() -> None:
+    async with EnvironmentServer(Misbehaving, "test") as server:
+        client = EnvironmentClient(server.url)
+        client._url = server.url + "/other"
+        with pytest.raises(EnvironmentDied, match="404"):
+            await client.connect()
+        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -456,21 +382,17 @@ def test_an_observation_is_frozen() -> None:
         Observation(text="a").text = "b"  # type: ignore[misc]
 
 
-def test_handshakes_that_are_never_done_are_bounded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handshakes_that_are_never_done_are_bounded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest are dropped, and a client still gets its session."""
     monkeypatch.setattr("holdfast.rl.environments.server._MOST_HANDSHAKES", 8)
-
-    async def body() -> int:
-        async with EnvironmentServer(GuessNumberEnvironment, "guess") as server:
-            place = urlsplit(server.url)
-            idle = [await asyncio.open_connection(place.hostname, place.port) for _ in range(30)]
-            dropped = [reader for reader, _ in idle[:22]]
-            assert [await asyncio.wait_for(reader.read(), 10.0) for reader in dropped] == [b""] * 22
-            async with EnvironmentClient(server.url, timeout=20.0) as client:
-                await client.reset(1)
-            open_still = sum(not reader.at_eof() for reader, _ in idle)
-            for _, writer in idle:
-                writer.close()
-            return open_still
-
-    assert run(body()) in (7, 8), "the client takes the place of one"
+    async with EnvironmentServer(GuessNumberEnvironment, "guess") as server:
+        place = urlsplit(server.url)
+        idle = [await asyncio.open_connection(place.hostname, place.port) for _ in range(30)]
+        dropped = [reader for reader, _ in idle[:22]]
+        assert [await asyncio.wait_for(reader.read(), 10.0) for reader in dropped] == [b""] * 22
+        async with EnvironmentClient(server.url, timeout=20.0) as client:
+            await client.reset(1)
+        open_still = sum(not reader.at_eof() for reader, _ in idle)
+        for _, writer in idle:
+            writer.close()
+    assert open_still in (7, 8), "the client takes the place of one"

@@ -23,7 +23,7 @@ from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.environment import Action, Observation
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.work_channel import PATH, NoWorkChannel, ask_work
-from support.rl.environment_servers import run, server_process
+from support.rl.environment_servers import server_process
 from support.waiting import PATIENCE
 
 
@@ -37,8 +37,9 @@ class Slow(GuessNumberEnvironment):
         return super().step(action)
 
 
-def test_a_server_of_another_process_tells_its_calls_and_its_processor_time() -> None:
-    async def body(url: str) -> None:
+async def test_a_server_of_another_process_tells_its_calls_and_its_processor_time() -> None:
+    with server_process("guess") as server:
+        url = server.url
         first = await ask_work(url, None)
         assert first is not None and first.report.spans == ()
         async with EnvironmentClient(url) as client:
@@ -46,7 +47,7 @@ def test_a_server_of_another_process_tells_its_calls_and_its_processor_time() ->
             await client.step("50")
             await client.state()
         found = await ask_work(url, first.next)
-        assert found is not None and (found.server, found.pid) == (first.server, server.process.pid)
+        assert found is not None and (found.server, found.pid) == (first.server, server.pid)
         assert [(each.what, each.number) for each in found.report.spans] == [("reset", 1), ("step", 1), ("state", 1)]
         assert all(each.ago >= each.seconds >= 0 for each in found.report.spans)
         assert found.report.cpu >= first.report.cpu > 0
@@ -60,23 +61,17 @@ def test_a_server_of_another_process_tells_its_calls_and_its_processor_time() ->
         restarted = await ask_work(url, found.next)
         assert restarted is not None and restarted.server != first.server
 
-    with server_process("guess") as server:
-        run(body(server.url))
 
-
-def test_a_step_has_the_processor_time_of_its_own_thread() -> None:
-    async def body() -> None:
-        async with EnvironmentServer(Slow, "slow") as server, EnvironmentClient(server.url) as client:
-            await client.reset(0)
-            begun = await ask_work(server.url, None)
-            assert begun is not None
-            await client.step("50")
-            found = await ask_work(server.url, begun.next)
-            assert found is not None
-            [step] = found.report.spans
-            assert step.what == "step" and 0.1 <= step.cpu <= step.seconds
-
-    run(body())
+async def test_a_step_has_the_processor_time_of_its_own_thread() -> None:
+    async with EnvironmentServer(Slow, "slow") as server, EnvironmentClient(server.url) as client:
+        await client.reset(0)
+        begun = await ask_work(server.url, None)
+        assert begun is not None
+        await client.step("50")
+        found = await ask_work(server.url, begun.next)
+        assert found is not None
+        [step] = found.report.spans
+        assert step.what == "step" and 0.1 <= step.cpu <= step.seconds
 
 
 def test_thousands_of_short_calls_are_a_few_spans_which_last_as_long_together() -> None:
@@ -119,16 +114,13 @@ def test_calls_of_several_sessions_count_once_and_one_that_runs_is_told_up_to_no
 @pytest.mark.parametrize(
     "request_", ["{}", "[1]", '{"since": -1}', '{"since": 1, "more": 2}', "\x00", '{"since": 1e99}']
 )
-def test_a_malformed_request_has_no_answer_and_the_server_goes_on(request_: str) -> None:
-    async def body() -> None:
-        async with EnvironmentServer(GuessNumberEnvironment, "guess") as server:
-            async with connect(server.url + PATH) as connection:
-                await connection.send(request_)
-                with pytest.raises(ConnectionClosed):
-                    await connection.recv()
-            assert await ask_work(server.url, None) is not None
-
-    run(body())
+async def test_a_malformed_request_has_no_answer_and_the_server_goes_on(request_: str) -> None:
+    async with EnvironmentServer(GuessNumberEnvironment, "guess") as server:
+        async with connect(server.url + PATH) as connection:
+            await connection.send(request_)
+            with pytest.raises(ConnectionClosed):
+                await connection.recv()
+        assert await ask_work(server.url, None) is not None
 
 
 SPAN = {"what": "step", "number": 1, "ago": 1.0, "seconds": 0.5, "cpu": 0.1}
@@ -143,37 +135,31 @@ LIES: list[dict[str, Any]] = [
 ]
 
 
-def test_a_server_that_lies_or_has_no_such_channel_is_none_to_ask() -> None:
+async def test_a_server_that_lies_or_has_no_such_channel_is_none_to_ask() -> None:
     answers = itertools.chain([ANSWER], LIES)
 
     async def answer(connection: Any) -> None:
         await connection.recv()
         await connection.send(json.dumps(next(answers)))
 
-    async def body() -> None:
-        async with listen(answer, "127.0.0.1", 0) as server:
-            url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            assert await ask_work(url, 0) is not None
-            for _ in LIES:
-                with pytest.raises(NoWorkChannel):
-                    await ask_work(url, 0)
-
-    run(body())
+    async with listen(answer, "127.0.0.1", 0) as server:
+        url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await ask_work(url, 0) is not None
+        for _ in LIES:
+            with pytest.raises(NoWorkChannel):
+                await ask_work(url, 0)
 
 
-def test_a_server_that_does_not_answer_costs_the_limit_and_no_more() -> None:
-    async def body() -> None:
-        over = asyncio.Event()
+async def test_a_server_that_does_not_answer_costs_the_limit_and_no_more() -> None:
+    over = asyncio.Event()
 
-        async def silent(connection: Any) -> None:
-            await over.wait()
+    async def silent(connection: Any) -> None:
+        await over.wait()
 
-        async with listen(silent, "127.0.0.1", 0) as server:
-            url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            began = time.monotonic()
-            assert await ask_work(url, 0, timeout=0.2) is None
-            assert time.monotonic() - began < PATIENCE
-            over.set()
-            server.close()
-
-    run(body())
+    async with listen(silent, "127.0.0.1", 0) as server:
+        url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        began = time.monotonic()
+        assert await ask_work(url, 0, timeout=0.2) is None
+        assert time.monotonic() - began < PATIENCE
+        over.set()
+        server.close()

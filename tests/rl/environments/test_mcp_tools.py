@@ -22,29 +22,28 @@ from holdfast.rl.environments.tools.tool_environment import ToolEnvironment, Too
 STOCK = [sys.executable, "-m", "holdfast.rl.environments.tools.stock_server"]
 
 
-@pytest.fixture
-def client() -> Iterator[McpClient]:
+def test_tools_are_listed_and_called_and_a_wrong_call_is_a_result_to_read() -> None:
     client = McpClient(STOCK)
-    yield client
-    client.close()
-
-
-def test_tools_are_listed_and_called(client: McpClient) -> None:
     assert [tool.name for tool in client.tools] == ["add", "multiply", "stock"]
     assert client.call("add", {"a": 2, "b": 3}) == ToolResult("5", failed=False)
     assert client.call("stock", {"item": "nuts"}) == ToolResult(str(stock("nuts")), failed=False)
-
-
-def test_a_wrong_call_is_a_result_to_read(client: McpClient) -> None:
     assert client.call("add", {"a": 2}) == ToolResult("b must be a integer", failed=True)
     assert client.call("divide", {}) == ToolResult(
         "there is no tool divide; there are add, multiply, stock", failed=True
     )
     assert client.call("add", {"a": 1, "b": 1}).text == "2", "and the server goes on"
+    client.close()
 
 
-def test_an_episode_with_tools_is_won_by_using_them() -> None:
-    environment = stock_tools()
+@pytest.fixture(scope="module")
+def environment() -> Iterator[ToolEnvironment]:
+    found = stock_tools()
+    found.reset(0)  # starts its process
+    yield found
+    found.close()
+
+
+def test_an_episode_with_tools_is_won_by_using_them(environment: ToolEnvironment) -> None:
     for seed in range(3):
         seen = environment.reset(seed)
         question = seen.text.splitlines()[-1].removesuffix("?").replace(",", "").split()
@@ -55,33 +54,14 @@ def test_an_episode_with_tools_is_won_by_using_them() -> None:
         assert total.reward == 0.0
         last = environment.step(Action(json.dumps({"answer": int(total.text)})))
         assert (last.reward, last.done, last.fields) == (1.0, True, {"calls": 4})
-    environment.close()
 
 
 @given(
-    st.text(max_size=40)
+    text=st.text(max_size=40)
     | st.sampled_from(['{"tool": 1}', '{"tool": "add", "arguments": 3}', '{"a": {"answer": 1}}', "{" * 3000])
 )
-def test_any_text_is_answered(text: str) -> None:
-    observation = shared_environment().step(Action(text))
-    assert observation.reward == 0.0
-
-
-_shared: list[ToolEnvironment] = []
-
-
-def shared_environment() -> ToolEnvironment:
-    if not _shared:
-        _shared.append(stock_tools())
-        _shared[0].reset(0)
-    return _shared[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_shared() -> Iterator[None]:
-    shared_environment()
-    yield
-    _shared.pop().close()
+def test_any_text_is_answered(environment: ToolEnvironment, text: str) -> None:
+    assert environment.step(Action(text)).reward == 0.0
 
 
 def test_a_server_that_is_killed_costs_an_episode() -> None:

@@ -19,7 +19,8 @@ from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.errors import EnvironmentDied, EnvironmentFailed, EnvironmentRefused
 from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.session import EnvironmentSession
-from support.rl.environment_servers import run, server_process
+from support.rl.environment_servers import server_process
+from support.rl.event_loop import run
 from support.source_tree import ROOT, TESTS
 
 PEER = ROOT / ".venv" / "extras" / "openenv" / "bin" / "python"
@@ -86,43 +87,37 @@ def test_both_clients_play_the_same_episodes_at_both_servers(openenv_server: str
     assert "EPISODE_OVER" in theirs[1]["after"], "openenv's own server steps on"
 
 
-def test_openenvs_refusals_are_typed(openenv_server: str) -> None:
-    async def body() -> None:
-        async with EnvironmentClient(openenv_server) as client:
-            await client.reset(0)
-            with pytest.raises(EnvironmentRefused, match="VALIDATION_ERROR"):
-                await client.step("no number")
-        clients = [EnvironmentClient(openenv_server) for _ in range(9)]
-        failed = 0
-        for client in clients:
-            try:
-                await client.reset(0)
-            except EnvironmentFailed as error:
-                assert error.kind == "busy"
-                failed += 1
-        for client in clients:
-            await client.close()
-        assert failed == 1, "it has eight places"
-
-    run(body())
-
-
-def test_a_death_of_openenvs_server_ends_our_session() -> None:
-    async def body() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        process = subprocess.Popen([PEER, PROGRAM, "serve", str(port)])
+async def test_openenvs_refusals_are_typed(openenv_server: str) -> None:
+    async with EnvironmentClient(openenv_server) as client:
+        await client.reset(0)
+        with pytest.raises(EnvironmentRefused, match="VALIDATION_ERROR"):
+            await client.step("no number")
+    clients = [EnvironmentClient(openenv_server) for _ in range(9)]
+    failed = 0
+    for client in clients:
         try:
-            async with EnvironmentPool([f"ws://127.0.0.1:{port}"], wait=90.0) as pool, pool.session() as session:
-                await session.reset(3)  # waits for the start
-                process.kill()
-                with pytest.raises(EnvironmentDied):
-                    await session.step(Action(fields={"number": 1}))
-        finally:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+            await client.reset(0)
+        except EnvironmentFailed as error:
+            assert error.kind == "busy"
+            failed += 1
+    for client in clients:
+        await client.close()
+    assert failed == 1, "it has eight places"
 
-    run(body(), seconds=110.0)
+
+async def test_a_death_of_openenvs_server_ends_our_session() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([PEER, PROGRAM, "serve", str(port)])
+    try:
+        async with EnvironmentPool([f"ws://127.0.0.1:{port}"], wait=90.0) as pool, pool.session() as session:
+            await session.reset(3)  # waits for the start
+            process.kill()
+            with pytest.raises(EnvironmentDied):
+                await session.step(Action(fields={"number": 1}))
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.wait)
 
 
 @pytest.mark.timeout(300)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,22 +39,8 @@ def turned(board: Board) -> Board:
     return tuple(zip(*board[::-1], strict=True))
 
 
-def total(board: Board) -> int:
-    return sum(map(sum, board))
-
-
-@given(BOARDS, st.sampled_from(MOVES))
-def test_2048_a_move_keeps_the_sum_and_pays_what_it_merges(board: Board, move: Any) -> None:
-    after, gained = slide(board, move)
-    assert total(after) == total(board)
-    cells, merged = sum(tile > 0 for row in board for tile in row), sum(tile > 0 for row in after for tile in row)
-    assert (gained > 0) == (merged < cells)
-    assert gained % 4 == 0
-
-
 @given(BOARDS)
 def test_2048_moves_are_one_move_turned(board: Board) -> None:
-    left = slide(board, "left")
     for move, quarters in (("up", 1), ("right", 2), ("down", 3)):
         seen = board
         for _ in range(4 - quarters):
@@ -64,22 +49,21 @@ def test_2048_moves_are_one_move_turned(board: Board) -> None:
         for _ in range(quarters):
             after = turned(after)
         assert slide(board, move) == (after, gained)  # type: ignore[arg-type]
-    assert left == slide(board, "left")
 
 
 @given(BOARDS)
-def test_2048_a_row_slides_without_gaps_and_merges_each_tile_once(board: Board) -> None:
-    for row, (after,) in ((row, slide((row,), "left")[0]) for row in board):
+def test_2048_a_row_slides_without_gaps_merges_each_tile_once_and_pays_what_it_merges(board: Board) -> None:
+    for row in board:
+        (after,), gained = slide((row,), "left")
         tiles, filled = [tile for tile in row if tile], [tile for tile in after if tile]
         assert after == (*filled, *[0] * (len(row) - len(filled)))
-        expected = list[int]()
+        expected, paid = list[int](), 0
         while tiles:
-            if len(tiles) > 1 and tiles[0] == tiles[1]:
-                expected.append(2 * tiles.pop(0))
-                tiles.pop(0)
-            else:
-                expected.append(tiles.pop(0))
-        assert filled == expected
+            expected.append(tiles.pop(0))
+            if tiles and tiles[0] == expected[-1]:
+                expected[-1] += tiles.pop(0)
+                paid += expected[-1]
+        assert (filled, gained) == (expected, paid)
 
 
 @given(BOARDS, st.randoms(use_true_random=False))
@@ -210,7 +194,7 @@ def test_an_episode_is_a_function_of_seed_and_actions(name: str) -> None:
     if ":" in name:
         pytest.importorskip(needed, reason=f"pip install 'holdfast[{needed}]'")
     check_environment(name)
-    for seed in range(3):
+    for seed in range(1 if name == "mcp" else 3):  # each of its episodes starts processes
         assert played(name, seed, disturbed=False) == played(name, seed, disturbed=True)
 
 

@@ -19,6 +19,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.store import WeightStore
+from support.rl.small_batches import tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -35,17 +36,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-DEMO = ModelSource(
-    config={
-        "model_type": "llama",
-        "vocab_size": 14,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 16,
-    }
-)
+DEMO = tiny_llama(14, layers=2, width=64)
 
 
 def test_a_request_costs_no_more_than_a_loop_without_cache_and_seeds() -> None:

@@ -225,51 +225,42 @@ class Gate:
 
 
 @pytest.mark.parametrize("update", ["swap", "drain"])
-def test_weights_change_between_two_tokens_or_after_the_batch(
+async def test_weights_change_between_two_tokens_or_after_the_batch(
     generators: Generators, store: WeightStore, update: str
 ) -> None:
     publish(store, 1)
     gate = Gate()
     generator = generators(source(), store=store.url, mode="continuous", weight_update=update, between=gate)
     asked = request((1, 2, 3), samples=2, tokens=8)
-
-    async def scenario() -> tuple[list[Completion], list[Completion]]:
-        assert await generator.catch_up() == 1
-        running = asyncio.create_task(generator.generate(asked))
-        await asyncio.to_thread(gate.reached.wait, 20.0)
-        publish(store, 2)
-        assert await generator.update(2) == 2
-        later = asyncio.create_task(generator.generate(asked))
-        while not (await generator.health()).waiting:
-            await asyncio.sleep(0.001)
-        gate.open.set()
-        return await running, await later
-
-    early, late = asyncio.run(scenario())
-    assert all(each.versions == (2,) * 8 for each in late)
-    for each in early:
+    assert await generator.catch_up() == 1
+    running = asyncio.create_task(generator.generate(asked))
+    await asyncio.to_thread(gate.reached.wait, 20.0)
+    publish(store, 2)
+    assert await generator.update(2) == 2
+    later = asyncio.create_task(generator.generate(asked))
+    while not (await generator.health()).waiting:
+        await asyncio.sleep(0.001)
+    gate.open.set()
+    assert all(each.versions == (2,) * 8 for each in await later)
+    for each in await running:
         assert each.versions == ((1,) + (2,) * 7 if update == "swap" else (1,) * 8)
     assert generator.version == 2
 
 
-def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the_kept_cache(
+async def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the_kept_cache(
     generators: Generators, store: WeightStore
 ) -> None:
     """One token after the swap: it attends to keys that the weights before the swap made of earlier tokens."""
     publish(store, 1)
     gate = Gate()
     generator = generators(source(), store=store.url, mode="continuous", between=gate)
-
-    async def scenario() -> list[Completion]:
-        await generator.catch_up()
-        running = asyncio.create_task(generator.generate(request((1, 2, 3), tokens=2)))
-        await asyncio.to_thread(gate.reached.wait, 20.0)
-        publish(store, 2)
-        await generator.update(2)
-        gate.open.set()
-        return await running
-
-    [found] = asyncio.run(scenario())
+    await generator.catch_up()
+    running = asyncio.create_task(generator.generate(request((1, 2, 3), tokens=2)))
+    await asyncio.to_thread(gate.reached.wait, 20.0)
+    publish(store, 2)
+    await generator.update(2)
+    gate.open.set()
+    [found] = await running
     old, new = source(seed=1).build(), source(seed=2).build()
     assert found.versions == (1, 2)
     assert found.logprobs[0] == pytest.approx(full_logprobs(old, (1, 2, 3), found.tokens, 1.0)[0], abs=1e-5)
@@ -280,34 +271,30 @@ def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the_kept_
 
 
 @pytest.mark.parametrize("mode", ["fixed", "continuous"])
-def test_a_request_gets_exactly_the_version_that_it_names(
+async def test_a_request_gets_exactly_the_version_that_it_names(
     generators: Generators, store: WeightStore, mode: Mode
 ) -> None:
     """It waits for a version to come, and goes back to one that is still there. One that is gone is refused."""
     generator = generators(source(), store=store.url, mode=mode, follow=False)
     asked = {version: request((1, 2, 3), samples=3, version=version) for version in (1, 2, 3)}
-
-    async def scenario() -> None:
-        waiting = asyncio.create_task(generator.generate(asked[2]))
-        await asyncio.sleep(0)
-        publish(store, 1)
-        [one] = {each.versions[0] for each in await generator.generate(asked[1])}
-        assert one == 1 and not waiting.done()
-        publish(store, 2)
-        alone = TransformersGenerator(source(seed=2))
-        expected = await alone.generate(request((1, 2, 3), samples=3))
-        alone.close()
-        found = await waiting
-        assert [each.tokens for each in found] == [each.tokens for each in expected]
-        assert {each.versions for each in found} == {(2,) * 5}
-        assert {each.versions for each in await generator.generate(asked[1])} == {(1,) * 5}
-        publish(store, 3)
-        await generator.generate(asked[3])
-        await generator.generate(asked[2])
-        with pytest.raises(errors.VersionGone, match="version 1 of the weights is gone"):
-            await generator.generate(asked[1])
-
-    asyncio.run(scenario())
+    waiting = asyncio.create_task(generator.generate(asked[2]))
+    await asyncio.sleep(0)
+    publish(store, 1)
+    [one] = {each.versions[0] for each in await generator.generate(asked[1])}
+    assert one == 1 and not waiting.done()
+    publish(store, 2)
+    alone = TransformersGenerator(source(seed=2))
+    expected = await alone.generate(request((1, 2, 3), samples=3))
+    alone.close()
+    found = await waiting
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert {each.versions for each in found} == {(2,) * 5}
+    assert {each.versions for each in await generator.generate(asked[1])} == {(1,) * 5}
+    publish(store, 3)
+    await generator.generate(asked[3])
+    await generator.generate(asked[2])
+    with pytest.raises(errors.VersionGone, match="version 1 of the weights is gone"):
+        await generator.generate(asked[1])
 
 
 def test_a_version_that_never_comes_is_a_timeout(generators: Generators, store: WeightStore) -> None:
@@ -384,23 +371,19 @@ def test_a_request_that_the_model_cannot_serve_is_refused(
     assert run(generator, request((1, 2)))[0]
 
 
-def test_open_requests_end_when_the_generator_is_closed(generators: Generators) -> None:
+async def test_open_requests_end_when_the_generator_is_closed(generators: Generators) -> None:
     gate = Gate()
     generator = generators(source(), mode="continuous", between=gate)
-
-    async def scenario() -> None:
-        open_ones = [asyncio.create_task(generator.generate(request((1,), tokens=20))) for _ in range(2)]
-        await asyncio.to_thread(gate.reached.wait, 20.0)
-        closing = asyncio.create_task(asyncio.to_thread(generator.close))
-        gate.open.set()
-        await closing
-        for each in open_ones:
-            with pytest.raises(errors.GeneratorClosed):
-                await each
+    open_ones = [asyncio.create_task(generator.generate(request((1,), tokens=20))) for _ in range(2)]
+    await asyncio.to_thread(gate.reached.wait, 20.0)
+    closing = asyncio.create_task(asyncio.to_thread(generator.close))
+    gate.open.set()
+    await closing
+    for each in open_ones:
         with pytest.raises(errors.GeneratorClosed):
-            await generator.generate(request((1,)))
-
-    asyncio.run(scenario())
+            await each
+    with pytest.raises(errors.GeneratorClosed):
+        await generator.generate(request((1,)))
 
 
 def test_an_error_inside_a_generation_is_the_requests_error_alone(generators: Generators) -> None:

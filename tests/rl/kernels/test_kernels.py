@@ -51,6 +51,7 @@ def test_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
     assert not {name: error for name, error in errors.items() if error > BOUNDS.get(name, FLOAT32_BOUND)}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(320)
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """Triton's for an H100 down to machine code; Helion's to Triton, with the configurations that are kept in files."""

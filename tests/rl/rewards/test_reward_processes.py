@@ -168,19 +168,16 @@ def test_only_what_ends_by_itself_judges_in_the_event_loop(reward: Reward, bound
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_a_process_that_cannot_be_started_fails_the_answers(tmp_path: Path, error: type[BaseException]) -> None:
+async def test_a_process_that_cannot_be_started_fails_the_answers(tmp_path: Path, error: type[BaseException]) -> None:
     async def broken() -> Reward:
         raise error("no verifier here")
 
-    async def body() -> None:
-        processes = RewardProcesses(broken, log=tmp_path / "rewards.log")
-        with pytest.raises(Exception, match="no verifier here"):
-            await processes.start()
-        (failed,) = await processes.score_each(answers("a"), 60.0)
-        assert "no verifier here" in str(failed)
-        await processes.close()
-
-    asyncio.run(body())
+    processes = RewardProcesses(broken, log=tmp_path / "rewards.log")
+    with pytest.raises(Exception, match="no verifier here"):
+        await processes.start()
+    (failed,) = await processes.score_each(answers("a"), 60.0)
+    assert "no verifier here" in str(failed)
+    await processes.close()
 
 
 def test_a_reward_may_be_awaited(tmp_path: Path) -> None:

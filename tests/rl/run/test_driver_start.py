@@ -8,35 +8,8 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = """
-steps = 1
-[model]
-warmup_steps = 1
-warmup_batch = 8
-[algorithm]
-mode = "synchronous"
-groups = 2
-staleness = 0
-[sampling]
-group = 2
-max_new_tokens = 2
-batch = 2
-[trainer]
-replicas = 1
-spares = 0
-units = 1
-strategy = "ddp"
-[generator]
-replicas = 1
-[store]
-holders = 1
-copies = 1
-[engine]
-kind = "local"
-[evaluation]
-every = 1
-prompts = 4
-"""
+from holdfast.rl.config.resume import resolved
+from support.rl.training_runs import configured
 
 RUN = """
 import sys
@@ -53,18 +26,24 @@ from holdfast.ft.processes import zygote_start
 from holdfast.harness.cli.app import app
 
 def started(*modules):
-    print("transformers.models.llama.modeling_llama" in modules, "torch" in sys.modules)
+    print("transformers.models.llama.modeling_llama" in modules, "torch" in sys.modules, end=" ")
     raise SystemExit(5)
 
 zygote_start.start_early = started
-app(sys.argv[1:])
+for command in sys.argv[1:]:
+    try:
+        app(command.split())
+    except SystemExit as end:
+        print(end.code)
 """
 
 
 @pytest.mark.thorough
 def test_the_driver_of_a_whole_run_does_not_import_transformers(tmp_path: Path) -> None:
     """Its model is read, warmed up, and kept when it is the best, without the seconds that this import takes."""
-    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "run.toml").write_text(
+        resolved(configured(steps=1, model__warmup_steps=1, evaluation__every=1, evaluation__prompts=4))
+    )
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.stdout.split() == ["False"], done.stdout + done.stderr
     assert (tmp_path / "run" / "policy" / "config.json").is_file()
@@ -72,19 +51,16 @@ def test_the_driver_of_a_whole_run_does_not_import_transformers(tmp_path: Path) 
     assert best.read_bytes() == (tmp_path / "run" / "policy" / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "begun"),
-    [
-        ("rl train nothing.toml", ["True", "False"]),
-        ("rl resume nothing", ["True", "False"]),
-        ("rl train nothing.toml --dry-run", []),
-        ("demo", ["True", "False"]),
-        ("chaos run rl-demo", ["False", "False"]),
-    ],
-)
-def test_a_command_starts_its_zygote_before_it_imports_torch(tmp_path: Path, arguments: str, begun: list[str]) -> None:
+def test_a_command_starts_its_zygote_before_it_imports_torch(tmp_path: Path) -> None:
+    """In one interpreter: none of these commands goes further than that, and the last one starts no process."""
+    begun = {
+        "rl train nothing.toml": "True False 5",
+        "rl resume nothing": "True False 5",
+        "demo": "True False 5",
+        "chaos run rl-demo": "False False 5",
+        "rl train nothing.toml --dry-run": "2",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments.split()], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [sys.executable, "-c", COMMAND, *begun], capture_output=True, text=True, timeout=120, cwd=tmp_path
     )
-    assert done.stdout.split() == begun, done.stdout + done.stderr
-    assert done.returncode == (5 if begun else 2), done.stderr
+    assert done.stdout.splitlines() == list(begun.values()), done.stdout + done.stderr

@@ -16,7 +16,6 @@ pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 from holdfast.harness.cli.app import app
 from holdfast.harness.training.command import write_pages
 from holdfast.harness.training.run_facts import RunFacts
-from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data import arithmetic
 from holdfast.rl.engine.local import LocalEngine
@@ -26,6 +25,7 @@ from holdfast.rl.export.version_evaluation import evaluate_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Evaluated, ProcessStarted, StepTrained
 from holdfast.rl.run.run_status import read_status
+from support.rl import training_runs
 from support.rl.console import WIDE
 from support.rl.environment_servers import server_process
 from support.rl.started_monarch import start_monarch_once
@@ -34,43 +34,19 @@ from support.rl.training_runs import Killer, run
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 8
-TEXT = f"""
-steps = {STEPS}
+GUESS = """
 [environment]
 name = "guess"
-arguments = {{ high = 5, turns = 3 }}
+arguments = { high = 5, turns = 3 }
 servers = 1
 sessions = 8
 timeout = 20.0
-[algorithm]
-mode = "synchronous"
-groups = 4
-staleness = 0
-[sampling]
-group = 4
-max_new_tokens = 1
-[trainer]
-replicas = 1
-spares = 0
-strategy = "ddp"
-[generator]
-replicas = 1
-[store]
-holders = 1
-copies = 1
-[engine]
-kind = "local"
-[evaluation]
-every = 4
-prompts = 6
-[telemetry]
-episodes = 16
 """
+EVALUATED: dict[str, object] = {"evaluation__every": 4, "evaluation__prompts": 6, "telemetry__episodes": 16}
 
 
 def configured(**overrides: object) -> RunConfig:
-    given = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
-    return parse_config(TEXT, "test", given)
+    return training_runs.configured(GUESS, **{"steps": STEPS, "sampling__max_new_tokens": 1} | EVALUATED | overrides)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +175,7 @@ def test_what_servers_and_holders_did_is_in_the_report_also_from_a_server_that_t
         run(configured(**changes), tmp_path / "theirs")
         theirs = RunFacts.of(RunDirectory(tmp_path / "theirs").events())
         lanes = {lane.name: lane for lane in theirs.lanes()}
-        assert lanes[f"127.0.0.1:{server.port}"].pid == server.process.pid
+        assert lanes[f"127.0.0.1:{server.port}"].pid == server.pid
     run(configured(steps=6), tmp_path / "ours")
     for facts in (theirs, RunFacts.of(RunDirectory(tmp_path / "ours").events())):
         steps = [each for each in facts.activities if (each.role, each.what) == ("environment", "step")]

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
-from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunInUse
 from holdfast.rl.run.run_events import Event, ProcessLost, StepTrained, WeightsPublished
 from support.children import Child
+from support.rl.small_batches import episode
 
 EVENTS: tuple[Event, ...] = (
     WeightsPublished(time=0.5, version=0),
@@ -31,10 +32,8 @@ EVENTS: tuple[Event, ...] = (
 
 def group(number: int) -> Group:
     prompt = Prompt(number=number, tokens=(1, 2))
-    episode = Episode(
-        prompt=prompt, tokens=(3,), logprobs=(-1.0,), versions=(0,), mask=(True,), reward=1.0, finish="stop"
-    )
-    return Group(number=number, prompt=prompt, episodes=(episode, episode))
+    made = episode(prompt, (3,))
+    return Group(number=number, prompt=prompt, episodes=(made, made))
 
 
 def test_events_and_episodes_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -112,14 +111,15 @@ def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
 
     def write(pipe: Connection) -> None:
         with RunDirectory(tmp_path).open() as directory:
-            pipe.send("begun")
             for step in range(1_000_000):
                 directory.append(WeightsPublished(time=0.0, version=step))
+                if step == 0:
+                    pipe.send("begun")
 
     for round_ in range(5):
         child = start(write)
         assert child.hear() == "begun"
-        time.sleep(0.02 + 0.013 * round_)
+        time.sleep(0.013 * round_)
         os.kill(child.pid, signal.SIGKILL)
         child.kill()
         with RunDirectory(tmp_path).open() as directory:

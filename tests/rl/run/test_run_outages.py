@@ -1,4 +1,4 @@
-"""A run outlives rewards that end their process, and a register that is away for seconds."""
+"""A run outlives rewards that fail or end their process, and a register that is away for seconds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rl.config.load import parse_config
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Event, ProcessLost, StepTrained
-from support.rl.training_runs import run
+from support.rl.training_runs import configured, run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,32 +25,14 @@ def ends(answer):
         sys.exit()
     if answer.prompt.number == 6:
         os._exit(0)
+    if answer.prompt.number == 2:
+        raise ArithmeticError("it cannot say")
+    if answer.prompt.number == 3:
+        return float("nan")
     return float(answer.text.strip() == answer.prompt.answer)
 """
-TEXT = """
-steps = {steps}
-[algorithm]
-groups = 4
-[sampling]
-group = 2
-max_new_tokens = 2
-[[reward]]
-kind = "python"
-function = "{rewards}:ends"
-[trainer]
-replicas = 1
-spares = 0
-strategy = "ddp"
-[generator]
-replicas = 1
-[store]
-holders = 1
-copies = 1
-[engine]
-kind = "local"
-[evaluation]
-every = 0
-"""
+REWARD = '[[reward]]\nkind = "python"\nfunction = "{path}:ends"\n'
+ASYNCHRONOUS = {"algorithm__mode": "asynchronous", "algorithm__staleness": 1, "sampling__group": 2}
 
 
 class Outage:
@@ -77,15 +58,21 @@ class Outage:
 
 def test_no_reward_and_no_outage_ends_a_run(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
-    config = parse_config(TEXT.format(steps=STEPS, rewards=tmp_path / "rewards.py"), "test")
+    config = configured(REWARD.format(path=tmp_path / "rewards.py"), steps=STEPS, **ASYNCHRONOUS)
     outage = Outage(tmp_path / "run", 3)
     assert run(config, tmp_path / "run", outage).steps == STEPS
     assert outage.over.is_set(), "the run has waited for its register"
     events = list(RunDirectory(tmp_path / "run").events())
-    assert [each.step for each in events if isinstance(each, StepTrained)] == list(range(STEPS))
+    steps = [each for each in events if isinstance(each, StepTrained)]
+    assert [each.step for each in steps] == list(range(STEPS))
     assert not [each for each in events if isinstance(each, ProcessLost)]
     failed = [each for each in events if isinstance(each, EpisodeFailed)]
-    assert failed and {each.prompt for each in failed} <= {6, *range(1, 400, 4)}
+    assert failed and {each.prompt for each in failed} <= {2, 3, 6, *range(1, 400, 4)}
+    trained = [prompt for each in steps for prompt in each.prompts]
+    assert len(trained) == len(set(trained)) == 4 * STEPS, "the next prompts take the places of those that failed"
+    assert not set(trained) & {each.prompt for each in failed}
     reasons = {each.prompt: each.reason for each in failed}
     assert "SystemExit" in reasons[1]
+    assert "it cannot say" in reasons[2]
+    assert "is nan" in reasons[3]
     assert "its process ended" in reasons[6]

@@ -17,11 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from holdfast.rl.config.load import load_config
+from holdfast.rl.config.resume import resolved
 from holdfast.rl.export.saved_versions import SavedVersions
 from holdfast.rl.run.policy_source import task_of
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import RunResumed, StepTrained
 from holdfast.rl.trainers.weights_digest import weights_digest
+from support.rl.training_runs import configured
 from support.source_tree import ROOT
 
 PYTHON = ROOT / ".venv" / "extras" / "titan" / "bin" / "python"
@@ -32,35 +34,17 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="torchtitan is not installed: make extra-titan"),
 ]
-TEXT = f"""
-steps = {STEPS}
-[model]
-warmup_steps = 4
-warmup_batch = 64
-[algorithm]
-mode = "synchronous"
-groups = 8
-staleness = 0
-[sampling]
-group = 4
-max_new_tokens = 2
-batch = 8
-[trainer]
-kind = "titan"
-replicas = 2
-spares = 0
-[generator]
-replicas = 1
-[store]
-holders = 1
-copies = 1
-[engine]
-kind = "local"
-[evaluation]
-every = 0
-[checkpoint]
-every = 2
-"""
+TITAN: dict[str, object] = {
+    "steps": STEPS,
+    "model__warmup_steps": 4,
+    "model__warmup_batch": 64,
+    "algorithm__groups": 8,
+    "sampling__batch": 8,
+    "trainer__kind": "titan",
+    "trainer__strategy": "fsdp2",
+    "trainer__replicas": 2,
+    "checkpoint__every": 2,
+}
 
 
 def holdfast(*words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
@@ -72,7 +56,7 @@ def holdfast(*words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
 
 def test_a_run_of_torchtitan_is_resumed_evaluated_and_exported(tmp_path: Path) -> None:
     directory, out = tmp_path / "run", tmp_path / "exported"
-    (tmp_path / "run.toml").write_text(TEXT)
+    (tmp_path / "run.toml").write_text(resolved(configured(**TITAN)))
     killed = holdfast("train", str(tmp_path / "run.toml"), "-d", str(directory), fault="loop.after_step:3:-1")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 

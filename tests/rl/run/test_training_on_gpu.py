@@ -8,41 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import StepTrained
-from support.rl.training_runs import Killer, run
+from support.rl import training_runs
+from support.rl.training_runs import SPARED, Killer, run
 
 STEPS = 10
-TEXT = f"""
-steps = {STEPS}
-[model]
-device = "cuda"
-warmup_steps = 4
-warmup_batch = 64
-[algorithm]
-mode = "synchronous"
-groups = 8
-staleness = 0
-[sampling]
-group = 4
-max_new_tokens = 2
-batch = 4
-[trainer]
-strategy = "ddp"
-[engine]
-kind = "local"
-[evaluation]
-every = 5
-prompts = 16
-"""
 
 
 def configured(**overrides: object) -> RunConfig:
-    given = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
-    return parse_config(TEXT, "test", given)
+    given = {"steps": STEPS, "model__device": "cuda", "evaluation__every": 5}
+    return training_runs.configured(**SPARED | given | overrides)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -153,28 +154,26 @@ def test_a_directory_that_takes_no_more_is_told_while_the_run_waits_for_somethin
         asyncio.run(body())
 
 
-def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: Path) -> None:
+def status_of(*pids: int, **fields: Any) -> RunStatus:
+    """The status of a run with trainers of these processes, and a replica in the first of them."""
     replica = ReplicaStatus(
-        name="generator-4", slot=0, host="", pids=(123,), health="ready", load=2, version=6, restarts=3
+        name="generator-4", slot=0, host="", pids=pids[:1], health="ready", load=2, version=6, restarts=3
     )
     service = ServiceStatus(
         name="generator", version=6, replicas=(replica,), queued=5, calls=90, retried=4, overloaded=0, lost=3
     )
-    rows = [(0, "trainer-0"), (None, "trainer-1")]
-    trainers = tuple(
-        TrainerRow(name=name, pid=9, rank=rank, epoch=2, committed=6, newest_batch=7) for rank, name in rows
-    )
+    rows = [
+        TrainerRow(name=f"trainer-{n}", pid=p, rank=n, epoch=2, committed=6, newest_batch=7) for n, p in enumerate(pids)
+    ]
+    given = {"time": time.time(), "driver": 1, "step": 6, "steps": 40, "trainers": tuple(rows), "services": (service,)}
+    return RunStatus(**given | fields)
+
+
+def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: Path) -> None:
+    first, second = status_of(9, 9).trainers
+    trainers = (first, msgspec.structs.replace(second, rank=None))
     for age, ended, words in ((0.0, False, "running"), (60.0, False, "last heard 1 min"), (60.0, True, "ended")):
-        status = RunStatus(
-            time=time.time() - age,
-            driver=1,
-            step=6,
-            steps=40,
-            trainers=trainers,
-            services=(service,),
-            ended=ended,
-        )
-        RunDirectory(tmp_path).write_status(status)
+        RunDirectory(tmp_path).write_status(status_of(9, time=time.time() - age, ended=ended, trainers=trainers))
         shown = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE)
         assert shown.exit_code == 0 and words in shown.output
         for part in ("step 6 of 40", "rank 0, epoch 2", "spare", "generator-4", "5 queued", "3 replicas lost"):
@@ -185,44 +184,17 @@ def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: P
 def test_top_looks_at_each_process_of_a_run_whose_driver_has_ended(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    replica = ReplicaStatus(
-        name="generator-0", slot=0, host="", pids=(dead.pid,), health="ready", load=2, version=6, restarts=0
-    )
-    service = ServiceStatus(
-        name="generator", version=6, replicas=(replica,), queued=0, calls=9, retried=0, overloaded=0, lost=0
-    )
-    row = TrainerRow(name="trainer-0", pid=dead.pid, rank=0, epoch=2, committed=6, newest_batch=7)
-    other = msgspec.structs.replace(row, name="trainer-1", pid=os.getpid(), rank=1)
-    status = RunStatus(
-        time=time.time(),
-        driver=dead.pid,
-        step=6,
-        steps=40,
-        trainers=(row, other),
-        services=(service,),
-        host=this_host(),
-    )
-    RunDirectory(tmp_path).write_status(status)
+    RunDirectory(tmp_path).write_status(status_of(dead.pid, os.getpid(), driver=dead.pid, host=this_host()))
     lines = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE).output.splitlines()
-    said = {
-        name: next(line for line in lines if name in line)
-        for name in ("driver", "trainer-0", "trainer-1", "generator-0")
-    }
+    names = ("driver", "trainer-0", "trainer-1", "generator-4")
+    said = {name: next(line for line in lines if name in line) for name in names}
     assert f"its driver (pid {dead.pid}) has ended; holdfast rl resume" in said["driver"]
-    assert "ended" in said["trainer-0"] and "ended" in said["generator-0"] and "ready" not in said["generator-0"]
+    assert "ended" in said["trainer-0"] and "ended" in said["generator-4"] and "ready" not in said["generator-4"]
     assert "rank 1, epoch 2" in said["trainer-1"]
 
 
 def test_a_process_that_began_after_the_status_is_another_one_with_its_id(tmp_path: Path) -> None:
-    status = RunStatus(
-        time=time.time() - 3600 * 24 * 365,
-        driver=os.getpid(),
-        step=6,
-        steps=40,
-        trainers=(),
-        services=(),
-        host=this_host(),
-    )
+    status = status_of(time=time.time() - 3600 * 24 * 365, driver=os.getpid(), host=this_host(), services=())
     RunDirectory(tmp_path).write_status(status)
     read = read_status(RunDirectory(tmp_path).status_file)
     assert read is not None and read.gone == (os.getpid(),)

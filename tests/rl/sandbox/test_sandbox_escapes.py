@@ -1,17 +1,167 @@
-"""Each attempt to leave the sandbox ends where it should, and the host is as before."""
+"""Each attempt to leave the sandbox ends where it should, and the host is as before.
+
+Code that got what it wanted says ESCAPED. `{canary}` stands for a process of the host, `{secret}` for a file.
+"""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from holdfast.rl.environments.sandbox import Sandbox
+from holdfast.rl.environments.sandbox import Limits, Sandbox
 from holdfast.rl.environments.sandbox.inside import syscalls
-from support.rl.sandbox_attempts import ATTEMPTS, LIBC, Attempt
+from holdfast.rl.environments.sandbox.limits import MEBIBYTE
+
+LIMITS = Limits(
+    cpu_seconds=1.0,
+    wall_seconds=20.0,
+    memory_bytes=64 * MEBIBYTE,
+    output_bytes=20_000,
+    disk_bytes=MEBIBYTE,
+    processes=6,
+)
+SHORT = Limits(cpu_seconds=1.0, wall_seconds=1.0)
+LIBC = "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True)\n"
+IGNORE_SIGNALS = "import signal\nfor s in set(signal.Signals) - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Code, the reasons for which it may end, and what it must leave on stdout or stderr."""
+
+    name: str
+    code: str
+    reasons: str
+    seen: str = ""
+    limits: Limits = LIMITS
+
+
+PROCESSES = (
+    Attempt("fork_bomb", "import os\nwhile True: os.fork()", "error timeout", "BlockingIOError"),
+    Attempt(
+        "thread_bomb",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+        "error",
+        "can't start new thread",
+    ),
+    Attempt(
+        "daemon",
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(999)\n    os._exit(0)",
+        "ok",
+    ),
+    Attempt(
+        "daemon_that_ignores_signals", IGNORE_SIGNALS + "import os, time\nif os.fork() == 0: time.sleep(999)", "ok"
+    ),
+    Attempt("execute_a_shell", "import os; os.execv('/bin/sh', ['sh'])", "error", "PermissionError"),
+    Attempt("execute_python", "import subprocess; subprocess.run(['/bin/python'])", "error", "PermissionError"),
+    Attempt("dump_core", "import os; os.abort()", "killed"),
+    Attempt("ptrace_the_first_process", LIBC + "libc.ptrace(16, 1, 0, 0)", "refused"),
+    Attempt("kill_a_process_of_the_host", "import os; os.kill({canary}, 9)", "error", "ProcessLookupError"),
+    Attempt("kill_every_process", "import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()", "ok killed"),
+    Attempt("kill_the_first_process", "import os; os.kill(1, 9); os.kill(1, 19); print('ignored')", "ok", "ignored"),
+    Attempt(
+        "limit_the_first_process",
+        "import resource as r; r.prlimit(1, r.RLIMIT_CPU, (0, 0))",
+        "error",
+        "PermissionError",
+    ),
+    Attempt("open_the_first_process", "import os; os.pidfd_open(1)", "error", "PermissionError"),
+)
+
+FILES = (
+    Attempt("read_proc", "print(open('/proc/1/environ').read(), 'ESCAPED')", "error", "FileNotFoundError"),
+    Attempt("read_sys", "import os; print(os.listdir('/sys'), 'ESCAPED')", "error", "FileNotFoundError"),
+    Attempt("read_the_password_file", "print(open('/etc/passwd').read(), 'ESCAPED')", "error", "FileNotFoundError"),
+    Attempt("read_a_file_of_the_host", "print(open('{secret}').read(), 'ESCAPED')", "error", "FileNotFoundError"),
+    Attempt("write_a_file_of_the_host", "open('{secret}', 'w').write('gone')", "error", "FileNotFoundError"),
+    Attempt(
+        "symbolic_link",
+        "import os; os.symlink('{secret}', '/tmp/a'); print(open('/tmp/a').read(), 'ESCAPED')",
+        "error",
+        "FileNotFoundError",
+    ),
+    Attempt("dots", "print(open('../' * 50 + '{secret}').read(), 'ESCAPED')", "error", "FileNotFoundError"),
+    Attempt("chroot", "import os; os.mkdir('/tmp/a'); os.chroot('/tmp/a')", "refused"),
+    Attempt("hard_link", "import os; os.link(os.__file__, '/tmp/a')", "error", "OSError"),
+    Attempt("change_the_library", "import os; open(os.__file__, 'a').write('#')", "error", "Errno"),
+    Attempt("create_in_the_root", "open('/a', 'w')", "error", "Errno"),
+    Attempt("make_a_device", "import os; os.mknod('/tmp/a', 0o60600, os.makedev(8, 0))", "error", "PermissionError"),
+    Attempt("mount_proc", LIBC + "libc.mount(b'proc', b'/tmp', b'proc', 0, None)", "refused"),
+)
+
+NETWORK = (
+    Attempt("listen", "import socket; socket.create_server(('0.0.0.0', 0))", "error", "PermissionError"),
+    Attempt("connect", "import socket; socket.create_connection(('127.0.0.1', 22))", "error", "PermissionError"),
+    Attempt("unix_socket", "import socket; socket.socket(socket.AF_UNIX)", "error", "PermissionError"),
+    Attempt("netlink", "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", "error", "PermissionError"),
+    Attempt("resolve_a_name", "import socket; socket.getaddrinfo('a.example', 80)", "error", "gaierror"),
+)
+
+RESOURCES = (
+    Attempt(
+        "fill_the_disk",
+        "for i in range(99):\n    with open(f'/tmp/{i}', 'wb') as f: f.write(bytes(99999))",
+        "error",
+        "No space left",
+    ),
+    Attempt("one_large_file", "open('/tmp/a', 'wb').write(bytes(1 << 23))", "error", "Errno"),
+    Attempt("sparse_file", "open('/tmp/a', 'wb').truncate(1 << 40)", "error", "Errno"),
+    Attempt("many_files", "for i in range(99999): open(f'/tmp/{i}', 'w').close()", "error", "No space left"),
+    Attempt("memory_bit_by_bit", "x = []\nwhile True: x.append(bytes(99999))", "memory"),
+    Attempt(
+        "memory_in_many_processes",
+        "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'1' * (40 << 20)\ntime.sleep(99)",
+        "memory",
+    ),
+    Attempt("memory_in_a_file", "import os; print(os.memfd_create('a'), 'ESCAPED')", "error", "PermissionError"),
+    Attempt("shared_memory", LIBC + "print('ESCAPED' if libc.shmget(0, 4096, 0o1600) >= 0 else 'none')", "ok", "none"),
+    Attempt("flood_stdout", "while True: print('x' * 9999)", "output"),
+    Attempt("flood_stderr", "import os\nwhile True: os.write(2, b'x' * 9999)", "output"),
+    Attempt("flood_the_value", "import os\nwhile True: os.write(3, b'x' * 9999)", "output"),
+    Attempt("spin_in_native_code", "import re; re.match(r'(a+)+$', 'a' * 99 + 'b')", "timeout"),
+    Attempt("spin_without_signals", IGNORE_SIGNALS + "while True: pass", "timeout"),
+    Attempt("sleep", "import time; time.sleep(99)", "timeout", limits=SHORT),
+    Attempt("wait_for_a_pipe", "import os; r, w = os.pipe(); os.read(r, 1)", "timeout", limits=SHORT),
+    Attempt("stop", "import os; os.kill(os.getpid(), 19)", "timeout", limits=SHORT),
+    Attempt("raise_a_limit", "import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))", "error", "ValueError"),
+    Attempt(
+        "exhaust_the_stack",
+        "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        "error memory killed timeout",
+    ),
+)
+
+RIGHTS = (
+    Attempt("become_root", "import os; os.setuid(0); print('ESCAPED')", "error", "PermissionError"),
+    Attempt("new_user_namespace", LIBC + "libc.unshare(0x10000000)", "refused"),
+    Attempt(
+        "new_user_namespace_by_clone",
+        LIBC + f"libc.syscall({syscalls.number('clone')}, 0x10000011, 0, 0, 0, 0)",
+        "refused",
+    ),
+    Attempt(
+        "new_user_namespace_by_clone3",
+        LIBC + "print('ESCAPED' if libc.syscall(435, bytes(88), 88) >= 0 else ctypes.get_errno())",
+        "ok",
+        "38",
+    ),
+    Attempt("filter_of_its_own", LIBC + "print('ESCAPED' if libc.prctl(22, 2, None) == 0 else 'none')", "ok", "none"),
+    Attempt("type_into_the_terminal", "import fcntl; fcntl.ioctl(0, 0x5412, b'x')", "error", "OSError"),
+    Attempt("crash_the_interpreter", "import ctypes; ctypes.string_at(0)", "killed"),
+    Attempt(
+        "forge_the_report",
+        "import os\nfor fd in range(4, 200):\n    try: print('ESCAPED', os.write(fd, b'started'))\n"
+        "    except OSError: pass\nos._exit(7)",
+        "error",
+    ),
+)
+
+ATTEMPTS = PROCESSES + FILES + NETWORK + RESOURCES + RIGHTS
 
 
 @pytest.fixture(scope="module")

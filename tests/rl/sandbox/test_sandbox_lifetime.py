@@ -67,10 +67,10 @@ def test_eight_runs_at_once_do_not_mix(sandbox: Sandbox) -> None:
     assert [result.stdout.strip() for result in results] == names
 
 
-def test_eight_fork_bombs_at_once_leave_room_for_an_honest_run(sandbox: Sandbox) -> None:
+def test_fork_bombs_leave_room_for_an_honest_run(sandbox: Sandbox) -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    with ThreadPoolExecutor(9) as pool:
-        bombs = [pool.submit(sandbox.run, bomb, "", Limits(cpu_seconds=1.0, wall_seconds=30.0)) for _ in range(8)]
+    with ThreadPoolExecutor(5) as pool:
+        bombs = [pool.submit(sandbox.run, bomb, "", Limits(cpu_seconds=0.5, wall_seconds=30.0)) for _ in range(4)]
         honest = pool.submit(sandbox.run, "print('here')", "", PATIENT)
         assert honest.result().stdout == "here\n"
         assert {bomb.result().reason for bomb in bombs} == {"timeout"}
@@ -178,7 +178,7 @@ def test_the_thread_that_made_a_sandbox_may_end(sandbox: Sandbox) -> None:
 def test_a_warm_run_costs_less_than_a_new_interpreter(sandbox: Sandbox) -> None:
     def fastest(body: object) -> float:
         took = list[float]()
-        for _ in range(10):
+        for _ in range(4):
             began = time.perf_counter()
             assert callable(body)
             body()

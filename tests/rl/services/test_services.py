@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +91,6 @@ async def bring(replica: PreparedReplica, version: int | None) -> None:
         await replica.call("load", version)
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(110.0):
-            await body()
-
-    asyncio.run(bounded())
-
-
 def pids(service: Service) -> list[int]:
     return [each.pids[0] for each in service.status().replicas if each.health == "ready"]
 
@@ -110,365 +101,295 @@ async def until(holds: Callable[[], Any], timeout: float = 60.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_a_call_goes_to_the_least_loaded_replica(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=2).as_service(7) as policy:
-            answers = await asyncio.gather(*[policy.generate.route(f"p{i}", 0.05) for i in range(20)])
-            assert [each[:2] for each in answers] == [(f"P{i}", 7) for i in range(20)]
-            assert sorted(map([each[2] for each in answers].count, pids(policy))) == [10, 10]
-            slow = asyncio.create_task(policy.generate.route("slow", 5.0))
-            await until(lambda: any(each.load for each in policy.status().replicas))
-            quick = {(await policy.generate.route("quick"))[2] for _ in range(10)}
-            assert len(quick) == 1 and (await slow)[2] not in quick
-
-    run(body)
+async def test_a_call_goes_to_the_least_loaded_replica(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=2).as_service(7) as policy:
+        answers = await asyncio.gather(*[policy.generate.route(f"p{i}", 0.05) for i in range(20)])
+        assert [each[:2] for each in answers] == [(f"P{i}", 7) for i in range(20)]
+        assert sorted(map([each[2] for each in answers].count, pids(policy))) == [10, 10]
+        slow = asyncio.create_task(policy.generate.route("slow", 5.0))
+        await until(lambda: any(each.load for each in policy.status().replicas))
+        quick = {(await policy.generate.route("quick"))[2] for _ in range(10)}
+        assert len(quick) == 1 and (await slow)[2] not in quick
 
 
-def test_calls_take_turns_or_stick_to_a_key_when_asked(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=3).as_service() as policy:
-            turns = policy.generate.options(policy="round_robin")
-            assert [(await turns.route("x"))[2] for _ in range(6)] == pids(policy) * 2
-            homes = {}
-            for key in range(30):
-                homes[key] = (await policy.generate.options(key=key).route("x"))[2]
-            assert len(set(homes.values())) == 3
-            for key in range(30):
-                assert (await policy.generate.options(key=key).route("x"))[2] == homes[key]
-            with pytest.raises(ValueError, match="least_loaded"):
-                policy.generate.options(policy="random")
-            with pytest.raises(NoSuchEndpoint, match="generate"):
-                _ = policy.generates
-
-    run(body)
+async def test_calls_take_turns_or_stick_to_a_key_when_asked(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=3).as_service() as policy:
+        turns = policy.generate.options(policy="round_robin")
+        assert [(await turns.route("x"))[2] for _ in range(6)] == pids(policy) * 2
+        homes = {}
+        for key in range(30):
+            homes[key] = (await policy.generate.options(key=key).route("x"))[2]
+        assert len(set(homes.values())) == 3
+        for key in range(30):
+            assert (await policy.generate.options(key=key).route("x"))[2] == homes[key]
+        with pytest.raises(ValueError, match="least_loaded"):
+            policy.generate.options(policy="random")
+        with pytest.raises(NoSuchEndpoint, match="generate"):
+            _ = policy.generates
 
 
-def test_a_killed_replica_costs_no_call_and_comes_back(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        events: list[ReplicaEvent] = []
-        options = Policy.options(num_replicas=2, observer=events.append)
-        async with make_engine(), await options.as_service() as policy:
-            before = pids(policy)
-            flying = [asyncio.create_task(policy.generate.route(f"p{i}", 0.5)) for i in range(8)]
-            await until(lambda: all(each.load for each in policy.status().replicas))
-            os.kill(before[0], signal.SIGKILL)
-            answers = await asyncio.gather(*flying)
-            assert [each[0] for each in answers] == [f"P{i}" for i in range(8)]
-            assert before[0] not in {each[2] for each in answers}
-            await until(lambda: len(pids(policy)) == 2)
-            status = policy.status()
-            assert (status.lost, status.retried, [each.restarts for each in status.replicas]) == (1, 4, [1, 0])
-            kinds = [each.kind for each in events]
-            assert [kind for kind in kinds if kind != "took_over"] == ["ready", "ready", "lost", "ready"]
-            assert kinds.count("took_over") == 4, "each call that was lost is answered by the other replica"
-            assert "SIGKILL" in events[2].detail
-
-    run(body)
+async def test_a_killed_replica_costs_no_call_and_comes_back(make_engine: MakeEngine) -> None:
+    events: list[ReplicaEvent] = []
+    options = Policy.options(num_replicas=2, observer=events.append)
+    async with make_engine(), await options.as_service() as policy:
+        before = pids(policy)
+        flying = [asyncio.create_task(policy.generate.route(f"p{i}", 0.5)) for i in range(8)]
+        await until(lambda: all(each.load for each in policy.status().replicas))
+        os.kill(before[0], signal.SIGKILL)
+        answers = await asyncio.gather(*flying)
+        assert [each[0] for each in answers] == [f"P{i}" for i in range(8)]
+        assert before[0] not in {each[2] for each in answers}
+        await until(lambda: len(pids(policy)) == 2)
+        status = policy.status()
+        assert (status.lost, status.retried, [each.restarts for each in status.replicas]) == (1, 4, [1, 0])
+        kinds = [each.kind for each in events]
+        assert [kind for kind in kinds if kind != "took_over"] == ["ready", "ready", "lost", "ready"]
+        assert kinds.count("took_over") == 4, "each call that was lost is answered by the other replica"
+        assert "SIGKILL" in events[2].detail
 
 
-def test_a_call_that_may_not_be_repeated_raises(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
-            paying = asyncio.create_task(policy.pay.options(key="here").route(60.0))
-            await until(lambda: any(each.load for each in policy.status().replicas))
-            (victim,) = [each for each in policy.status().replicas if each.load]
-            os.kill(victim.pids[0], signal.SIGKILL)
-            with pytest.raises(ReplicaLost, match="not declared idempotent") as caught:
-                await paying
-            assert caught.value.replica == victim.name and caught.value.tries == 1
-
-    run(body)
+async def test_a_call_that_may_not_be_repeated_raises(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
+        paying = asyncio.create_task(policy.pay.options(key="here").route(60.0))
+        await until(lambda: any(each.load for each in policy.status().replicas))
+        (victim,) = [each for each in policy.status().replicas if each.load]
+        os.kill(victim.pids[0], signal.SIGKILL)
+        with pytest.raises(ReplicaLost, match="not declared idempotent") as caught:
+            await paying
+        assert caught.value.replica == victim.name and caught.value.tries == 1
 
 
-def test_a_call_that_ends_its_replicas_is_not_tried_for_ever(make_engine: MakeEngine, tmp_path: Path) -> None:
-    async def body() -> None:
-        marks = tmp_path / "marks"
-        options = Policy.options(num_replicas=2, tries=3)
-        async with make_engine(), await options.as_service(0, str(marks)) as policy:
-            with pytest.raises(ReplicaLost, match="after 3 tries"):
-                await policy.poison.route()
-            assert len(set(marks.read_text().split())) == 3
-            assert (await policy.generate.route("still"))[0] == "STILL"
-
-    run(body)
+async def test_a_call_that_ends_its_replicas_is_not_tried_for_ever(make_engine: MakeEngine, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    options = Policy.options(num_replicas=2, tries=3)
+    async with make_engine(), await options.as_service(0, str(marks)) as policy:
+        with pytest.raises(ReplicaLost, match="after 3 tries"):
+            await policy.poison.route()
+        assert len(set(marks.read_text().split())) == 3
+        assert (await policy.generate.route("still"))[0] == "STILL"
 
 
-def test_a_stopped_replica_is_killed_and_replaced(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        events: list[ReplicaEvent] = []
-        options = Policy.options(num_replicas=2, heartbeat=0.1, silence=600.0, observer=events.append)
-        async with make_engine(), await options.as_service() as policy:
-            victim = pids(policy)[0]
-            os.kill(victim, signal.SIGSTOP)
-            answers = await asyncio.gather(*[policy.generate.route("x") for _ in range(8)])
-            assert victim not in {each[2] for each in answers}
-            await until(lambda: len(pids(policy)) == 2)
-            assert "is stopped" in next(each.detail for each in events if each.kind == "lost")
-
-    run(body)
+async def test_a_stopped_replica_is_killed_and_replaced(make_engine: MakeEngine) -> None:
+    events: list[ReplicaEvent] = []
+    options = Policy.options(num_replicas=2, heartbeat=0.1, silence=600.0, observer=events.append)
+    async with make_engine(), await options.as_service() as policy:
+        victim = pids(policy)[0]
+        os.kill(victim, signal.SIGSTOP)
+        answers = await asyncio.gather(*[policy.generate.route("x") for _ in range(8)])
+        assert victim not in {each[2] for each in answers}
+        await until(lambda: len(pids(policy)) == 2)
+        assert "is stopped" in next(each.detail for each in events if each.kind == "lost")
 
 
-def test_a_call_that_hangs_goes_elsewhere_at_its_deadline(make_engine: MakeEngine, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
-            before = pids(policy)
-            survivor = await policy.hang_once.route(str(tmp_path / "hung"))
-            assert survivor in before and policy.status().lost == 1
-            await until(lambda: len(pids(policy)) == 2)
-
-    run(body)
+async def test_a_call_that_hangs_goes_elsewhere_at_its_deadline(make_engine: MakeEngine, tmp_path: Path) -> None:
+    async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
+        before = pids(policy)
+        survivor = await policy.hang_once.route(str(tmp_path / "hung"))
+        assert survivor in before and policy.status().lost == 1
+        await until(lambda: len(pids(policy)) == 2)
 
 
-def test_an_error_that_passes_is_tried_elsewhere_and_costs_no_replica(make_engine: MakeEngine, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=2, tries=4).as_service() as policy:
-            answered = await policy.overloaded.route(str(tmp_path / "once"), 1)
-            assert answered != int((tmp_path / "once").read_text())
-            await policy.overloaded.route(str(tmp_path / "three"), 3)
-            first, second, _ = map(int, (tmp_path / "three").read_text().split())
-            assert first != second, "the other replica is asked before the same one again"
-            with pytest.raises(EndpointFailed, match="were not drawn"):
-                await policy.overloaded.route(str(tmp_path / "always"), 100)
-            assert len((tmp_path / "always").read_text().split()) == 4
-            assert (policy.status().lost, policy.status().retried) == (0, 7)
-
-    run(body)
-
-
-def test_an_error_of_the_method_is_the_callers_and_costs_no_replica(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=1).as_service() as policy:
-            with pytest.raises(EndpointFailed, match="cannot be loaded") as caught:
-                await policy.load.route(-1)
-            assert isinstance(caught.value.__cause__, ValueError)
-            assert policy.status().lost == 0
-
-    run(body)
+async def test_an_error_costs_no_replica_and_one_that_passes_is_tried_elsewhere(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    async with make_engine(), await Policy.options(num_replicas=2, tries=4).as_service() as policy:
+        answered = await policy.overloaded.route(str(tmp_path / "once"), 1)
+        assert answered != int((tmp_path / "once").read_text())
+        await policy.overloaded.route(str(tmp_path / "three"), 3)
+        first, second, _ = map(int, (tmp_path / "three").read_text().split())
+        assert first != second, "the other replica is asked before the same one again"
+        with pytest.raises(EndpointFailed, match="were not drawn"):
+            await policy.overloaded.route(str(tmp_path / "always"), 100)
+        assert len((tmp_path / "always").read_text().split()) == 4
+        with pytest.raises(EndpointFailed, match="cannot be loaded") as caught:
+            await policy.load.route(-1)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert (policy.status().lost, policy.status().retried) == (0, 7)
 
 
-def test_a_fanout_has_a_result_or_an_error_of_each_replica(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=3).as_service() as policy:
-            found = await policy.pay.fanout(0.0, quorum=3)
-            assert [each.get() for each in found] == pids(policy)
-            paying = asyncio.create_task(policy.pay.fanout(3.0))
-            await until(lambda: all(each.load for each in policy.status().replicas))
-            os.kill(pids(policy)[1], signal.SIGKILL)
-            first, second, third = await paying
-            assert first.error is None and third.error is None
-            assert isinstance(second.error, ReplicaLost) and "SIGKILL" in second.error.why
-            with pytest.raises(ReplicaLost):
-                second.get()
-            with pytest.raises(QuorumMissed, match="2 are needed"):
-                await policy.load.fanout(-1, quorum=2)
-
-    run(body)
+async def test_a_fanout_has_a_result_or_an_error_of_each_replica(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=3).as_service() as policy:
+        found = await policy.pay.fanout(0.0, quorum=3)
+        assert [each.get() for each in found] == pids(policy)
+        paying = asyncio.create_task(policy.pay.fanout(3.0))
+        await until(lambda: all(each.load for each in policy.status().replicas))
+        os.kill(pids(policy)[1], signal.SIGKILL)
+        first, second, third = await paying
+        assert first.error is None and third.error is None
+        assert isinstance(second.error, ReplicaLost) and "SIGKILL" in second.error.why
+        with pytest.raises(ReplicaLost):
+            second.get()
+        with pytest.raises(QuorumMissed, match="2 are needed"):
+            await policy.load.fanout(-1, quorum=2)
 
 
-def test_a_session_stays_with_one_replica_and_ends_with_it(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
-            async with policy.session() as one, policy.session() as other:
-                mine = {(await one.generate("x"))[2] for _ in range(5)}
-                assert len(mine) == 1 and (await other.generate("x"))[2] not in mine
-                assert [each.load for each in policy.status().replicas] == [1, 1]
-                os.kill(mine.pop(), signal.SIGKILL)
-                with pytest.raises(ReplicaLost, match="begin another session"):
-                    while True:
-                        await one.generate("x", 0.05)
-                assert (await other.generate("y"))[0] == "Y"
-            assert sum(each.load for each in policy.status().replicas) == 0
-
-    run(body)
+async def test_a_session_stays_with_one_replica_and_ends_with_it(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
+        async with policy.session() as one, policy.session() as other:
+            mine = {(await one.generate("x"))[2] for _ in range(5)}
+            assert len(mine) == 1 and (await other.generate("x"))[2] not in mine
+            assert [each.load for each in policy.status().replicas] == [1, 1]
+            os.kill(mine.pop(), signal.SIGKILL)
+            with pytest.raises(ReplicaLost, match="begin another session"):
+                while True:
+                    await one.generate("x", 0.05)
+            assert (await other.generate("y"))[0] == "Y"
+        assert sum(each.load for each in policy.status().replicas) == 0
 
 
-def test_a_new_replica_serves_the_committed_version_only(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=2, prepare=bring).as_service() as policy:
-            assert all(each.error is None for each in await policy.advance(5))
-            served_versions: set[int] = set()
-            over = False
+async def test_a_new_replica_serves_the_committed_version_only(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=2, prepare=bring).as_service() as policy:
+        assert all(each.error is None for each in await policy.advance(5))
+        served_versions: set[int] = set()
+        over = False
 
-            async def client() -> None:
-                while not over:
-                    served_versions.add((await policy.generate.route("x", 0.002))[1])
+        async def client() -> None:
+            while not over:
+                served_versions.add((await policy.generate.route("x", 0.002))[1])
 
-            clients = [asyncio.create_task(client()) for _ in range(4)]
-            for _ in range(3):
-                os.kill(pids(policy)[0], signal.SIGKILL)
-                await until(lambda: len(pids(policy)) < 2)
-                await until(lambda: len(pids(policy)) == 2)
-            over = True
-            await asyncio.gather(*clients)
-            assert served_versions == {5}
-            assert [each.version for each in policy.status().replicas] == [5, 5]
-
-    run(body)
-
-
-def test_a_version_committed_while_a_replica_starts_reaches_it(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        preparing, may_go_on = asyncio.Event(), asyncio.Event()
-        may_go_on.set()
-
-        async def slowly(replica: PreparedReplica, version: int | None) -> None:
-            await bring(replica, version)
-            preparing.set()
-            await may_go_on.wait()
-
-        async with make_engine(), await Policy.options(num_replicas=2, prepare=slowly).as_service() as policy:
-            await policy.advance(1)
-            may_go_on.clear()
-            preparing.clear()
+        clients = [asyncio.create_task(client()) for _ in range(4)]
+        for _ in range(3):
             os.kill(pids(policy)[0], signal.SIGKILL)
-            await preparing.wait()  # the new one has version 1
-            advancing = asyncio.create_task(policy.advance(2))
-            may_go_on.set()
-            await advancing
+            await until(lambda: len(pids(policy)) < 2)
             await until(lambda: len(pids(policy)) == 2)
-            assert [each.get()[1] for each in await policy.generate.fanout("x")] == [2, 2]
+        over = True
+        await asyncio.gather(*clients)
+        assert served_versions == {5}
+        assert [each.version for each in policy.status().replicas] == [5, 5]
 
-    run(body)
+
+async def test_a_version_committed_while_a_replica_starts_reaches_it(make_engine: MakeEngine) -> None:
+    preparing, may_go_on = asyncio.Event(), asyncio.Event()
+    may_go_on.set()
+
+    async def slowly(replica: PreparedReplica, version: int | None) -> None:
+        await bring(replica, version)
+        preparing.set()
+        await may_go_on.wait()
+
+    async with make_engine(), await Policy.options(num_replicas=2, prepare=slowly).as_service() as policy:
+        await policy.advance(1)
+        may_go_on.clear()
+        preparing.clear()
+        os.kill(pids(policy)[0], signal.SIGKILL)
+        await preparing.wait()  # the new one has version 1
+        advancing = asyncio.create_task(policy.advance(2))
+        may_go_on.set()
+        await advancing
+        await until(lambda: len(pids(policy)) == 2)
+        assert [each.get()[1] for each in await policy.generate.fanout("x")] == [2, 2]
 
 
-def test_a_replica_that_cannot_be_advanced_is_replaced_and_named(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        broken: set[str] = set()
+async def test_a_replica_that_cannot_be_advanced_is_replaced_and_named(make_engine: MakeEngine) -> None:
+    broken: set[str] = set()
 
-        async def bring_some(replica: PreparedReplica, version: int | None) -> None:
-            await replica.call("load", -1 if replica.name in broken else version or 0)
+    async def bring_some(replica: PreparedReplica, version: int | None) -> None:
+        await replica.call("load", -1 if replica.name in broken else version or 0)
 
-        async with make_engine(), await Policy.options(num_replicas=2, prepare=bring_some).as_service() as policy:
-            broken.add("policy-0")
-            first, second = await policy.advance(3)
-            assert second.error is None and "cannot be loaded" in str(first.error)
-            await until(lambda: len(pids(policy)) == 2)
-            assert [each.get()[1] for each in await policy.generate.fanout("x")] == [3, 3]
-            assert [each.name for each in policy.status().replicas] == ["policy-0.1", "policy-1"]
-
-    run(body)
+    async with make_engine(), await Policy.options(num_replicas=2, prepare=bring_some).as_service() as policy:
+        broken.add("policy-0")
+        first, second = await policy.advance(3)
+        assert second.error is None and "cannot be loaded" in str(first.error)
+        await until(lambda: len(pids(policy)) == 2)
+        assert [each.get()[1] for each in await policy.generate.fanout("x")] == [3, 3]
+        assert [each.name for each in policy.status().replicas] == ["policy-0.1", "policy-1"]
 
 
 @pytest.mark.parametrize("how", ["raise", "die"])
-def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEngine, how: str) -> None:
-    async def body() -> None:
-        events: list[ReplicaEvent] = []
-        async with make_engine() as engine:
-            options = served(Stillborn, num_replicas=2, start_failures=3, engine=engine, observer=events.append)
-            with pytest.raises(ServiceFailed, match="3 times in a row"):
-                await options.as_service(how)
-        assert {each.kind for each in events} == {"start_failed"}
-
-    run(body)
+async def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEngine, how: str) -> None:
+    events: list[ReplicaEvent] = []
+    async with make_engine() as engine:
+        options = served(Stillborn, num_replicas=2, start_failures=3, engine=engine, observer=events.append)
+        with pytest.raises(ServiceFailed, match="3 times in a row"):
+            await options.as_service(how)
+    assert {each.kind for each in events} == {"start_failed"}
 
 
-def test_a_full_queue_refuses_instead_of_growing(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        options = Policy.options(num_replicas=1, concurrency=2, queue=3, timeout=30.0)
-        async with make_engine(), await options.as_service() as policy:
-            flying = [asyncio.create_task(policy.generate.route("x", 2.0)) for _ in range(5)]
-            await until(lambda: policy.status().queued == 3)
-            for _ in range(10):
-                with pytest.raises(Overloaded, match="3 calls wait"):
-                    await policy.generate.route("x")
-            flying[-1].cancel()
-            await until(lambda: policy.status().queued == 2)
-            with pytest.raises(NoReplica, match="policy-0: ready"):
-                await policy.generate.options(timeout=0.1).route("x")
-            assert len(await asyncio.gather(*flying[:-1])) == 4
-            status = policy.status()
-            assert (status.overloaded, status.queued, status.replicas[0].load) == (10, 0, 0)
-
-    run(body)
+async def test_a_full_queue_refuses_instead_of_growing(make_engine: MakeEngine) -> None:
+    options = Policy.options(num_replicas=1, concurrency=2, queue=3, timeout=30.0)
+    async with make_engine(), await options.as_service() as policy:
+        flying = [asyncio.create_task(policy.generate.route("x", 2.0)) for _ in range(5)]
+        await until(lambda: policy.status().queued == 3)
+        for _ in range(10):
+            with pytest.raises(Overloaded, match="3 calls wait"):
+                await policy.generate.route("x")
+        flying[-1].cancel()
+        await until(lambda: policy.status().queued == 2)
+        with pytest.raises(NoReplica, match="policy-0: ready"):
+            await policy.generate.options(timeout=0.1).route("x")
+        assert len(await asyncio.gather(*flying[:-1])) == 4
+        status = policy.status()
+        assert (status.overloaded, status.queued, status.replicas[0].load) == (10, 0, 0)
 
 
-def test_a_service_is_scaled_up_and_down_while_it_works(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=1).as_service() as policy:
-            over = False
+async def test_a_service_is_scaled_up_and_down_while_it_works(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=1).as_service() as policy:
+        over = False
 
-            async def client() -> int:
-                count = 0
-                while not over:
-                    await policy.pay.route(0.01)  # not idempotent: a replica that leaves must end its calls
-                    count += 1
-                return count
+        async def client() -> int:
+            count = 0
+            while not over:
+                await policy.pay.route(0.01)  # not idempotent: a replica that leaves must end its calls
+                count += 1
+            return count
 
-            clients = [asyncio.create_task(client()) for _ in range(6)]
-            for count in (3, 1, 2):
-                await policy.scale(count)
-                assert len(policy.status().replicas) == len(pids(policy)) == count
-            over = True
-            assert all(await asyncio.gather(*clients)) and policy.status().lost == 0
-            with pytest.raises(ValueError, match="close it instead"):
-                await policy.scale(0)
-
-    run(body)
+        clients = [asyncio.create_task(client()) for _ in range(6)]
+        for count in (3, 1, 2):
+            await policy.scale(count)
+            assert len(policy.status().replicas) == len(pids(policy)) == count
+        over = True
+        assert all(await asyncio.gather(*clients)) and policy.status().lost == 0
+        with pytest.raises(ValueError, match="close it instead"):
+            await policy.scale(0)
 
 
-def test_a_closed_service_says_so(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine():
-            policy = await Policy.options(num_replicas=1, concurrency=1).as_service()
-            flying = [asyncio.create_task(policy.generate.route("x", 60.0)) for _ in range(2)]
-            await until(lambda: policy.status().queued == 1)
-            await policy.close()
-            await policy.close()
-            for each in await asyncio.gather(*flying, return_exceptions=True):
-                assert isinstance(each, ServiceClosed | ReplicaLost)
-            for call in (policy.generate.route("x"), policy.pay.fanout(0.0), policy.scale(2)):
-                with pytest.raises(ServiceClosed):
-                    await call
-        with pytest.raises(NoEngine):
-            await Policy.options().as_service()
-
-    run(body)
+async def test_a_closed_service_says_so(make_engine: MakeEngine) -> None:
+    async with make_engine():
+        policy = await Policy.options(num_replicas=1, concurrency=1).as_service()
+        flying = [asyncio.create_task(policy.generate.route("x", 60.0)) for _ in range(2)]
+        await until(lambda: policy.status().queued == 1)
+        await policy.close()
+        await policy.close()
+        for each in await asyncio.gather(*flying, return_exceptions=True):
+            assert isinstance(each, ServiceClosed | ReplicaLost)
+        for call in (policy.generate.route("x"), policy.pay.fanout(0.0), policy.scale(2)):
+            with pytest.raises(ServiceClosed):
+                await call
+    with pytest.raises(NoEngine):
+        await Policy.options().as_service()
 
 
-def test_a_replica_may_be_several_processes(make_engine: MakeEngine) -> None:
-    async def body() -> None:
-        async with make_engine(), await Policy.options(num_replicas=2, procs=2).as_service() as policy:
-            found = await policy.environment.fanout()
-            assert [(each.get()["RANK"], each.get()["WORLD_SIZE"]) for each in found] == [("0", "2")] * 2
-            os.kill(policy.status().replicas[0].pids[1], signal.SIGKILL)
-            await until(lambda: policy.status().lost == 1)
-            await until(lambda: len(pids(policy)) == 2)
-            assert (await policy.generate.route("x"))[0] == "X"
-
-    run(body)
+async def test_a_replica_may_be_several_processes(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=2, procs=2).as_service() as policy:
+        found = await policy.environment.fanout()
+        assert [(each.get()["RANK"], each.get()["WORLD_SIZE"]) for each in found] == [("0", "2")] * 2
+        os.kill(policy.status().replicas[0].pids[1], signal.SIGKILL)
+        await until(lambda: policy.status().lost == 1)
+        await until(lambda: len(pids(policy)) == 2)
+        assert (await policy.generate.route("x"))[0] == "X"
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_kills_in_a_row_under_six_clients_lose_no_call(make_engine: MakeEngine) -> None:
+async def test_kills_in_a_row_under_six_clients_lose_no_call(make_engine: MakeEngine) -> None:
     kills = 150 if make_engine is LocalEngine else 60  # Monarch starts a process in half a second
+    async with make_engine(), await served(Counter, num_replicas=3).as_service() as counter:
+        over = False
 
-    async def body() -> None:
-        async with make_engine(), await served(Counter, num_replicas=3).as_service() as counter:
-            over = False
+        async def client(number: int) -> int:
+            count = 0
+            while not over:
+                assert await counter.echo.route((number, count), 0.005) == (number, count)
+                count += 1
+            return count
 
-            async def client(number: int) -> int:
-                count = 0
-                while not over:
-                    assert await counter.echo.route((number, count), 0.005) == (number, count)
-                    count += 1
-                return count
-
-            clients = [asyncio.create_task(client(number)) for number in range(6)]
-            descriptors = []
-            for kill in range(kills):
-                await until(lambda: len(pids(counter)) == 3)
-                descriptors.append(len(list(Path("/proc/self/fd").iterdir())))
-                os.kill(pids(counter)[kill % 3], signal.SIGKILL)
-                await until(lambda kill=kill: counter.status().lost == kill + 1)  # type: ignore[misc]
-            over = True
-            assert all(await asyncio.gather(*clients))
-            assert max(descriptors[2 * kills // 3 :]) <= max(descriptors[kills // 5 : 2 * kills // 5]) + 3
-
-    async def bounded() -> None:
-        async with asyncio.timeout(280.0):
-            await body()
-
-    began = time.monotonic()
-    asyncio.run(bounded())
-    print(f"{kills} kills in {time.monotonic() - began:.1f} s")
+        clients = [asyncio.create_task(client(number)) for number in range(6)]
+        descriptors = []
+        for kill in range(kills):
+            await until(lambda: len(pids(counter)) == 3)
+            descriptors.append(len(list(Path("/proc/self/fd").iterdir())))
+            os.kill(pids(counter)[kill % 3], signal.SIGKILL)
+            await until(lambda kill=kill: counter.status().lost == kill + 1)  # type: ignore[misc]
+        over = True
+        assert all(await asyncio.gather(*clients))
+        assert max(descriptors[2 * kills // 3 :]) <= max(descriptors[kills // 5 : 2 * kills // 5]) + 3

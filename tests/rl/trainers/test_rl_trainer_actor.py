@@ -18,7 +18,7 @@ from holdfast.comms.system.keys import create_key
 from holdfast.rl.config.objective import objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
-from holdfast.rl.data.episode import Episode, Group, Prompt, SamplingRequest
+from holdfast.rl.data.episode import Group, Prompt, SamplingRequest
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
@@ -28,18 +28,9 @@ from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
 from holdfast.rl.trainers.trainer_actor import TrainerActor
 from holdfast.rl.trainers.trainer_group import TrainerGroup
 from holdfast.store import WeightStore
+from support.rl.small_batches import episode, tiny_llama
 
-SOURCE = ModelSource(
-    config={
-        "model_type": "llama",
-        "vocab_size": 11,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 16,
-    }
-)
+SOURCE = tiny_llama(11)
 RIGHT = 7
 
 
@@ -108,13 +99,12 @@ async def batch_for(generator: TransformersGenerator, step: int, version: int | 
     for number, tokens in enumerate(prompts):
         prompt = Prompt(number=2 * step + number, tokens=tokens)
         episodes = tuple(
-            Episode(
-                prompt=prompt,
-                tokens=each.tokens,
+            episode(
+                prompt,
+                each.tokens,
+                float(each.tokens.count(RIGHT)),
                 logprobs=each.logprobs,
                 versions=each.versions,
-                mask=(True,) * len(each.tokens),
-                reward=float(each.tokens.count(RIGHT)),
                 finish=each.finish,
             )
             for each in found[8 * number : 8 * number + 8]
@@ -125,112 +115,93 @@ async def batch_for(generator: TransformersGenerator, step: int, version: int | 
 
 
 @pytest.mark.parametrize("layout", ["replicated", "fsdp2"])
-def test_a_policy_learns_what_is_rewarded(site: Site, layout: str) -> None:
+async def test_a_policy_learns_what_is_rewarded(site: Site, layout: str) -> None:
     """Each batch is drawn with exactly the version before it; rewards rise; the last version is served as trained."""
     settings = settings_of(layout=layout, batches=12)
-
-    async def scenario() -> list[float]:
-        trainer, generator = site.trainer(settings), site.generator()
-        group = TrainerGroup((ConnectionError,), timeout=60.0)
-        group.add(InProcess(trainer))
-        await trainer.begin()
-        position = await group.position()
-        assert (position.step, position.buffer) == (0, None)
-        rewards = []
-        for step in range(settings.batches):
-            batch = await batch_for(generator, step, version=step)
-            rewards.append(sum(each.reward for one in batch.groups for each in one.episodes) / 32)
-            report = await group.step(batch)
-            assert (report.step, report.version) == (step, step + 1)
-            assert report.figures["gradient_norm"] >= 0.0
-            assert await trainer.train(EncodedBatch.of(batch)) == report, "a batch is trained on once"
-        digest = await trainer.finished()
-        assert len(digest) == 32
-        assert await generator.update(settings.steps) == settings.steps
-        status = await trainer.status()
-        assert (status.committed, status.ended) == (settings.steps, True)
-        with pytest.raises(errors.TrainerEnded, match="all batches are committed"):
-            await trainer.train(EncodedBatch.of(await batch_for(generator, settings.steps)))
-        return rewards
-
-    rewards = asyncio.run(scenario())
+    trainer, generator = site.trainer(settings), site.generator()
+    group = TrainerGroup((ConnectionError,), timeout=60.0)
+    group.add(InProcess(trainer))
+    await trainer.begin()
+    position = await group.position()
+    assert (position.step, position.buffer) == (0, None)
+    rewards = []
+    for step in range(settings.batches):
+        batch = await batch_for(generator, step, version=step)
+        rewards.append(sum(each.reward for one in batch.groups for each in one.episodes) / 32)
+        report = await group.step(batch)
+        assert (report.step, report.version) == (step, step + 1)
+        assert report.figures["gradient_norm"] >= 0.0
+        assert await trainer.train(EncodedBatch.of(batch)) == report, "a batch is trained on once"
+    digest = await trainer.finished()
+    assert len(digest) == 32
+    assert await generator.update(settings.steps) == settings.steps
+    status = await trainer.status()
+    assert (status.committed, status.ended) == (settings.steps, True)
+    with pytest.raises(errors.TrainerEnded, match="all batches are committed"):
+        await trainer.train(EncodedBatch.of(await batch_for(generator, settings.steps)))
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5, rewards
 
 
-def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path: Path) -> None:
+async def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path: Path) -> None:
     settings = settings_of(batches=6, checkpoint=str(tmp_path / "saved"), checkpoint_every=2)
-
-    async def scenario() -> None:
-        first, generator = site.trainer(settings), site.generator()
-        await first.begin()
-        batches = []
-        for step in range(3):
-            batches.append(await batch_for(generator, step, version=step))
-            await first.train(EncodedBatch.of(batches[-1]))
-        await asyncio.to_thread(first.close)
-        with pytest.raises(errors.TrainerEnded, match="it was closed"):
-            await first.finished()
-        second = site.trainer(msgspec.structs.replace(settings, batches=3))
-        await second.begin()
-        position = await second.position()
-        assert (position.step, position.buffer) == (2, batches[1].after)
-        assert (await second.train(EncodedBatch.of(batches[2]))).version == 3
-        await second.finished()
-
-    asyncio.run(scenario())
+    first, generator = site.trainer(settings), site.generator()
+    await first.begin()
+    batches = []
+    for step in range(3):
+        batches.append(await batch_for(generator, step, version=step))
+        await first.train(EncodedBatch.of(batches[-1]))
+    await asyncio.to_thread(first.close)
+    with pytest.raises(errors.TrainerEnded, match="it was closed"):
+        await first.finished()
+    second = site.trainer(msgspec.structs.replace(settings, batches=3))
+    await second.begin()
+    position = await second.position()
+    assert (position.step, position.buffer) == (2, batches[1].after)
+    assert (await second.train(EncodedBatch.of(batches[2]))).version == 3
+    await second.finished()
 
 
-def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) -> None:
-    async def scenario() -> None:
-        beyond_float32 = msgspec.structs.replace(objective("grpo"), entropy=1e39)
-        trainer, generator = site.trainer(settings_of(objective=beyond_float32)), site.generator()
-        await trainer.begin()
-        with pytest.raises(errors.TrainerEnded, match="nothing is committed") as caught:
-            await trainer.train(EncodedBatch.of(await batch_for(generator, 0, version=0)))
-        assert isinstance(caught.value.__cause__, errors.NonFiniteLoss)
-        assert site.store.versions() == [0]
-
-    asyncio.run(scenario())
-
-
-def test_a_trainer_that_the_others_evicted_says_so(site: Site) -> None:
-    async def scenario() -> None:
-        trainer, generator = site.trainer(settings_of()), site.generator()
-        await trainer.begin()
+async def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) -> None:
+    beyond_float32 = msgspec.structs.replace(objective("grpo"), entropy=1e39)
+    trainer, generator = site.trainer(settings_of(objective=beyond_float32)), site.generator()
+    await trainer.begin()
+    with pytest.raises(errors.TrainerEnded, match="nothing is committed") as caught:
         await trainer.train(EncodedBatch.of(await batch_for(generator, 0, version=0)))
-        trainer._session._epoch_guard.end(StaleEpoch("evicted in epoch 2: silent for 3 s"))
-        with pytest.raises(errors.TrainerEvicted, match="evicted in epoch 2"):
-            await trainer.train(EncodedBatch.of(await batch_for(generator, 1)))
-        with pytest.raises(errors.TrainerEvicted, match="evicted in epoch 2"):
-            await trainer.finished()
-
-    asyncio.run(scenario())
+    assert isinstance(caught.value.__cause__, errors.NonFiniteLoss)
+    assert site.store.versions() == [0]
 
 
-def test_the_best_version_is_kept_on_disk(site: Site, tmp_path: Path) -> None:
+async def test_a_trainer_that_the_others_evicted_says_so(site: Site) -> None:
+    trainer, generator = site.trainer(settings_of()), site.generator()
+    await trainer.begin()
+    await trainer.train(EncodedBatch.of(await batch_for(generator, 0, version=0)))
+    trainer._session._epoch_guard.end(StaleEpoch("evicted in epoch 2: silent for 3 s"))
+    with pytest.raises(errors.TrainerEvicted, match="evicted in epoch 2"):
+        await trainer.train(EncodedBatch.of(await batch_for(generator, 1)))
+    with pytest.raises(errors.TrainerEvicted, match="evicted in epoch 2"):
+        await trainer.finished()
+
+
+async def test_the_best_version_is_kept_on_disk(site: Site, tmp_path: Path) -> None:
     """A generator can load its folder. The best version before it goes; one that is not the best is released."""
     states = {version: ModelSource(config=SOURCE.config, seed=version).build().state_dict() for version in range(3)}
-
-    async def scenario() -> None:
-        best = BestVersion(site.store, tmp_path / "best", SOURCE)
-        assert best.folder is None
-        for version, reward in ((0, 0.1), (1, 0.9), (2, 0.3)):
-            site.store.publish(version, states[version])
-            await best.hold(version)
-            if version == 2:
-                await best.release(version)
-            else:
-                await best.keep_best(version, reward)
-        for number in (1, 2):
-            again = BestVersion(site.store, tmp_path / "best", SOURCE)
-            assert (again.version, again.reward) == (1, 0.9)
-            assert again.folder is not None
-            loaded = ModelSource(path=str(again.folder)).build().state_dict()
-            assert all(torch.equal(tensor, loaded[name]) for name, tensor in states[number].items())
-            assert len(list((tmp_path / "best").iterdir())) == 2, "one folder and the record"
-            site.store.delete(1)
-            site.store.publish(1, states[2])  # a driver that goes on from before it trains it anew
-            await again.hold(1)
-            await again.keep_best(1, 0.9)
-
-    asyncio.run(scenario())
+    best = BestVersion(site.store, tmp_path / "best", SOURCE)
+    assert best.folder is None
+    for version, reward in ((0, 0.1), (1, 0.9), (2, 0.3)):
+        site.store.publish(version, states[version])
+        await best.hold(version)
+        if version == 2:
+            await best.release(version)
+        else:
+            await best.keep_best(version, reward)
+    for number in (1, 2):
+        again = BestVersion(site.store, tmp_path / "best", SOURCE)
+        assert (again.version, again.reward) == (1, 0.9)
+        assert again.folder is not None
+        loaded = ModelSource(path=str(again.folder)).build().state_dict()
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in states[number].items())
+        assert len(list((tmp_path / "best").iterdir())) == 2, "one folder and the record"
+        site.store.delete(1)
+        site.store.publish(1, states[2])  # a driver that goes on from before it trains it anew
+        await again.hold(1)
+        await again.keep_best(1, 0.9)

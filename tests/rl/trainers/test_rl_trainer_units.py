@@ -19,7 +19,7 @@ from holdfast.rl.config.objective import Objective
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
-from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.trainers import errors
 from holdfast.rl.trainers.batch_inbox import BatchInbox
@@ -27,6 +27,7 @@ from holdfast.rl.trainers.layouts import clip_factor, sharded_norm
 from holdfast.rl.trainers.settings import RateSchedule
 from holdfast.rl.trainers.trainer_group import TrainerGroup
 from holdfast.rl.trainers.update_tokens import updates_of
+from support.rl.small_batches import episode
 from support.torch_groups import in_group
 
 
@@ -36,16 +37,7 @@ def group_of(number: int, episodes: int) -> Group:
         number=number,
         prompt=prompt,
         episodes=tuple(
-            Episode(
-                prompt=prompt,
-                tokens=(number, at),
-                logprobs=(-1.0, -2.0),
-                versions=(0, 0),
-                mask=(True, at % 2 == 0),
-                reward=1.0,
-                finish="stop",
-            )
-            for at in range(episodes)
+            episode(prompt, (number, at), logprobs=(-1.0, -2.0), mask=(True, at % 2 == 0)) for at in range(episodes)
         ),
     )
 
@@ -187,17 +179,13 @@ def test_a_step_is_reported_once_whoever_dies() -> None:
     assert (dying.batches, other.batches, spare.batches) == ([0, 1], [0, 1, 2], [0, 1, 2])
 
 
-def test_a_trainer_that_is_added_gets_the_current_batch() -> None:
+async def test_a_trainer_that_is_added_gets_the_current_batch() -> None:
     group = group_with(Trainer(Gone("killed")), patience=20.0)
     late = Trainer("trains")
-
-    async def scenario() -> None:
-        step = asyncio.create_task(group.step(batch_of(0)))
-        await asyncio.sleep(0.01)
-        group.add(late)
-        assert (await step).version == 1
-
-    asyncio.run(scenario())
+    step = asyncio.create_task(group.step(batch_of(0)))
+    await asyncio.sleep(0.01)
+    group.add(late)
+    assert (await step).version == 1
     assert late.batches == [0]
 
 

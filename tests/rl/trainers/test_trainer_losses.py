@@ -16,26 +16,16 @@ from holdfast.harness import LocalCluster
 from holdfast.rl.config.objective import Algorithm, Objective, objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
-from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
-from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
 from holdfast.rl.trainers.training import Training
+from support.rl.small_batches import episode, tiny_llama
 
 ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
 GROUPS, BATCHES, RATE, WORDS = 3, 2, 0.02, 13
 TEMPERATURE = 0.8
-SOURCE = ModelSource(
-    config={
-        "model_type": "llama",
-        "vocab_size": WORDS,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-    }
-)
+SOURCE = tiny_llama(WORDS)
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
 
 
@@ -53,11 +43,11 @@ def groups_of(step: int) -> tuple[Group, ...]:
         for member in range(3):
             count = draw(2, 6)
             episodes.append(
-                Episode(
-                    prompt=prompt,
-                    tokens=tuple(draw(0, WORDS) for _ in range(count)),
+                episode(
+                    prompt,
+                    tuple(draw(0, WORDS) for _ in range(count)),
                     logprobs=tuple(-2.5 + 0.2 * draw(-5, 5) for _ in range(count)),
-                    versions=(step,) * count,
+                    version=step,
                     mask=(True, *(draw(0, 4) > 0 for _ in range(count - 1))),
                     reward=float(member) + 0.5 * draw(0, 2),
                     finish="length" if (at + member) % 4 == 3 else "stop",

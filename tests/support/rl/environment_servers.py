@@ -4,64 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any
 
 from holdfast.rl.environments.environment import Action, Environment, Observation
-from support.source_tree import TESTS
-
-T = TypeVar("T")
-
-PROGRAM = """
-import asyncio, sys
-from holdfast.rl.environments.serve import serve
-from support.rl.environment_servers import register_bad_ones
-register_bad_ones()
-name, port, sessions, lease, timeout = sys.argv[1:]
-asyncio.run(serve(name, "127.0.0.1", int(port), sessions=int(sessions), lease=float(lease), timeout=float(timeout),
-                  on_start=lambda url: print(url, flush=True)))
-"""
+from holdfast.rl.environments.registry import register
+from support.children import Child
 
 
 class ServerProcess:
     """A process that serves an environment. Kill it, stop it, or start it again at the same port."""
 
-    def __init__(self, name: str, sessions: int = 64, lease: float = 60.0, timeout: float = 30.0) -> None:
-        self._arguments = [str(sessions), str(lease), str(timeout)]
+    def __init__(self, name: str, **options: Any) -> None:
+        self._options = options
         self.name, self.port = name, 0
         self.start()
 
     def start(self) -> None:
         """Start it, or start it again after `kill`; returns when it serves."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, self.name, str(self.port), *self._arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(TESTS)},
-        )
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
-        assert self.url, "the server did not start"
+        self._process = Child(_serve, self.name, self.port, self._options)
+        self.pid, self.url = self._process.pid, self._process.hear(60.0)
         self.port = int(self.url.rpartition(":")[2])
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._process.kill()
+        self._process.pipe.close()
 
     def stop(self) -> None:
         """SIGSTOP: it takes connections, as the kernel does that, and answers nothing."""
-        self.process.send_signal(signal.SIGSTOP)
+        self._process.stop()
 
     def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self._process.resume()
+
+
+def _serve(pipe: Connection, name: str, port: int, options: Mapping[str, Any]) -> None:
+    from holdfast.rl.environments.serve import serve
+
+    os.closerange(3, pipe.fileno())  # the connections of the test
+    os.closerange(pipe.fileno() + 1, 65536)
+    register_bad_ones()
+    asyncio.run(serve(name, "127.0.0.1", port, on_start=pipe.send, **options))
 
 
 @contextmanager
@@ -72,22 +60,6 @@ def server_process(name: str, **options: Any) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.kill()
-
-
-def run(body: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
-    """Run a test's coroutine; fails if it takes too long, or leaves tasks behind."""
-
-    async def whole() -> T:
-        async with asyncio.timeout(seconds):
-            result = await body
-        for _ in range(500):
-            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            if not left:
-                return result
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"left behind: {left}")
-
-    return asyncio.run(whole())
 
 
 class Misbehaving(Environment):
@@ -133,6 +105,4 @@ LIES = ("nothing", "dict", "nan", "infinite", "reward in words", "done in words"
 
 def register_bad_ones() -> None:
     """Register the environments of this file."""
-    from holdfast.rl.environments.registry import register
-
     register("misbehaving", Misbehaving)

@@ -1,4 +1,4 @@
-"""Whole runs in the event loop of a test, and an observer that kills their processes."""
+"""Whole runs in the event loop of a test, small ones, and an observer that kills their processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.harness.training.preload import PRELOAD
+from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.engine.local import LocalEngine
@@ -16,6 +17,51 @@ from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepT
 from holdfast.rl.run.training_run import RunResult, TrainingRun
 
 Watch = Callable[[Event], None]
+
+SMALL = """
+steps = 3
+[algorithm]
+mode = "synchronous"
+groups = 4
+staleness = 0
+[sampling]
+group = 4
+max_new_tokens = 2
+[trainer]
+replicas = 1
+spares = 0
+strategy = "ddp"
+[generator]
+replicas = 1
+[store]
+holders = 1
+copies = 1
+[engine]
+kind = "local"
+[evaluation]
+every = 0
+"""
+"""The configuration of a run with one process of each role."""
+SPARED: dict[str, object] = {
+    "model__warmup_steps": 4,
+    "model__warmup_batch": 64,
+    "algorithm__groups": 8,
+    "sampling__batch": 4,
+    "trainer__replicas": 2,
+    "trainer__spares": 1,
+    "generator__replicas": 2,
+    "store__holders": 2,
+    "store__copies": 2,
+    "evaluation__prompts": 16,
+}
+"""What gives each role a process more than it needs, and the run something to learn."""
+
+
+def configured(more: str = "", **overrides: object) -> RunConfig:
+    """`SMALL` with more tables, and with overrides such as `trainer__replicas=2`."""
+    return parse_config(
+        SMALL + more, "test", [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    )
 
 
 def run(

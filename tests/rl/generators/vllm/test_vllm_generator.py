@@ -127,84 +127,74 @@ async def check_like_transformers(process: Any, trainer: Trainer) -> None:
     [("llama", 1), ("qwen2", 1), ("qwen3", 1), ("llama", 2)],
     ids=["llama", "qwen2", "qwen3", "two-ranks"],
 )
-def test_each_version_is_drawn_from_as_by_transformers(kind: str, ranks: int, python: str, store: WeightStore) -> None:
+async def test_each_version_is_drawn_from_as_by_transformers(
+    kind: str, ranks: int, python: str, store: WeightStore
+) -> None:
     trainer = Trainer(store, kind, tie_word_embeddings=kind != "llama")
-
-    async def main() -> None:
-        async with replica(python, store, trainer, tensor_parallel=ranks) as process:
-            for _ in range(3):
-                assert await process.call("update", trainer.publish(), timeout=CALL) == trainer.version
-                await check_like_transformers(process, trainer)
-            stop = trainer.greedy(PROMPTS[0], 12)[4]
-            (ended,) = await process.call("generate", greedy(PROMPTS[:1], 12, (stop,)), timeout=CALL)
-            assert (ended.tokens[-1], ended.finish) == (stop, "stop")
-
-    asyncio.run(main())
-
-
-def test_after_a_failed_update_nothing_is_drawn_until_a_whole_one_worked(python: str, store: WeightStore) -> None:
-    trainer = Trainer(store)
-
-    async def main() -> None:
-        async with replica(python, store, trainer) as process:
-            with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*no version"):
-                await process.call("generate", request(*PROMPTS), timeout=CALL)
-            await process.call("update", trainer.publish(), timeout=CALL)
-            running = asyncio.create_task(
-                process.call("generate", request(*PROMPTS, max_new_tokens=58, samples=8, temperature=1.0), timeout=CALL)
-            )
-            broken = trainer.publish(leave_out="model.norm.weight")
-            with pytest.raises(EndpointFailed, match=f"UpdateFailed.*version {broken}.*model.norm.weight"):
-                await process.call("update", broken, timeout=CALL)
-            await asyncio.wait([running])
-            assert running.exception() is None or "GeneratorNotReady" in str(running.exception())
-            health = await process.call("health", timeout=CALL)
-            assert (health.ready, health.version, health.running) == (False, 0, 0)
-            with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*its last update failed"):
-                await process.call("generate", request(*PROMPTS), timeout=CALL)
-            await process.call("update", trainer.publish(), timeout=CALL)
+    async with replica(python, store, trainer, tensor_parallel=ranks) as process:
+        for _ in range(3):
+            assert await process.call("update", trainer.publish(), timeout=CALL) == trainer.version
             await check_like_transformers(process, trainer)
-            with pytest.raises(EndpointFailed, match=r"VersionGone.*version 0"):
-                await process.call("generate", request(*PROMPTS, version=0), timeout=CALL)
-            with pytest.raises(EndpointFailed, match=r"BadRequest.*65 tokens"):
-                await process.call("generate", request((1,) * 5, max_new_tokens=60), timeout=CALL)
+        stop = trainer.greedy(PROMPTS[0], 12)[4]
+        (ended,) = await process.call("generate", greedy(PROMPTS[:1], 12, (stop,)), timeout=CALL)
+        assert (ended.tokens[-1], ended.finish) == (stop, "stop")
 
-    asyncio.run(main())
+
+async def test_after_a_failed_update_nothing_is_drawn_until_a_whole_one_worked(python: str, store: WeightStore) -> None:
+    trainer = Trainer(store)
+    async with replica(python, store, trainer) as process:
+        with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*no version"):
+            await process.call("generate", request(*PROMPTS), timeout=CALL)
+        await process.call("update", trainer.publish(), timeout=CALL)
+        running = asyncio.create_task(
+            process.call("generate", request(*PROMPTS, max_new_tokens=58, samples=8, temperature=1.0), timeout=CALL)
+        )
+        broken = trainer.publish(leave_out="model.norm.weight")
+        with pytest.raises(EndpointFailed, match=f"UpdateFailed.*version {broken}.*model.norm.weight"):
+            await process.call("update", broken, timeout=CALL)
+        await asyncio.wait([running])
+        assert running.exception() is None or "GeneratorNotReady" in str(running.exception())
+        health = await process.call("health", timeout=CALL)
+        assert (health.ready, health.version, health.running) == (False, 0, 0)
+        with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*its last update failed"):
+            await process.call("generate", request(*PROMPTS), timeout=CALL)
+        await process.call("update", trainer.publish(), timeout=CALL)
+        await check_like_transformers(process, trainer)
+        with pytest.raises(EndpointFailed, match=r"VersionGone.*version 0"):
+            await process.call("generate", request(*PROMPTS, version=0), timeout=CALL)
+        with pytest.raises(EndpointFailed, match=r"BadRequest.*65 tokens"):
+            await process.call("generate", request((1,) * 5, max_new_tokens=60), timeout=CALL)
 
 
 @pytest.mark.parametrize("on_update", ["keep", "wait", "abort"])
-def test_an_update_treats_running_samples_as_it_was_told(on_update: str, python: str, store: WeightStore) -> None:
+async def test_an_update_treats_running_samples_as_it_was_told(on_update: str, python: str, store: WeightStore) -> None:
     trainer = Trainer(store, max_position_embeddings=2048)
     long = request(*PROMPTS, max_new_tokens=2000)
-
-    async def main() -> None:
-        async with replica(python, store, trainer, on_update=on_update) as process:
-            await process.call("update", trainer.publish(), timeout=CALL)
-            running = asyncio.create_task(process.call("generate", long, timeout=CALL))
-            while (await process.call("health", timeout=CALL)).running < len(PROMPTS):
-                await asyncio.sleep(0.01)
-            await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
-            await process.call("update", trainer.publish(), timeout=CALL)
-            for each in await running:
-                if on_update in ("keep", "abort"):
-                    assert (len(each.tokens), each.finish, each.versions[0], each.versions[-1]) == (
-                        2000,
-                        "length",
-                        0,
-                        1,
-                    )
-                    assert list(each.versions) == sorted(each.versions)
-                else:
-                    assert (each.finish, each.versions) == ("length", (0,) * 2000)
-            (after, *_) = await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
-            assert (after.tokens, after.versions) == (trainer.greedy(PROMPTS[0], 5), (1,) * 5)
-            report: WorkReport = await process.call("work", timeout=CALL)
-            done = [(each.what, each.number) for each in report.spans]
-            assert done[:3] == [("update", 0), ("generate", 0), ("update", 1)] and done[-1] == ("generate", 1)
-            spent = sum(each.cpu for each in report.spans)
-            assert 0.1 < spent < report.cpu, "vLLM's process does the work, and its time counts"
-
-    asyncio.run(main())
+    async with replica(python, store, trainer, on_update=on_update) as process:
+        await process.call("update", trainer.publish(), timeout=CALL)
+        running = asyncio.create_task(process.call("generate", long, timeout=CALL))
+        while (await process.call("health", timeout=CALL)).running < len(PROMPTS):
+            await asyncio.sleep(0.01)
+        await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
+        await process.call("update", trainer.publish(), timeout=CALL)
+        for each in await running:
+            if on_update in ("keep", "abort"):
+                assert (len(each.tokens), each.finish, each.versions[0], each.versions[-1]) == (
+                    2000,
+                    "length",
+                    0,
+                    1,
+                )
+                assert list(each.versions) == sorted(each.versions)
+            else:
+                assert (each.finish, each.versions) == ("length", (0,) * 2000)
+        (after, *_) = await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
+        assert (after.tokens, after.versions) == (trainer.greedy(PROMPTS[0], 5), (1,) * 5)
+        report: WorkReport = await process.call("work", timeout=CALL)
+        done = [(each.what, each.number) for each in report.spans]
+        assert done[:3] == [("update", 0), ("generate", 0), ("update", 1)] and done[-1] == ("generate", 1)
+        spent = sum(each.cpu for each in report.spans)
+        assert 0.1 < spent < report.cpu, "vLLM's process does the work, and its time counts"
 
 
 def test_no_process_of_a_killed_replica_is_left(python: str, store: WeightStore) -> None:
@@ -222,15 +212,11 @@ def test_no_process_of_a_killed_replica_is_left(python: str, store: WeightStore)
     eventually(lambda: not any(each.is_running() for each in below), 60.0)
 
 
-def test_a_replica_whose_engine_was_killed_ends_too(python: str, store: WeightStore) -> None:
+async def test_a_replica_whose_engine_was_killed_ends_too(python: str, store: WeightStore) -> None:
     trainer = Trainer(store)
-
-    async def main() -> None:
-        async with replica(python, store, trainer) as process:
-            await process.call("update", trainer.publish(), timeout=CALL)
-            (engine,) = (each for each in psutil.Process(process.pid).children() if "EngineCore" in str(each.cmdline()))
-            engine.kill()
-            with pytest.raises(ActorDied):
-                await process.call("generate", request(*PROMPTS), timeout=CALL)
-
-    asyncio.run(main())
+    async with replica(python, store, trainer) as process:
+        await process.call("update", trainer.publish(), timeout=CALL)
+        (engine,) = (each for each in psutil.Process(process.pid).children() if "EngineCore" in str(each.cmdline()))
+        engine.kill()
+        with pytest.raises(ActorDied):
+            await process.call("generate", request(*PROMPTS), timeout=CALL)
