@@ -29,7 +29,7 @@ from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
 from holdfast.comms.plugins.spec import Available
 from support.children import Child, children
 from support.memory import needs_huge_pages, smaps_field
-from support.waiting import PATIENCE, becomes_true
+from support.waiting import eventually
 
 OPENERS: dict[str, Callable[[], MemoryPlane]] = {
     "inproc": memory_plane.open_plane,
@@ -45,51 +45,17 @@ def plane(request: pytest.FixtureRequest) -> Iterator[MemoryPlane]:
         yield opened
 
 
-# -- on every plane
+# -- on every plane: what the conformance kit does not check
 
 
-def test_a_region_is_read_with_nothing_but_its_handle(plane: MemoryPlane) -> None:
-    tensor = torch.arange(1000, dtype=torch.float32)
-    with plane.expose(tensor) as region:
-        handle = Handle.decode(region.handle.encode())
-        into = torch.zeros(1000)
-        work = plane.read(handle, into)
-        work.wait()
-        assert work.done() and work.exception() is None
-        assert torch.equal(into, tensor)
-    assert len(handle.encode()) < 512
-
-
-def test_a_read_returns_the_current_values_of_the_tensor(plane: MemoryPlane) -> None:
-    tensor, into = torch.zeros(8), torch.ones(8)
-    with plane.expose(tensor) as region:
-        tensor.fill_(5)
-        plane.read(region.handle, into).wait()
-        assert into.tolist() == [5.0] * 8
-
-
-def test_a_part_of_a_region_is_read_by_byte_offset(plane: MemoryPlane) -> None:
-    with plane.expose(torch.arange(100, dtype=torch.int64)) as region:
-        into = torch.zeros(10, dtype=torch.int64)
-        plane.read(region.handle, into, offset=40 * 8).wait()
-        assert into.tolist() == list(range(40, 50))
-
-
-def test_regions_larger_than_a_block_arrive_whole(plane: MemoryPlane) -> None:
-    tensor = torch.randint(0, 256, (2 * block_copy.BLOCK_BYTES + 12345,), dtype=torch.uint8)
-    with plane.expose(tensor) as region:
-        into = torch.zeros_like(tensor)
-        plane.read(region.handle, into).wait()
-        assert torch.equal(into, tensor)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
-def test_tensors_of_any_dtype_are_read(plane: MemoryPlane, dtype: torch.dtype) -> None:
-    tensor = torch.randint(0, 2, (33,)).to(dtype)
-    with plane.expose(tensor) as region:
-        into = torch.zeros(33, dtype=dtype)
-        plane.read(region.handle, into).wait()
-        assert torch.equal(into.view(torch.uint8), tensor.view(torch.uint8))
+def test_a_read_returns_the_current_values_of_a_tensor_of_any_dtype(plane: MemoryPlane) -> None:
+    for dtype in (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
+        tensor, into = torch.zeros(33, dtype=dtype), torch.zeros(33, dtype=dtype)
+        with plane.expose(tensor) as region:
+            assert len(region.handle.encode()) < 512
+            tensor.copy_(torch.arange(33) % 2)
+            plane.read(region.handle, into).wait()
+            assert torch.equal(into.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_a_read_of_zero_bytes_needs_an_existing_region(plane: MemoryPlane) -> None:
@@ -98,20 +64,6 @@ def test_a_read_of_zero_bytes_needs_an_existing_region(plane: MemoryPlane) -> No
     region.close()
     with pytest.raises(RegionGone):
         plane.read(region.handle, torch.empty(0)).wait()
-
-
-def test_a_writable_region_is_written(plane: MemoryPlane) -> None:
-    tensor = torch.zeros(6, dtype=torch.int32)
-    with plane.expose(tensor, writable=True) as region:
-        plane.write(region.handle, torch.tensor([7, 8], dtype=torch.int32), offset=8).wait()
-    assert tensor.tolist() == [0, 0, 7, 8, 0, 0]
-
-
-def test_a_read_only_region_is_not_written(plane: MemoryPlane) -> None:
-    tensor = torch.zeros(6)
-    with plane.expose(tensor) as region, pytest.raises(Unsupported, match="read-only"):
-        plane.write(region.handle, torch.ones(6)).wait()
-    assert tensor.tolist() == [0.0] * 6
 
 
 def test_a_copy_within_one_buffer_is_right_or_refused(plane: MemoryPlane) -> None:
@@ -133,15 +85,16 @@ def test_a_copy_within_one_buffer_is_right_or_refused(plane: MemoryPlane) -> Non
         assert torch.equal(base, before)
 
 
-@pytest.mark.parametrize("offset", [-1, 1, 1 << 70])
-def test_a_range_outside_the_region_is_refused_at_once(plane: MemoryPlane, offset: int) -> None:
-    tensor, into = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+def test_a_range_outside_the_region_is_refused_at_once(plane: MemoryPlane) -> None:
+    tensor, source = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
     with plane.expose(tensor, writable=True) as region:
-        with pytest.raises(ValueError, match="outside"):
-            plane.read(region.handle, into, offset=offset)
-        with pytest.raises(ValueError, match="outside"):
-            plane.write(region.handle, into, offset=offset)
-    assert tensor.sum() == 0 and into.sum() == 4
+        for offset in (-1, 1, 1 << 70):
+            with pytest.raises(ValueError, match="outside"):
+                plane.write(region.handle, source, offset=offset)
+    assert tensor.sum() == 0
+    plane.close()
+    with pytest.raises(RegionGone, match="plane was closed"):
+        plane.read(region.handle, source)
 
 
 def test_tensors_that_are_not_plain_memory_are_refused(plane: MemoryPlane) -> None:
@@ -160,31 +113,6 @@ def test_tensors_that_are_not_plain_memory_are_refused(plane: MemoryPlane) -> No
         plane.expose(torch.zeros(4).to_sparse())
 
 
-def test_a_closed_region_is_gone_even_if_the_same_memory_is_exposed_again(plane: MemoryPlane) -> None:
-    tensor = torch.ones(8)
-    first = plane.expose(tensor)
-    first.close()
-    first.close()
-    with plane.expose(tensor) as second, pytest.raises(RegionGone):
-        plane.read(first.handle, torch.zeros(8)).wait()
-    with pytest.raises(RegionGone):
-        plane.read(second.handle, torch.zeros(8)).wait()
-
-
-def test_closing_a_plane_closes_its_regions_and_ends_its_use(plane: MemoryPlane) -> None:
-    with OPENERS[plane.name]() as other:
-        region = other.expose(torch.ones(8), writable=True)
-        plane.read(region.handle, torch.zeros(8)).wait()
-    other.close()
-    for attempt in (plane.read, plane.write):
-        with pytest.raises(RegionGone):
-            attempt(region.handle, torch.zeros(8)).wait()
-    with pytest.raises(RegionGone, match="plane was closed"):
-        other.expose(torch.ones(8))
-    with pytest.raises(RegionGone, match="plane was closed"):
-        other.read(region.handle, torch.zeros(8))
-
-
 def test_a_region_keeps_its_tensor_alive(plane: MemoryPlane) -> None:
     region = plane.expose(torch.full((1 << 20,), 3.0))
     gc.collect()
@@ -196,14 +124,6 @@ def test_a_region_keeps_its_tensor_alive(plane: MemoryPlane) -> None:
 def test_a_copy_ends_at_its_timeout(plane: MemoryPlane) -> None:
     with plane.expose(torch.zeros(8)) as region, pytest.raises(OpTimeout, match="memory read"):
         plane.read(region.handle, torch.zeros(8), timeout=-1.0).wait()
-
-
-def test_handles_of_another_plane_are_refused(plane: MemoryPlane) -> None:
-    other = next(name for name in OPENERS if name != plane.name)
-    with OPENERS[other]() as stranger, stranger.expose(torch.zeros(8)) as region:
-        into = torch.zeros(8)
-        with pytest.raises(Unsupported, match="plane"):
-            plane.read(region.handle, into)
 
 
 def test_a_malformed_handle_is_corrupt_data(plane: MemoryPlane) -> None:
@@ -231,39 +151,6 @@ def test_a_handle_that_claims_more_than_its_region_has_moves_nothing(plane: Memo
             plane.write(forged, into).wait()
         assert into.tolist() == [1.0] * 16
         assert not memory.any()
-
-
-def test_a_read_notices_that_its_region_was_closed_meanwhile(plane: MemoryPlane) -> None:
-    """The owner closes and overwrites during reads: a successful read has bytes from before only."""
-    nbytes = 4 * block_copy.BLOCK_BYTES
-    gone = threading.Event()
-    outcomes: list[bool] = []
-
-    def reader(handle: Handle) -> None:
-        into = torch.zeros(nbytes, dtype=torch.uint8)
-        with OPENERS[plane.name]() as mine:
-            while not gone.is_set():
-                try:
-                    mine.read(handle, into).wait()
-                except RegionGone:
-                    return
-                outcomes.append(bool((into == 1).all()))
-
-    for _ in range(5):
-        tensor = torch.ones(nbytes, dtype=torch.uint8)
-        region = plane.expose(tensor)
-        gone.clear()
-        done = len(outcomes)
-        threads = [threading.Thread(target=reader, args=(region.handle,)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        becomes_true(lambda: len(outcomes) > done, 10.0)  # noqa: B023
-        region.close()
-        tensor.fill_(2)
-        gone.set()
-        for thread in threads:
-            thread.join()
-    assert outcomes and all(outcomes)
 
 
 def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
@@ -337,27 +224,8 @@ def _owner(pipe: Connection, nbytes: int = 1 << 20) -> None:
         match pipe.recv():
             case "sum":
                 pipe.send(int(tensor.sum()))
-            case "close":
-                region.close()
-                pipe.send("closed")
-            case "swap":
-                region.close()
-                tensor.fill_(9)
-                region = plane.expose(tensor)
-                pipe.send(region.handle)
             case "exec":
                 os.execvp("sleep", ["sleep", "60"])
-
-
-def test_another_process_memory_is_read_and_written_in_place(start: Callable[..., Child]) -> None:
-    owner = start(_owner)
-    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
-    with shm_memory.open_plane() as plane:
-        plane.read(handle, into).wait()
-        assert int(into.sum()) == 1 << 20
-        plane.write(handle, torch.full((10,), 101, dtype=torch.uint8), offset=5).wait()
-        owner.tell("sum")
-        assert owner.hear() == (1 << 20) + 1000
 
 
 def test_a_stopped_process_can_be_read_and_written(start: Callable[..., Child]) -> None:
@@ -370,45 +238,19 @@ def test_a_stopped_process_can_be_read_and_written(start: Callable[..., Child]) 
         assert int(into.sum()) == (1 << 20) - 24
 
 
-def test_memory_of_a_killed_process_is_gone(start: Callable[..., Child]) -> None:
-    owner = start(_owner)
-    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
-    with shm_memory.open_plane() as plane:
-        plane.read(handle, into).wait()
-        owner.kill()
-        for _ in range(2):
-            began = time.monotonic()
-            with pytest.raises(RegionGone, match=str(owner.pid)):
-                plane.read(handle, into, timeout=2 * PATIENCE).wait()
-            with pytest.raises(RegionGone, match=str(owner.pid)):
-                plane.write(handle, into, timeout=2 * PATIENCE).wait()
-            assert time.monotonic() - began < PATIENCE
-
-
 @pytest.mark.usefixtures("two_threads")
-def test_a_read_notices_that_its_owner_was_killed_meanwhile(start: Callable[..., Child]) -> None:
+def test_a_read_by_several_threads_notices_that_its_owner_was_killed_meanwhile(start: Callable[..., Child]) -> None:
     owner = start(_owner, 64 << 20)
     handle, into = owner.hear(), torch.zeros(64 << 20, dtype=torch.uint8)
     with shm_memory.open_plane() as plane:
         killer = threading.Timer(0.1, owner.kill)
         killer.start()
-        with pytest.raises(RegionGone):
+        with pytest.raises(RegionGone, match=str(owner.pid)):
             while True:
                 plane.read(handle, into).wait()
         killer.join()
-
-
-def test_the_same_memory_exposed_again_is_another_region(start: Callable[..., Child]) -> None:
-    owner = start(_owner)
-    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
-    with shm_memory.open_plane() as plane:
-        plane.read(handle, into).wait()
-        owner.tell("swap")
-        again = owner.hear()
-        with pytest.raises(RegionGone):
-            plane.read(handle, into).wait()
-        plane.read(again, into).wait()
-        assert int(into.sum()) == 9 << 20
+        with pytest.raises(RegionGone, match=str(owner.pid)):
+            plane.write(handle, into).wait()
 
 
 def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[..., Child]) -> None:
@@ -418,24 +260,11 @@ def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[...
     with shm_memory.open_plane() as plane:
         plane.read(handle, into).wait()
         owner.tell("exec")
-        deadline = time.monotonic() + 10
-        while Path(f"/proc/{owner.pid}/comm").read_text() != "sleep\n":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: Path(f"/proc/{owner.pid}/comm").read_text() == "sleep\n", 10.0)
         with pytest.raises(RegionGone):
             plane.read(handle, into).wait()
         with shm_memory.open_plane() as fresh, pytest.raises(RegionGone):
             fresh.read(handle, into).wait()
-
-
-def test_a_recycled_pid_is_not_the_owner(start: Callable[..., Child]) -> None:
-    owner = start(_owner)
-    handle = owner.hear()
-    address = TableAddress.decode(handle.address)
-    earlier = msgspec.structs.replace(address.owner, started=address.owner.started - 1)
-    forged = Handle("shm", msgspec.structs.replace(address, owner=earlier).encode(), handle.nbytes)
-    with shm_memory.open_plane() as plane, pytest.raises(RegionGone):
-        plane.read(forged, torch.zeros(8)).wait()
 
 
 def _mappable_owner(pipe: Connection) -> None:
@@ -485,7 +314,11 @@ def test_forged_handles_access_no_memory(start: Callable[..., Child]) -> None:
         {"generation": true.generation + 1},
         {"owner": msgspec.structs.replace(true.owner, pid=1)},
     ]
+    earlier = msgspec.structs.replace(true.owner, started=true.owner.started - 1)
+    recycled = Handle("shm", msgspec.structs.replace(true, owner=earlier).encode(), handle.nbytes)
     with shm_memory.open_plane() as plane:
+        with pytest.raises(RegionGone):
+            plane.read(recycled, torch.zeros(8)).wait()
         for forgery in forgeries:
             forged = Handle("shm", msgspec.structs.replace(true, **forgery).encode(), handle.nbytes)
             into = torch.zeros(1 << 20, dtype=torch.uint8)
@@ -608,18 +441,6 @@ def test_thousands_of_regions_reuse_their_slots() -> None:
         again = plane.expose(tensor)
         assert again.slot in slots
         plane.read(again.handle, into).wait()
-
-
-def test_a_plane_leaves_no_descriptor_behind(start: Callable[..., Child]) -> None:
-    owner = start(_owner)
-    handle = owner.hear()
-    before = set(Path("/proc/self/fd").iterdir())
-    for _ in range(3):
-        with shm_memory.open_plane() as plane, plane.expose(torch.ones(8)) as region:
-            plane.read(handle, torch.zeros(8)).wait()
-            plane.write(handle, torch.zeros(8)).wait()
-            plane.read(region.handle, torch.zeros(8)).wait()
-    assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
 def test_a_forbidden_read_says_what_to_do(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]) -> None:
