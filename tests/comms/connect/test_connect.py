@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,25 +22,23 @@ import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.backends.gloo.transport import _CONNECT_SECONDS
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import choose_backend, connect_members
 from holdfast.comms.rendezvous import offer_exchange
 from holdfast.comms.rendezvous.offer_exchange import OfferExchange
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
+from support.children import Child
 from support.meeting import free_port, in_threads, total
+from support.programs.forked_programs import ForkedProgram, run_forked
 from support.waiting import PATIENCE
 
 
-def test_meet_in_a_file(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["inproc", "gloo"])
+def test_meet_in_a_file_and_use_the_name_again_after_close(tmp_path: Path, backend: str) -> None:
     place = f"file://{tmp_path}/meeting"
-    sums = in_threads(
-        2,
-        lambda rank: total(
-            comms.connect("gloo" if backend == "gloo" else "inproc", rank=rank, size=2, rendezvous=place)
-        ),
-    )
-    assert sums == [3.0, 3.0]
+    for _ in range(3):
+        assert in_threads(2, lambda r: total(comms.connect(backend, rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
 
 
 def test_meet_at_a_port_and_in_a_store() -> None:
@@ -62,12 +59,6 @@ def test_meet_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     for backend in ("inproc", "shm", "gloo", "auto"):
         assert total(comms.connect(backend, name=backend)) == 1.0
-
-
-def test_a_name_may_be_used_again_after_close(tmp_path: Path) -> None:
-    place = f"file://{tmp_path}/meeting"
-    for _ in range(3):
-        assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
 
 
 def test_ranks_meet_again_though_one_has_forgotten_how_often_they_met(
@@ -105,9 +96,6 @@ def test_auto_takes_shm_on_one_host(tmp_path: Path) -> None:
 
 
 def test_peers_on_other_hosts_rule_out_backends_of_one_host() -> None:
-    from holdfast.comms.connect import choose_backend
-    from holdfast.comms.transport.liveness import this_process
-
     here = this_process()
     there = Peer("another host", 1, 1)
     assert choose_backend("auto", [here, here]) == "shm"
@@ -177,24 +165,6 @@ def test_a_second_connect_of_the_same_rank_is_refused_at_once(tmp_path: Path) ->
     assert in_threads(2, body) == [3.0, 3.0]
 
 
-def test_a_rank_taken_by_another_process_is_refused_at_once(tmp_path: Path) -> None:
-    place = f"file://{tmp_path}/meeting"
-    with comms.connect("shm", rank=0, size=1, rendezvous=place):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                module = importlib.import_module("holdfast.comms.connect")
-                module._open.clear()
-                module._counts._counters.clear()
-                comms.connect("shm", rank=0, size=1, rendezvous=place)
-            except comms.Mismatch as error:
-                status = 0 if "taken by another process" in str(error) else 2
-            finally:
-                os._exit(status)
-        assert os.waitpid(pid, 0)[1] == 0
-
-
 @pytest.mark.parametrize(
     ("odd", "said"), [({"size": 3}, "must pass the same size"), ({"backend": "inproc,gloo"}, "must ask for the same")]
 )
@@ -210,9 +180,6 @@ def test_ranks_with_different_sizes_or_backends_raise_an_error(tmp_path: Path, o
 
 
 def test_connect_members_refuses_unfit_peers_and_names_dead_ones(tmp_path: Path) -> None:
-    from holdfast.comms.connect import connect_members
-    from holdfast.comms.transport.liveness import this_process
-
     stranger = Peer(this_process().host, 2**22, 1)
     with pytest.raises(comms.Unsupported):
         connect_members(
@@ -258,34 +225,30 @@ def test_connecting_gloo_does_not_wait_for_a_dead_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seems_alive_for", [0.0, 0.5])
 def test_a_rank_that_notices_a_failed_meeting_late_still_names_the_dead_rank(
-    tmp_path: Path, seems_alive_for: float
+    tmp_path: Path, seems_alive_for: float, start: Callable[..., Child]
 ) -> None:
     """Rank 1 fails and the meeting is given up because of it after rank 0 found all ranks alive.
 
     The kernel calls rank 1 gone before rank 0 finds the meeting over, or while rank 0 waits at the next one.
     """
     where = f"file://{tmp_path}/meeting"
-    script = f"from holdfast import comms; comms.connect('shm', rank=1, size=2, rendezvous={where!r}).close()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as victim:
-        checked = OfferExchange._check_alive
+    victim = start(lambda pipe: comms.connect("shm", rank=1, size=2, rendezvous=where).close())
+    checked, failed = OfferExchange._check_alive, []
 
-        failed = []
+    def check_alive(exchange: OfferExchange) -> None:
+        checked(exchange)
+        if len(exchange._newest) == 2 and not failed:
+            failed.append(True)
+            victim.stop()
+            death = threading.Timer(seems_alive_for, victim.kill)
+            death.start()
+            if not seems_alive_for:
+                death.join()
+            dist.FileStore(f"{tmp_path}/meeting", -1).add("holdfast/default/0/left", 1)
 
-        def check_alive(exchange: OfferExchange) -> None:
-            checked(exchange)
-            if len(exchange._newest) == 2 and not failed:
-                failed.append(True)
-                victim.send_signal(signal.SIGSTOP)
-                death = threading.Timer(seems_alive_for, victim.kill)
-                death.start()
-                if not seems_alive_for:
-                    death.join()
-                    victim.wait(PATIENCE)
-                dist.FileStore(f"{tmp_path}/meeting", -1).add("holdfast/default/0/left", 1)
-
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(comms.PeerFailed, match="rank 1"):
-            patch.setattr(OfferExchange, "_check_alive", check_alive)
-            comms.connect("shm", rank=0, size=2, rendezvous=where, timeout=2 * PATIENCE)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(comms.PeerFailed, match="rank 1"):
+        patch.setattr(OfferExchange, "_check_alive", check_alive)
+        comms.connect("shm", rank=0, size=2, rendezvous=where, timeout=2 * PATIENCE)
 
 
 def late(store: dist.Store) -> dist.Store:
@@ -344,9 +307,8 @@ def missing(monkeypatch: pytest.MonkeyPatch, on_rank: int) -> None:
 
     def lacking(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
         names, unavailable = asked(backend, device)
-        return names, {"inproc": "not installed here"} if threading.current_thread().name == str(
-            on_rank
-        ) else unavailable
+        here = threading.current_thread().name == str(on_rank)
+        return names, {"inproc": "not installed here"} if here else unavailable
 
     monkeypatch.setattr(module, "_requested_backends", lacking)
 
@@ -413,16 +375,17 @@ def test_members_that_gave_up_a_split_at_different_times_meet_again(tmp_path: Pa
 def test_a_second_process_of_a_rank_is_refused_and_does_not_disturb_the_others(tmp_path: Path) -> None:
     """The second process is refused each time, and the rank can connect again."""
     place = f"file://{tmp_path}/meeting"
-    script = f"""
+    script = """
+import sys
 from holdfast import comms
 for _ in range(2):
     try:
-        comms.connect("shm", rank=0, size=1, rendezvous={place!r}, timeout=20.0)
+        comms.connect("shm", rank=0, size=1, rendezvous=sys.argv[1], timeout=20.0)
     except comms.Mismatch as error:
         print(error)
 """
     with comms.connect("shm", rank=0, size=1, rendezvous=place):
-        said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90).stdout
+        said = run_forked(script, ["script.py", place]).stdout
     assert said.count("rank 0 is taken by another process") == 2
     comms.connect("shm", rank=0, size=1, rendezvous=place).close()
 
@@ -445,6 +408,7 @@ from holdfast import comms
 from holdfast.comms.transport.liveness import this_process
 
 faulthandler.dump_traceback_later(60, exit=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 comms.backends()  # so that the signal does not hit an import
 backend, place, rank, what = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 sent = []
@@ -454,7 +418,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 def soon():
-    threading.Timer(1.0, interrupt).start()
+    threading.Timer(0.3, interrupt).start()
 
 try:
     if what == "connect":
@@ -500,25 +464,17 @@ except KeyboardInterrupt:
 def test_ctrl_c_interrupts_a_call_within_a_second(tmp_path: Path, backend: str, what: str) -> None:
     place = f"file://{tmp_path}/meeting"
     ranks = range(1) if what in ("connect", "init_process_group") else range(2)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", INTERRUPTED, backend, place, str(rank), what],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            env={**os.environ, "HOLDFAST_BACKEND": backend},
-        )
-        for rank in ranks
-    ]
-    try:
-        said, _ = started[0].communicate(timeout=90.0)
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-    heard = re.search(r"heard after (.*) s", said)
-    assert heard is not None, said
+    environ = {**os.environ, "HOLDFAST_BACKEND": backend}
+    with contextlib.ExitStack() as stack:
+        arguments = [["script.py", backend, place, str(rank), what] for rank in ranks]
+        first, *_ = [stack.enter_context(ForkedProgram(INTERRUPTED, each, None, environ)) for each in arguments]
+        heard_within_a_second(first)
+
+
+def heard_within_a_second(program: ForkedProgram) -> None:
+    done = program.communicate(90.0)
+    heard = re.search(r"heard after (.*) s", done.stdout)
+    assert heard is not None, done.stdout + done.stderr
     assert float(heard[1]) < 1.0 + 2.0, "a second, plus the delay of a loaded machine"
 
 
@@ -529,11 +485,5 @@ def test_ctrl_c_interrupts_connect_while_the_store_does_not_answer(kind: str) ->
         if kind == "foreign":
             door.listen()
         place = f"tcp://127.0.0.1:{door.getsockname()[1]}"
-        done = subprocess.run(
-            [sys.executable, "-c", INTERRUPTED, "shm", place, "1", "connect"],
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-    assert "heard after" in done.stdout, done.stdout + done.stderr
-    assert float(done.stdout.split()[2]) < 3.0
+        with ForkedProgram(INTERRUPTED, ["script.py", "shm", place, "1", "connect"], None, os.environ) as program:
+            heard_within_a_second(program)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,20 +30,12 @@ from holdfast.comms.system.keys import create_key
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_process
 from holdfast.harness import LocalCluster
+from support.children import Child
 from support.meeting import free_port, in_threads, total
+from support.waiting import eventually
 
 GENEROUS = 8.0
 """The delay beyond a timeout, in seconds, that a loaded machine may have."""
-
-
-def python(script: str, **environ: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script],
-        env={**os.environ, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 # -- a server that does not answer
@@ -94,26 +85,23 @@ def test_a_file_in_a_missing_folder_is_an_error_at_once(tmp_path: Path) -> None:
         comms.connect("inproc", rank=0, size=2, rendezvous=f"file://{tmp_path}/nowhere/meeting", timeout=300.0)
 
 
-def test_a_store_whose_process_is_stopped_is_a_timeout() -> None:
+def _serve(pipe: Connection, port: int) -> None:
+    store = tcp.serve("127.0.0.1", port, 30.0)
+    pipe.send("serving")
+    pipe.recv()
+    del store
+
+
+def test_a_store_whose_process_is_stopped_is_a_timeout(start: Callable[..., Child]) -> None:
     port = free_port()
-    serve = f"""
-import time
-from holdfast.comms.rendezvous import tcp
-store = tcp.serve("127.0.0.1", {port}, 30.0)
-print("serving", flush=True)
-time.sleep(60)
-"""
-    with python(serve) as server:
-        try:
-            assert server.stdout is not None and server.stdout.readline() == "serving\n"
-            client = tcp.dial("127.0.0.1", port, 10.0)
-            server.send_signal(signal.SIGSTOP)
-            began = time.monotonic()
-            with pytest.raises(comms.OpTimeout):
-                comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=1.0)
-            assert time.monotonic() - began < 1.0 + GENEROUS
-        finally:
-            server.kill()
+    server = start(_serve, port)
+    server.hear()
+    client = tcp.dial("127.0.0.1", port, 10.0)
+    server.stop()
+    began = time.monotonic()
+    with pytest.raises(comms.OpTimeout):
+        comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=1.0)
+    assert time.monotonic() - began < 1.0 + GENEROUS
 
 
 def test_losing_the_store_is_an_error_at_once() -> None:
@@ -156,72 +144,54 @@ def test_torch_and_holdfast_share_the_store_at_the_masters_port(first: str, monk
             comm.barrier()
 
 
-def test_a_file_that_a_killed_job_left_is_named(tmp_path: Path) -> None:
+def _connect(pipe: Connection, where: str, size: int) -> None:
+    comms.connect("shm", rank=0, size=size, rendezvous=where)
+    pipe.send("connected")
+    pipe.recv()
+
+
+def test_a_file_that_a_killed_job_left_is_named(tmp_path: Path, start: Callable[..., Child]) -> None:
     where = f"file://{tmp_path}/meeting"
-    killed = python(
-        f"""
-import os, signal
-from holdfast import comms
-comms.connect("shm", rank=0, size=1, rendezvous={where!r})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    )
-    killed.communicate()
+    killed = start(_connect, where, 1)
+    killed.hear()
+    killed.kill()
     with pytest.raises(comms.Mismatch, match=rf"pid {killed.pid}\), which has ended.*left over.*rm {tmp_path}/meeting"):
         comms.connect("shm", rank=0, size=1, rendezvous=where)
 
 
-def test_an_offer_that_a_killed_job_left_is_named(tmp_path: Path) -> None:
-    where = f"file://{tmp_path}/meeting"
-    killed = python(
-        f"""
-import os, pathlib, signal, threading, time
-from holdfast import comms
-
-def die_once_known():
-    meeting = pathlib.Path("{tmp_path}/meeting")
-    while not meeting.exists() or b"offer/0" not in meeting.read_bytes():
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-threading.Thread(target=die_once_known, daemon=True).start()
-comms.connect("shm", rank=0, size=2, rendezvous={where!r})
-"""
-    )
-    killed.communicate()
+def test_an_offer_that_a_killed_job_left_is_named(tmp_path: Path, start: Callable[..., Child]) -> None:
+    meeting = tmp_path / "meeting"
+    killed = start(_connect, f"file://{meeting}", 2)
+    eventually(lambda: meeting.exists() and b"offer/0" in meeting.read_bytes(), 20.0)
+    killed.kill()
     with pytest.raises(comms.PeerFailed, match="left over from an earlier run") as caught:
-        comms.connect("shm", rank=1, size=2, rendezvous=where, timeout=20.0)
+        comms.connect("shm", rank=1, size=2, rendezvous=f"file://{meeting}", timeout=20.0)
     assert caught.value.ranks == (0,)
 
 
 # -- torchrun
 
 WORKER = """
-import os, sys, torch
+import os, torch, torch.distributed as dist
 from holdfast import comms
+import holdfast.comms.torchdist
 
 with comms.connect("shm", timeout=60.0) as comm:
+    dist.init_process_group("holdfast")
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if comm.rank == 1 and restart == 0:
         os._exit(3)
     tensor = torch.ones(1)
     comm.all_reduce(tensor)
-    print(f"restart {restart} rank {comm.rank} sum {tensor.item():g}", flush=True)
+    dist.all_reduce(tensor)
+    print(f"restart {restart} ranks {comm.rank} {dist.get_rank()} sum {tensor.item():g}", flush=True)
 """
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("adapter", [False, True])
-def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path, adapter: bool) -> None:
+def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
-    text = WORKER
-    if adapter:
-        text = text.replace("from holdfast import comms", "import torch.distributed as dist, holdfast.comms.torchdist")
-        text = text.replace(
-            'with comms.connect("shm", timeout=60.0) as comm:', 'dist.init_process_group("holdfast")\nif True:'
-        )
-        text = text.replace("comm.rank", "dist.get_rank()").replace("comm.all_reduce", "dist.all_reduce")
-    script.write_text(text)
+    script.write_text(WORKER)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     done = subprocess.run(
         [*run, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1", str(script)],
@@ -231,7 +201,7 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path, adapter: bool) 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        assert f"restart 1 rank {rank} sum 2" in done.stdout
+        assert f"restart 1 ranks {rank} {rank} sum 4" in done.stdout
 
 
 # -- processes without the key
