@@ -80,12 +80,6 @@ def fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_CHECK", "0")
 
 
-@pytest.fixture(params=["0", "1"], ids=["fast", "checked"])
-def fast_and_checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First without checks of agreement, then with them."""
-    monkeypatch.setenv("HOLDFAST_CHECK", request.param)
-
-
 @pytest.fixture(autouse=True)
 def _nothing_stays_alive() -> Iterator[None]:
     before = Snapshot.take()

@@ -11,20 +11,21 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
+from holdfast.comms import Communicator, Mismatch, OpTimeout, ReduceOp, Revoked, Unsupported
 from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order, PersistentCall, RequestCall
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.comms.tensors.packing import DTYPES
 from holdfast.harness import LocalCluster
 
+T = TypeVar("T")
 OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")
 RANKS = 3
 
@@ -36,6 +37,25 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         with LocalCluster(RANKS, str(request.param), timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as cluster:
             cluster.run(which_path)
             yield cluster
+
+
+def of_two(backends: list[str]) -> pytest.MarkDecorator:
+    """The ranks of these backends, for a body that `pair` runs on two of them."""
+    return pytest.mark.parametrize("ranks", backends, indirect=True)
+
+
+def pair(ranks: LocalCluster, body: Callable[[Communicator], T]) -> list[T]:
+    """The results of `body` on a communicator of the first two ranks."""
+
+    def on_rank(comm: Communicator) -> T | None:
+        if comm.rank > 1:
+            return None
+        with comm.split([0, 1], timeout=30.0) as two:
+            return body(two)
+
+    first, second, _ = ranks.run(on_rank)
+    assert first is not None and second is not None
+    return [first, second]
 
 
 def which_path(comm: Communicator) -> str:
@@ -153,17 +173,16 @@ REFUSED: list[tuple[Callable[[Communicator], object], type[Exception]]] = [
 ]
 
 
-def refused(comm: Communicator, number: int) -> None:
-    act, error = REFUSED[number]
-    for _ in range(2):
-        with pytest.raises(error):
-            act(comm)
-    perform(comm, "all_reduce", 3, True)
+def refused(comm: Communicator) -> None:
+    for act, error in REFUSED:
+        for _ in range(2):
+            with pytest.raises(error):
+                act(comm)
+        perform(comm, "all_reduce", 3, True)
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_bad_arguments_are_refused_and_change_nothing(ranks: LocalCluster, number: int) -> None:
-    ranks.run(refused, number)
+def test_bad_arguments_are_refused_and_change_nothing(ranks: LocalCluster) -> None:
+    ranks.run(refused)
 
 
 def every_dtype(comm: Communicator) -> None:
@@ -236,26 +255,25 @@ def test_no_dtype_is_taken_for_another_whatever_ran_before(ranks: LocalCluster) 
     ranks.run(paths_agree, program)
 
 
-def names_the_op(whole: Communicator) -> tuple[str, int, list[int]] | None:
+def names_the_op(whole: Communicator) -> tuple[str, int, list[int]]:
     whole._executor.timeout = 0.3
-    comm = whole.split([0, 1], timeout=10.0)
-    comm.barrier()
-    for _ in range(3):
-        perform(comm, "all_reduce", 1, True)
-    begun = comm.progress[0]
-    if comm.rank == 0:
-        time.sleep(1.0)
-        return None
-    with pytest.raises(OpTimeout) as caught:
-        comm.all_reduce(torch.ones(1))
-    assert comm.over is not None and comm.progress == (begun + 1, False)
-    return caught.value.op, caught.value.seq - begun, list(caught.value.missing_ranks)
+    with whole.split([0, 1], timeout=10.0) as comm:
+        comm.barrier()
+        for _ in range(3):
+            perform(comm, "all_reduce", 1, True)
+        begun = comm.progress[0]
+        if comm.rank == 0:
+            time.sleep(1.0)
+            return "", 0, []
+        with pytest.raises(OpTimeout) as caught:
+            comm.all_reduce(torch.ones(1))
+        assert comm.over is not None and comm.progress == (begun + 1, False)
+        return caught.value.op, caught.value.seq - begun, list(caught.value.missing_ranks)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
-def test_a_timeout_in_the_fast_path_names_the_op_as_in_the_slow_path(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
-        name, number, missing = two.run(names_the_op)[1] or ("", 0, [])
+@of_two(["shm", "gloo", "ucx"])
+def test_a_timeout_in_the_fast_path_names_the_op_as_in_the_slow_path(ranks: LocalCluster) -> None:
+    name, number, missing = pair(ranks, names_the_op)[1]
     assert (name, number) == ("all_reduce", 1)
     assert missing in ([0], []), "gloo does not know"
 
@@ -282,10 +300,10 @@ def watched(comm: Communicator) -> list[str]:
     return watcher.seen
 
 
-def test_an_observer_that_is_added_later_sees_all_further_ops() -> None:
-    with LocalCluster(2, "shm", environ={"HOLDFAST_CHECK": "0"}) as two:
-        for seen in two.run(watched):
-            assert seen == [op.removesuffix("_single") if op not in OPS else op for op in OPS]
+@of_two(["shm"])
+def test_an_observer_that_is_added_later_sees_all_further_ops(ranks: LocalCluster) -> None:
+    for seen in ranks.run(watched):
+        assert seen == list(OPS)
 
 
 class _RecordingJournal:
@@ -346,10 +364,9 @@ def recorded_to_the_end(comm: Communicator) -> list[str]:
     return [str(line[-1]) for line in log.lines[3::2]]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_the_journal_gets_the_error_that_ended_an_op(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
-        assert two.run(recorded_to_the_end) == [["NoneType", "Revoked"], ["NoneType"]]
+@of_two(["shm", "gloo"])
+def test_the_journal_gets_the_error_that_ended_an_op(ranks: LocalCluster) -> None:
+    assert pair(ranks, recorded_to_the_end) == [["NoneType", "Revoked"], ["NoneType"]]
 
 
 def in_order(comm: Communicator) -> None:
@@ -383,10 +400,8 @@ def aborted(comm: Communicator) -> float:
     return waited
 
 
-@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", "mpi"])
-def test_an_op_that_has_begun_can_be_aborted(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
-        assert two.run(aborted)[0] < 5.0
+def test_an_op_that_has_begun_can_be_aborted(ranks: LocalCluster) -> None:
+    assert pair(ranks, aborted)[0] < 5.0
 
 
 def one_thread_at_a_time(comm: Communicator) -> str:
@@ -411,23 +426,9 @@ def one_thread_at_a_time(comm: Communicator) -> str:
     return refusals[0]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_an_op_during_an_op_of_another_thread_is_refused(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
-        assert "while another thread is inside an op" in two.run(one_thread_at_a_time)[0]
-
-
-def differ(comm: Communicator) -> str:
-    try:
-        comm.all_reduce(torch.ones(2 + comm.rank))
-    except (Mismatch, Revoked, PeerFailed) as error:
-        return type(error).__name__
-    return "nothing"
-
-
-def test_a_disagreement_of_small_ops_is_found() -> None:
-    with LocalCluster(2, "shm", timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as two:
-        assert "Mismatch" in two.run(differ)
+@of_two(["shm", "gloo"])
+def test_an_op_during_an_op_of_another_thread_is_refused(ranks: LocalCluster) -> None:
+    assert "while another thread is inside an op" in pair(ranks, one_thread_at_a_time)[0]
 
 
 def test_an_order_admits_one_thread_at_a_time() -> None:
@@ -640,16 +641,15 @@ def persistent(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("late", range(LOOKS))
-def test_an_op_of_mpi_is_tested_until_it_is_complete(persistent: bool, late: int, needs_grad: bool) -> None:
-    mpi = FakeMpi(late)
-    call = mpi.call(persistent)
-    for turn in range(1, 4):
-        tensor = torch.full((3,), float(turn), requires_grad=needs_grad)
-        assert call(tensor, 0.0) is None
-        assert tensor.tolist() == [2.0 * turn] * 3 and mpi.holder.ops == 7 + turn
-    assert mpi.begun == [70 if persistent else (1, 3, 20, 30, 40)] * 3 and not mpi.heard
+def test_an_op_of_mpi_is_tested_until_it_is_complete(persistent: bool) -> None:
+    for late in range(LOOKS):
+        mpi = FakeMpi(late)
+        call = mpi.call(persistent)
+        for turn, needs_grad in enumerate((False, True, False), start=1):
+            tensor = torch.full((3,), float(turn), requires_grad=needs_grad)
+            assert call(tensor, 0.0) is None
+            assert tensor.tolist() == [2.0 * turn] * 3 and mpi.holder.ops == 7 + turn
+        assert mpi.begun == [70 if persistent else (1, 3, 20, 30, 40)] * 3 and not mpi.heard
 
 
 def test_an_op_of_mpi_that_takes_longer_is_finished_by_the_slow_path(persistent: bool) -> None:

@@ -114,9 +114,8 @@ def _everywhere(comm: Communicator) -> list[str]:
     return wrong
 
 
-def test_a_communicator_takes_whole_numbers_of_every_kind(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        assert cluster.run(_everywhere) == [[], []]
+def test_a_communicator_takes_whole_numbers_of_every_kind(two_ranks: LocalCluster) -> None:
+    assert two_ranks.run(_everywhere) == [[], []]
 
 
 def _in_windows(comm: Communicator) -> list[str]:
@@ -145,10 +144,11 @@ def _in_windows(comm: Communicator) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("backend", ["inproc", "shm", "ucx", "mpi"])
-def test_a_window_takes_whole_numbers_of_every_kind(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        assert cluster.run(_in_windows) == [[], []]
+@pytest.mark.parametrize(
+    "two_ranks", ["inproc", "shm", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)], indirect=True
+)
+def test_a_window_takes_whole_numbers_of_every_kind(two_ranks: LocalCluster) -> None:
+    assert two_ranks.run(_in_windows) == [[], []]
 
 
 def test_a_plane_takes_offsets_and_timeouts_of_every_kind() -> None:

@@ -13,6 +13,11 @@ from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.transport.base import Transport
 from holdfast.harness import LocalCluster
 
+fast_and_checked = pytest.mark.parametrize("checks", ["0", "1"], indirect=True)
+on_processes = pytest.mark.parametrize(
+    "two_ranks", ["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)], indirect=True
+)
+
 
 def _works(comm: Communicator) -> bool:
     total = torch.ones(4)
@@ -56,10 +61,9 @@ def _arguments(comm: Communicator) -> list[str]:
     return wrong
 
 
-@pytest.mark.usefixtures("fast_and_checked")
-def test_a_communicator_works_after_every_refused_argument(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        assert cluster.run(_arguments) == [[], []]
+@fast_and_checked
+def test_a_communicator_works_after_every_refused_argument(two_ranks: LocalCluster) -> None:
+    assert two_ranks.run(_arguments) == [[], []]
 
 
 class Refusing:
@@ -102,9 +106,9 @@ def _unsupported(comm: Communicator) -> list[str]:
     return wrong + ["ops are numbered differently"] * (comm.progress[0] - before[0] != 9)
 
 
-def test_a_communicator_works_after_a_transport_refused_an_op(process_backend: str) -> None:
-    with LocalCluster(2, process_backend, timeout=30.0) as cluster:
-        assert cluster.run(_unsupported) == [[], []]
+@on_processes
+def test_a_communicator_works_after_a_transport_refused_an_op(two_ranks: LocalCluster) -> None:
+    assert two_ranks.run(_unsupported) == [[], []]
 
 
 def _prepare_fails(comm: Communicator) -> list[str]:
@@ -128,10 +132,10 @@ def _prepare_fails(comm: Communicator) -> list[str]:
     return wrong + [f"{comm.over}"] * (not _works(comm))
 
 
-@pytest.mark.usefixtures("fast_and_checked")
-def test_an_op_that_could_not_be_prepared_can_be_called_again(process_backend: str) -> None:
-    with LocalCluster(2, process_backend, timeout=30.0) as cluster:
-        assert cluster.run(_prepare_fails) == [[], []]
+@fast_and_checked
+@on_processes
+def test_an_op_that_could_not_be_prepared_can_be_called_again(two_ranks: LocalCluster) -> None:
+    assert two_ranks.run(_prepare_fails) == [[], []]
 
 
 def _later_ops_wait(comm: Communicator) -> bool:
@@ -154,9 +158,9 @@ def _later_ops_wait(comm: Communicator) -> bool:
     return comm.over is not None
 
 
-def test_an_asynchronous_op_that_could_not_be_prepared_ends_the_communicator() -> None:
-    with LocalCluster(2, "shm", timeout=30.0) as cluster:
-        assert cluster.run(_later_ops_wait) == [True, True]
+@pytest.mark.parametrize("two_ranks", ["shm"], indirect=True)
+def test_an_asynchronous_op_that_could_not_be_prepared_ends_the_communicator(two_ranks: LocalCluster) -> None:
+    assert two_ranks.run(_later_ops_wait) == [True, True]
 
 
 def _modes(comm: Communicator) -> list[str]:
@@ -209,9 +213,8 @@ def _modes(comm: Communicator) -> list[str]:
     return wrong + ["an inference tensor"] * (outside.tolist() != [4.0] * 4)
 
 
-def test_asynchronous_ops_run_with_the_modes_of_their_caller(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        assert cluster.run(_modes) == [[], []]
+def test_asynchronous_ops_run_with_the_modes_of_their_caller(two_ranks: LocalCluster) -> None:
+    assert two_ranks.run(_modes) == [[], []]
 
 
 def _deep() -> list[object]:
@@ -241,7 +244,6 @@ def _objects(comm: Communicator) -> list[str]:
     return wrong
 
 
-@pytest.mark.usefixtures("fast_and_checked")
-def test_an_object_that_cannot_be_sent_takes_its_turn(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        assert cluster.run(_objects) == [[], []]
+@fast_and_checked
+def test_an_object_that_cannot_be_sent_takes_its_turn(two_ranks: LocalCluster) -> None:
+    assert two_ranks.run(_objects) == [[], []]
