@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,11 +44,7 @@ class Epochs:
     def enter(
         self, epoch: int, processes: Sequence[int], *, alone: bool = False, timeout: float = 10.0
     ) -> Communicator:
-        """Take part in the next epoch as one of `processes`, in this order.
-
-        `alone`: with a store that no other process
-        sees.
-        """
+        """Take part in the next epoch as one of `processes`, in this order; `alone`: no other sees its store."""
         if self.comm is not None:
             self.comm.abort("the epoch is over")
             self._old.append(self.comm)
@@ -86,27 +82,26 @@ class Epochs:
             comm.close()
 
 
-@pytest.fixture(params=["posix,cma,self", "tcp,self"])
-def cluster(request: pytest.FixtureRequest) -> Callable[[int], LocalCluster]:
-    """Processes with shared memory and TCP as their ucx transports."""
-    return lambda size: LocalCluster(size, "ucx", timeout=40.0, environ={"UCX_TLS": request.param})
+@pytest.fixture(scope="module", params=["posix,cma,self", "tcp,self"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """Four processes with shared memory and TCP as their ucx transports."""
+    with LocalCluster(4, "ucx", timeout=60.0, environ={"UCX_TLS": request.param}) as ranks:
+        ranks.warm_up()
+        yield ranks
 
 
-def in_epochs(
-    size: int, cluster: Callable[[int], LocalCluster], body: Callable[[Epochs], object], at: Path
-) -> list[object]:
-    """The results of `body` in each process."""
+def in_epochs(size: int, cluster: LocalCluster, body: Callable[[Epochs], object], at: Path) -> list[object]:
+    """The results of `body` in each of the first `size` processes."""
 
     def whole(comm: Communicator) -> object:
         epochs = Epochs(comm, at)
         try:
-            return body(epochs)
+            return body(epochs) if comm.rank < size else None
         finally:
             comm.barrier()
             epochs.close()
 
-    with cluster(size) as ranks:
-        return ranks.run(whole)
+    return cluster.run(whole)[:size]
 
 
 def total(comm: Communicator, count: int = 3) -> float:
@@ -115,9 +110,7 @@ def total(comm: Communicator, count: int = 3) -> float:
     return float(tensor[-1])
 
 
-def test_survivors_reuse_endpoints_without_asking_the_store(
-    cluster: Callable[[int], LocalCluster], tmp_path: Path
-) -> None:
+def test_survivors_reuse_endpoints_without_asking_the_store(cluster: LocalCluster, tmp_path: Path) -> None:
     def body(epochs: Epochs) -> object:
         epochs.enter(1, [0, 1, 2, 3])
         worker = epochs.worker()
@@ -135,7 +128,7 @@ def test_survivors_reuse_endpoints_without_asking_the_store(
     assert found == [([6, 6, 3], True), None, ([6, 6], True), ([6, 6, 3], True)]
 
 
-def test_survivors_find_a_new_rank_and_a_restarted_rank(cluster: Callable[[int], LocalCluster], tmp_path: Path) -> None:
+def test_survivors_find_a_new_rank_and_a_restarted_rank(cluster: LocalCluster, tmp_path: Path) -> None:
     def body(epochs: Epochs) -> float:
         if epochs.me != 3:
             first = epochs.enter(1, [0, 1, 2])
@@ -150,7 +143,7 @@ def test_survivors_find_a_new_rank_and_a_restarted_rank(cluster: Callable[[int],
     assert in_epochs(4, cluster, body, tmp_path) == [10.0] * 4
 
 
-def test_a_rank_that_was_left_out_comes_back(cluster: Callable[[int], LocalCluster], tmp_path: Path) -> None:
+def test_a_rank_that_was_left_out_comes_back(cluster: LocalCluster, tmp_path: Path) -> None:
     def body(epochs: Epochs) -> float:
         first = epochs.enter(1, [0, 1, 2])
         total(first, 300_000)
@@ -162,9 +155,7 @@ def test_a_rank_that_was_left_out_comes_back(cluster: Callable[[int], LocalClust
     assert in_epochs(3, cluster, body, tmp_path) == [6.0] * 3
 
 
-def test_the_next_attempt_reuses_the_endpoints_of_a_failed_one(
-    cluster: Callable[[int], LocalCluster], tmp_path: Path
-) -> None:
+def test_the_next_attempt_reuses_the_endpoints_of_a_failed_one(cluster: LocalCluster, tmp_path: Path) -> None:
     def body(epochs: Epochs) -> object:
         epochs.enter(1, [0, 1, 2])
         worker = epochs.worker()
@@ -178,7 +169,7 @@ def test_the_next_attempt_reuses_the_endpoints_of_a_failed_one(
 
 
 def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(
-    cluster: Callable[[int], LocalCluster], tmp_path: Path
+    cluster: LocalCluster, tmp_path: Path
 ) -> None:
     def body(epochs: Epochs) -> bool:
         first = epochs.enter(1, [0, 1])
@@ -199,9 +190,7 @@ def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(
 
 
 @pytest.mark.parametrize("count", [3, 2_000_000])
-def test_no_epoch_receives_messages_of_an_earlier_one(
-    count: int, cluster: Callable[[int], LocalCluster], tmp_path: Path
-) -> None:
+def test_no_epoch_receives_messages_of_an_earlier_one(count: int, cluster: LocalCluster, tmp_path: Path) -> None:
     def body(epochs: Epochs) -> float:
         first = epochs.enter(1, [0, 1])
         if epochs.me == 0:
@@ -221,9 +210,7 @@ def test_no_epoch_receives_messages_of_an_earlier_one(
     assert in_epochs(2, cluster, body, tmp_path) == [8.0, 8.0]
 
 
-def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(
-    cluster: Callable[[int], LocalCluster], tmp_path: Path
-) -> None:
+def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(cluster: LocalCluster, tmp_path: Path) -> None:
     def body(epochs: Epochs) -> str:
         comm = epochs.enter(1, [0, 1])
         if epochs.me == 0:
@@ -266,7 +253,7 @@ def test_a_malformed_notice_is_refused(text: bytes) -> None:
 
 
 def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
-    cluster: Callable[[int], LocalCluster], tmp_path: Path
+    cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """UCX 1.22 ends a process when a peer without its shared memory asks it to connect."""
     gone = tmp_path / "gone"

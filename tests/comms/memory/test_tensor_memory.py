@@ -23,6 +23,7 @@ from holdfast.harness import LocalCluster
 from holdfast.store.data.tree import flatten
 
 COUNT = 4
+MPI = pytest.param("mpi", marks=pytest.mark.thorough)
 
 
 class Wrapper(torch.Tensor):
@@ -180,8 +181,13 @@ def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callabl
     yield "tensor", lambda: comm.window(bad)
 
 
-@pytest.mark.usefixtures("fast_paths")
-def test_every_op_refuses_a_tensor_without_memory_by_name_and_the_communicator_lives_on(backend: str) -> None:
+fast_paths = pytest.mark.parametrize("checks", ["0"], indirect=True)
+
+
+@fast_paths
+def test_every_op_refuses_a_tensor_without_memory_by_name_and_goes_on(
+    two_ranks: LocalCluster,
+) -> None:
     def refuse(comm: Communicator) -> list[str]:
         wrong = []
         for make in MEMORYLESS:
@@ -198,12 +204,11 @@ def test_every_op_refuses_a_tensor_without_memory_by_name_and_the_communicator_l
         comm.all_reduce(tensor)
         return wrong + ["the sum is wrong"] * (tensor.tolist() != [comm.size] * COUNT)
 
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        assert cluster.run(refuse) == [[], []]
+    assert two_ranks.run(refuse) == [[], []]
 
 
-@pytest.mark.usefixtures("fast_paths")
-def test_every_tensor_with_plain_memory_is_taken(backend: str) -> None:
+@fast_paths
+def test_every_tensor_with_plain_memory_is_taken(two_ranks: LocalCluster) -> None:
     def take(comm: Communicator) -> list[str]:
         wrong = []
         for make in WITH_MEMORY:
@@ -216,12 +221,12 @@ def test_every_tensor_with_plain_memory_is_taken(backend: str) -> None:
                     wrong.append(f"{make.__name__}: {output.tolist()} {tensor.tolist()}")
         return wrong
 
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        assert cluster.run(take) == [[], []]
+    assert two_ranks.run(take) == [[], []]
 
 
-@pytest.mark.parametrize("backend", ["inproc", "shm", "ucx", "mpi"])
-def test_a_window_refuses_tensors_without_memory_and_takes_all_others(backend: str) -> None:
+@fast_paths
+@pytest.mark.parametrize("two_ranks", ["inproc", "shm", "ucx", MPI], indirect=True)
+def test_a_window_refuses_tensors_without_memory_and_takes_all_others(two_ranks: LocalCluster) -> None:
     def use(comm: Communicator) -> list[str]:
         wrong = []
         with comm.window(named_parameter()) as window:
@@ -240,8 +245,7 @@ def test_a_window_refuses_tensors_without_memory_and_takes_all_others(backend: s
             comm.barrier()
         return wrong
 
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        assert cluster.run(use) == [[], []]
+    assert two_ranks.run(use) == [[], []]
 
 
 @pytest.mark.parametrize("name", ["inproc", "shm", "ucx"])

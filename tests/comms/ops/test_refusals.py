@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -111,21 +112,24 @@ def test_a_communicator_works_after_a_transport_refused_an_op(two_ranks: LocalCl
     assert two_ranks.run(_unsupported) == [[], []]
 
 
+@contextmanager
+def _without_memory_for_a_copy() -> Iterator[None]:
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("for a copy")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "packed", fail)
+        yield
+
+
 def _prepare_fails(comm: Communicator) -> list[str]:
     """One rank has no memory for a copy; it calls the op again, which then completes."""
-    wrong, packed, view = [], collectives.packed, torch.ones(4, 2)[:, 0]
+    wrong, view = [], torch.ones(4, 2)[:, 0]
     if comm.rank == 0:
-
-        def fail(tensor: torch.Tensor) -> torch.Tensor:
-            raise MemoryError("for a copy")
-
-        collectives.packed = fail
-        try:
+        with _without_memory_for_a_copy():
             for call in (lambda: comm.all_reduce(view), lambda: comm.all_reduce(view, timeout=5.0)):
                 with pytest.raises(MemoryError):
                     call()
-        finally:
-            collectives.packed = packed
     comm.all_reduce(view)
     if view.tolist() != [2.0] * 4 or comm.progress[0] != 1:
         wrong.append(f"{view.tolist()} {comm.progress}")
@@ -140,21 +144,13 @@ def test_an_op_that_could_not_be_prepared_can_be_called_again(two_ranks: LocalCl
 
 def _later_ops_wait(comm: Communicator) -> bool:
     """Ops are queued behind one that rank 0 cannot prepare: none may pair with that op of another rank."""
-    packed, view = collectives.packed, torch.ones(4, 2)[:, 0]
-    if comm.rank == 0:
-
-        def fail(tensor: torch.Tensor) -> torch.Tensor:
-            raise MemoryError("for a copy")
-
-        collectives.packed = fail
-    try:
+    view = torch.ones(4, 2)[:, 0]
+    with _without_memory_for_a_copy() if comm.rank == 0 else nullcontext():
         first = comm.all_reduce(view, async_op=True)
         with pytest.raises(HoldfastError):
             comm.all_reduce(torch.full((4,), 100.0), async_op=True).wait(20.0)
         with pytest.raises((MemoryError, HoldfastError)):
             first.wait(20.0)
-    finally:
-        collectives.packed = packed
     return comm.over is not None
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support import seccomp_deny
+from support.programs.forked_programs import run_forked
 from support.seccomp_deny import CALLS
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter knows the numbers of x86_64 alone")
@@ -18,10 +17,8 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the filt
 def run_without(calls: list[str], code: str, *arguments: str) -> str:
     """Run a program that may not make these system calls; return its output."""
     numbers = ",".join(str(CALLS[call]) for call in calls)
-    script = seccomp_deny.__file__
-    done = subprocess.run(
-        [sys.executable, script, numbers, code, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    script = Path(seccomp_deny.__file__)
+    done = run_forked(script.read_text(), [str(script), numbers, code, *arguments])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
-import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,10 @@ from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.children import Child
 from support.source_tree import ROOT
+
+on_processes = pytest.mark.parametrize(
+    "two_ranks", ["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)], indirect=True
+)
 
 
 def in_child(body: Callable[[], Any], seconds: float = 20.0) -> Any:
@@ -55,7 +59,8 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
-def test_a_forked_child_cannot_use_its_parents_communicator(process_backend: str) -> None:
+@on_processes
+def test_a_forked_child_cannot_use_its_parents_communicator(two_ranks: LocalCluster) -> None:
     def body(comm: Communicator) -> object:
         tensor = torch.ones(8)
         comm.all_reduce(tensor)
@@ -76,8 +81,7 @@ def test_a_forked_child_cannot_use_its_parents_communicator(process_backend: str
         words = f"communicator {comm.name!r} belongs to process {os.getpid()}"
         return all(words in each and "make one here" in each for each in said), tensor.tolist()
 
-    with LocalCluster(2, process_backend, timeout=60.0) as cluster:
-        assert cluster.run(body) == [(True, [4.0] * 8)] * 2
+    assert two_ranks.run(body) == [(True, [4.0] * 8)] * 2
 
 
 def test_a_forked_child_cannot_use_a_communicator_of_threads(tmp_path: Path) -> None:
@@ -86,7 +90,8 @@ def test_a_forked_child_cannot_use_a_communicator_of_threads(tmp_path: Path) -> 
         comm.barrier()
 
 
-def test_a_forked_child_ends_no_communicator_of_its_parent(process_backend: str) -> None:
+@on_processes
+def test_a_forked_child_ends_no_communicator_of_its_parent(two_ranks: LocalCluster) -> None:
     def body(comm: Communicator) -> object:
         window = None if comm.backend == "gloo" else comm.window(torch.zeros(4))
 
@@ -110,32 +115,22 @@ def test_a_forked_child_ends_no_communicator_of_its_parent(process_backend: str)
         comm.all_reduce(tensor)
         return tensor.tolist()
 
-    with LocalCluster(2, process_backend, timeout=60.0) as cluster:
-        assert cluster.run(body) == [[2.0] * 4] * 2
+    assert two_ranks.run(body) == [[2.0] * 4] * 2
 
 
-def test_a_forked_child_still_knows_which_rank_its_parent_is(tmp_path: Path) -> None:
+def test_a_forked_child_knows_which_rank_its_parent_is_and_can_connect_by_itself(tmp_path: Path) -> None:
     """A data loader's worker shards its data by rank and size."""
-    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
-        assert in_child(lambda: (comm.rank, comm.size, comm.name, comm.epoch, comm.backend)) == (
-            0,
-            1,
-            "default",
-            0,
-            "shm",
-        )
-        assert in_child(lambda: "of a parent process" in repr(comm))
 
-
-def test_a_forked_child_can_connect_by_itself(tmp_path: Path) -> None:
-    def child() -> list[float]:
+    def child() -> tuple[object, ...]:
         with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/childrens") as mine:
             tensor = torch.ones(2)
             mine.all_reduce(tensor)
-            return tensor.tolist()
+        return comm.rank, comm.size, comm.name, comm.epoch, comm.backend, repr(comm), tensor.tolist()
 
-    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting"):
-        assert in_child(child) == [1.0, 1.0]
+    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+        *known, shown, tensor = in_child(child)
+    assert known == [0, 1, "default", 0, "shm"] and "of a parent process" in shown
+    assert tensor == [1.0, 1.0]
 
 
 def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(tmp_path: Path) -> None:
@@ -143,7 +138,7 @@ def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(tmp_path: Path) -
     with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
         done = comm.all_reduce(torch.ones(1), async_op=True)
         done.wait()
-        begun, go = multiprocessing.get_context("fork").Event(), __import__("threading").Event()
+        begun, go = threading.Event(), threading.Event()
 
         def slow(deadline: float) -> None:
             begun.set()
@@ -154,12 +149,8 @@ def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(tmp_path: Path) -
         ]
         assert begun.wait(20.0)
         try:
-            assert in_child(lambda: [bool(refusal(work.wait)) for work in works] + [bool(refusal(done.wait))]) == [
-                True,
-                True,
-                True,
-                False,
-            ]
+            refused = in_child(lambda: [bool(refusal(work.wait)) for work in (*works, done)])
+            assert refused == [True, True, True, False]
         finally:
             go.set()
         for work in works:
@@ -179,8 +170,10 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor(float(index * self.comm.size + self.comm.rank))
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
-def test_data_loader_workers_run_and_exit_without_output(backend: str, capfd: pytest.CaptureFixture[str]) -> None:
+@on_processes
+def test_data_loader_workers_run_and_exit_without_output(
+    two_ranks: LocalCluster, capfd: pytest.CaptureFixture[str]
+) -> None:
     def body(comm: Communicator) -> float:
         loader = torch.utils.data.DataLoader(Samples(comm), num_workers=2, multiprocessing_context="fork")
         total = torch.zeros(())
@@ -189,8 +182,7 @@ def test_data_loader_workers_run_and_exit_without_output(backend: str, capfd: py
             total += sample.sum()
         return float(total)
 
-    with LocalCluster(2, backend, timeout=60.0) as cluster:
-        assert cluster.run(body) == [sum(4.0 * index + 1.0 for index in range(8))] * 2
+    assert two_ranks.run(body) == [sum(4.0 * index + 1.0 for index in range(8))] * 2
     said = capfd.readouterr()
     assert said.err.strip() == ""
 
@@ -198,28 +190,30 @@ def test_data_loader_workers_run_and_exit_without_output(backend: str, capfd: py
 _SCRIPT = """
 import os, sys, torch
 from holdfast import comms
-comm = comms.connect({backend!r}, rank=0, size=1, rendezvous="file://" + sys.argv[1])
-comm.all_reduce(torch.ones(4))
-window = comm.window(torch.ones(4)) if {backend!r} != "gloo" else None
+used = []
+for backend in ("shm", "gloo", "ucx"):
+    comm = comms.connect(backend, rank=0, size=1, rendezvous="file://" + sys.argv[1], name=backend)
+    comm.all_reduce(torch.ones(4))
+    used.append((comm, comm.window(torch.ones(4)) if backend != "gloo" else None))
 plane = comms.memory("shm"); region = plane.expose(torch.ones(4))
 child = os.fork()
 if child:
     assert os.waitpid(child, 0)[1] == 0
-    comm.all_reduce(torch.ones(4))
+    for comm, window in used:
+        comm.all_reduce(torch.ones(4))
+        comm.close()
     plane.read(region.handle, torch.zeros(4)).wait()
-    comm.close()
     plane.close()
 """
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
-def test_a_forked_child_ends_as_any_interpreter_does(backend: str, tmp_path: Path) -> None:
+def test_a_forked_child_ends_as_any_interpreter_does(tmp_path: Path) -> None:
     """Atexit handlers and destructors run; they neither wait for the parent's threads nor free its resources."""
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "ignore", "-c", _SCRIPT.format(backend=backend), str(tmp_path / "meeting")],
+        [sys.executable, "-X", "dev", "-W", "ignore", "-c", _SCRIPT, str(tmp_path / "meeting")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -93,44 +93,37 @@ def every_op(comm: Communicator) -> bool:
     return True
 
 
-def under_default_device(comm: Communicator) -> bool:
-    with torch.device("meta"):
-        return every_op(comm)
-
-
-def under_inference_mode(comm: Communicator) -> bool:
-    with torch.inference_mode():
-        return every_op(comm)
-
-
-def under_double(comm: Communicator) -> bool:
+@contextmanager
+def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
-    try:
-        return every_op(comm)
-    finally:
-        comm.barrier()
-        torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
-def under_deterministic_algorithms(comm: Communicator) -> bool:
+@contextmanager
+def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
-    try:
-        return every_op(comm)
-    finally:
-        comm.barrier()
-        torch.use_deterministic_algorithms(False)
-
-
-def test_every_op_runs_under_every_setting(backend: str) -> None:
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        for settings in (under_default_device, under_inference_mode, under_double, under_deterministic_algorithms):
-            assert cluster.run(settings) == [True, True], settings.__name__
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "default device": lambda: torch.device("meta"),
     "inference mode": torch.inference_mode,
+    "default dtype": double,
+    "deterministic algorithms": deterministic,
 }
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_op_runs_under_every_setting(two_ranks: LocalCluster, setting: str) -> None:
+    def body(comm: Communicator) -> bool:
+        with SETTINGS[setting]():
+            done = every_op(comm)
+            comm.barrier()  # threads share the setting
+        return done
+
+    assert two_ranks.run(body) == [True, True]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

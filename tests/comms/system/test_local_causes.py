@@ -20,6 +20,7 @@ from holdfast.comms.errors import describe
 from holdfast.comms.system.local_causes import local_cause, resource_exhausted, unopenable_file, unreadable_memory
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
+from support.programs.forked_programs import run_forked
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system of its own")
 
@@ -180,13 +181,7 @@ def test_ucx_reports_missing_shared_memory(options: str, words: str, tmp_path: P
 
 def test_ucx_reports_a_missing_network_device(tmp_path: Path) -> None:
     environ = {**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "nope0"}
-    done = subprocess.run(
-        [sys.executable, "-c", _TINY, str(tmp_path / "meeting")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environ,
-    )
+    done = run_forked(_TINY, ["tiny.py", str(tmp_path / "meeting")], environ=environ)
     assert done.returncode == 0, done.stderr
     assert "UCX_NET_DEVICES=nope0" in done.stdout and "this host has" in done.stdout and "lo" in done.stdout
 

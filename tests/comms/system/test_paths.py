@@ -136,22 +136,20 @@ def test_a_cluster_runs_in_a_temporary_folder_with_an_odd_name(tmp_path: Path, m
         assert cluster.run(lambda comm: comm.size) == [2, 2]
 
 
-@pytest.mark.parametrize("home", ["missing", "file", "unset"])
+def refuse(path: Path) -> bytes:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+@pytest.mark.parametrize("home", ["missing", "file", "unset", "unreadable"])
 def test_a_job_runs_with_a_home_that_cannot_hold_the_optional_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / home))
+    if home == "unreadable":
+        monkeypatch.setattr(Path, "read_bytes", refuse)
     if home == "unset":
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
-    assert tuning.load() == tuning.Tuning()
-
-
-def test_a_job_runs_with_a_home_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
     assert tuning.load() == tuning.Tuning()
