@@ -191,7 +191,7 @@ def test_a_killed_rank_is_named_at_once(three: LocalCluster, tls: str, count: in
         three.run(body)
     for rank in (0, 2):
         seconds, said = (tmp_path / str(rank)).read_text().split(" ", 1)
-        assert float(seconds) < 5.0
+        assert float(seconds) < PATIENCE
         assert "rank 1" in said
 
 
@@ -230,7 +230,7 @@ def test_abort_frees_ranks_that_sleep_in_an_op(two: LocalCluster, tls: str) -> N
         part.close()
         return time.monotonic() - began
 
-    assert max(two.run(body)) < 5.0, "far below the timeout"
+    assert max(two.run(body)) < PATIENCE, "far below the timeout"
 
 
 def test_a_rank_killed_while_ucx_makes_a_segment_leaves_no_file() -> None:
