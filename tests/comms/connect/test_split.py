@@ -144,7 +144,7 @@ def in_pairs(session: Session) -> dict[str, Any]:
     return {"id": session.rank, "seen": seen}
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)])
 def test_a_session_ends_splits_of_its_epoch_and_blames_the_right_rank(backend: str) -> None:
     """No rank waits until the timeout of an op."""
     quick = Timeouts(heartbeat=0.2, suspect=2.0, operation=60.0, rebuild=20.0, join=20.0)

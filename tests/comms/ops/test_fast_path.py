@@ -162,29 +162,6 @@ def test_unusual_calls_take_the_slow_path(ranks: LocalCluster) -> None:
         assert not any(said)
 
 
-REFUSED: list[tuple[Callable[[Communicator], object], type[Exception]]] = [
-    (lambda comm: comm.all_reduce("no tensor"), TypeError),  # type: ignore[arg-type]
-    (lambda comm: comm.all_reduce(torch.ones(2), "sum"), TypeError),  # type: ignore[arg-type]
-    (lambda comm: comm.all_reduce(torch.ones(2), ReduceOp.BOR), Unsupported),
-    (lambda comm: comm.broadcast(torch.ones(2), 7), ValueError),
-    (lambda comm: comm.all_gather_single(torch.ones(5), torch.ones(2)), ValueError),
-    (lambda comm: comm.reduce_scatter_single(torch.ones(4), torch.ones(2)), ValueError),
-    (lambda comm: comm.all_to_all_single(torch.ones(4), torch.ones(4)), ValueError),
-]
-
-
-def refused(comm: Communicator) -> None:
-    for act, error in REFUSED:
-        for _ in range(2):
-            with pytest.raises(error):
-                act(comm)
-        perform(comm, "all_reduce", 3, True)
-
-
-def test_bad_arguments_are_refused_and_change_nothing(ranks: LocalCluster) -> None:
-    ranks.run(refused)
-
-
 def every_dtype(comm: Communicator) -> None:
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64):
         for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.premul_sum(2.0)):

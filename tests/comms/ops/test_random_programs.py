@@ -61,6 +61,7 @@ def test_any_program_gives_the_same_on_every_backend(
     assert clusters.outcome(process_backend, size, given_programs) == expected
 
 
+@pytest.mark.thorough
 @settings(quick, max_examples=2)
 @given(given_programs=several(8))
 def test_any_program_gives_the_same_with_eight_processes(

@@ -35,6 +35,8 @@ def _arguments(comm: Communicator) -> list[str]:
         lambda: comm.all_reduce(torch.ones(4, dtype=torch.complex64), ReduceOp.MAX),
         lambda: comm.all_reduce(x, ReduceOp.PRODUCT, reproducible=True),
         lambda: comm.all_reduce(x, "sum"),  # type: ignore[arg-type]
+        lambda: comm.all_reduce(x, ReduceOp.BOR),
+        lambda: comm.all_reduce("no tensor"),  # type: ignore[arg-type]
         lambda: comm.all_reduce(x, timeout=float("nan")),
         lambda: comm.all_reduce(x, timeout=float("inf")),
         lambda: comm.all_reduce(x, timeout="5"),  # type: ignore[arg-type]
@@ -42,6 +44,8 @@ def _arguments(comm: Communicator) -> list[str]:
         lambda: comm.all_gather_single(x, x),
         lambda: comm.all_gather([x], x),
         lambda: comm.all_to_all_single(x, x, [1, 1]),
+        lambda: comm.all_to_all_single(torch.ones(3), torch.ones(3)),
+        lambda: comm.reduce_scatter_single(x, x),
         lambda: comm.send(x, comm.rank),
         lambda: comm.recv(x, peer, -1),
         lambda: comm.batch_send_recv([Send(x, peer, 1 << 40)]),

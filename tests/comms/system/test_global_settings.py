@@ -52,7 +52,7 @@ def add_up(session: Session) -> list[float]:
     return total.value.tolist()
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_a_whole_session_runs_under_another_default_device_and_dtype(backend: str) -> None:
     with LocalCluster(2, backend, spares=1, session={"timeouts": QUICK}) as cluster:
         job = cluster.start(add_up)

@@ -102,8 +102,11 @@ with ft.Session() as session:
 """
 
 
+@pytest.mark.parametrize(
+    "backend", ["shm", "ucx", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gloo", "mpi"))]
+)
 def test_a_job_runs_without_a_home_in_a_temporary_folder_with_an_odd_and_long_name(
-    tmp_path: Path, process_backend: str
+    tmp_path: Path, backend: str
 ) -> None:
     folder = tmp_path / ODD / LONG / LONG
     folder.mkdir(parents=True)
@@ -118,7 +121,7 @@ def test_a_job_runs_without_a_home_in_a_temporary_folder_with_an_odd_and_long_na
             "-n",
             "2",
             "--backend",
-            process_backend,
+            backend,
             str(script),
         ],
         env={**os.environ, "TMPDIR": str(folder), "HOME": str(folder / "nowhere")},
