@@ -24,7 +24,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
 from holdfast.ft.attempt import Attempt
-from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.event_log import CLOSE_SECONDS, EventLog
 from holdfast.harness.chaos.scenario.workload import AllReduce, Ddp, Python
 
 RESOURCES_SECONDS = 1.0
@@ -38,8 +38,9 @@ class Notes:
         self._next = 0.0
 
     def samples(self, attempt: Attempt) -> None:
-        """Log the shards that this rank works on in an attempt."""
+        """Log the shards that this rank works on in an attempt: written before others can commit it with this rank."""
         self._log.emit("samples", step=attempt.step, epoch=attempt.epoch, shards=attempt.shards)
+        self._log.flush(CLOSE_SECONDS)
 
     def state(self, step: int, digest: str) -> None:
         """Log the digest of the state after a committed step."""

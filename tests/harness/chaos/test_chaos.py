@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -39,7 +40,7 @@ from holdfast.harness.chaos.scenario.planning import Planned, Trigger
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.chaos.scenario.workload import AllReduce, StoreWorkload
 from holdfast.harness.chaos.workloads import store
-from holdfast.harness.chaos.workloads.session import report_state
+from holdfast.harness.chaos.workloads.session import Notes, report_state
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli.app import app
 from holdfast.harness.invariants import Bounds, CheckResult, Event, read_log
@@ -165,7 +166,8 @@ def test_a_fault_waits_at_the_end_of_a_job_only_if_its_step_was_committed() -> N
 def test_the_events_of_a_process_are_written_before_it_may_be_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a gate: before the harness hears of it. In a store: before a reader can fetch the version."""
+    """At a gate, before the harness hears of it; of a store, before a reader can fetch the version; of a rank, before
+    the others can commit its part of a step."""
     address, told = GateAddress(str(tmp_path / "gate"), (PointFilter("step.begin"),)), list[str]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gate:
         gate.bind(address.path)
@@ -187,6 +189,12 @@ def test_the_events_of_a_process_are_written_before_it_may_be_killed(
     made["observe"]("copied", {"version": 1})
     assert [event.kind for event in read_log(tmp_path / "p.jsonl")] == ["published"]
     log.close()
+
+    monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path))
+    session, attempt = SimpleNamespace(identity="rank"), SimpleNamespace(step=1, epoch=1, shards=(0,))
+    with Notes(session) as notes:  # type: ignore[arg-type]
+        notes.samples(attempt)  # type: ignore[arg-type]
+        assert [event.kind for event in read_log(tmp_path / "rank.jsonl")] == ["samples"]
 
 
 def test_faults_whose_moment_never_came_fail_the_run_by_name(chaos: Any) -> None:
