@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
@@ -50,6 +51,16 @@ ME = {"key": KEY, "job": "job", "identity": "me"}
 SERVER = {"key": KEY, "job": "job", "identity": "server"}
 
 
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test as a function, which runs it in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
 def shake_hands(
     dialler: DiallerHandshake, listener: ListenerHandshake
 ) -> tuple[AuthenticatedSession, AuthenticatedSession]:
@@ -68,15 +79,10 @@ def sessions() -> tuple[AuthenticatedSession, AuthenticatedSession]:
 # The protocol, without I/O.
 
 
-def test_two_peers_with_the_key_learn_each_others_identity() -> None:
+def test_two_peers_with_the_key_get_messages_whole_in_whatever_pieces_they_come() -> None:
     mine, theirs = sessions()
     assert (mine.peer, theirs.peer) == ("server", "me")
-    assert theirs.receive(mine.seal(b"ping")) == [b"ping"]
     assert mine.receive(theirs.seal(b"pong")) == [b"pong"]
-
-
-def test_messages_arrive_whole_in_whatever_pieces_they_come() -> None:
-    mine, theirs = sessions()
     sent = [b"", b"a", bytes(1 << 20), b"last"]
     stream = b"".join(mine.seal(payload) for payload in sent)
     received = []
@@ -300,73 +306,65 @@ async def listening(**options: Any) -> AsyncIterator[tuple[str, asyncio.Queue[Co
         await listener.close()
 
 
-def test_a_connection_carries_messages_both_ways_until_one_side_closes() -> None:
-    async def talk() -> None:
-        async with listening() as (address, taken):
-            mine = await dial(address, **ME)
-            theirs = await taken.get()
-            assert (mine.peer, theirs.peer) == ("server", "me")
-            for number in range(3):
-                await mine.send(b"message %d" % number)
-            await theirs.send(b"thanks")
-            assert await mine.recv() == b"thanks"
-            mine.close()
-            assert [message async for message in theirs] == [b"message 0", b"message 1", b"message 2"]
-            for call in (theirs.recv(), theirs.send(b"late"), mine.recv()):
-                with pytest.raises(ConnectionLost):
-                    await call
-
-    asyncio.run(talk())
+@in_a_loop
+async def test_a_connection_carries_messages_both_ways_until_one_side_closes() -> None:
+    async with listening() as (address, taken):
+        mine = await dial(address, **ME)
+        theirs = await taken.get()
+        assert (mine.peer, theirs.peer) == ("server", "me")
+        for number in range(3):
+            await mine.send(b"message %d" % number)
+        await theirs.send(b"thanks")
+        assert await mine.recv() == b"thanks"
+        mine.close()
+        assert [message async for message in theirs] == [b"message 0", b"message 1", b"message 2"]
+        for call in (theirs.recv(), theirs.send(b"late"), mine.recv()):
+            with pytest.raises(ConnectionLost):
+                await call
 
 
-def test_a_fast_sender_waits_for_a_slow_receiver() -> None:
-    async def talk() -> None:
-        async with listening() as (address, taken):
-            mine = await dial(address, **ME)
-            theirs = await taken.get()
-            sender = asyncio.ensure_future(send_all(mine))
-            await asyncio.sleep(0.3)
-            assert not sender.done(), "64 MiB do not fit in any buffer"
-            for _ in range(2048):
-                assert await theirs.recv() == bytes(1 << 15)
-            await sender
-            mine.close()
-
+@in_a_loop
+async def test_a_fast_sender_waits_for_a_slow_receiver() -> None:
     async def send_all(connection: Connection) -> None:
         for _ in range(2048):
             await connection.send(bytes(1 << 15))
 
-    asyncio.run(talk())
+    async with listening() as (address, taken):
+        mine = await dial(address, **ME)
+        theirs = await taken.get()
+        sender = asyncio.ensure_future(send_all(mine))
+        await asyncio.sleep(0.3)
+        assert not sender.done(), "64 MiB do not fit in any buffer"
+        for _ in range(2048):
+            assert await theirs.recv() == bytes(1 << 15)
+        await sender
+        mine.close()
 
 
-def test_a_connection_to_a_peer_that_never_reads_is_closed() -> None:
-    async def talk() -> None:
-        async with listening() as (address, taken):
-            mine = await dial(address, **ME)
-            theirs = await taken.get()
-            theirs._transport.pause_reading()
-            with pytest.raises(ConnectionLost, match="does not read"):
-                for _ in range(100):
-                    mine.post(bytes(1 << 20))
-
-    asyncio.run(talk())
+@in_a_loop
+async def test_a_connection_to_a_peer_that_never_reads_is_closed() -> None:
+    async with listening() as (address, taken):
+        mine = await dial(address, **ME)
+        theirs = await taken.get()
+        theirs._transport.pause_reading()
+        with pytest.raises(ConnectionLost, match="does not read"):
+            for _ in range(100):
+                mine.post(bytes(1 << 20))
 
 
 @pytest.mark.parametrize(("wrong", "error"), [({"key": OTHER_KEY}, WrongKey), ({"job": "other"}, WrongJob)])
-def test_a_dialler_with_a_wrong_key_or_job_gets_the_error_promptly(
+@in_a_loop
+async def test_a_dialler_with_a_wrong_key_or_job_gets_the_error_promptly(
     wrong: dict[str, Any], error: type[ControlError]
 ) -> None:
-    async def talk() -> None:
-        async with listening() as (address, taken):
-            started = time.monotonic()
-            with pytest.raises(error):
-                await dial(address, **(ME | wrong), timeout=2 * PATIENCE)
-            with pytest.raises(error):
-                await asyncio.to_thread(lambda: RpcClient(address, **(ME | wrong), timeout=2 * PATIENCE))
-            assert time.monotonic() - started < PATIENCE
-            assert taken.empty()
-
-    asyncio.run(talk())
+    async with listening() as (address, taken):
+        started = time.monotonic()
+        with pytest.raises(error):
+            await dial(address, **(ME | wrong), timeout=2 * PATIENCE)
+        with pytest.raises(error):
+            await asyncio.to_thread(lambda: RpcClient(address, **(ME | wrong), timeout=2 * PATIENCE))
+        assert time.monotonic() - started < PATIENCE
+        assert taken.empty()
 
 
 def either_way(address: str, timeout: float) -> list[Callable[[], object]]:
@@ -416,12 +414,10 @@ def test_dialling_another_protocol_raises_a_typed_error(answer: bytes) -> None:
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
-def test_a_listener_never_binds_to_every_interface(host: str) -> None:
-    async def talk() -> None:
-        with pytest.raises(ValueError, match="every interface"):
-            await Listener(lambda connection: None, **SERVER).start(host, 0)
-
-    asyncio.run(talk())
+@in_a_loop
+async def test_a_listener_never_binds_to_every_interface(host: str) -> None:
+    with pytest.raises(ValueError, match="every interface"):
+        await Listener(lambda connection: None, **SERVER).start(host, 0)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:-1"])
@@ -430,37 +426,33 @@ def test_a_malformed_address_is_refused(address: str) -> None:
         split_address(address)
 
 
-def test_a_silent_dialler_is_refused_in_time() -> None:
-    async def talk() -> None:
-        async with listening(handshake_timeout=0.2) as (address, _):
-            reader, writer = await asyncio.open_connection(*split_address(address))
-            writer.write(b"\0\0")
-            assert await asyncio.wait_for(reader.read(), 5.0) == b""
+@in_a_loop
+async def test_a_silent_dialler_is_refused_in_time() -> None:
+    async with listening(handshake_timeout=0.2) as (address, _):
+        reader, writer = await asyncio.open_connection(*split_address(address))
+        writer.write(b"\0\0")
+        assert await asyncio.wait_for(reader.read(), 5.0) == b""
+        writer.close()
+
+
+@in_a_loop
+async def test_a_flood_of_strangers_does_not_keep_members_out() -> None:
+    async with listening(max_pending=32) as (address, taken):
+        where = split_address(address)
+        strangers = await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(150)))
+        for _ in range(5):
+            members = await asyncio.gather(*(dial(address, **(ME | {"identity": f"{n}"})) for n in range(5)))
+            assert sorted([(await taken.get()).peer for _ in members]) == ["0", "1", "2", "3", "4"]
+            for member in members:
+                member.close()
+            strangers += await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(30)))
+        open_still = 0
+        for reader, writer in strangers:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(), 0.01)
+            open_still += not reader.at_eof()
             writer.close()
-
-    asyncio.run(talk())
-
-
-def test_a_flood_of_strangers_does_not_keep_members_out() -> None:
-    async def talk() -> None:
-        async with listening(max_pending=32) as (address, taken):
-            where = split_address(address)
-            strangers = await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(150)))
-            for _ in range(5):
-                members = await asyncio.gather(*(dial(address, **(ME | {"identity": f"{n}"})) for n in range(5)))
-                assert sorted([(await taken.get()).peer for _ in members]) == ["0", "1", "2", "3", "4"]
-                for member in members:
-                    member.close()
-                strangers += await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(30)))
-            open_still = 0
-            for reader, writer in strangers:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(reader.read(), 0.01)
-                open_still += not reader.at_eof()
-                writer.close()
-            assert open_still <= 32
-
-    asyncio.run(talk())
+        assert open_still <= 32
 
 
 @contextlib.asynccontextmanager
@@ -493,23 +485,21 @@ async def meddler(address: str, change: Callable[[int, bytes], bytes]) -> AsyncI
         await asyncio.gather(*tasks)
 
 
-def test_a_frame_changed_on_the_way_drops_the_connection_on_both_sides() -> None:
+@in_a_loop
+async def test_a_frame_changed_on_the_way_drops_the_connection_on_both_sides() -> None:
     def change(count: int, data: bytes) -> bytes:
         return data if count < 3 else data[:-1] + bytes([data[-1] ^ 1])
 
-    async def talk() -> None:
-        async with listening() as (address, taken), meddler(address, change) as through:
-            mine = await dial(through, **ME)
-            theirs = await taken.get()
-            await mine.send(b"before")
-            assert await theirs.recv() == b"before"
-            await mine.send(b"changed")
-            with pytest.raises(ForgedFrame):
-                await theirs.recv()
-            with pytest.raises(ConnectionLost):
-                await mine.recv()
-
-    asyncio.run(talk())
+    async with listening() as (address, taken), meddler(address, change) as through:
+        mine = await dial(through, **ME)
+        theirs = await taken.get()
+        await mine.send(b"before")
+        assert await theirs.recv() == b"before"
+        await mine.send(b"changed")
+        with pytest.raises(ForgedFrame):
+            await theirs.recv()
+        with pytest.raises(ConnectionLost):
+            await mine.recv()
 
 
 # Remote calls.
@@ -784,89 +774,81 @@ async def serving(handlers: dict[str, Handler], **options: Any) -> AsyncIterator
         await server.close()
 
 
-def test_a_server_that_cannot_start_leaves_no_socket_and_no_address() -> None:
-    async def talk() -> None:
-        async with serving(HANDLERS) as running:
-            host, port = split_address(running.address)
-            before = descriptors()
-            refused = AsyncRpcServer(**SERVER, handlers={})
-            with pytest.raises(OSError, match="in use"):
-                await refused.start(host, port)
-            assert refused.address == ""
-            assert descriptors() == before
-            await refused.close()
-            mine = await dial_rpc(running.address, **ME)
-            assert await mine.call("echo", b"still served") == b"still served"
-            mine.close()
-            await mine.wait_closed()
-
-    asyncio.run(talk())
+@in_a_loop
+async def test_a_server_that_cannot_start_leaves_no_socket_and_no_address() -> None:
+    async with serving(HANDLERS) as running:
+        host, port = split_address(running.address)
+        before = descriptors()
+        refused = AsyncRpcServer(**SERVER, handlers={})
+        with pytest.raises(OSError, match="in use"):
+            await refused.start(host, port)
+        assert refused.address == ""
+        assert descriptors() == before
+        await refused.close()
+        mine = await dial_rpc(running.address, **ME)
+        assert await mine.call("echo", b"still served") == b"still served"
+        mine.close()
+        await mine.wait_closed()
 
 
-def test_either_side_of_a_connection_may_call_the_other() -> None:
-    async def talk() -> None:
-        connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
-        noted: asyncio.Queue[bytes] = asyncio.Queue()
+@in_a_loop
+async def test_either_side_of_a_connection_may_call_the_other() -> None:
+    connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
+    noted: asyncio.Queue[bytes] = asyncio.Queue()
 
-        def note(peer: str, body: bytes) -> bytes:
-            noted.put_nowait(peer.encode() + b": " + body)
-            return b""
+    def note(peer: str, body: bytes) -> bytes:
+        noted.put_nowait(peer.encode() + b": " + body)
+        return b""
 
-        async with serving(HANDLERS, on_connect=connected.put_nowait) as server:
-            mine = await dial_rpc(server.address, **ME, handlers={"add": lambda peer, body: body + b"!", "note": note})
-            theirs = await connected.get()
-            assert await mine.call("echo", b"up") == b"up"
-            assert await theirs.call("add", b"down") == b"down!"
-            theirs.notify("note", b"revoked")
-            assert await noted.get() == b"server: revoked"
-            assert server.connections == {theirs}
-            mine.close()
-            await mine.wait_closed()
-
-    asyncio.run(talk())
+    async with serving(HANDLERS, on_connect=connected.put_nowait) as server:
+        mine = await dial_rpc(server.address, **ME, handlers={"add": lambda peer, body: body + b"!", "note": note})
+        theirs = await connected.get()
+        assert await mine.call("echo", b"up") == b"up"
+        assert await theirs.call("add", b"down") == b"down!"
+        theirs.notify("note", b"revoked")
+        assert await noted.get() == b"server: revoked"
+        assert server.connections == {theirs}
+        mine.close()
+        await mine.wait_closed()
 
 
-def test_calls_in_a_loop_time_out_fail_and_are_lost_as_in_threads() -> None:
-    async def talk() -> None:
-        async with serving(HANDLERS) as server:
-            mine = await dial_rpc(server.address, **ME)
-            with pytest.raises(CallTimeout):
-                await mine.call("sleep", b"60", timeout=0.1)
-            with pytest.raises(RemoteError, match="KeyError"):
-                await mine.call("broken")
-            answers = await asyncio.gather(*(mine.call("sleep", b"0.%d" % tenths) for tenths in (3, 1, 2)))
-            assert answers == [b"0.3", b"0.1", b"0.2"]
-            waiting = asyncio.ensure_future(mine.call("sleep", b"60"))
-            lost: list[ControlError] = []
-            mine.on_lost(lambda connection, reason: lost.append(reason))
-            await asyncio.sleep(0.05)
-            await server.close()
-            with pytest.raises(ConnectionLost):
-                await waiting
-            assert [type(reason) for reason in lost] == [ConnectionClosed]
-            with pytest.raises(HoldfastError):
-                mine.notify("echo")
-
-    asyncio.run(talk())
+@in_a_loop
+async def test_calls_in_a_loop_time_out_fail_and_are_lost_as_in_threads() -> None:
+    async with serving(HANDLERS) as server:
+        mine = await dial_rpc(server.address, **ME)
+        with pytest.raises(CallTimeout):
+            await mine.call("sleep", b"60", timeout=0.1)
+        with pytest.raises(RemoteError, match="KeyError"):
+            await mine.call("broken")
+        answers = await asyncio.gather(*(mine.call("sleep", b"0.%d" % tenths) for tenths in (3, 1, 2)))
+        assert answers == [b"0.3", b"0.1", b"0.2"]
+        waiting = asyncio.ensure_future(mine.call("sleep", b"60"))
+        lost: list[ControlError] = []
+        mine.on_lost(lambda connection, reason: lost.append(reason))
+        await asyncio.sleep(0.05)
+        await server.close()
+        with pytest.raises(ConnectionLost):
+            await waiting
+        assert [type(reason) for reason in lost] == [ConnectionClosed]
+        with pytest.raises(HoldfastError):
+            mine.notify("echo")
 
 
-def test_cancelling_a_call_cancels_its_handler() -> None:
-    async def talk() -> None:
-        cancelled = asyncio.Event()
+@in_a_loop
+async def test_cancelling_a_call_cancels_its_handler() -> None:
+    cancelled = asyncio.Event()
 
-        async def forever(peer: str, body: bytes) -> bytes:
-            try:
-                await asyncio.sleep(60)
-            finally:
-                cancelled.set()
-            return b""
+    async def forever(peer: str, body: bytes) -> bytes:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return b""
 
-        async with serving({"forever": forever}) as server:
-            mine = await dial_rpc(server.address, **ME)
-            call = asyncio.ensure_future(mine.call("forever"))
-            await asyncio.sleep(0.05)
-            call.cancel()
-            await asyncio.wait_for(cancelled.wait(), 5.0)
-            mine.close()
-
-    asyncio.run(talk())
+    async with serving({"forever": forever}) as server:
+        mine = await dial_rpc(server.address, **ME)
+        call = asyncio.ensure_future(mine.call("forever"))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        await asyncio.wait_for(cancelled.wait(), 5.0)
+        mine.close()

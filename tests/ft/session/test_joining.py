@@ -26,17 +26,21 @@ from support.waiting import PATIENCE, eventually
 QUICK = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=2.0)
 
 
-@pytest.fixture
-def contract(tmp_path: Path) -> dict[str, Any]:
+def arguments(folder: Path) -> dict[str, Any]:
     """The arguments that a session needs to join a job."""
-    create_key(tmp_path / "key")
+    create_key(folder / "key")
     return {
         "job": "job",
-        "register": f"sqlite://{tmp_path}/job.sqlite",
-        "key_file": tmp_path / "key",
+        "register": f"sqlite://{folder}/job.sqlite",
+        "key_file": folder / "key",
         "backend": "shm",
         "timeouts": QUICK,
     }
+
+
+@pytest.fixture
+def contract(tmp_path: Path) -> dict[str, Any]:
+    return arguments(tmp_path)
 
 
 def one_step(session: Session) -> int:
@@ -84,6 +88,16 @@ def test_a_variable_that_makes_no_sense_is_refused(
         Session(**contract)
 
 
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The arguments of a session whose register is in use, with size 1 and 4 shards."""
+    used = arguments(tmp_path_factory.mktemp("founded"))
+    create_key(used["key_file"].with_name("other"))
+    with Session(**used, size=1, shards=4) as founder:
+        one_step(founder)
+    return used
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -93,27 +107,28 @@ def test_a_variable_that_makes_no_sense_is_refused(
         ({"backend": "gloo"}, Mismatch, "in use with backend='shm', not 'gloo'"),
         ({"timeouts": Timeouts(heartbeat=1.0, suspect=3.0)}, Mismatch, "in use with heartbeat=0.1, not 1.0"),
         ({"timeouts": replace(QUICK, join=3.0)}, Mismatch, "in use with join=2.0, not 3.0"),
+        ({"HOLDFAST_MESH": "2"}, Mismatch, "in use with mesh=64, not 2"),
+        ({"key_file": "other"}, WrongKey, "belongs to job 'job' with another key"),
     ],
 )
-def test_a_register_in_use_by_another_job_or_configuration_is_refused(
-    contract: dict[str, Any], change: dict[str, Any], error: type[Exception], words: str
+def test_a_register_in_use_by_another_job_key_or_configuration_is_refused(
+    founded: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    error: type[Exception],
+    words: str,
 ) -> None:
-    with Session(**contract, size=1, shards=4) as founder:
-        one_step(founder)
-    with Register.open(contract["register"]) as register:
+    with Register.open(founded["register"]) as register:
         before = register.read()
+    if "key_file" in change:
+        change = {"key_file": founded["key_file"].with_name(change["key_file"])}
+    if "HOLDFAST_MESH" in change:
+        monkeypatch.setenv("HOLDFAST_MESH", change["HOLDFAST_MESH"])
+        change = {}
     with pytest.raises(error, match=words):
-        Session(**{**contract, **change})
-    with Register.open(contract["register"]) as register:
+        Session(**{**founded, **change})
+    with Register.open(founded["register"]) as register:
         assert register.read() == before
-
-
-def test_a_process_with_another_mesh_is_refused(contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with Session(**contract, size=1) as founder:
-        one_step(founder)
-    monkeypatch.setenv("HOLDFAST_MESH", "2")
-    with pytest.raises(Mismatch, match="in use with mesh=64, not 2"):
-        Session(**contract)
 
 
 def test_a_process_on_another_host_is_refused_by_a_job_of_one_host(
@@ -125,28 +140,6 @@ def test_a_process_on_another_host_is_refused_by_a_job_of_one_host(
                 elsewhere.setattr(settings, "this_host", lambda: "elsewhere")
                 with pytest.raises(BackendUnavailable, match="needs all members on one host"):
                     Session(**contract)
-
-
-def test_a_wrong_key_is_refused(contract: dict[str, Any], tmp_path: Path) -> None:
-    with Session(**contract, size=1) as founder:
-        one_step(founder)
-    create_key(tmp_path / "other")
-    with pytest.raises(WrongKey, match="belongs to job 'job' with another key"):
-        Session(**{**contract, "key_file": tmp_path / "other"})
-
-
-def test_a_key_that_others_can_read_is_refused(contract: dict[str, Any]) -> None:
-    contract["key_file"].chmod(0o644)
-    with pytest.raises(KeyRefused, match="mode 0644"):
-        Session(**contract)
-
-
-def test_a_file_that_is_no_register_is_refused_and_left_alone(contract: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "job.sqlite").write_text("my thesis")
-    (tmp_path / "job.sqlite").chmod(0o600)
-    with pytest.raises(HoldfastError, match="not an sqlite file"):
-        Session(**contract)
-    assert (tmp_path / "job.sqlite").read_text() == "my thesis"
 
 
 def test_an_attached_object_must_have_a_state(contract: dict[str, Any]) -> None:

@@ -46,12 +46,6 @@ def start_with_spares(ranks: LocalCluster, steps: int = STEPS, pause: float = 0.
 # -- without faults
 
 
-def test_steps_divide_the_shards_and_are_committed_once(process_backend: str) -> None:
-    with cluster(3, process_backend) as ranks:
-        job = ranks.start(tally_up, 10)
-        assert_exact(job, job.results(), 3, 10)
-
-
 def test_an_attempt_has_the_number_of_all_shards_of_the_job_in_every_epoch() -> None:
     def look(session: Session) -> tuple[set[int], set[int]]:
         seen, sizes = set(), set()
@@ -69,12 +63,6 @@ def test_an_attempt_has_the_number_of_all_shards_of_the_job_in_every_epoch() -> 
         assert ranks.start(look).results()[0] == ({5}, {1, 2})
     with cluster(1, shards=None) as ranks:
         assert ranks.start(look).results() == [({1}, {1})], "without `shards`: the size of the job"
-
-
-def test_one_process_is_a_job_too() -> None:
-    with cluster(1) as ranks:
-        job = ranks.start(tally_up, 5)
-        assert_exact(job, job.results(), 1, 5)
 
 
 def test_a_finished_job_lets_its_spares_go() -> None:
@@ -263,16 +251,21 @@ REBUILD = [
 ]
 
 
-def in_turn(lines: list[str]) -> list[tuple[str, str]]:
-    """Each point, with one of the backends that build connections in another way than shm."""
-    return list(zip(lines, itertools.cycle(["ucx", "gloo", "mpi"]), strict=False))
+BACKENDS = ["ucx", "gloo", "mpi"]
 
 
-@pytest.mark.parametrize(
-    ("point", "rank", "spares", "backend"),
-    [(point, rank, spares, "shm") for point in COMMIT for rank in (0, 2) for spares in (0, 1)]
-    + [(point, 2, 1, backend) for point, backend in in_turn(COMMIT)],
-)
+def each_way(points: list[str], ways: list[tuple[Any, ...]]) -> list[Any]:
+    """Each point in each way over shm, and once over a backend that builds connections in another way.
+
+    The first tier has each point once, and each way in turn.
+    """
+    rest = [(point, *way, "shm") for point in points for way in ways]
+    first = [(point, *way, "shm") for point, way in zip(points, itertools.cycle(ways), strict=False)]
+    rest += [(point, *ways[-1], other) for point, other in zip(points, itertools.cycle(BACKENDS), strict=False)]
+    return [*first, *(pytest.param(*each, marks=pytest.mark.thorough) for each in rest if each not in first)]
+
+
+@pytest.mark.parametrize(("point", "rank", "spares", "backend"), each_way(COMMIT, [(0, 0), (2, 1), (2, 0), (0, 1)]))
 def test_the_job_survives_a_kill_at_each_point_of_the_commit(point: str, rank: int, spares: int, backend: str) -> None:
     with cluster(3, backend, spares, f"{point}:7:{rank}:3") as ranks:
         job = start_with_spares(ranks, 15, 0.002)
@@ -375,11 +368,7 @@ def test_the_job_survives_a_kill_of_the_rank_that_declares_it_finished() -> None
         assert check([event_of(event) for event in job.events()]) == []
 
 
-@pytest.mark.parametrize(
-    ("second", "spares", "backend"),
-    [(second, spares, "shm") for second in REBUILD for spares in (0, 2)]
-    + [(second, 2, backend) for second, backend in in_turn(REBUILD)],
-)
+@pytest.mark.parametrize(("second", "spares", "backend"), each_way(REBUILD, [(0,), (2,)]))
 def test_the_job_survives_another_kill_at_each_point_of_the_rebuild(second: str, spares: int, backend: str) -> None:
     """Rank 2 dies in step 7, and rank 0 during the rebuild.
 
