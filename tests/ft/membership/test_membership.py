@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -367,52 +368,42 @@ def test_the_core_imports_nothing_that_does_io() -> None:
 # Every interleaving ---------------------------------------------------------------------------------------------
 
 
-def test_every_order_of_forming_a_job_of_three_with_a_death() -> None:
-    assert explore(new_world(3, size=3, kills=1)) > 10_000
-
-
-def test_every_order_of_forming_a_job_while_the_register_fails_once() -> None:
-    assert explore(new_world(3, size=3, outages=1)) > 500
-
-
-def test_every_order_of_forming_a_job_with_a_spare_and_a_death() -> None:
-    assert explore(new_world(3, size=2, kills=1)) > 5_000
+@pytest.mark.parametrize(
+    ("least", "world"),
+    [
+        pytest.param(10_000, {"count": 3, "size": 3, "kills": 1}, id="a death"),
+        pytest.param(500, {"count": 3, "size": 3, "outages": 1}, id="the register fails once"),
+        pytest.param(5_000, {"count": 3, "size": 2, "kills": 1}, id="a spare and a death"),
+    ],
+)
+def test_every_order_of_forming_a_job(least: int, world: dict[str, Any]) -> None:
+    assert explore(new_world(**world)) > least
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "min_size", "kills", "ticks", "outages", "finishing"),
+    ("least", "world"),
     [
-        pytest.param(3, 3, 1, 2, 3, 1, False, id="shrink"),
-        pytest.param(3, 2, 1, 2, 3, 1, False, id="spare"),
-        pytest.param(4, 3, 1, 2, 1, 0, False, id="two deaths, one spare"),
-        pytest.param(4, 3, 3, 2, 2, 0, False, id="below min_size"),
-        pytest.param(4, 2, 1, 3, 1, 0, False, id="two spares"),
-        pytest.param(3, 3, 1, 1, 1, 0, True, id="finishing"),
-        pytest.param(3, 2, 1, 2, 1, 0, True, id="finishing with a spare"),
+        pytest.param(500, {"count": 3, "size": 3, "kills": 2, "ticks": 3, "outages": 1}, id="shrink"),
+        pytest.param(500, {"count": 3, "size": 2, "kills": 2, "ticks": 3, "outages": 1}, id="spare"),
+        pytest.param(500, {"count": 4, "size": 3, "kills": 2, "ticks": 1}, id="two deaths, one spare"),
+        pytest.param(500, {"count": 4, "size": 3, "min_size": 3, "kills": 2, "ticks": 2}, id="below min_size"),
+        pytest.param(500, {"count": 4, "size": 2, "kills": 3, "ticks": 1}, id="two spares"),
+        pytest.param(500, {"count": 3, "size": 3, "kills": 1, "ticks": 1, "finishing": True}, id="finishing"),
+        pytest.param(
+            500, {"count": 3, "size": 2, "kills": 2, "ticks": 1, "finishing": True}, id="finishing with a spare"
+        ),
+        pytest.param(100, {"count": 3, "size": 3, "ticks": 1, "breaks": 2}, id="ops fail without a failed member"),
+        pytest.param(100, {"count": 3, "size": 3, "kills": 1, "ticks": 1, "breaks": 1}, id="ops fail, and a death"),
+        pytest.param(100, {"count": 3, "size": 3, "kills": 2, "ticks": 1, "mesh": 1}, id="large for its mesh"),
+        pytest.param(
+            100, {"count": 3, "size": 2, "kills": 2, "ticks": 1, "mesh": 1}, id="large for its mesh with a spare"
+        ),
     ],
 )
-def test_every_order_of_deaths_in_a_running_job(
-    count: int, size: int, min_size: int, kills: int, ticks: int, outages: int, finishing: bool
-) -> None:
-    world = started(
-        new_world(count, size=size, min_size=min_size, kills=kills, ticks=ticks, outages=outages, finishing=finishing)
-    )
-    assert world.register is not None and world.register.phase == "running"
-    assert explore(world) > 500
-
-
-@pytest.mark.parametrize(("kills", "breaks"), [(0, 2), (1, 1)])
-def test_every_order_of_ops_that_fail_without_a_failed_member(kills: int, breaks: int) -> None:
-    world = started(new_world(3, size=3, kills=kills, ticks=1, breaks=breaks))
-    assert world.register is not None and world.register.phase == "running"
-    assert explore(world) > 100
-
-
-def test_every_order_of_a_death_in_a_job_that_is_large_for_its_mesh() -> None:
-    for spares in (0, 1):
-        world = started(new_world(3, size=3 - spares, kills=2, ticks=1, mesh=1))
-        assert world.register is not None and world.register.phase == "running"
-        assert explore(world) > 100
+def test_every_order_of_deaths_and_faults_in_a_running_job(least: int, world: dict[str, Any]) -> None:
+    running = started(new_world(**world))
+    assert running.register is not None and running.register.phase == "running"
+    assert explore(running) > least
 
 
 # The checks catch cores with known bugs -----------------------------------------

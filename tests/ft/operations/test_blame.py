@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,32 @@ def job(folder: Path, size: int, steps: int, *, clocks: list[float] | None = Non
     paths = world.write(folder, hosts, clocks, waits=True, capacity=64)
     recordings = [read(path) for path in paths]
     return assemble(recordings, {r.identity: ProcessState.RUNNING for r in recordings}, [], clocks[0] + 100.0)
+
+
+def barrier(
+    recorder: FlightRecorder, rank: int, *, name: str = "job", epoch: int = 1, size: int = 2, left: bool = True
+) -> Any:
+    """Record a barrier of a communicator over shm; returns its journal."""
+    journal = recorder.journal(name, epoch, rank, size, "shm")
+    journal.enter("barrier", 1, 0, None, None, -1)
+    if left:
+        journal.leave(None)
+    return journal
+
+
+def recorder_of(folder: Path, rank: int, **options: Any) -> FlightRecorder:
+    return FlightRecorder(folder / f"p{rank}.flight", f"p{rank}", "job", capacity=16, **options)
+
+
+def evidence_of(folder: Path, now: float, events: Sequence[dict[str, Any]] = (), **gone: ProcessState) -> JobEvidence:
+    """The evidence of the recordings of two processes, which run."""
+    recordings = [read(folder / f"p{rank}.flight") for rank in range(2)]
+    return assemble(recordings, {each.identity: ProcessState.RUNNING for each in recordings} | gone, list(events), now)
+
+
+def detected(evidence: str, **fields: Any) -> dict[str, Any]:
+    """What p0 reports of p1."""
+    return {"kind": "detected", "members": ["p1"], "evidence": evidence, "time": 1.0, "process": "p0", **fields}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,8 +113,8 @@ def test_of_two_ranks_that_differ_the_one_that_leaves_its_pattern_is_the_suspect
         world.run([SUM, SUM], step)
     world.dead_after = {0: (6, 0), 1: (6, 0)}
     world.run([SUM, odd], 6)
-    recordings = [read(path) for path in world.write(tmp_path, ["h", "h"], [0.0, 0.0], waits=False, capacity=64)]
-    (suspect,) = analyse(assemble(recordings, {r.identity: ProcessState.RUNNING for r in recordings}, [], 9.0))
+    world.write(tmp_path, ["h", "h"], [0.0, 0.0], waits=False, capacity=64)
+    (suspect,) = analyse(evidence_of(tmp_path, 9.0))
     assert (suspect.kind, suspect.rank) == ("mismatch", 1)
     assert "rank 1 called all_reduce(float32, [5], sum)" in suspect.evidence
 
@@ -95,50 +122,31 @@ def test_of_two_ranks_that_differ_the_one_that_leaves_its_pattern_is_the_suspect
 def test_a_receive_whose_message_was_sent_shows_the_link(tmp_path: Path) -> None:
     tensor = torch.ones(2)
     for rank, op in enumerate(["send", "recv"]):
-        recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16, now=lambda: 1.0)
-        journal = recorder.journal("job", 1, rank, 2, "ucx")
+        journal = recorder_of(tmp_path, rank, now=lambda: 1.0).journal("job", 1, rank, 2, "ucx")
         for number in range(3):
             journal.enter(op, number, 8, tensor, 0, 1 - rank)
             if op == "send" or number < 2:
                 journal.leave(None)
-    recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
-    (suspect, *_) = analyse(assemble(recordings, {r.identity: ProcessState.RUNNING for r in recordings}, [], 100.0))
+    (suspect, *_) = analyse(evidence_of(tmp_path, 100.0))
     assert (suspect.kind, suspect.rank, suspect.to) == ("cut", 0, 1)
 
 
 def test_a_killed_rank_is_found_long_after_the_survivors_continued(tmp_path: Path) -> None:
     """The survivors' rings hold no record of its epoch any more."""
-    lives = {}
-    for name, epoch, life in [("p0", 2, ProcessState.RUNNING), ("p1", 1, ProcessState.GONE)]:
-        recorder = FlightRecorder(tmp_path / f"{name}.flight", name, "job", capacity=16)
-        journal = recorder.journal("job", epoch, int(name[1]), 3 - epoch, "shm")
-        journal.enter("barrier", 1, 0, None, None, -1)
-        journal.leave(None)
-        lives[name] = life
-    recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
-    (suspect,) = analyse(assemble(recordings, lives, [], 0.0))
+    for rank, epoch in enumerate([2, 1]):
+        barrier(recorder_of(tmp_path, rank), rank, epoch=epoch, size=3 - epoch)
+    (suspect,) = analyse(evidence_of(tmp_path, 0.0, p1=ProcessState.GONE))
     assert (suspect.kind, suspect.rank, suspect.epoch) == ("crash", 1, 1)
 
 
 def test_a_finding_is_reported_once(tmp_path: Path) -> None:
     """The evidence is the members' own reports; one death in two communicators is one suspect."""
     for rank in range(2):
-        recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16)
+        recorder = recorder_of(tmp_path, rank)
         for name in ("job", "job/pair"):
-            journal = recorder.journal(name, 1, rank, 2, "shm")
-            journal.enter("barrier", 1, 0, None, None, -1)
-            if rank == 1 and name == "job":
-                journal.leave(None)
-    said = {
-        "kind": "detected",
-        "members": ["p1"],
-        "evidence": "its process (pid 7) ended",
-        "time": 1.0,
-        "process": "p0",
-    }
-    recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
-    lives = {"p0": ProcessState.RUNNING, "p1": ProcessState.GONE}
-    suspects = analyse(assemble(recordings, lives, [{**said, "time": 1.0, "process": "p0"}], 1e6))
+            barrier(recorder, rank, name=name, left=rank == 1 and name == "job")
+    said = detected("its process (pid 7) ended")
+    suspects = analyse(evidence_of(tmp_path, 1e6, [said], p1=ProcessState.GONE))
     crashes = [suspect for suspect in suspects if suspect.kind == "crash"]
     assert [suspect.process for suspect in crashes] == ["p1"]
     assert crashes[0].evidence.count("process") == 1
@@ -147,20 +155,9 @@ def test_a_finding_is_reported_once(tmp_path: Path) -> None:
 def test_a_mismatch_is_reported_after_its_ops_are_overwritten(tmp_path: Path) -> None:
     """The rank that left because of it reported the mismatch; the others overwrote their records of it."""
     for rank in range(2):
-        recorder = FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16)
-        journal = recorder.journal("job", 1, rank, 2, "shm")
-        journal.enter("barrier", 1, 0, None, None, -1)
-        journal.leave(None)
-    said = {
-        "kind": "detected",
-        "members": ["p1"],
-        "evidence": "it left: Mismatch: rank 0 called broadcast as op 9, rank 1 all_gather",
-        "errors": ["Mismatch"],
-        "time": 1.0,
-        "process": "p0",
-    }
-    recordings = [read(tmp_path / f"p{rank}.flight") for rank in range(2)]
-    (first, *_) = analyse(assemble(recordings, {f"p{rank}": ProcessState.RUNNING for rank in range(2)}, [said], 1e6))
+        barrier(recorder_of(tmp_path, rank), rank)
+    said = detected("it left: Mismatch: rank 0 called broadcast as op 9, rank 1 all_gather", errors=["Mismatch"])
+    (first, *_) = analyse(evidence_of(tmp_path, 1e6, [said]))
     assert (first.kind, first.rank) == ("mismatch", 1)
     assert "rank 0 called broadcast as op 9" in first.evidence
 
@@ -263,11 +260,8 @@ def test_an_incomplete_last_line_is_not_an_error(tmp_path: Path) -> None:
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     """The recordings of a job in which rank 1 died, and a file that is not a recording."""
-    recorders = [FlightRecorder(tmp_path / f"p{rank}.flight", f"p{rank}", "job", capacity=16) for rank in range(3)]
-    for rank, recorder in enumerate(recorders):
-        journal = recorder.journal("job", 4, rank, 3, "shm")
-        journal.enter("barrier", 1, 0, None, None, -1)
-        journal.leave(None)
+    for rank in range(3):
+        journal = barrier(recorder_of(tmp_path, rank), rank, epoch=4, size=3)
         if rank != 1:
             journal.enter("all_reduce", 2, 8, torch.ones(2), "sum", -1)
             journal.leave(PeerFailed([1], "gone"))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,30 +15,22 @@ from holdfast.ft.launch import held_directory
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.harness import LocalCluster
-
-OWNER = """
-import sys
-from pathlib import Path
-from holdfast.ft.launch.held_directory import HeldDirectory
-
-folder = HeldDirectory("job-", Path(sys.argv[1]))
-(folder.path / "segment").write_bytes(b"memory")
-print(folder.path, flush=True)
-sys.stdin.read()
-folder.close()
-"""
+from support.children import Child, children
 
 
 @contextmanager
-def owner(where: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another process with a held directory, and that directory. The process closes it when its input ends."""
-    command = [sys.executable, "-c", OWNER, str(where)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process, Path(process.stdout.readline().strip())
-        finally:
-            process.kill()
+def owner(where: Path) -> Iterator[tuple[Child, Path]]:
+    """Another process with a held directory, and that directory. The process closes it when it is told to."""
+
+    def body(pipe: Connection) -> None:
+        with HeldDirectory("job-", where) as folder:
+            (folder.path / "segment").write_bytes(b"memory")
+            pipe.send(folder.path)
+            pipe.recv()
+
+    with children() as start:
+        process = start(body)
+        yield process, process.hear()
 
 
 def test_a_held_folder_is_for_its_owner_alone_and_gone_when_closed(tmp_path: Path) -> None:
@@ -54,7 +45,8 @@ def test_a_held_folder_is_for_its_owner_alone_and_gone_when_closed(tmp_path: Pat
 def test_a_new_folder_leaves_folders_that_are_held(tmp_path: Path) -> None:
     with owner(tmp_path) as (process, theirs), HeldDirectory("job-", tmp_path) as ours:
         assert {theirs, ours.path} == set(tmp_path.iterdir())
-        process.communicate(timeout=30)
+        process.tell("close it")
+        process.end()
         assert list(tmp_path.iterdir()) == [ours.path], "its owner closed it"
 
 
@@ -63,7 +55,6 @@ def test_a_new_folder_removes_what_a_killed_owner_left_and_nothing_else(tmp_path
     (tmp_path / "job-file").touch()
     with owner(tmp_path) as (process, left):
         process.kill()
-        process.wait(30)
         assert (left / "segment").exists()
         with HeldDirectory("job-", tmp_path) as ours:
             assert {path.name for path in tmp_path.iterdir()} == {"another's", "job-file", ours.path.name}
@@ -84,7 +75,6 @@ def test_a_folder_of_the_users_own_stays_whatever_its_name(tmp_path: Path) -> No
 def test_root_leaves_folders_of_other_users(tmp_path: Path, of_another: str) -> None:
     with owner(tmp_path) as (process, left):
         process.kill()
-        process.wait(30)
         os.chown(left if of_another == "folder" else left / held_directory.MARKER, 1234, 1234)
         with HeldDirectory("job-", tmp_path):
             pass
@@ -96,7 +86,6 @@ def test_a_link_to_a_folder_that_was_left_is_not_followed(tmp_path: Path) -> Non
     elsewhere.mkdir()
     with owner(elsewhere) as (process, left):
         process.kill()
-        process.wait(30)
         (tmp_path / "job-link").symlink_to(left)
         with HeldDirectory("job-", tmp_path):
             pass

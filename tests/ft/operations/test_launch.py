@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,9 +31,9 @@ def script(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def ended(pids: list[int], seconds: float = 10.0) -> bool:
+def ended(pids: list[int]) -> bool:
     """Whether all these processes are gone soon."""
-    if becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds, interval=0.02):
+    if becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60.0, interval=0.02):
         return True
     for pid in pids:
         if Path(f"/proc/{pid}").exists():
@@ -80,7 +82,7 @@ def test_run_ends_at_once_when_min_size_cannot_be_reached(tmp_path: Path, capsys
     path = script(tmp_path, FAILS.format(words=" {id(attempt)} {session.identity}"))
     began = time.monotonic()
     assert launch(LaunchPlan(python_command(path, ()), 3, spares=1, min_size=3)) == 1
-    assert time.monotonic() - began < 90, "join is 600 s"
+    assert time.monotonic() - began < 300, "join is 600 s"
     output = capsys.readouterr().out
     assert "2 processes are left of the 3 members needed, and nobody else can come" in output
     assert output.count("ValueError: no such batch in 3") >= 4
@@ -93,15 +95,20 @@ def test_sizes_that_cannot_work_are_refused() -> None:
         LaunchPlan(("true",), 2, shards=0)
 
 
-def test_run_passes_min_size_and_shards_to_its_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_passes_min_size_and_shards_to_its_sessions_and_all_ranks_may_stop_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = script(
         tmp_path,
         """
         from holdfast import ft
         with ft.Session() as session:
-            for attempt in session.steps(1):
+            for attempt in session.steps(1000):
                 with attempt:
+                    attempt.comm.barrier()
+                if attempt.step == 2:
                     print("job", session.view.job.min_size, session.view.job.shards, attempt.shards)
+                    break
         """,
     )
     assert launch(LaunchPlan(python_command(path, ()), 2, min_size=2, shards=6)) == 0
@@ -151,22 +158,6 @@ def test_whereabouts_tell_a_stopped_process_from_one_that_has_ended() -> None:
     process.kill()
     assert becomes_true(lambda: whereabouts(process.pid) == "has ended", 10.0)
     process.wait()
-
-
-def test_run_succeeds_when_all_ranks_stop_early(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        """
-        from holdfast import ft
-        with ft.Session() as session:
-            for attempt in session.steps(1000):
-                with attempt:
-                    attempt.comm.barrier()
-                if attempt.step == 2:
-                    break
-        """,
-    )
-    assert launch(LaunchPlan(python_command(path, ()), 2)) == 0
 
 
 def test_the_line_of_the_last_traceback_says_why_a_process_ended() -> None:
@@ -227,19 +218,11 @@ def test_checks_are_off_unless_they_are_asked_for(
     assert f"check {seen}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("word", ["1", "true", "Yes", " on "])
-def test_a_variable_can_be_turned_on(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    monkeypatch.setenv("HOLDFAST_CHECK", word)
-    assert flag("HOLDFAST_CHECK")
-
-
-@pytest.mark.parametrize("word", ["0", "false", "No", "off", ""])
-def test_a_variable_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    monkeypatch.setenv("HOLDFAST_CHECK", word)
-    assert not flag("HOLDFAST_CHECK", default=True)
-
-
-def test_any_other_value_of_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_is_turned_on_or_off_by_a_word_and_any_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = dict.fromkeys(("1", "true", "Yes", " on "), True) | dict.fromkeys(("0", "false", "No", "off", ""), False)
+    for word, on in words.items():
+        monkeypatch.setenv("HOLDFAST_CHECK", word)
+        assert flag("HOLDFAST_CHECK", default=not on) == on, word
     monkeypatch.setenv("HOLDFAST_CHECK", "maybe")
     with pytest.raises(ValueError, match="HOLDFAST_CHECK='maybe' is neither on"):
         flag("HOLDFAST_CHECK")
@@ -287,28 +270,32 @@ with ft.Session() as session:
     assert logs.stat().st_mode & 0o777 == 0o700
 
 
+@contextmanager
+def guarded(command: list[str]) -> Iterator[GuardedProcess]:
+    process = GuardedProcess(command, os.environ)
+    with process.output:
+        yield process
+    os.close(process.pidfd)
+
+
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "time.sleep(600)"])
 def test_a_process_leaves_no_children_behind_however_it_ends(tmp_path: Path, end: str) -> None:
-    process = GuardedProcess([sys.executable, script(tmp_path, CHILDREN + end)], os.environ)
-    with process.output as output:
-        pids = [int(pid) for pid in output.readline().split()[1:]]
+    with guarded([sys.executable, script(tmp_path, CHILDREN + end)]) as process:
+        pids = [int(pid) for pid in process.output.readline().split()[1:]]
         assert pids[0] == process.pid
         if "sleep" not in end:
             assert process.output.read() == b"", "its children had the other end of the pipe"
         code = process.reap()
-    os.close(process.pidfd)
-    assert ended(pids, 2.0)
+    assert ended(pids)
     assert code == {"os._exit(3)": 3}.get(end, -signal.SIGKILL)
 
 
-def test_a_process_does_not_outlive_its_guardian(tmp_path: Path) -> None:
-    process = GuardedProcess(["sleep", "600"], os.environ)
-    pid = process.pid
-    process._guardian.kill()
-    with process.output:
+def test_a_process_does_not_outlive_its_guardian() -> None:
+    with guarded(["sleep", "600"]) as process:
+        pid = process.pid
+        process._guardian.kill()
         assert ended([pid])
         assert process.reap() == -signal.SIGKILL
-    os.close(process.pidfd)
 
 
 def test_signals_reach_a_process_and_dispositions_are_not_inherited() -> None:
@@ -326,11 +313,9 @@ def test_signals_reach_a_process_and_dispositions_are_not_inherited() -> None:
 
 
 def test_a_missing_command_is_an_error_that_names_it(tmp_path: Path) -> None:
-    process = GuardedProcess([str(tmp_path / "nothing")], os.environ)
-    with process.output as output:
-        assert b"cannot run" in output.read()
-    assert process.reap() == 127
-    os.close(process.pidfd)
+    with guarded([str(tmp_path / "nothing")]) as process:
+        assert b"cannot run" in process.output.read()
+        assert process.reap() == 127
 
 
 def test_descendants_are_found_whatever_their_session() -> None:

@@ -131,8 +131,6 @@ def test_logs_are_followed_line_by_whole_line(tmp_path: Path) -> None:
 
 
 def test_the_screen_shows_members_steps_and_failures() -> None:
-    from rich.console import Console
-
     rows = (
         ProcessRow(0, "p0", 10, "running", 7, 12.5, "all_reduce(float32, [4], sum)", True, 2.5, (1,)),
         ProcessRow(1, "p1", 11, "stopped", 7, 0.0, "barrier()", False, 2.6),
