@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
-from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from holdfast.store.interop import dcp as interop
 from holdfast.store.interop.dcp import DcpDirectory, export_version, import_version
@@ -64,29 +60,6 @@ def test_a_checkpoint_of_dcp_fills_a_store(store: WeightStore, tmp_path: Path) -
     assert import_version(store, tmp_path / "theirs", 5) == 5
     found = content(store, 5, state)
     assert all(same(found[name], state[name]) for name in state)
-
-
-def _save_sharded(comm: Any, directory: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{directory}.meet", rank=comm.rank, world_size=comm.size)
-    try:
-        mesh = init_device_mesh("cpu", (comm.size,))
-        whole = torch.arange(35.0).view(7, 5)
-        state = {
-            "rows": distribute_tensor(whole, mesh, [Shard(0)]),
-            "columns": distribute_tensor(whole, mesh, [Shard(1)]),
-        }
-        dcp.save(state, checkpoint_id=directory)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_what_ranks_saved_as_shards_is_put_together(store: WeightStore, tmp_path: Path) -> None:
-    with LocalCluster(2, "shm", timeout=60.0) as ranks:
-        ranks.run(_save_sharded, tmp_path / "theirs")
-    assert import_version(store, tmp_path / "theirs", 1) == 1
-    whole = torch.arange(35.0).view(7, 5)
-    found = content(store, 1, {"rows": whole, "columns": whole})
-    assert torch.equal(found["rows"], whole) and torch.equal(found["columns"], whole)
 
 
 def test_the_state_dict_comes_back_nested(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
+from holdfast.store.interop.dcp import import_version
 from support.source_tree import ROOT
 from support.torch_groups import in_group
 
@@ -126,6 +127,26 @@ def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(cluster: L
             return wrong(into, distributed("tensor parallel"))
 
     assert in_group(cluster, tmp_path, body) == [[]] * 4
+
+
+def test_what_ranks_saved_with_dcp_as_shards_is_put_together(
+    cluster: LocalCluster, store: WeightStore, tmp_path: Path
+) -> None:
+    whole = torch.arange(35.0).view(7, 5)
+
+    def body(rank: int, size: int) -> None:
+        from torch.distributed import checkpoint
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (size,))
+        state = {name: distribute_tensor(whole, mesh, [Shard(dim)]) for dim, name in enumerate(("rows", "columns"))}
+        checkpoint.save(state, checkpoint_id=tmp_path / "theirs")
+
+    in_group(cluster, tmp_path, body, "gloo")
+    assert import_version(store, tmp_path / "theirs", 1) == 1
+    found = store.load(1)
+    assert torch.equal(found["rows"], whole) and torch.equal(found["columns"], whole)
 
 
 @pytest.mark.thorough

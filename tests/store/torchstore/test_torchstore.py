@@ -156,6 +156,15 @@ def test_an_object_is_not_read_into_a_tensor() -> None:
         get("k", torch.zeros(1))
 
 
+def test_a_key_changes_its_kind_only_after_a_delete() -> None:
+    put("k", torch.zeros(2))
+    with pytest.raises(Mismatch, match="delete the key"):
+        put("k", "text")
+    run(ts.delete("k"))
+    put("k", "text")
+    assert get("k") == "text"
+
+
 def test_a_batch_is_put_and_got_whole() -> None:
     batch = {f"t{i}": torch.randn(100 * i) for i in range(30)} | {"object": {"rank": 0}}
     run(ts.put_batch(batch))

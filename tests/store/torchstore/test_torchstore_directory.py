@@ -94,7 +94,7 @@ def test_a_tensor_that_is_put_anew_with_another_dtype_is_there_once_all_shards_h
 def test_a_key_keeps_its_kind_and_its_mesh(first: Content, second: Content, why: str) -> None:
     directory = Directory()
     directory.put("0", {"k": first})
-    with pytest.raises(Mismatch, match=f"{why}.*delete the key"):
+    with pytest.raises(Mismatch, match=why):
         directory.put("1", {"new": whole(), "k": second})
     assert directory.keys() == ["k"], "a batch that is refused changes nothing"
     directory.delete(["k"])
