@@ -16,7 +16,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, fleet_targets, transitions
 from holdfast.store.catalog.fleet_records import Reader, Switch
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard
-from holdfast.store.errors import NoSuchVersion
+from holdfast.store.errors import NoSuchVersion, ReaderReplaced
 
 TRAINER = Holder("trainer", Peer("host", 1, 1))
 NAMES = ("g0", "g1", "g2")
@@ -350,6 +350,17 @@ def test_a_new_reader_joins_the_newest_committed_switch() -> None:
     assert 1 in catalog.visible(), "a reader that restarts must find it"
     with pytest.raises(Mismatch, match=r"kept for .*reader 'g0'.*committed switch 1"):
         transitions.delete(catalog, 1)
+
+
+def test_two_processes_cannot_be_one_reader() -> None:
+    catalog, one = follow(store_with(1), "g0")
+    other = Reader("g0", "another", "store", Peer("host", 5, 5), switched=True)
+    with pytest.raises(Mismatch, match=f"process {one.reader.pid} follows as reader 'g0'"):
+        fleet.register(catalog, other)
+    elsewhere = Reader("g0", "another", "store", Peer("other host", 5, 5), switched=True)
+    catalog = fleet.register(catalog, elsewhere)
+    with pytest.raises(ReaderReplaced, match="process 5 took its place"):
+        stage(catalog, one, 1)
 
 
 def test_what_cannot_be_proposed_is_refused() -> None:
