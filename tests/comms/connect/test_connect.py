@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import comms
-from holdfast.backends.gloo.transport import _CONNECT_SECONDS
+from holdfast.backends.gloo.connecting import ATTEMPT_SECONDS
 from holdfast.comms.connect import choose_backend, connect_members
 from holdfast.comms.rendezvous import offer_exchange
 from holdfast.comms.rendezvous.offer_exchange import OfferExchange
@@ -216,9 +216,9 @@ def test_ranks_that_connect_with_a_dying_rank_fail_at_once(process_backend: str,
 
 
 def test_connecting_gloo_does_not_wait_for_a_dead_rank(tmp_path: Path) -> None:
-    with LocalCluster(3, "gloo", grace=_CONNECT_SECONDS / 2) as cluster:
+    with LocalCluster(3, "gloo", grace=ATTEMPT_SECONDS / 2) as cluster:
         outcomes = cluster.outcomes(
-            connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.transport.run_interruptible"
+            connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.connecting.run_interruptible"
         )
     assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
 
