@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
+import select
 import socket
 import stat
 import struct
+import termios
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +87,21 @@ def refuse_connections(listener: OwnedDescriptor) -> None:
     with contextlib.closing(socket.socket(fileno=os.dup(listener))) as each:
         filters = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
         each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
+
+
+def are_lost(connections: Sequence[OwnedDescriptor]) -> bool:
+    """Whether the peers of all connections have closed them, and nothing that they have sent is left to read."""
+    poll, unread = select.poll(), array.array("i", [0])
+    for connection in connections:
+        poll.register(connection, select.POLLRDHUP)
+    if not connections or len(poll.poll(0)) < len(connections):
+        return False
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(connection, termios.FIONREAD, unread)
+            if unread[0]:
+                return False
+    return True
 
 
 def shut_down(connection: OwnedDescriptor) -> None:

@@ -24,7 +24,7 @@ from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.gloo import message_headers
 from holdfast.backends.gloo.connecting import abandoned_groups, connect_group
 from holdfast.backends.gloo.errors import meaning_of
-from holdfast.backends.gloo.sockets import shut_down, sockets
+from holdfast.backends.gloo.sockets import are_lost, shut_down, sockets
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS
@@ -77,6 +77,10 @@ _WAIT = timedelta(seconds=_WAIT_SECONDS)
 
 _OPTIONS = 256
 """The number of cached options."""
+
+
+class _ConnectionsLost(RuntimeError):
+    """The peers have closed all connections, and gloo has forgotten an op that needed them."""
 
 
 class GlooTransport(TorchGroup):
@@ -181,12 +185,12 @@ class GlooTransport(TorchGroup):
             raise self._explain(op, error, began, deadline, awaited) from error
 
     def _wait(self, work: Any, deadline: float) -> None:
-        """Wait for a collective. If it does not end soon after an abort, abandon it, and the group with it.
+        """Wait for a collective. If it does not end soon after the connections did, abandon it, and the group with it.
 
-        Gloo sometimes forgets an op if its connections are closed under it. Not for sends and receives: a timeout of
-        such a wait closes all connections of the group.
+        Gloo sometimes forgets an op if its connections are closed under it: by an abort here, or by all peers. Not for
+        sends and receives: a timeout of such a wait closes all connections of the group.
         """
-        aborted = False
+        ended: float | None = None
         while True:
             left = deadline - time.monotonic()
             try:
@@ -198,16 +202,19 @@ class GlooTransport(TorchGroup):
                     return
                 if left <= _WAIT_SECONDS:
                     raise
-                if aborted:
+                if ended is None and (self._error is not None or are_lost(list(self._sockets))):
+                    ended = time.monotonic()
+                elif ended is not None and (self._error is not None or time.monotonic() > ended + _GRACE_SECONDS):
                     abandoned_groups.append(self._group)
+                    if self._error is None:
+                        raise _ConnectionsLost("Connection closed by all peers") from None
                     raise
-                aborted = self._error is not None
 
     def _explain(
         self, op: str, error: RuntimeError, began: float, deadline: float, awaited: Sequence[int]
     ) -> HoldfastError:
         """Translate a failure of gloo: this rank's abort, the end of a peer, a timeout, or a broken connection."""
-        meaning = meaning_of(error)
+        meaning = "connection" if isinstance(error, _ConnectionsLost) else meaning_of(error)
         until = min(deadline, time.monotonic() + _GRACE_SECONDS)
         while self._error is None and time.monotonic() < until and meaning == "connection":
             time.sleep(0.001)

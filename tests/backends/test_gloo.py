@@ -83,6 +83,34 @@ def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) 
         assert process.returncode == 0, said.decode()
 
 
+def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(pair: LocalCluster, tmp_path: Path) -> None:
+    """Gloo sometimes forgets an op whose connections its peers close as it starts; here, one that never ends."""
+
+    def body(comm: Communicator, meeting: Path) -> bool:
+        from holdfast.backends.gloo.transport import GlooTransport
+
+        class Forgotten:
+            def wait(self, _: object) -> None:
+                time.sleep(0.01)
+                raise RuntimeError("Wait timeout")
+
+            def is_completed(self) -> bool:
+                return False
+
+        with connect_again(comm, meeting) as again:
+            transport = again.transport
+            assert isinstance(transport, GlooTransport)
+            if comm.rank == 1:
+                again.abort()
+                return True
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match="by all peers"):
+                transport._wait(Forgotten(), began + 60.0)
+            return time.monotonic() < began + 60.0
+
+    assert pair.run(body, tmp_path / "forgotten") == [True, True]
+
+
 def connect_again(comm: Communicator, meeting: Path) -> Communicator:
     """Connect the ranks of `comm` once more."""
     where = f"file://{meeting}"
