@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import socket
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.backends.gloo.sockets import is_listening, name_of, sockets
+from holdfast.backends.gloo.sockets import sockets
 from holdfast.comms import Communicator
 from holdfast.ft import Session
 from holdfast.ft.control.client import RpcClient
@@ -104,7 +105,12 @@ def test_a_listener_without_descriptors_serves_on_and_says_so_once(caplog: pytes
 
 def test_a_connected_gloo_group_accepts_no_connection() -> None:
     def body(comm: Communicator) -> object:
-        doors = [name_of(number) for number, _ in sockets() if is_listening(number)]
+        doors = []
+        for number, _ in sockets():
+            with socket.socket(fileno=os.dup(number)) as each:
+                internet = each.family in (socket.AF_INET, socket.AF_INET6)
+                if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    doors.append(each.getsockname()[:2])
         reached = []
         for door in doors:
             with socket.socket() as stranger:
