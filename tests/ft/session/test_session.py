@@ -11,7 +11,6 @@ import errno
 import itertools
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.backends.gloo.sockets import shut_down
 from holdfast.comms import HoldfastError
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.commit.commit_state import BROKEN_EPOCHS
@@ -295,7 +295,7 @@ def lose_connections(session: Session, times: int) -> int:
             if attempt.step == 2 and attempt.rank == 1 and lost < times:
                 lost += 1
                 for each in attempt.comm.transport._sockets:  # type: ignore[attr-defined]
-                    each.shutdown(socket.SHUT_RDWR)
+                    shut_down(each)
             attempt.comm.barrier()
     return session.step
 
