@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import Liveness, start_time, stopped_ranks, this_host, this_process
 
 
 @pytest.fixture
-def wake() -> Iterator[int]:
-    fd = os.eventfd(0, os.EFD_CLOEXEC)
+def wake() -> Iterator[OwnedDescriptor]:
+    fd = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC))
     yield fd
-    os.close(fd)
+    fd.close()
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it was made", "before the first wait", "while somebody waits"])
-def test_a_death_ends_a_wait(process: subprocess.Popen[bytes], wake: int, when: str) -> None:
+def test_a_death_ends_a_wait(process: subprocess.Popen[bytes], wake: OwnedDescriptor, when: str) -> None:
     peer = peer_of(process)
     if when == "before it was made":
         end(process)
@@ -58,7 +59,7 @@ def test_a_death_ends_a_wait(process: subprocess.Popen[bytes], wake: int, when: 
     liveness.close()
 
 
-def test_a_wake_up_ends_a_wait(process: subprocess.Popen[bytes], wake: int) -> None:
+def test_a_wake_up_ends_a_wait(process: subprocess.Popen[bytes], wake: OwnedDescriptor) -> None:
     liveness = Liveness([this_process(), peer_of(process)], 0)
     os.eventfd_write(wake, 1)
     assert not liveness.wait(wake)
@@ -66,7 +67,9 @@ def test_a_wake_up_ends_a_wait(process: subprocess.Popen[bytes], wake: int) -> N
     liveness.close()
 
 
-def test_threads_may_call_dead_while_another_thread_waits(process: subprocess.Popen[bytes], wake: int) -> None:
+def test_threads_may_call_dead_while_another_thread_waits(
+    process: subprocess.Popen[bytes], wake: OwnedDescriptor
+) -> None:
     liveness = Liveness([this_process(), peer_of(process)], 0)
     asked = threading.Barrier(9, timeout=10.0)
 
@@ -89,7 +92,7 @@ def test_threads_may_call_dead_while_another_thread_waits(process: subprocess.Po
     liveness.close()
 
 
-def test_a_recycled_pid_counts_as_a_death(process: subprocess.Popen[bytes], wake: int) -> None:
+def test_a_recycled_pid_counts_as_a_death(process: subprocess.Popen[bytes], wake: OwnedDescriptor) -> None:
     now = peer_of(process)
     liveness = Liveness([this_process(), Peer(now.host, now.pid, now.started - 1)], 0)
     assert liveness.dead() == (1,)
@@ -97,7 +100,7 @@ def test_a_recycled_pid_counts_as_a_death(process: subprocess.Popen[bytes], wake
     liveness.close()
 
 
-def test_processes_of_other_hosts_are_not_watched(wake: int) -> None:
+def test_processes_of_other_hosts_are_not_watched(wake: OwnedDescriptor) -> None:
     liveness = Liveness([this_process(), Peer("elsewhere", 1, 1)], 0)
     assert liveness.wait(wake, 0.01)
     assert liveness.dead() == ()
