@@ -121,18 +121,17 @@ def wait_for_ranks(context: Context, liveness: Liveness, prefix: str) -> None:
     store, began = context.store, time.monotonic()
     ready = [f"{prefix}ready/{rank}" for rank in range(context.size)]
     store.set(ready[context.rank], "")
-    if store.add(f"{prefix}number ready", 1) == context.size:
-        store.set(f"{prefix}all ready", "")
-    while True:
+    missing = list(range(context.size))
+    while missing:
         if (over := context.over()) is not None:
             raise again(over)
         try:
-            fetch(store, f"{prefix}all ready", min(context.deadline, time.monotonic() + _MEETING_SECONDS), liveness)
-            return
+            fetch(store, ready[missing[0]], min(context.deadline, time.monotonic() + _MEETING_SECONDS), liveness)
+            del missing[0]
         except TimeoutError as error:
             if (now := time.monotonic()) >= context.deadline:
-                missing = tuple(rank for rank, key in enumerate(ready) if not store.check([key]))
-                raise OpTimeout("connect", 0, now - began, missing) from error
+                late = tuple(rank for rank in missing if not store.check([ready[rank]]))
+                raise OpTimeout("connect", 0, now - began, late) from error
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
