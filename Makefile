@@ -53,7 +53,7 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy --strict
 	$(BIN)/mypy
 
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --record build/tests/$@
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --record build/tests/$@ tests
 
 unit: $(STAMP) peers  ## the tests of the first tier (JOBS=n for n processes)
 	$(PYTEST) -m "not thorough"
