@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from holdfast.backends.common.torch_group import options, wait_for_ranks
 from holdfast.backends.gloo.errors import meaning_of
 from holdfast.backends.gloo.sockets import find_sockets, refuse_connections, shut_down
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, again
+from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, again
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
@@ -61,7 +62,11 @@ class _RecordingStore(dist.Store):
         self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # it takes bytes
 
     def get(self, key: str) -> bytes:
-        self.fetched.append(value := self._store.get(self._prefix + key))
+        """Raises `CorruptData` for what no gloo of this version publishes: gloo itself would crash on it."""
+        value = self._store.get(self._prefix + key)
+        if self.published and _sizes(value) != _sizes(self.published[-1]):
+            raise CorruptData(f"{self._prefix + key} at the store is no address of gloo's, but {bytes(value[:40])!r}")
+        self.fetched.append(value)
         return value
 
     def add(self, key: str, amount: int) -> int:
@@ -73,6 +78,17 @@ class _RecordingStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """gloo waits here without a timeout of its own."""
         self._store.wait([self._prefix + key for key in keys], min(timeout or self.longest_wait, self.longest_wait))
+
+
+def _sizes(value: bytes) -> tuple[int, int] | None:
+    """The sizes of the address, and of what follows it, in what gloo publishes: a host's name comes first."""
+    try:
+        (name,) = struct.unpack_from("=Q", value)
+        (address,) = struct.unpack_from("=Q", value, min(8 + name, len(value)))
+    except struct.error:
+        return None
+    rest = len(value) - 16 - name - address
+    return (address, rest) if rest >= 0 else None
 
 
 def connect_group(context: Context, liveness: Liveness) -> ConnectedGroup:

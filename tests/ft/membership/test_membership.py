@@ -42,6 +42,7 @@ from holdfast.ft.membership.events import (
     Tick,
     ViewRead,
 )
+from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.next_view import runnable_backends, successors
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.step_error import StepError
@@ -421,8 +422,9 @@ class GoesBack(Membership, frozen=True):
 class NeverMissed(Membership, frozen=True):
     """Proposes views that keep the dead members."""
 
-    def _record_deaths(self, deaths: tuple[Death, ...]) -> Membership:
-        return structs.replace(self, evidence=replace(Membership._record_deaths(self, deaths).evidence, lost={}))
+    def _with_losses(self, evidence: Evidence) -> Membership:
+        heard = Membership._with_losses(self, evidence)
+        return structs.replace(heard, evidence=replace(heard.evidence, lost={}))
 
 
 class Impatient(Membership, frozen=True):
