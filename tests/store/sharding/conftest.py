@@ -10,7 +10,7 @@ from holdfast.harness import LocalCluster
 from support.torch_groups import ENVIRON
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(4, backend="shm", environ=ENVIRON) as found:
         yield found
