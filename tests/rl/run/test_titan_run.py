@@ -66,7 +66,8 @@ def test_a_run_of_torchtitan_is_resumed_evaluated_and_exported(tmp_path: Path) -
     events = list(RunDirectory(directory).events())
     [again] = [each.step for each in events if isinstance(each, RunResumed)]
     assert again in (2, 4), "the newest checkpoint that was whole"
-    assert {each.step for each in events if isinstance(each, StepTrained)} == set(range(STEPS))
+    unrecorded = {3} if again == 4 else set()  # the driver died after step 3, and before it wrote of it
+    assert {each.step for each in events if isinstance(each, StepTrained)} == set(range(STEPS)) - unrecorded
 
     saved = SavedVersions(load_config(directory / "config.toml"), RunDirectory(directory))
     assert saved.find("latest") == STEPS
