@@ -59,7 +59,7 @@ def seconds_or(value: Any, default: float, what: str = "timeout") -> float:
 
 
 def time_left(timeout: Any) -> Callable[[], float | None]:
-    """A function that returns what is left of `timeout` seconds from now, at least 0: for a call of several waits.
+    """For a call of several waits: a function that returns what is left of `timeout` seconds, at least 0.
 
     It returns None if `timeout` is None.
     """

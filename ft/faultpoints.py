@@ -69,7 +69,7 @@ _before_kill: list[Callable[[], None]] = []
 
 
 def run_before_kill(act: Callable[[], None]) -> None:
-    """Call `act` before this process may be killed at a fault point: a log of events is written to its end then."""
+    """Call `act` before this process may be killed at a fault point. An event log writes its queue then."""
     _before_kill.append(act)
 
 

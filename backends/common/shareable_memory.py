@@ -90,7 +90,7 @@ def is_lent(tensor: torch.Tensor) -> bool:
     if descriptor is None:
         return False
     if not descriptor.ours:
-        return True  # another part of this process closed it: nobody can say
+        return True  # another part of this process closed it, so its lock cannot be looked at
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

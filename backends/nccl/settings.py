@@ -61,7 +61,7 @@ def settings_of_a_group() -> Iterator[None]:
 
 
 def bound_handshakes() -> None:
-    """Bound how long torch waits, with its lock held, for NCCL to connect or end; an abort has to wait for that, too.
+    """Bound how long torch holds its lock while NCCL connects or ends. An abort waits for that lock.
 
     torch reads the bound once in a process, so it is the same for all communicators, and no communicator's timeout:
     each waits for its ranks by its own deadline before NCCL connects them.

@@ -224,7 +224,7 @@ class Launcher:
                 return
 
     def _name_missing(self, waited: float) -> None:
-        """After a while without all ranks, and twice as long each time, print each that is missing and where it is."""
+        """Print each missing rank and where it is; first after a while, then after twice as long each time."""
         if waited < self._late:
             return
         view = self._view()

@@ -1,4 +1,4 @@
-"""What launchers report: which ranks of a failed job failed, and how; which have not come yet, and where they are."""
+"""What launchers report: ranks that failed, and how; ranks that are missing, and where they are."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class EndpointFailed(HoldfastError):
 
 
 def is_retryable(error: BaseException | None) -> bool:
-    """Whether what failed may succeed later, or in another process: the class of the error, or of its cause, says so.
+    """Whether what failed may succeed later, or in another process, by the class of the error or its cause.
 
     An actor that failed, or did not start, is as its own error is.
     """

@@ -48,7 +48,7 @@ class HeldOutAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean reward of the held-out prompts that could be judged, and of each part of it; None if none could."""
+    """The mean reward of the judged held-out prompts, and of each part of it; None if none was judged."""
 
     reward: float | None
     parts: Mapping[str, float]

@@ -40,7 +40,7 @@ class Reward(Protocol):
 
 
 def is_bounded(reward: Reward) -> bool:
-    """Whether a reward may judge in an event loop: it says of itself that it runs no code of the user's, and is quick.
+    """Whether a reward may judge in an event loop: it runs no code of the user's, and is quick.
 
     A class says so by an attribute `bounded`; without it a reward judges where it can be ended.
     """

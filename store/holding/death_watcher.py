@@ -71,7 +71,7 @@ class DeathWatcher:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
                 else:
-                    time.sleep(RETRY_SECONDS)  # another part of the program closed it: it wakes nobody, or always
+                    time.sleep(RETRY_SECONDS)  # closed by others: poll would return at once, or never
                 unreported |= self._take_ended(watched, looked_at, poll)
                 with self._lock:
                     if self._closing:

@@ -41,7 +41,7 @@ def ready_key(end: int) -> str:
 
 
 class _GivenUp(Exception):
-    """Nobody waits for the connection any more."""
+    """The last op that waited for the connection has given up."""
 
 
 class Channel:
@@ -99,7 +99,7 @@ class Channel:
             self._give_up = _never
 
     def _check_abort(self) -> None:
-        """Raise if the channel, its group or its peer has ended, or nobody waits for the connection any more."""
+        """Raise if the channel, its group or its peer has ended, or the last waiting op has given up."""
         if self._over is not None:
             raise self._over.again()
         if (over := self._group.over) is not None:

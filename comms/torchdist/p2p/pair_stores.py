@@ -1,6 +1,6 @@
 """`PairStores`: where the two ranks of a channel meet: a store in the receiver's process, and in no other.
 
-The ranks exchange their stores' addresses when the group begins. So a pair can connect whoever else has died: the
+The ranks exchange their stores' addresses when the group begins. So a living pair can connect after other deaths: the
 group's own store, which often ends with rank 0, is not asked.
 """
 

@@ -143,7 +143,7 @@ class Contest:
 def _compete(
     contest: Contest, groups: list[RunningContestant], launcher: ContestantLauncher
 ) -> tuple[list[BenchRow], list[OpFailure], list[OpFailure]]:
-    """All rounds of one op at one size: what was measured, what failed, and which libraries do not have the op.
+    """All rounds of one op at one size: rows, failures, and libraries that do not have the op.
 
     A library that fails is left out; one that is broken leaves `groups`.
     """
