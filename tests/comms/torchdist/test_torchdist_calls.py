@@ -59,7 +59,9 @@ def _now(argument: Any) -> Any:
 
 
 def call(name: str, method: str, make: Callable[[int], tuple[Sequence[Any], dict[str, Any], Sequence[Tensor]]]) -> None:
-    """Add a call of `method`. `make(rank)` returns the arguments, the named ones, and the tensors that are filled."""
+    """Add a call of `method`, if this torch has it. `make(rank)` returns arguments, named ones, and what is filled."""
+    if not hasattr(dist.ProcessGroup, method):
+        return  # torch 2.13 renamed some
 
     def run(group: Any, rank: int) -> Made:
         arguments, named, filled = make(rank)
@@ -326,4 +328,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[A
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_has_the_outcome_of_plain_gloo(outcomes: dict[str, list[tuple[Any, Any]]], name: str) -> None:
     plain, ours = zip(*outcomes[name], strict=True)
+    if plain == (None, None) and name.startswith("alltoall") and torch.__version__ < "2.12":
+        pytest.skip("gloo of this torch refuses alltoall, which holdfast does")
     assert ours == plain
