@@ -260,8 +260,7 @@ class Executor:
 
     def _enqueue(self, op: _IssuedOp, body: Body, deadline: float) -> Work:
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
-            self._worker.start()
+            run_shielded(self._start_worker)  # Ctrl-C between the two lines would leave a thread that never starts
 
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -371,6 +370,10 @@ class Executor:
         if not self._closed and not self._aborted and not (self._last.done() and self._order.idle):
             self._transport.abort(self._over)
         self._closed = True
+
+    def _start_worker(self) -> None:
+        self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
+        self._worker.start()
 
     def _release(self) -> None:
         if self._released:
