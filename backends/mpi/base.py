@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.mpi.buffers import buffer_of
 from holdfast.backends.mpi.handshake import create_group, duplicate
 from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
@@ -24,6 +23,7 @@ from holdfast.comms.algorithms.message_passing.cost import DEFAULTS
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.mpi.buffers import buffer_of
 from holdfast.backends.mpi.window_server import (
     ADD,
@@ -39,6 +38,7 @@ from holdfast.backends.mpi.window_server import (
     reply_tag,
 )
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
+from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer, Transport
 from holdfast.comms.transport.liveness import Liveness

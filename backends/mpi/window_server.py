@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.common.cpu_wait import change, yield_cpu
+from holdfast.comms.system.cpu_wait import change, yield_cpu
 from holdfast.comms.tensors.exposed import ExposedMemory
 
 PUT, GET, ADD, SWAP, SIGNAL, FLUSH, CLOSED = range(7)

@@ -7,8 +7,8 @@ import select
 import threading
 import time
 
-from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.ucx.worker import UcxWorker
+from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.system.descriptors import OwnedDescriptor
 
 _PAUSE_MILLISECONDS = 2

@@ -6,16 +6,14 @@ and at the deadline names the holder, which has written its rank into the header
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from holdfast.comms._native import Words
 from holdfast.comms.errors import OpTimeout
+from holdfast.comms.system.cpu_wait import yield_cpu
 
-_give_way = ctypes.CDLL(None).sched_yield
-"""Releases the GIL, which os.sched_yield does not: the holder may be a thread of this process."""
 _YIELDS = 200
 _SLEEP_SECONDS = 0.0002
 
@@ -51,7 +49,7 @@ class WindowLock:
             look()
             turns += 1
             if turns < _YIELDS:
-                _give_way()
+                yield_cpu()
             else:
                 time.sleep(_SLEEP_SECONDS)
         self._header[self._holder] = self._me + 1

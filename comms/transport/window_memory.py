@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -12,12 +11,12 @@ from typing import final
 import torch
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
+from holdfast.comms.system.cpu_wait import yield_cpu
 
 Tensor = torch.Tensor
 
 _YIELDS = 200
 _SLEEP_SECONDS = 0.0002
-_yield_cpu = ctypes.CDLL(None).sched_yield
 
 
 class WindowMemory(ABC):
@@ -75,7 +74,7 @@ class WindowMemory(ABC):
                 raise
             looks += 1
             if looks < _YIELDS:
-                _yield_cpu()
+                yield_cpu()
                 continue
             if time.monotonic() >= deadline:
                 raise OpTimeout("wait_signal", self._consumed[rank] + 1, time.monotonic() - began, (rank,))

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.backends.common.cpu_wait import change
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Endpoint, UcxWorker
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.system.cpu_wait import change
 from holdfast.comms.tensors.exposed import ExposedMemory
 
 PIECE_BYTES = 1 << 20

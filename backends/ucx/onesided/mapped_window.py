@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from holdfast.backends.common.cpu_wait import words_at
 from holdfast.backends.ucx.onesided.deferred_free import sweep
 from holdfast.backends.ucx.onesided.regions import Mapping
 from holdfast.backends.ucx.onesided.window import UcxWindow
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker, exchange
+from holdfast.comms.system.cpu_wait import words_at
 from holdfast.comms.transport.base import Transport
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from holdfast.backends.common.cpu_wait import words_at, yield_cpu
 from holdfast.backends.common.process_memory import put_on_huge_pages
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided._near import BLOCK, CLOSED, Near, NearPart
@@ -26,6 +25,7 @@ from holdfast.backends.ucx.onesided.worker import OneSidedWorker
 from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import Words, fence
 from holdfast.comms.errors import OpTimeout
+from holdfast.comms.system.cpu_wait import words_at, yield_cpu
 from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.base import Peer, Transport
 from holdfast.comms.transport.liveness import this_process

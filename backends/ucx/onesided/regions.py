@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import xxhash
 
-from holdfast.backends.common.cpu_wait import words_at
 from holdfast.backends.common.region_table import TableAddress
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import fence
 from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
+from holdfast.comms.system.cpu_wait import words_at
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.backends.common.cpu_wait import words_at, yield_cpu
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided.regions import ROW_BYTES, UcxAddress, writer_lives, writer_token
 from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import fence
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.system.cpu_wait import words_at, yield_cpu
 from holdfast.comms.transport.liveness import Liveness, this_host, this_process
 
 PIECE_BYTES = 1 << 20

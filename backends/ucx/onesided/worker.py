@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from holdfast.backends.common.cpu_wait import yield_cpu
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker, explain
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
+from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.transport.base import Peer, Transport
 from holdfast.comms.transport.liveness import Liveness
 

@@ -19,8 +19,8 @@ from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.rendezvous.relay import TreeRelay
 from holdfast.harness.simulate.core.schedule import NetworkModel
+from holdfast.harness.simulate.search.scenarios import RANKS_A_HOST
 
-RANKS_A_HOST = 8
 WORK = 20e-6
 """Seconds that a member takes for a message, sent or received."""
 SPREAD = 0.005

@@ -12,11 +12,10 @@ from holdfast.ft.console.units import counted
 from holdfast.harness.simulate.scale import exchange
 from holdfast.harness.simulate.scale.exchange import ExchangeResult
 from holdfast.harness.simulate.scale.scale import ScaleResult, measure
-from holdfast.harness.simulate.search.scenarios import scenario
+from holdfast.harness.simulate.search.scenarios import RANKS_A_HOST, scenario
 from holdfast.harness.simulate.search.soak import Soak, soak
 
 SIZES = (1_000, 10_000, 100_000)
-RANKS_A_HOST = 8
 BURSTS = ((0.05, 0.0), (0.02, 0.0), (0.01, 0.1))
 """Pairs: the mean length of a burst of loss, and the share of loss that hits all paths of a node at once."""
 
