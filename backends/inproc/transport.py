@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -22,6 +23,7 @@ from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import Liveness
 
 _boards: dict[str, mmap.mmap] = {}
 _lock = threading.Lock()
@@ -97,7 +99,8 @@ def connect(context: Context) -> InprocTransport:
             _boards[key] = memory
         context.store.set("board", key)
     else:
-        key = fetch(context.store, "board", context.deadline).decode(errors="replace")
+        with contextlib.closing(Liveness(context.peers, context.rank, context.over)) as liveness:
+            key = fetch(context.store, "board", context.deadline, liveness).decode(errors="replace")
         with _lock:
             found = _boards.get(key)
         if found is None:

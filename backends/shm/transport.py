@@ -182,7 +182,7 @@ def _connect_on_kept(context: Context, kept: SharedSegment) -> ShmTransport | No
 def _published_address(context: Context) -> SegmentAddress | None:
     """The segment that rank 0 has published; None as long as it has published none."""
     with contextlib.suppress(TimeoutError):
-        return decode_address(fetch(context.store, _BOARD, time.monotonic() + LOOK_SECONDS))
+        return decode_address(fetch(context.store, _BOARD, time.monotonic() + LOOK_SECONDS, None))
     return None
 
 

@@ -173,7 +173,7 @@ class _Handshake:
         self._missing.remove(rank)
         self._missing.append(rank)
         try:
-            address = _address(fetch(store, f"ucx/{rank}", time.monotonic() + _LOOK_SECONDS), rank)
+            address = _address(fetch(store, f"ucx/{rank}", time.monotonic() + _LOOK_SECONDS, None), rank)
         except TimeoutError:
             return False
         link = self._transport.links.get(rank)

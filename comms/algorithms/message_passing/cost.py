@@ -8,6 +8,7 @@ below. All ranks use those of rank 0: with different constants they would run di
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from holdfast.comms.algorithms.message_passing import tuning
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import Liveness
 
 log = logging.getLogger("holdfast.comms")
 
@@ -51,7 +53,7 @@ DEFAULTS = {
 def agree(context: Context, link: Link) -> Link:
     """Return rank 0's constants on every rank: measured ones, else those of `link`; collective.
 
-    Raises `CorruptData`, on every rank, if the measurements of rank 0 cannot be used.
+    Raises `CorruptData`, on every rank, if the measurements of rank 0 cannot be used; `PeerFailed` if a rank is gone.
     """
     if context.rank == 0:
         try:
@@ -61,7 +63,8 @@ def agree(context: Context, link: Link) -> Link:
             raise
         context.store.set("link", f"{link.latency!r} {link.bandwidth!r}")
         return link
-    told = fetch(context.store, "link", context.deadline).decode(errors="replace")
+    with contextlib.closing(Liveness(context.peers, context.rank, context.over)) as liveness:
+        told = fetch(context.store, "link", context.deadline, liveness).decode(errors="replace")
     if told.startswith(_BROKEN):
         raise CorruptData(f"on rank 0 {told.removeprefix(_BROKEN)}")
     try:

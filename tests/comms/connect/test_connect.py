@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.backends.gloo.connecting import ATTEMPT_SECONDS
+from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.connect import choose_backend, connect_members
 from holdfast.comms.rendezvous import offer_exchange
 from holdfast.comms.rendezvous.offer_exchange import OfferExchange
-from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.base import Context, Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.children import Child
@@ -213,6 +214,24 @@ def test_ranks_that_connect_with_a_dying_rank_fail_at_once(process_backend: str,
     survivors = [outcome.value for outcome in outcomes if outcome.rank != 1]
     assert "lost (1,)" in survivors, "the other survivor may name the one that gives up first"
     assert all(str(value).startswith("lost") for value in survivors), [repr(outcome) for outcome in outcomes]
+
+
+def test_a_rank_that_waits_for_the_costs_of_rank_0_learns_that_another_has_died() -> None:
+    """Rank 0 may have given up before it published them, because of the same death."""
+    dead = Peer(this_process().host, 2**22, 1)
+    context = Context(
+        rank=1,
+        size=3,
+        name="costs",
+        epoch=0,
+        device=torch.device("cpu"),
+        store=dist.HashStore(),
+        peers=(this_process(), this_process(), dead),
+        deadline=time.monotonic() + 30,
+    )
+    with pytest.raises(comms.PeerFailed) as caught:
+        cost.agree(context, cost.DEFAULTS["mpi"])
+    assert caught.value.ranks == (2,)
 
 
 def test_connecting_gloo_does_not_wait_for_a_dead_rank(tmp_path: Path) -> None:
