@@ -241,6 +241,14 @@ class Communicator(CollectiveCalls):
         """
         self._executor.abort(reason)
 
+    def add_abort_callback(self, function: Callable[[HoldfastError], object]) -> None:
+        """Call `function(reason)` once when this communicator is aborted; at once if it is already.
+
+        That is by `abort`, by an op that failed, or because the one that it was split from was aborted; not by `close`.
+        `reason` is the first, as in `over`. The thread that aborts calls it; what it raises is logged.
+        """
+        self._executor.add_abort_callback(function)
+
     def close(self) -> None:
         """Release this rank's resources, windows included, and abort pending ops. Idempotent.
 

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from holdfast.comms.errors import StillRunning, again
 from holdfast.comms.quantities import seconds
+
+T = TypeVar("T")
+
+log = logging.getLogger("holdfast.comms")
+
+
+def call_back(functions: list[Callable[[T], object]], argument: T) -> None:
+    """Remove and call all `functions`, in order; log what they raise.
+
+    Several threads may call this with one list: each function is called once, by one of them.
+    """
+    while functions:
+        try:
+            function = functions.pop(0)
+        except IndexError:  # another thread took the last one
+            return
+        try:
+            function(argument)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # the caller completes an op, which the error does not concern
+            log.exception("the callback %r failed for %r", function, argument)
 
 
 class Work:
@@ -15,10 +39,11 @@ class Work:
     A synchronous op returns a work that is done. Any thread may call `wait`, also repeatedly.
     """
 
-    __slots__ = ("_done", "_error", "_name")
+    __slots__ = ("_callbacks", "_done", "_error", "_name")
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._callbacks: list[Callable[[Work], object]] = []
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -44,6 +69,19 @@ class Work:
         """The error that ended the op; None while it runs, and if it succeeded."""
         return self._error
 
+    def add_done_callback(self, function: Callable[[Work], object]) -> None:
+        """Call `function(work)` once the op is complete or has failed; at once if it has.
+
+        It is called in the thread that completes the op, or in the caller's, and must not wait for later ops. What it
+        raises is logged. In a forked child, which cannot complete the op, it is never called.
+        """
+        if self.done():
+            call_back([function], self)
+            return
+        self._callbacks.append(function)
+        if self.done():  # meanwhile: whoever comes second finds the callback or the end
+            self._call_back()
+
     def run(self, body: Callable[[], None]) -> None:
         """Run `body` in the calling thread, and complete with its outcome."""
         try:
@@ -52,10 +90,15 @@ class Work:
             self._error = error
         finally:
             self._done.set()
+            self._call_back()
+
+    def _call_back(self) -> None:
+        call_back(self._callbacks, self)
 
     def abandon(self, error: BaseException) -> None:
         """Fail with `error` unless it is done: for a forked child, which lacks the thread that ran the op."""
         if not self._done.is_set():
+            self._callbacks = []
             self._error, self._done = error, threading.Event()
             self._done.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -47,6 +48,17 @@ class StreamWork(Work):
 
     def done(self) -> bool:
         return bool(self._event.query())
+
+    def add_done_callback(self, function: Callable[[Work], object]) -> None:
+        """As of any work. A thread waits for the device: no thread of this process completes the op."""
+        super().add_done_callback(function)
+        if self._callbacks:
+            threading.Thread(target=self._call_back_when_done, name="holdfast-callbacks", daemon=True).start()
+
+    def _call_back_when_done(self) -> None:
+        while not self.done() and self.exception() is None:
+            time.sleep(_LOOK_SECONDS)
+        self._call_back()
 
     def exception(self) -> BaseException | None:
         try:

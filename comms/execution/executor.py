@@ -43,7 +43,7 @@ from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
 from holdfast.comms.transport.base import Context, FastPath, Form, Transport
 from holdfast.comms.transport.liveness import stopped_ranks
-from holdfast.comms.work import DONE, Work
+from holdfast.comms.work import DONE, Work, call_back
 
 Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
@@ -89,6 +89,7 @@ class Executor:
         self._aborted = False
         self._closed, self._released = False, False
         self._parts: weakref.WeakSet[Executor] | None = None
+        self._abort_callbacks: list[Callable[[HoldfastError], object]] = []
         self.split_from: tuple[str, tuple[int, ...]] = ("", ())
         """The name of the communicator that this one was split from, and the ranks there of its members."""
         if transport.ends_before_exit:
@@ -321,8 +322,26 @@ class Executor:
         self._ending.run(lambda: announced.append(self._over is None and self._transport.announce(word)), lambda: None)
         return announced == [True]
 
+    def add_abort_callback(self, function: Callable[[HoldfastError], object]) -> None:
+        """Call `function(reason)` once when this communicator is aborted; at once if it is."""
+        self._abort_callbacks.append(function)
+        self._call_back()
+
     def _end(self, error: HoldfastError) -> None:
         self._ending.run(partial(self._end_once, error), partial(self._end, error))
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Call the abort callbacks of this communicator and its parts, if it is aborted.
+
+        Outside `_ending`: they may abort and close, here or elsewhere, and wait for threads that do.
+        """
+        if not self._aborted:
+            return
+        assert self._over is not None
+        for part in list(self._parts or ()):
+            part._call_back()
+        call_back(self._abort_callbacks, self._over)
 
     def _end_once(self, error: HoldfastError) -> None:
         """End with `error`, unless that is done; an end that a signal's handler cut short goes on."""
@@ -333,7 +352,8 @@ class Executor:
         over = self._over
         self._transport.abort(over)
         for part in list(self._parts or ()):
-            part.abort(self._end_of_whole(over))
+            reason = self._end_of_whole(over)
+            part._ending.run(partial(part._end_once, reason), partial(part._end, reason))
         self._aborted = True
 
     def _end_of_whole(self, error: HoldfastError) -> Revoked:
