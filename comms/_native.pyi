@@ -198,11 +198,21 @@ class CallPath(_FastPath):
     """Fast paths that call a Python function for each op.
 
     `plan`, as above, returns that function; it gets the op's output, tensor and deadline, as far as the op has them.
-    `failed(op, seq, joint, error)` is called with the error of an op, and raises.
+    `failed(op, seq, joint, error)` is called with the error of an op, and raises. `device` is that of the tensors, as
+    DLPack's kind and number: the CPU, unless it is given.
     """
 
     def __init__(
-        self, rank: int, size: int, order: Order, plan: Any, observers: Any, journal: Any, timeout: float, failed: Any
+        self,
+        rank: int,
+        size: int,
+        order: Order,
+        plan: Any,
+        observers: Any,
+        journal: Any,
+        timeout: float,
+        failed: Any,
+        device: tuple[int, int] = ...,
     ) -> None: ...
 
 class GroupCall:
@@ -400,11 +410,11 @@ def register_tensor_type(
     of all other tensors. AttributeError or ValueError if the type does not describe its tensors as DLPack 1 does.
     """
 
-def plain(tensor: Any, /) -> bool:
-    """Whether it is dense CPU memory in row-major order that can be used directly.
+def plain(tensor: Any, kind: int = ..., number: int = ..., /) -> bool:
+    """Whether it is dense memory of that device (DLPack's kind and number; the CPU) that can be used directly.
 
-    That means outside autograd, and holding the numbers themselves. False for what is no tensor, and for complex
-    numbers.
+    That means in row-major order, outside autograd, and holding the numbers themselves. False for what is no tensor,
+    and for complex numbers.
     """
 
 def span(tensor: Any, /) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import integer
 from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.tensors.overlap import check_outputs
-from holdfast.comms.tensors.packing import names, plain
+from holdfast.comms.tensors.packing import dlpack_device, names, plain
 
 Tensor = torch.Tensor
 
@@ -28,6 +28,7 @@ class ArgumentChecks:
     def __init__(self, rank: int, size: int, device: torch.device, info: BackendInfo) -> None:
         self._rank, self._size, self._device = rank, size, device
         self._on_cpu = device.type == "cpu"
+        self._place = () if self._on_cpu else dlpack_device(device)
         self._backend = info.name
         self._reduces = info.capabilities.reduces.get(device.type, frozenset())
         self._widens = info.capabilities.widens(device.type)
@@ -63,7 +64,7 @@ class ArgumentChecks:
 
     def needs_no_copy(self, tensor: Tensor) -> bool:
         """Whether `packed(tensor)` would return `tensor` itself."""
-        return self._on_cpu and plain(tensor)
+        return self._place is not None and plain(tensor, *self._place)
 
     def movable(self, tensor: Tensor) -> bool:
         """As `needs_no_copy`. Raises `Unsupported` unless the backend moves the tensor's dtype."""

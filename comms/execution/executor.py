@@ -41,6 +41,7 @@ from holdfast.comms.quantities import seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
+from holdfast.comms.tensors.packing import dlpack_device
 from holdfast.comms.transport.base import Context, FastPath, Form, Transport
 from holdfast.comms.transport.liveness import stopped_ranks
 from holdfast.comms.work import DONE, Work, call_back
@@ -113,6 +114,9 @@ class Executor:
         if own is not None:
             return own
         plan = partial(_plan, self._transport, check, self.timeout)
+        device = dlpack_device(self._transport.device or torch.device("cpu"))
+        if device is None:
+            return None
         return _native.CallPath(
             self._transport.rank,
             self._transport.size,
@@ -122,6 +126,7 @@ class Executor:
             self._journal,
             self.timeout,
             self._failed,
+            device,
         )
 
     @property

@@ -167,11 +167,22 @@ static PyObject *register_tensor_type(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* plain(tensor): whether it is dense CPU memory in row-major order that can be used directly. */
-static PyObject *plain(PyObject *module, PyObject *tensor) {
+/* plain(tensor[, kind, number]): whether it is dense memory of that device (the CPU) in row-major order that can be used
+ * directly. */
+static PyObject *plain(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     dlpack_tensor where;
+    dlpack_device device = on_cpu;
     uint64_t nbytes;
-    int yes = is_plain(known_to(module), tensor, &where, &nbytes);
+    if (count != 1 && count != 3) {
+        PyErr_Format(PyExc_TypeError, "1 or 3 arguments are needed, not %zd", count);
+        return NULL;
+    }
+    if (count == 3) {
+        device.kind = (int32_t)PyLong_AsLong(args[1]), device.number = (int32_t)PyLong_AsLong(args[2]);
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    int yes = is_plain(known_to(module), args[0], device, &where, &nbytes);
     return !yes && PyErr_Occurred() ? NULL : PyBool_FromLong(yes);
 }
 
@@ -195,7 +206,7 @@ static PyMethodDef module_methods[] = {
     FAST("float8_decode", float8_decode),
     {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
     {"register_tensor_type", register_tensor_type, METH_VARARGS, NULL},
-    {"plain", plain, METH_O, NULL},
+    FAST("plain", plain),
     {"span", span_, METH_O, NULL},
     {"describe", describe, METH_O, NULL},
     {"make_nans_alike", make_nans_alike, METH_VARARGS, NULL},

@@ -15,6 +15,13 @@
 
 enum { DLPACK_MAJOR = 1, DLPACK_CPU = 1, DLPACK_COMPLEX = 5 };
 
+/* Where tensors have to be, as DLPack numbers devices; the number counts for other devices than the CPU. */
+typedef struct {
+    int32_t kind, number;
+} dlpack_device;
+
+static const dlpack_device on_cpu = {DLPACK_CPU, 0};
+
 typedef struct {
     char *data;
     int32_t device, device_number;
@@ -116,16 +123,18 @@ static int is_covered(const tensors *known, PyObject *tensor, uint64_t itemsize,
            (uint64_t)offset * itemsize + nbytes <= (uint64_t)held;
 }
 
-/* Whether the tensor is of the known type, and dense CPU memory in row-major order that its storage covers; then
- * `where` describes it. */
-static int is_dense(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
+/* Whether the tensor is of the known type, and dense memory of the device in row-major order that its storage covers;
+ * then `where` describes it. */
+static int is_dense(const tensors *known, PyObject *tensor, dlpack_device on, dlpack_tensor *where, uint64_t *nbytes) {
     if (!known->type || (PyObject *)Py_TYPE(tensor) != known->type)
         return 0;
     if (known->api->describe(tensor, where) < 0) {
         PyErr_Clear();
         return 0;
     }
-    if (where->device != DLPACK_CPU || (where->ndim && where->strides[where->ndim - 1] != 1))
+    if (where->device != on.kind || (on.kind != DLPACK_CPU && where->device_number != on.number))
+        return 0;
+    if (where->ndim && where->strides[where->ndim - 1] != 1)
         return 0;
     int64_t count = 1;
     for (int i = where->ndim - 1; i >= 0; i--) {
@@ -140,8 +149,8 @@ static int is_dense(const tensors *known, PyObject *tensor, dlpack_tensor *where
 
 /* Whether it is dense, outside autograd, and holds the numbers themselves; 0 with a Python error if a signal's handler
  * raised one. DLPack does not tell of lazily conjugated or negated tensors. */
-static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where, uint64_t *nbytes) {
-    if (!is_dense(known, tensor, where, nbytes) || where->code == DLPACK_COMPLEX)
+static int is_plain(const tensors *known, PyObject *tensor, dlpack_device on, dlpack_tensor *where, uint64_t *nbytes) {
+    if (!is_dense(known, tensor, on, where, nbytes) || where->code == DLPACK_COMPLEX)
         return 0;
     return is_false(PyObject_GetAttr(tensor, known->requires_grad)) &&
            is_false(PyObject_CallMethodObjArgs(tensor, known->is_neg, NULL));
@@ -150,7 +159,7 @@ static int is_plain(const tensors *known, PyObject *tensor, dlpack_tensor *where
 /* Find the address and size in bytes; Python locates tensors that are not dense. 0, or -1 with a Python error. */
 static int find_tensor(const tensors *known, PyObject *tensor, char **data, uint64_t *nbytes) {
     dlpack_tensor where;
-    if (is_dense(known, tensor, &where, nbytes)) {
+    if (is_dense(known, tensor, on_cpu, &where, nbytes)) {
         *data = where.data;
         return 0;
     }
@@ -194,7 +203,7 @@ static PyObject *describe_tensors(const tensors *known, PyObject *list) {
         PyObject *tensor = Py_NewRef(PyList_GetItem(list, i)); /* `is_plain` may call Python, which may change the list */
         dlpack_tensor where;
         uint64_t span[2];
-        PyObject *dtype = is_plain(known, tensor, &where, &span[1]) ? PyObject_GetAttr(tensor, known->dtype) : NULL;
+        PyObject *dtype = is_plain(known, tensor, on_cpu, &where, &span[1]) ? PyObject_GetAttr(tensor, known->dtype) : NULL;
         int found = dtype && PyList_Size(list) == count;
         Py_XDECREF(dtype); /* there is one object for each dtype, for good */
         if (found) {

@@ -23,6 +23,7 @@ _storage_nbytes, _storage_offset, _scalar_type = (
 )
 _native.register_tensor_type(torch.empty(0, device="cpu"), _storage_nbytes, _storage_offset, _scalar_type, locate)
 plain, span = _native.plain, _native.span
+_DLPACK_KINDS = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 """Every dtype of this torch, in an order that all ranks share."""
@@ -32,6 +33,14 @@ DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 def names(dtypes: Iterable[torch.dtype]) -> frozenset[str]:
     """The names of dtypes without "torch.", as in capability tables."""
     return frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def dlpack_device(device: torch.device) -> tuple[int, int] | None:
+    """DLPack's kind and number of a device; None if `plain` cannot tell that a tensor is there."""
+    kind = _DLPACK_KINDS.get(device.type)
+    if kind is None or (device.type != "cpu" and device.index is None):
+        return None
+    return kind, device.index or 0
 
 
 def packed(tensor: Tensor) -> Tensor:

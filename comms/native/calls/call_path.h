@@ -64,12 +64,13 @@ static int call_path_run(fast_path *path, fast_call *call) {
 
 static int call_path_init(PyObject *object, PyObject *args, PyObject *named) {
     CallPath *self = (CallPath *)object;
-    static char *names[] = {"rank", "size", "order", "plan", "observers", "journal", "timeout", "failed", NULL};
+    static char *names[] = {"rank", "size", "order", "plan", "observers", "journal", "timeout", "failed", "device", NULL};
+    dlpack_device device = on_cpu;
     state *made = PyType_GetModuleState(Py_TYPE(object));
     PyObject *order, *planner, *observers, *journal, *failed;
     int rank, size;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "iiO!OOOdO", names, &rank, &size, made->order, &order, &planner, &observers,
-                                     &journal, &self->timeout, &failed))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "iiO!OOOdO|(ii)", names, &rank, &size, made->order, &order, &planner, &observers,
+                                     &journal, &self->timeout, &failed, &device.kind, &device.number))
         return -1;
     if (size < 1 || rank < 0 || rank >= size) {
         PyErr_SetString(PyExc_ValueError, "there is no such rank");
@@ -77,7 +78,9 @@ static int call_path_init(PyObject *object, PyObject *args, PyObject *named) {
     }
     self->failed = Py_NewRef(failed);
     self->path.run = call_path_run;
-    return fast_init(&self->path, order, planner, observers, journal, rank, size, &made->known);
+    int made_path = fast_init(&self->path, order, planner, observers, journal, rank, size, &made->known);
+    self->path.device = device;
+    return made_path;
 }
 
 static void call_path_dealloc(PyObject *object) {

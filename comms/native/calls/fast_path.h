@@ -46,6 +46,7 @@ typedef struct fast_path {
     PyObject *enter, *leave;        /* of the journal, or NULL */
     PyObject *names[BARRIER + 1];
     const tensors *known;
+    dlpack_device device; /* of the tensors */
     int rank, size;
     int (*parse)(plan *);
     int (*run)(struct fast_path *, fast_call *);
@@ -55,7 +56,7 @@ typedef struct fast_path {
 /* -- usual tensors */
 
 static int is_plain_operand(const fast_path *self, PyObject *tensor, operand *into) {
-    if (!is_plain(self->known, tensor, &into->where, &into->nbytes) || !into->where.bits || !into->where.lanes)
+    if (!is_plain(self->known, tensor, self->device, &into->where, &into->nbytes) || !into->where.bits || !into->where.lanes)
         return 0;
     int32_t dtype = scalar_type(self->known, tensor);
     if (dtype < 0)
@@ -244,7 +245,7 @@ static int fast_init(fast_path *self, PyObject *order, PyObject *planner, PyObje
     self->order = (Order *)Py_NewRef(order);
     self->planner = Py_NewRef(planner), self->observers = Py_NewRef(observers);
     self->observed = PyUnicode_InternFromString("observed");
-    self->known = known, self->rank = rank, self->size = size;
+    self->known = known, self->device = on_cpu, self->rank = rank, self->size = size;
     for (int op = 0; op <= BARRIER; op++)
         if (!(self->names[op] = PyUnicode_InternFromString(fast_ops[op])))
             return -1;

@@ -170,7 +170,7 @@ static int bounds_init(PyObject *object, PyObject *args, PyObject *named) {
         self->sizes[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(sizes, i));
     if (PyErr_Occurred())
         return -1;
-    if (is_dense(self->known, like, &where, &nbytes))
+    if (is_dense(self->known, like, on_cpu, &where, &nbytes))
         self->dtype = scalar_type(self->known, like), self->itemsize = (uint64_t)where.lanes * where.bits / 8;
     return 0;
 }
@@ -189,7 +189,7 @@ static PyObject *bounds_byte_offset(WindowBounds *self, PyObject *const *args, P
     Py_ssize_t rank = PyLong_AsSsize_t(args[1]), offset = PyLong_AsSsize_t(args[2]);
     if (PyErr_Occurred())
         PyErr_Clear(), rank = -1;
-    if (rank < 0 || rank >= self->ranks || offset < 0 || !self->itemsize || !is_plain(self->known, args[0], &where, &nbytes) ||
+    if (rank < 0 || rank >= self->ranks || offset < 0 || !self->itemsize || !is_plain(self->known, args[0], on_cpu, &where, &nbytes) ||
         scalar_type(self->known, args[0]) != self->dtype)
         return PyErr_Occurred() ? NULL : PyLong_FromLong(-1);
     uint64_t room = self->sizes[rank] / self->itemsize, elements = nbytes / self->itemsize;

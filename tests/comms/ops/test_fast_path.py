@@ -429,6 +429,11 @@ def call_path(order: Order, plan: Callable[..., Any], failed: Callable[..., Any]
     return CallPath(0, 2, order, plan, registry(), None, 5.0, failed)
 
 
+def test_tensors_of_another_device_are_left_to_the_general_path() -> None:
+    gpu = CallPath(0, 2, Order(), lambda *_: print, registry(), None, 5.0, print, (2, 0))
+    assert not gpu.all_reduce(torch.ones(2), ReduceOp.SUM)
+
+
 def test_an_op_is_planned_once_and_called_with_a_deadline() -> None:
     asked: list[tuple[object, ...]] = []
     called: list[tuple[torch.Tensor, float]] = []

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import ReduceOp, _native, arithmetic
-from holdfast.comms.tensors.packing import DTYPES, packed, plain, span
+from holdfast.comms.tensors.packing import DTYPES, dlpack_device, packed, plain, span
 
 OPS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 LATE = -2
@@ -112,6 +112,15 @@ def test_a_plain_tensor_is_contiguous_host_memory() -> None:
 )
 def test_tensors_of_other_memory_or_layout_are_not_plain(tensor: Any) -> None:
     assert not plain(tensor)
+
+
+def test_a_plain_tensor_is_on_the_device_that_is_asked_for() -> None:
+    """DLPack's kind and number; the CPU has one number."""
+    assert plain(torch.ones(2), *(dlpack_device(torch.device("cpu")) or ()))
+    gpu = dlpack_device(torch.device("cuda", 1))
+    assert gpu is not None and gpu[1] == 1 and not plain(torch.ones(2), *gpu)
+    assert dlpack_device(torch.device("cuda")) is None, "any GPU: no tensor can be said to be there"
+    assert dlpack_device(torch.device("meta")) is None
 
 
 def test_a_packed_tensor_holds_the_same_numbers_and_is_plain() -> None:
