@@ -9,15 +9,14 @@ from functools import partial
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.rl.algorithms.evaluation import judged
-from holdfast.rl.algorithms.protocols import Generation
-from holdfast.rl.algorithms.turns import HeldOutGames
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
+from holdfast.rl.grpo.evaluation import HeldOutGames, judged
+from holdfast.rl.grpo.protocols import Generation
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge

@@ -26,10 +26,6 @@ from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.ft.launch.job_contract import LocalContract
-from holdfast.rl.algorithms.asynchronous import asynchronous
-from holdfast.rl.algorithms.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
-from holdfast.rl.algorithms.protocols import StepReport
-from holdfast.rl.algorithms.synchronous import synchronous
 from holdfast.rl.config.contradictions import staleness_rule
 from holdfast.rl.config.load import load_config
 from holdfast.rl.config.plugin_names import check_plugins_run_here
@@ -39,6 +35,9 @@ from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.grpo.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
+from holdfast.rl.grpo.loop import asynchronous, synchronous
+from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.episode_sources import (
     EnvironmentEpisodes,

@@ -16,8 +16,8 @@ from holdfast import ft
 from holdfast.comms import Communicator
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import faultpoints
-from holdfast.rl.algorithms.collate import TrainingTokens
-from holdfast.rl.algorithms.grpo import StepTotals
+from holdfast.rl.grpo.batch import TrainingTokens
+from holdfast.rl.grpo.loss import StepTotals
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.errors import NonFiniteLoss
 from holdfast.rl.trainers.policy import PolicyLoss, build_optimizer, build_policy

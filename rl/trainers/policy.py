@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast.rl.algorithms.collate import TrainingTokens
-from holdfast.rl.algorithms.grpo import StepTotals, loss
-from holdfast.rl.kernels import token_logprobs
+from holdfast.rl.grpo.batch import TrainingTokens
+from holdfast.rl.grpo.loss import StepTotals, loss
+from holdfast.rl.kernels.token_logprobs import token_logprobs
 from holdfast.rl.trainers.adapters import add_adapters
 from holdfast.rl.trainers.settings import TrainerSettings
 
@@ -65,7 +65,11 @@ class PolicyLoss:
             inputs = replace(inputs, reference=self._frozen(self._reference, forward, transformers_logits))
         wanted = objective.entropy > 0
         logprobs, entropies = predict(model, forward, self._temperature, entropies=wanted, logits_of=self._logits)
-        return loss(logprobs, replace(inputs, entropies=entropies).to(logprobs.device), totals, objective)
+        old = forward.old_logprobs
+        if old is None:  # the first update of a batch: the old policy is the new one, or the generator is taken for it
+            old = logprobs.detach() if objective.truncation else inputs.generated
+        inputs = replace(inputs, entropies=entropies).to(logprobs.device)
+        return loss(logprobs, old.to(logprobs.device), inputs, totals, objective)
 
     def logprobs(self, model: torch.nn.Module, forward: TrainingTokens) -> Tensor:
         """What `of` takes for the log-probabilities of `model` now, without a gradient."""

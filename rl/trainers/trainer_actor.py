@@ -12,9 +12,9 @@ import msgspec
 
 from holdfast import ft
 from holdfast.comms.errors import HoldfastError, StaleEpoch, describe
-from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.encoded_batch import EncodedBatch
+from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.trainers.batch_inbox import BatchInbox
 from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted, TrainerUnjoined
 from holdfast.rl.trainers.publisher import Publisher

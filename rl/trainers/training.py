@@ -15,18 +15,17 @@ import torch
 from holdfast import ft
 from holdfast.comms import Revoked
 from holdfast.ft.console.units import counted
-from holdfast.rl.algorithms.collate import TrainingTokens
-from holdfast.rl.algorithms.grpo import StepTotals
-from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.encoded_batch import EncodedBatch, decode_state
+from holdfast.rl.grpo.batch import TrainingTokens, UpdateTokens, updates_of
+from holdfast.rl.grpo.loss import StepTotals
+from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.trainers.errors import BadBatch
 from holdfast.rl.trainers.layouts import PolicyLayout, UpdateResult, policy_layout
 from holdfast.rl.trainers.policy import PolicyLoss
 from holdfast.rl.trainers.publisher import Publisher
 from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.trainers.titan.layout import TitanLayout
-from holdfast.rl.trainers.update_tokens import UpdateTokens, updates_of
 from holdfast.rl.trainers.weights_digest import weights_digest
 from holdfast.rl.work_log import WorkLog
 

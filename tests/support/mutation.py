@@ -54,8 +54,8 @@ TARGETS = {
         ("tests/comms/ops", "tests/comms/memory"),
     ),
     "rl": Target(
-        ("rl/algorithms/grpo.py", "rl/kernels/eager.py", "rl/kernels/loss_form.py"),
-        ("tests/rl/algorithms/test_losses.py", "tests/rl/kernels/test_kernels.py"),
+        ("rl/grpo/loss.py", "rl/grpo/advantages.py", "rl/kernels/token_logprobs.py"),
+        ("tests/rl/grpo/test_losses.py", "tests/rl/kernels/test_kernels.py"),
     ),
 }
 

@@ -8,10 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from holdfast.rl.algorithms.episode import generate_episode
-from holdfast.rl.algorithms.evaluation import HeldOut, HeldOutPrompts
-from holdfast.rl.algorithms.protocols import Data, Policy
-from holdfast.rl.algorithms.turns import GroupNumbers, HeldOutGames, play_episodes
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.prompts import PromptNumbers, PromptStream
@@ -19,6 +15,9 @@ from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.grpo.evaluation import HeldOut, HeldOutGames, HeldOutPrompts
+from holdfast.rl.grpo.loop import generate_episode, play_episodes
+from holdfast.rl.grpo.protocols import Data, GroupNumbers, Policy
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge

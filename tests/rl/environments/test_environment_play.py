@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rl.algorithms.collate import counted_tokens
 from holdfast.rl.config.objective import objective
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.episode import Completion, Finish, Group, Prompt
@@ -19,6 +18,7 @@ from holdfast.rl.environments.environment import Action, Environment, Observatio
 from holdfast.rl.environments.errors import FailureKind
 from holdfast.rl.environments.local import LocalPool
 from holdfast.rl.environments.play import Act, FailedEpisode, Transcript, failures, play
+from holdfast.rl.grpo.batch import counted_tokens
 from support.rl.environment_servers import Misbehaving
 from support.rl.event_loop import run
 

@@ -13,9 +13,6 @@ from types import FrameType
 
 import pytest
 
-from holdfast.rl.algorithms.background import together
-from holdfast.rl.algorithms.collate import collate
-from holdfast.rl.algorithms.episode import generate_episode
 from holdfast.rl.config.objective import Objective
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data import arithmetic
@@ -25,6 +22,8 @@ from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Completion, Group, SamplingRequest
 from holdfast.rl.data.prompts import PromptSource, PromptStream
 from holdfast.rl.data.replay_buffer import ReplayBuffer
+from holdfast.rl.grpo.batch import collate
+from holdfast.rl.grpo.loop import generate_episode, together
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.matching import ExactMatch
 from holdfast.rl.rewards.rubric import Criterion, Rubric

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.harness import LocalCluster
-from holdfast.rl.algorithms.protocols import StepReport
 from holdfast.rl.config.objective import Objective
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.grpo.batch import updates_of
+from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.trainers import errors
 from holdfast.rl.trainers.batch_inbox import BatchInbox
 from holdfast.rl.trainers.layouts import clip_factor, sharded_norm
 from holdfast.rl.trainers.settings import RateSchedule
 from holdfast.rl.trainers.trainer_group import TrainerGroup
-from holdfast.rl.trainers.update_tokens import updates_of
 from support.rl.small_batches import episode
 from support.torch_groups import in_group
 

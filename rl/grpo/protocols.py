@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
 
-from holdfast.rl.data.episode import Completion, Group, Prompt, SamplingRequest
+from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, SamplingRequest
 from holdfast.rl.data.replay_buffer import Batch, FailedGroup
 
 
@@ -84,6 +85,47 @@ class Buffer(Protocol):
 
     def serve(self, version: int, /) -> None:
         """All replicas of the policy serve `version`."""
+        ...
+
+
+class GroupNumbers(Protocol):
+    """The numbers of a run's groups, each once."""
+
+    async def sample(self) -> int:
+        """The next number, once its group may begin."""
+        ...
+
+
+class GroupInPlay(Protocol):
+    """The episodes of one group, which begin with the same prompt and are played turn by turn together."""
+
+    @property
+    def waiting(self) -> Mapping[int, tuple[int, ...]]:
+        """All tokens so far of each episode that waits for the policy, by its place in the group."""
+        ...
+
+    async def act(self, completions: Sequence[Completion], /) -> None:
+        """Take a turn of the policy in each episode of `waiting`, in that order."""
+        ...
+
+    def episodes(self) -> Sequence[Episode]:
+        """The episodes that did not fail, once nothing is waiting."""
+        ...
+
+    def result(self) -> Group | FailedGroup:
+        """The group of these episodes."""
+        ...
+
+
+class Games(Protocol):
+    """Begins the groups of a run."""
+
+    def begin(self, number: int, /) -> AbstractAsyncContextManager[GroupInPlay]:
+        """Play the group of a number; what follows depends on the number and the policy alone."""
+        ...
+
+    def held_out(self, first: int, count: int, /) -> AbstractAsyncContextManager[GroupInPlay]:
+        """Play episodes that no group has, each from a prompt of its own."""
         ...
 
 

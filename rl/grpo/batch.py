@@ -1,4 +1,4 @@
-"""The episodes of an update as tensors, and their division into shards and forwards.
+"""The episodes of a batch as padded tensors, its updates, and their division into shards and forwards.
 
 The division depends on the batch and the settings alone, so a shard has the same bits whichever trainer computes it.
 """
@@ -10,14 +10,67 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.rl.algorithms.collate import TrainingTokens, collate, step_totals
-from holdfast.rl.algorithms.grpo import StepTotals
 from holdfast.rl.config.objective import Objective
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import even_edges
-from holdfast.rl.kernels import LossInputs
+from holdfast.rl.grpo.advantages import advantages
+from holdfast.rl.grpo.loss import LossInputs, StepTotals
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTokens:
+    """Episodes padded on the right, a row each: `tokens` (n, length) with their prompts, and `attention` (n, length).
+
+    Column c of `inputs` and of log-probabilities belongs to the token in column c + 1: they have one column less.
+    `old_logprobs` are those of the policy before the first update of their batch; None at that update.
+    """
+
+    tokens: Tensor
+    attention: Tensor
+    inputs: LossInputs
+    old_logprobs: Tensor | None = None
+
+
+def collate(columns: BatchColumns, objective: Objective) -> TrainingTokens:
+    """The episodes of a batch as tensors on the CPU."""
+    prompts, drawn = columns.tensor("prompts"), columns.tensor("drawn")
+    begins, ends = prompts.unsqueeze(1), (prompts + drawn).unsqueeze(1)
+    column = torch.arange(int(ends.max()), device="cpu").expand(len(prompts), -1)
+    attention = column < ends
+    after = (column[:, :-1] >= begins - 1) & (column[:, :-1] < ends - 1)
+    weights = advantages(columns.rewards_by_group(), objective)
+    return TrainingTokens(
+        _placed(columns.tensor("tokens"), attention),
+        attention,
+        LossInputs(
+            _placed(counted_tokens(columns, objective), after),
+            torch.tensor(weights, dtype=torch.float32, device="cpu"),
+            _placed(columns.tensor("logprobs"), after),
+        ),
+    )
+
+
+def step_totals(tokens: TrainingTokens) -> StepTotals:
+    """The totals of all episodes of an update, whichever unit each is in."""
+    mask = tokens.inputs.mask
+    return StepTotals(sequences=len(mask), tokens=max(int(mask.sum()), 1))
+
+
+def counted_tokens(columns: BatchColumns, objective: Objective) -> Tensor:
+    """Which of the tokens after the prompts count in the loss."""
+    mask = columns.tensor("mask")
+    if objective.skip_overlong:
+        mask &= ~columns.tensor("overlong").repeat_interleave(columns.tensor("drawn"))
+    return mask
+
+
+def _placed(values: Tensor, places: Tensor) -> Tensor:
+    """The values in the places that are true, row by row; 0 in the others."""
+    found = torch.zeros(places.shape, dtype=values.dtype, device="cpu")
+    found[places] = values
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +89,7 @@ class UpdateTokens:
 
     def with_old(self, old: Tensor) -> UpdateTokens:
         """The same with the old policy's log-probabilities, one row an episode."""
-        return replace(self, tokens=replace(self.tokens, inputs=replace(self.tokens.inputs, old=old)))
+        return replace(self, tokens=replace(self.tokens, old_logprobs=old))
 
     def joined(self, shards: int, micro_batch: int, found: Mapping[int, Sequence[Tensor]]) -> Tensor:
         """The rows that forwards of some shards gave, each in its place; 0 in the others."""
@@ -82,6 +135,6 @@ def _rows(whole: TrainingTokens, begin: int, end: int) -> TrainingTokens:
             inputs.mask[rows, : length - 1],
             inputs.advantages[rows],
             inputs.generated[rows, : length - 1],
-            None if inputs.old is None else inputs.old[rows, : length - 1],
         ),
+        None if whole.old_logprobs is None else whole.old_logprobs[rows, : length - 1],
     )

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.rl.algorithms.protocols import Generation, Policy
 from holdfast.rl.config.sampling import Sampling
-from holdfast.rl.data.episode import Completion, Prompt
+from holdfast.rl.data.episode import Completion, Episode, Prompt
 from holdfast.rl.data.errors import OtherVersion
+from holdfast.rl.grpo.protocols import Games, Generation, Policy
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Score
@@ -97,6 +97,34 @@ class HeldOutPrompts:
             failed=len(scores) - len(rewards),
             versions=tuple(each for completion in completions for each in completion.versions),
         )
+
+
+class HeldOutGames:
+    """Held-out episodes of an evaluation, `count` of them, as many at a time as a group has."""
+
+    def __init__(self, games: Games, count: int, sampling: Sampling) -> None:
+        self._games, self._count, self._sampling = games, count, sampling
+
+    async def play(self, policy: Policy, version: int) -> HeldOutResult:
+        """See `HeldOut`."""
+        found = await self.episodes(policy.generate, version)
+        drawn = [v for each in found for v, mine in zip(each.versions, each.mask, strict=True) if mine]
+        return HeldOutResult(
+            rewards=tuple(each.reward for each in found), failed=self._count - len(found), versions=tuple(drawn)
+        )
+
+    async def episodes(self, generation: Generation, exact: int | None) -> list[Episode]:
+        """The episodes, without those that failed."""
+        starts = range(0, self._count, self._sampling.group)
+        parts = await asyncio.gather(*(self._part(generation, exact, at) for at in starts))
+        return [each for part in parts for each in part]
+
+    async def _part(self, generation: Generation, exact: int | None, first: int) -> Sequence[Episode]:
+        async with self._games.held_out(first, min(self._sampling.group, self._count - first)) as game:
+            while waiting := game.waiting:
+                request = self._sampling.greedy_turn(tuple(waiting.values()), exact)
+                await game.act(await generation.route(request))
+            return game.episodes()
 
 
 class HeldOutEvaluation:

@@ -1,1 +1,0 @@
-"""The algorithm as the field writes it: episodes, two loops, and the losses of group-relative policy optimisation."""
