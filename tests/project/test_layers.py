@@ -78,7 +78,7 @@ LAYERS = {
         rewards
         work_log
         environments
-        algorithms
+        grpo
         generators
         trainers
         engine
