@@ -36,12 +36,18 @@ class HeldDirectory:
             _remove_if_left(other)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
-            with contextlib.suppress(FileNotFoundError):
-                self._hold = OwnedDescriptor(_lock(self.path, fcntl.LOCK_EX))
-                if self.path.exists():
-                    (self.path / MARKER).touch(mode=0o600)
-                    return
-                self._hold.close()
+            try:
+                self._hold = OwnedDescriptor(_lock(self.path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except FileNotFoundError:
+                continue
+            except BlockingIOError:  # another process looks at it; a fork of that one may hold the lock for long
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+                continue
+            if self.path.exists():
+                (self.path / MARKER).touch(mode=0o600)
+                return
+            self._hold.close()
 
     def close(self) -> None:
         """Remove the directory and its content. Idempotent."""

@@ -33,6 +33,14 @@ class HostAway(ActorStartFailed):
         super().__init__(name, f"host {host} is away ({why}); start it on another one")
 
 
+class HostNotServed(HoldfastError):
+    """A `monarch_host` cannot listen at its address. `address` is that."""
+
+    def __init__(self, address: str, why: str) -> None:
+        self.address = address
+        super().__init__(f"host {address} cannot be served: {why}; end what listens there, or choose another port")
+
+
 class ActorDied(HoldfastError):
     """The process of an actor has ended. `name` and `pid` say which, `how` it ended."""
 

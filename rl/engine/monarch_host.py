@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -28,8 +27,10 @@ from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.ft.environment.slurm_hosts import WORD, own_slurm_host
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.ft.processes.fork_shim import SOCKET, ForkRequest, ShimServer
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote_with
+from holdfast.rl.engine.errors import HostNotServed
 from holdfast.rl.engine.monarch_calls import exit_code
 from holdfast.rl.engine.monarch_worker import become_proc
 
@@ -99,7 +100,7 @@ def environment_of(address: str) -> dict[str, str]:
 
 
 def main(address: str, serving: Callable[[str], object] = lambda line: print(line, flush=True)) -> None:
-    """Serve until this process is ended. `serving` is called once it does. Raises `NotUnderSlurm`."""
+    """Serve until this process is ended. `serving` is called once it does. Raises `NotUnderSlurm`, `HostNotServed`."""
     if WORD.fullmatch(address):
         address = own_slurm_host(address)
     os.environ.update(environment_of(address))
@@ -110,17 +111,15 @@ def main(address: str, serving: Callable[[str], object] = lambda line: print(lin
     os.environ[SOCKET] = forks.path
     os.environ.setdefault("MONARCH_FILE_LOG", "error")
     listen_on(os.environ["HOLDFAST_INTERFACE"])
-    with socket.create_server((os.environ["HOLDFAST_INTERFACE"], 0), family=_family(place.hostname)) as free:
-        port = free.getsockname()[1]
-    at = f"tcp://{place.netloc.rpartition(':')[0]}:{port}"
-    hosting = import_module("monarch.actor").start_worker_loop_forever(ca="trust_all_connections", address=at)
-    loop.run(_tell(place.hostname, place.port, at), 30.0)
-    serving(f"serving {address}")
-    hosting.get()
-
-
-def _family(host: str | None) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
+    with ReservedPort(os.environ["HOLDFAST_INTERFACE"]) as free:  # Monarch binds it beside this socket
+        at = f"tcp://{place.netloc.rpartition(':')[0]}:{free.number}"
+        hosting = import_module("monarch.actor").start_worker_loop_forever(ca="trust_all_connections", address=at)
+        try:
+            loop.run(_tell(place.hostname, place.port, at), 30.0)
+        except OSError as error:
+            raise HostNotServed(address, str(error)) from error
+        serving(f"serving {address}")
+        hosting.get()
 
 
 async def _tell(host: str | None, port: int | None, address: str) -> None:

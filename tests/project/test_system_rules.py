@@ -67,7 +67,6 @@ LISTENERS = {
     "comms/rendezvous/tcp.py": "torch's TCPStore accepts",
     "ft/launch/mpirun.py": "in a folder of this user alone",
     "ft/processes/fork_shim.py": "in a folder of this user alone",
-    "rl/engine/monarch_host.py": "looks for a free port",
 }
 
 

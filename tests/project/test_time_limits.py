@@ -1,4 +1,6 @@
-"""No test asserts that something took few seconds: a busy machine takes more, and nothing is wrong.
+"""No test asserts that something took few seconds, and none waits for a child without a limit.
+
+A busy machine takes more than few seconds, and nothing is wrong.
 
 What is asserted instead is an event, an order, a ratio, or a bound of `support.waiting.PATIENCE` beside a timeout of
 twice that, which only the fault would wait for.
@@ -75,6 +77,32 @@ def test_no_assertion_needs_a_fast_machine() -> None:
         for compared in tight(function)
     }
     assert not wrong, "wait for an event, or compare with PATIENCE:\n" + "\n".join(sorted(wrong))
+
+
+def endless(tree: ast.AST) -> Iterator[ast.Call]:
+    """The calls that wait for a child process without a limit: it may hang, and says then nothing of where."""
+    awaited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Await)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=output, attr="readline")) if id(node) not in awaited:
+                if isinstance(output, ast.Attribute) and output.attr in ("stdout", "stderr", "output"):
+                    yield node
+            case ast.Call(func=ast.Attribute(attr="communicate"), args=[], keywords=keywords) if (
+                id(node) not in awaited
+            ):
+                if "timeout" not in {keyword.arg for keyword in keywords}:
+                    yield node
+
+
+def test_no_test_waits_for_a_child_without_a_limit() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for call in endless(ast.parse(path.read_text(), str(path)))
+    ]
+    assert not wrong, "use support.waiting.next_line, or a timeout:\n" + "\n".join(wrong)
+    for call in ("child.stdout.readline()", "child.communicate()"):
+        assert len(list(endless(ast.parse(call)))) == 1, call
 
 
 def test_a_tight_limit_is_found() -> None:

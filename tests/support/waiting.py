@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from collections.abc import Callable
+from typing import IO, Any
 
 PATIENCE = 30.0
 """Seconds that no call of a test takes by itself, however busy its machine: that many are one that hangs.
@@ -25,3 +28,19 @@ def becomes_true(condition: Callable[[], bool], seconds: float = PATIENCE, inter
 def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Return once `condition()`; fails the test if that takes longer than `seconds`."""
     assert becomes_true(condition, seconds), "it did not happen"
+
+
+def next_line(output: IO[Any] | None, seconds: float = 2 * PATIENCE) -> str:
+    """The next line that a process writes, "" at the end; fails the test if that takes longer than `seconds`.
+
+    Takes no byte that follows the line, so that `communicate` may read the rest.
+    """
+    assert output is not None
+    line, deadline = b"", time.monotonic() + seconds
+    while not line.endswith(b"\n"):
+        ready = select.select([output], [], [], max(0.0, deadline - time.monotonic()))[0]
+        assert ready, f"no line in {seconds:.3g} s, only {line!r}"
+        if not (byte := os.read(output.fileno(), 1)):
+            break
+        line += byte
+    return line.decode()

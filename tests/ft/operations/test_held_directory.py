@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -40,6 +42,24 @@ def test_a_held_folder_is_for_its_owner_alone_and_gone_when_closed(tmp_path: Pat
         (folder.path / "segment").write_bytes(b"memory")
     assert list(tmp_path.iterdir()) == []
     folder.close()
+
+
+def test_a_new_folder_that_another_process_looks_at_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, looking = tempfile.mkdtemp, list[int]()
+
+    def seen_at_once(**where: object) -> str:
+        path = make(**where)  # type: ignore[call-overload]
+        if not looking:
+            looking.append(os.open(path, os.O_RDONLY))
+            fcntl.flock(looking[0], fcntl.LOCK_EX)
+        return str(path)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", seen_at_once)
+    with HeldDirectory("job-", tmp_path) as ours:
+        assert list(tmp_path.iterdir()) == [ours.path] and (ours.path / held_directory.MARKER).exists()
+    os.close(looking[0])
 
 
 def test_a_new_folder_leaves_folders_that_are_held(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.local_launcher import Launcher, LaunchPlan, launch, python_command
 from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ranks, table, whereabouts
 from holdfast.ft.telemetry.flight import find
-from support.waiting import becomes_true
+from support.waiting import PATIENCE, becomes_true, next_line
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
 
@@ -157,7 +157,7 @@ def test_whereabouts_tell_a_stopped_process_from_one_that_has_ended() -> None:
     assert becomes_true(lambda: whereabouts(process.pid).startswith("is stopped"), 10.0)
     process.kill()
     assert becomes_true(lambda: whereabouts(process.pid) == "has ended", 10.0)
-    process.wait()
+    process.wait(PATIENCE)
 
 
 def test_the_line_of_the_last_traceback_says_why_a_process_ended() -> None:
@@ -258,11 +258,11 @@ with ft.Session() as session:
     assert launcher.stdout is not None
     pids: list[int] = []
     while len(pids) < 8:
-        line = launcher.stdout.readline()
+        line = next_line(launcher.stdout)
         assert line, "the job has ended"
         pids += map(int, line.split("pids ")[1].split() if "pids " in line else [])
     launcher.kill()
-    launcher.wait()
+    launcher.wait(PATIENCE)
     launcher.stdout.close()
     assert ended(pids)
     assert len(find(logs)) == 2, "flight recordings"
@@ -281,7 +281,7 @@ def guarded(command: list[str]) -> Iterator[GuardedProcess]:
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "time.sleep(600)"])
 def test_a_process_leaves_no_children_behind_however_it_ends(tmp_path: Path, end: str) -> None:
     with guarded([sys.executable, script(tmp_path, CHILDREN + end)]) as process:
-        pids = [int(pid) for pid in process.output.readline().split()[1:]]
+        pids = [int(pid) for pid in next_line(process.output).split()[1:]]
         assert pids[0] == process.pid
         if "sleep" not in end:
             assert process.output.read() == b"", "its children had the other end of the pipe"
@@ -327,14 +327,13 @@ def test_descendants_are_found_whatever_their_session() -> None:
         assert {child.pid, *found} <= set(guardian.descendants(os.getpid()))
     finally:
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        child.wait(PATIENCE)
 
 
 def test_a_hangup_that_nohup_ignores_does_not_end_a_job(tmp_path: Path) -> None:
     path = script(tmp_path, "import time; print('here', flush=True); time.sleep(1.0); print('done', flush=True)")
     command = ["sh", "-c", f"trap '' HUP; exec {COMMAND} run -n 1 {path}"]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    assert "here" in launcher.stdout.readline()
+    assert "here" in next_line(launcher.stdout)
     launcher.send_signal(signal.SIGHUP)
     assert "[0] done" in launcher.communicate(timeout=30)[0]

@@ -210,7 +210,7 @@ def test_detached_processes_outlive_a_killed_agent(tmp_path: Path, key: Path) ->
     try:
         until(lambda: len(events(logs, "committed")) > 4, "steps are done")
         agent.kill()
-        agent.wait()
+        agent.wait(60.0)
         since = len(events(logs, "committed"))
         until(lambda: len(events(logs, "committed")) > since + 4, "steps go on")
     finally:

@@ -106,7 +106,7 @@ def test_top_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> 
         assert process.wait(20) == 0
     finally:
         process.kill()
-        process.wait()
+        process.wait(20)
         os.close(terminal)
 
 

@@ -23,7 +23,7 @@ from holdfast.ft.processes.packed_errors import pack_error, unpack_error
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
 from holdfast.harness.cluster.errors import rank_failure
 from support.programs.forked_programs import run_forked
-from support.waiting import PATIENCE, becomes_true
+from support.waiting import PATIENCE, becomes_true, next_line
 
 
 class Custom(Exception):
@@ -334,9 +334,8 @@ def test_nothing_outlives_the_parent(number: int) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    assert parent.stdout is not None
-    pids = [int(word) for word in parent.stdout.readline().split()]
-    assert len(pids) == 3
+    pids = [int(word) for word in next_line(parent.stdout).split()]
+    assert parent.stdout is not None and len(pids) == 3
     parent.send_signal(number)
     parent.wait(20.0)
     parent.stdout.close()

@@ -29,7 +29,7 @@ from holdfast.harness.cli.app import app
 from support.programs.forked_programs import run_holdfast
 from support.programs.snippets import blocks
 from support.source_tree import ROOT
-from support.waiting import becomes_true
+from support.waiting import becomes_true, next_line
 
 COMMANDS = typer.main.get_group(app)
 COMMAND = Path(sys.executable).parent / "holdfast"
@@ -493,7 +493,7 @@ def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> Non
     path = script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     launcher = subprocess.Popen([COMMAND, "run", "-n", "2", path], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
-    pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    pids = [int(next_line(launcher.stdout).split()[1]) for _ in range(2)]
     launcher.send_signal(number)
     status = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: 130}
     assert launcher.wait(30.0) == status[number]

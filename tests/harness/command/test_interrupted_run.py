@@ -12,6 +12,7 @@ import pytest
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
 from support.source_tree import ROOT
+from support.waiting import next_line
 
 pytestmark = pytest.mark.thorough
 
@@ -33,7 +34,7 @@ def test_a_signal_ends_a_run_and_all_its_processes(
         assert training.stdout is not None and training.stderr is not None
         seen = ""
         while after not in seen:
-            line = training.stdout.readline()
+            line = next_line(training.stdout)
             assert line, training.stderr.read()
             seen += line
         training.send_signal(number)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from holdfast.harness.cli.app import app
 from support.programs.forked_programs import run_holdfast
 from support.source_tree import ROOT
+from support.waiting import next_line
 
 EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
 
@@ -61,8 +62,7 @@ def test_an_environment_is_served_until_the_command_is_ended() -> None:
 
     command = [sys.executable, "-P", "-m", "holdfast.harness.cli.app", "rl", "environment", "serve", "guess?high=7"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
-        found = re.search(r"guess\?high=7: (ws://127\.0\.0\.1:\d+), 64 sessions", serving.stdout.readline())
+        found = re.search(r"guess\?high=7: (ws://127\.0\.0\.1:\d+), 64 sessions", next_line(serving.stdout))
         try:
             assert found and asyncio.run(first_words(found[1])) == "guess a number from 1 to 7"
         finally:

@@ -26,7 +26,7 @@ from holdfast.store.retention import DiskRetention
 from support.children import Child
 from support.samples.store_processes import a_holder
 from support.torch_groups import ENVIRON, in_group
-from support.waiting import eventually
+from support.waiting import eventually, next_line
 
 
 def said(*arguments: str | Path) -> Result:
@@ -307,8 +307,7 @@ def test_serve_holds_an_imported_version_until_it_is_ended(url: str, tmp_path: P
     arguments = ["store", "import", tmp_path, "--version", "4", "--serve", "--register", url]
     command = Path(sys.executable).parent / "holdfast"
     with subprocess.Popen([command, *arguments], stdout=subprocess.PIPE, text=True) as served:
-        assert served.stdout is not None
-        assert served.stdout.readline() == f"version 4 is in the store, held by pid {served.pid}\n"
+        assert next_line(served.stdout) == f"version 4 is in the store, held by pid {served.pid}\n"
         with WeightStore(url, hold=False) as reader:
             into = weights(0.0)
             assert reader.get("latest", into) == 4

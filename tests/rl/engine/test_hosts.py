@@ -6,15 +6,19 @@ The driver is a process of its own: Monarch keeps the connections to hosts until
 from __future__ import annotations
 
 import importlib.util
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from holdfast.ft.launch.torch_environment import ReservedPort
 from support.source_tree import TESTS
+from support.waiting import PATIENCE, next_line
 
 pytestmark = [
     pytest.mark.thorough,
@@ -69,26 +73,60 @@ os._exit(0)
 """
 
 
+class Host:
+    """A process that serves a host. Monarch writes lines in pieces, from a thread: they go to a file."""
+
+    def __init__(self, address: str, errors: Path) -> None:
+        command = [sys.executable, "-X", "faulthandler", "-P", "-m", "holdfast.rl.engine.monarch_host", address]
+        self._errors = errors
+        with errors.open("wb") as file:
+            self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=file)
+
+    def until_serving(self) -> None:
+        """Fails the test if the host does not serve in time, with the stacks of its threads."""
+        try:
+            line = next_line(self.process.stdout)
+        except AssertionError as late:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait(PATIENCE)
+            raise AssertionError(f"{late}: {self.errors}") from None
+        assert line.startswith("serving"), line + self.errors
+
+    @property
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
 @pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
+def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
     """The addresses of two hosts."""
-    running, addresses = [], []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            addresses.append(f"tcp://127.0.0.1:{free.getsockname()[1]}")
-        command = [sys.executable, "-P", "-m", "holdfast.rl.engine.monarch_host", addresses[-1]]
-        running.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    try:
-        for each in running:
-            assert each.stdout is not None
-            while (line := each.stdout.readline()) and not line.startswith(b"serving"):
-                pass
-            assert line
-        yield addresses[0], addresses[1]
-    finally:
-        for each in running:
-            each.kill()
-            each.communicate()
+    with ReservedPort("127.0.0.1") as one, ReservedPort("127.0.0.1") as other:
+        addresses = f"tcp://127.0.0.1:{one.number}", f"tcp://127.0.0.1:{other.number}"
+        running = [Host(address, tmp_path / f"host-{number}.log") for number, address in enumerate(addresses)]
+        try:
+            for each in running:
+                each.until_serving()
+            yield addresses
+        finally:
+            for each in running:
+                each.end()
+
+
+def test_a_host_whose_port_is_taken_says_so_and_ends(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        host = Host(address, tmp_path / "host.log")
+        try:
+            assert next_line(host.process.stdout) == "" and host.process.wait(PATIENCE) == 1
+        finally:
+            host.end()
+    assert f"HostNotServed: host {address} cannot be served: [Errno 98]" in host.errors
 
 
 def drive(hosts: tuple[str, str], body: str) -> None:
@@ -225,6 +263,6 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
                 assert len(away) == 1
             finally:
                 kill(family(again.pid))
-                again.wait()
+                again.wait(30.0)
         """,
     )

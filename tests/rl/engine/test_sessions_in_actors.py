@@ -40,7 +40,7 @@ def test_an_actor_with_a_session_is_killed_and_the_others_go_on(tmp_path: Path) 
         words, _ = driver.communicate(timeout=SECONDS)
     finally:
         driver.kill()
-        driver.communicate()
+        driver.communicate(timeout=SECONDS)
     assert driver.returncode == 0, words
     ends = [line for line in words.splitlines() if line.startswith(("lost", "rank"))]
     epoch = events("rebuilt")[-1]["epoch"]

@@ -58,7 +58,7 @@ def openenv_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait()
+        process.wait(30.0)
 
 
 async def episode(session: EnvironmentSession, seed: int) -> list[Any]:
@@ -117,7 +117,7 @@ async def test_a_death_of_openenvs_server_ends_our_session() -> None:
                 await session.step(Action(fields={"number": 1}))
     finally:
         process.kill()
-        await asyncio.to_thread(process.wait)
+        await asyncio.to_thread(process.wait, 30.0)
 
 
 @pytest.mark.timeout(300)

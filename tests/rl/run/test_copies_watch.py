@@ -18,6 +18,7 @@ from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.run.weight_holder import CopiesWatch
 from holdfast.store import WeightStore
+from support.waiting import PATIENCE, next_line
 
 UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 HOLDER = """
@@ -43,12 +44,11 @@ def holder(url: str, what: str) -> Iterator[tuple[subprocess.Popen[str], int, st
     command = [*UNSHARE, sys.executable, "-c", HOLDER, url, what]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
-        pid, host = process.stdout.readline().split()
+        pid, host = next_line(process.stdout).split()
         yield process, int(pid), host
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.timeout(120)

@@ -30,6 +30,7 @@ from holdfast.rl.run.work_collector import WorkCollector
 from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
 from holdfast.rl.work_log import SharedSpan, WorkLog, WorkReport, processor_with_descendants
 from support.rl.console import WIDE
+from support.waiting import PATIENCE, next_line
 
 
 def spin(seconds: float) -> None:
@@ -89,10 +90,9 @@ def test_the_processor_time_of_children_counts_where_they_do_the_work() -> None:
     before = processor_with_descendants()
     program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
+        next_line(child.stdout)
         assert processor_with_descendants() - before >= 0.25
-        child.communicate(b"\n")
+        child.communicate(b"\n", timeout=PATIENCE)
 
 
 def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_its_own(
@@ -183,7 +183,7 @@ def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: P
 
 def test_top_looks_at_each_process_of_a_run_whose_driver_has_ended(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
-    dead.wait()
+    dead.wait(PATIENCE)
     RunDirectory(tmp_path).write_status(status_of(dead.pid, os.getpid(), driver=dead.pid, host=this_host()))
     lines = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE).output.splitlines()
     names = ("driver", "trainer-0", "trainer-1", "generator-4")

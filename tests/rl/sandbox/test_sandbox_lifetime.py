@@ -27,7 +27,7 @@ from holdfast.rl.environments.sandbox import (
 from holdfast.rl.environments.sandbox.inside import syscalls
 from holdfast.rl.environments.sandbox.template_process import unavailable
 from support import seccomp_deny
-from support.waiting import eventually
+from support.waiting import eventually, next_line
 
 PATIENT = Limits(cpu_seconds=20.0, wall_seconds=60.0)
 SLEEP = "import os, time\nos.fork()\ntime.sleep(999)"
@@ -158,8 +158,7 @@ time.sleep(600)
 
 def test_a_killed_job_leaves_no_process(sandbox: Sandbox) -> None:
     with subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        template = int(job.stdout.readline())
+        template = int(next_line(job.stdout))
         eventually(lambda: len(descendants(template)) == 6, 30.0)
         below = [template, *descendants(template)]
         job.kill()
