@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,7 +24,8 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import faultpoints
 from holdfast.ft.commit.commit_state import BROKEN_EPOCHS, CommitState
-from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Vote, decide
+from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Decision, Vote, decide
+from holdfast.ft.commit.voting import collect
 from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Member, View
@@ -110,6 +112,51 @@ def test_few_epochs_between_two_commits_may_end_without_a_cause() -> None:
     assert [state.may_break() for _ in range(BROKEN_EPOCHS + 1)] == [True] * BROKEN_EPOCHS + [False]
     state.commit()
     assert state.may_break()
+
+
+def test_a_new_process_has_done_nothing_and_needs_the_state() -> None:
+    assert CommitState().vote() == Vote(NEWCOMER, 0, False, -1)
+
+
+def test_founders_hold_the_state_once_each_of_them_has_that_of_the_first() -> None:
+    state = CommitState()
+    state.found()
+    state.prepare()
+    state.settle(waits := Decision(False, 0, 0, (1,), 0))
+    assert state.vote() == Vote(FOUNDER, 0, False, -1) and state.pending == waits
+    state.synchronised()
+    assert state.vote() == Vote(HOLDER, 0, False, -1) and state.pending is None
+    alone = CommitState()
+    alone.found()
+    alone.settle(Decision(False, 0, 0, (), 0))
+    assert alone.vote() == Vote(HOLDER, 0, False, -1) and alone.pending is None
+    new = CommitState()
+    new.settle(Decision(False, 0, 0, (), 0))
+    assert new.vote().standing == NEWCOMER
+
+
+def test_each_return_to_a_checkpoint_is_counted_and_drops_the_open_step() -> None:
+    state = CommitState()
+    state.commit()
+    state.prepare()
+    state.go_back(0)
+    assert state.vote() == Vote(NEWCOMER, 0, False, -1, rewinds=1)
+    state.go_back(0)
+    assert state.vote().rewinds == 2
+
+
+def test_votes_are_exchanged_by_an_op_if_they_did_not_come_with_the_connections() -> None:
+    def body(comm: Communicator) -> tuple[list[Vote], list[Vote]]:
+        mine = Vote(HOLDER, 4 + comm.rank, True, 10, rewinds=3)
+        bare: Any = SimpleNamespace(
+            connect_payloads=None, size=comm.size, device=comm.device, all_gather_single=comm.all_gather_single
+        )
+        came: Any = SimpleNamespace(connect_payloads=[mine.numbers()])
+        return collect(bare, mine, PATIENCE), collect(came, mine, PATIENCE)
+
+    with LocalCluster(2, "inproc") as cluster:
+        votes = [Vote(HOLDER, 4 + rank, True, 10, rewinds=3) for rank in range(2)]
+        assert cluster.run(body) == [(votes, votes[:1]), (votes, votes[1:])]
 
 
 @pytest.mark.parametrize("prepared", [False, True])
