@@ -77,6 +77,9 @@ class CollectiveCalls:
                 lambda: _alike(tensor, op.name, "reproducible" * reproducible),
                 tensor,
                 "reproducible " + op.name if reproducible else op.name,
+                inputs=(tensor,),
+                outputs=(tensor,),
+                reduction=op,
             ),
             prepare,
             async_op,
@@ -108,7 +111,17 @@ class CollectiveCalls:
 
         words = op.name, f"to {dst}"
         return self._executor.issue(
-            OpDescription("reduce", tensor.nbytes, lambda: _alike(tensor, *words), tensor, words, dst),
+            OpDescription(
+                "reduce",
+                tensor.nbytes,
+                lambda: _alike(tensor, *words),
+                tensor,
+                words,
+                dst,
+                inputs=(tensor,),
+                outputs=(tensor,) if dst == self.rank else (),
+                reduction=op,
+            ),
             prepare,
             async_op,
             timeout,
@@ -141,7 +154,14 @@ class CollectiveCalls:
 
         return self._executor.issue(
             OpDescription(
-                "reduce_scatter", output.nbytes, lambda: _alike_list(inputs, op.name), tuple(inputs), op.name
+                "reduce_scatter",
+                output.nbytes,
+                lambda: _alike_list(inputs, op.name),
+                tuple(inputs),
+                op.name,
+                inputs=tuple(inputs),
+                outputs=(output,),
+                reduction=op,
             ),
             prepare,
             async_op,
@@ -177,7 +197,16 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("reduce_scatter_single", output.nbytes, lambda: _alike(output, op.name), output, op.name),
+            OpDescription(
+                "reduce_scatter_single",
+                output.nbytes,
+                lambda: _alike(output, op.name),
+                output,
+                op.name,
+                inputs=(tensor,),
+                outputs=(output,),
+                reduction=op,
+            ),
             prepare,
             async_op,
             timeout,
@@ -206,7 +235,16 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("broadcast", tensor.nbytes, lambda: _alike(tensor, words), tensor, words, src),
+            OpDescription(
+                "broadcast",
+                tensor.nbytes,
+                lambda: _alike(tensor, words),
+                tensor,
+                words,
+                src,
+                inputs=(tensor,) if src == self.rank else (),
+                outputs=(tensor,),
+            ),
             prepare,
             async_op,
             timeout,
@@ -232,7 +270,14 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("all_gather", tensor.nbytes, lambda: _alike_list(outputs), tuple(outputs)),
+            OpDescription(
+                "all_gather",
+                tensor.nbytes,
+                lambda: _alike_list(outputs),
+                tuple(outputs),
+                inputs=(tensor,),
+                outputs=tuple(outputs),
+            ),
             prepare,
             async_op,
             timeout,
@@ -261,7 +306,14 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("all_gather_single", tensor.nbytes, lambda: _alike(tensor), tensor),
+            OpDescription(
+                "all_gather_single",
+                tensor.nbytes,
+                lambda: _alike(tensor),
+                tensor,
+                inputs=(tensor,),
+                outputs=(output,),
+            ),
             prepare,
             async_op,
             timeout,
@@ -296,7 +348,15 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("all_to_all", sum(t.nbytes for t in inputs), lambda: str(dtype), None, dtype),
+            OpDescription(
+                "all_to_all",
+                sum(t.nbytes for t in inputs),
+                lambda: str(dtype),
+                None,
+                dtype,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+            ),
             prepare,
             async_op,
             timeout,
@@ -346,7 +406,15 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("all_to_all_single", tensor.nbytes, lambda: str(tensor.dtype), None, tensor.dtype),
+            OpDescription(
+                "all_to_all_single",
+                tensor.nbytes,
+                lambda: str(tensor.dtype),
+                None,
+                tensor.dtype,
+                inputs=(tensor,),
+                outputs=(output,),
+            ),
             prepare,
             async_op,
             timeout,
@@ -378,7 +446,16 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("gather", tensor.nbytes, lambda: f"to {dst}, {tensor.dtype}", None, tensor.dtype, dst),
+            OpDescription(
+                "gather",
+                tensor.nbytes,
+                lambda: f"to {dst}, {tensor.dtype}",
+                None,
+                tensor.dtype,
+                dst,
+                inputs=(tensor,),
+                outputs=tuple(outputs or ()),
+            ),
             prepare,
             async_op,
             timeout,
@@ -410,7 +487,16 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("scatter", tensor.nbytes, lambda: f"from {src}, {tensor.dtype}", None, tensor.dtype, src),
+            OpDescription(
+                "scatter",
+                tensor.nbytes,
+                lambda: f"from {src}, {tensor.dtype}",
+                None,
+                tensor.dtype,
+                src,
+                inputs=tuple(inputs or ()),
+                outputs=(tensor,),
+            ),
             prepare,
             async_op,
             timeout,
@@ -439,7 +525,7 @@ class CollectiveCalls:
             return lambda deadline: self._transport.send(flat, dst, tag, deadline)
 
         return self._executor.issue(
-            OpDescription("send", tensor.nbytes, None, tensor, tag, dst), prepare, async_op, timeout
+            OpDescription("send", tensor.nbytes, None, tensor, tag, dst, inputs=(tensor,)), prepare, async_op, timeout
         )
 
     def recv(
@@ -459,7 +545,7 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("recv", tensor.nbytes, None, tensor, tag, src), prepare, async_op, timeout
+            OpDescription("recv", tensor.nbytes, None, tensor, tag, src, outputs=(tensor,)), prepare, async_op, timeout
         )
 
     def batch_send_recv(
@@ -487,8 +573,14 @@ class CollectiveCalls:
 
             return body
 
-        nbytes = sum(send.tensor.nbytes for send in sends)
-        return self._executor.issue(OpDescription("batch_send_recv", nbytes, None), prepare, async_op, timeout)
+        description = OpDescription(
+            "batch_send_recv",
+            sum(send.tensor.nbytes for send in sends),
+            None,
+            inputs=tuple(send.tensor for send in sends),
+            outputs=tuple(recv.tensor for recv in recvs),
+        )
+        return self._executor.issue(description, prepare, async_op, timeout)
 
 
 def _alike(tensor: Tensor, *details: str) -> str:

@@ -18,6 +18,7 @@ from holdfast.comms.collectives import CollectiveCalls
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
+from holdfast.comms.hooks import Hooks
 from holdfast.comms.journal import Recorder
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.spec import BackendInfo
@@ -88,6 +89,11 @@ class Communicator(CollectiveCalls):
     def transport(self) -> Transport:
         """The transport, for a backend that builds the next epoch's. Calling its ops directly breaks the op order."""
         return self._transport
+
+    @property
+    def hooks(self) -> Hooks:
+        """The hooks before and after each op, and at the abort: see `holdfast.comms.hooks`."""
+        return self._executor.hooks
 
     @property
     def peers(self) -> tuple[Peer, ...]:

@@ -182,5 +182,20 @@ class CorruptData(HoldfastError):
     """Received or stored bytes have a wrong checksum or format."""
 
 
+class NonFinite(HoldfastError):
+    """A tensor of an op held NaN or infinity: `nans` and `infinities` count them.
+
+    `tensor` names the first such tensor on rank `rank`: "input" or "output", of a list "inputs[3]". The op itself is
+    done, and the communicator lives.
+    """
+
+    def __init__(self, op: str, seq: int, rank: int, tensor: str, nans: int, infinities: int) -> None:
+        self.op, self.seq, self.rank, self.tensor, self.nans, self.infinities = op, seq, rank, tensor, nans, infinities
+        whose = "this rank contributed them" if tensor.startswith("input") else "its inputs here were finite"
+        super().__init__(
+            f"{op} (op {seq}) on rank {rank}: its {tensor} holds {nans} NaN and {infinities} infinite numbers; {whose}"
+        )
+
+
 class StaleEpoch(HoldfastError):
     """A call belongs to an epoch that is over; nothing was changed."""

@@ -33,9 +33,9 @@ from holdfast.comms.errors import (
 )
 from holdfast.comms.execution.agreement import Agreement
 from holdfast.comms.execution.argument_checks import ArgumentChecks
+from holdfast.comms.hooks import Hooks
 from holdfast.comms.journal import Journal
 from holdfast.comms.op_description import OpDescription
-from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent
 from holdfast.comms.quantities import seconds
 from holdfast.comms.system import forks
@@ -79,7 +79,7 @@ class Executor:
         self._peers = context.peers
         self._agreement = Agreement(transport) if check and context.size > 1 else None
         self._on_close = on_close
-        self._registry = registry()
+        self.hooks = Hooks(context.name, context.epoch, context.rank)
         self._order = _native.Order()
         self._ending = HandlerLock()
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -110,7 +110,7 @@ class Executor:
         """The transport's own fast path, or one that calls its functions; None if agreement checks are on."""
         if self._agreement is not None:
             return None
-        own = self._transport.fast_path(self._order, self._registry, self._journal)
+        own = self._transport.fast_path(self._order, self.hooks, self._journal)
         if own is not None:
             return own
         plan = partial(_plan, self._transport, check, self.timeout)
@@ -122,7 +122,7 @@ class Executor:
             self._transport.size,
             self._order,
             plan,
-            self._registry,
+            self.hooks,
             self._journal,
             self.timeout,
             self._failed,
@@ -177,16 +177,23 @@ class Executor:
             if self._agreement is not None and description.agreed is not None:
                 op.check = partial(self._agreement.check, f"{description.name}({description.agreed()}) as op {joint}")
             body: Body = op.run
-            if self._registry.observed:
-                body = self._observed(body, op)
             if self._journal is not None:
                 body = partial(_recorded, self._journal, op, body)
+            if async_op:
+                body = partial(self._unless_over, body)
+            elif order.queued:
+                if self._last.done():
+                    order.queued = False
+                else:
+                    body = partial(self._after, self._last, body)
+            if self.hooks.observed and not op.begun:
+                try:
+                    event = self.hooks.begin(description, op.seq, async_op)
+                except BaseException:
+                    self._reuse_number(op.seq, joint)
+                    raise
+                body = partial(self._observed, op, event, body)
             if not async_op:
-                if order.queued:
-                    if self._last.done():
-                        order.queued = False
-                    else:
-                        body = partial(self._after, self._last, body)
                 self._run(op, body, deadline)
                 return DONE
             if self._transport.streams:
@@ -200,6 +207,9 @@ class Executor:
             earlier.wait(max(deadline - began, 0.0))
         if not earlier.done():
             raise OpTimeout("an earlier op", 0, time.monotonic() - began)  # 0: this one was not begun
+        self._unless_over(body, deadline)
+
+    def _unless_over(self, body: Body, deadline: float) -> None:
         if self._over is not None:
             self._raise_revoked()
         body(deadline)
@@ -208,6 +218,8 @@ class Executor:
         try:
             body(deadline)
         except BaseException as error:
+            if op.complete:  # only a hook failed: no rank waits for this one
+                raise
             if op.refused and threading.current_thread() is not self._worker:
                 self._reuse_number(op.seq, op.joint)
                 raise
@@ -271,8 +283,6 @@ class Executor:
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def task() -> None:
-            if self._over is not None:
-                self._raise_revoked()
             with torch.inference_mode(inference), torch.set_grad_enabled(gradients):  # as in the caller's thread
                 self._run(op, body, deadline)
 
@@ -287,22 +297,16 @@ class Executor:
             self._running.run(task)
             del item, task  # they refer to the communicator, which this thread must not keep alive
 
-    def _observed(self, body: Body, op: _IssuedOp) -> Body:
-        def observed(deadline: float) -> None:
-            event = OpEvent(self._name, self._epoch, self._rank, op.seq, op.description.name, op.description.nbytes)
-            self._registry.before_op(event)
-            began = time.perf_counter()
-            error: BaseException | None = None
-            try:
-                body(deadline)
-            except BaseException as caught:
-                error = caught
-                raise
-            finally:
-                seconds = time.perf_counter() - began
-                self._registry.after_op(replace(event, seconds=seconds, error=error))
-
-        return observed
+    def _observed(self, op: _IssuedOp, event: OpEvent, body: Body, deadline: float) -> None:
+        """Run the body of an op, and then the hooks after it."""
+        began = time.perf_counter()
+        try:
+            body(deadline)
+        except BaseException as error:
+            self.hooks.end(replace(event, seconds=time.perf_counter() - began, error=error))
+            raise
+        op.complete = True
+        self.hooks.end(replace(event, seconds=time.perf_counter() - began))
 
     def abort(self, reason: str | HoldfastError) -> None:
         """Make the running op, and all later ones, raise. The first reason stays."""
@@ -360,6 +364,7 @@ class Executor:
             reason = self._end_of_whole(over)
             part._ending.run(partial(part._end_once, reason), partial(part._end, reason))
         self._aborted = True
+        self.hooks.aborted(over)
 
     def _end_of_whole(self, error: HoldfastError) -> Revoked:
         return Revoked(self._epoch, f"{self._name!r}, which it was split from, is over: {error}")
@@ -392,9 +397,12 @@ class Executor:
     def _begin_close(self) -> None:
         if self._over is None:
             self._over, self._order.over = Revoked(self._epoch, "closed", own=True), True
-        if not self._closed and not self._aborted and not (self._last.done() and self._order.idle):
+        pending = not self._closed and not self._aborted and not (self._last.done() and self._order.idle)
+        if pending:
             self._transport.abort(self._over)
         self._closed = True
+        if pending:
+            self.hooks.aborted(self._over)
 
     def _start_worker(self) -> None:
         self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
@@ -423,13 +431,15 @@ class Executor:
 class _IssuedOp:
     """One op from its issue to its end. `begun`: a fast path has begun it and entered it in the journal."""
 
-    __slots__ = ("begun", "check", "description", "joint", "prepare", "refused", "seq")
+    __slots__ = ("begun", "check", "complete", "description", "joint", "prepare", "refused", "seq")
 
     def __init__(self, description: OpDescription, seq: int, joint: int, prepare: Prepare, begun: bool) -> None:
         self.description, self.seq, self.joint, self.prepare, self.begun = description, seq, joint, prepare, begun
         self.check: Body | None = None
         self.refused = False
         """Whether it failed before any byte moved."""
+        self.complete = False
+        """Whether only hooks are left to run."""
 
     def run(self, deadline: float) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from holdfast.comms.plugins.spec import (
     API_VERSION,
+    AbortEvent,
     Available,
     BackendInfo,
     Capabilities,
@@ -14,6 +15,7 @@ from holdfast.comms.plugins.spec import (
 
 __all__ = [
     "API_VERSION",
+    "AbortEvent",
     "Available",
     "BackendInfo",
     "Capabilities",

@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import pluggy
 
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.plugins.spec import (
     API_VERSION,
+    AbortEvent,
     Available,
     BackendInfo,
     Capabilities,
@@ -61,6 +63,12 @@ class Backend:
         return status if isinstance(status, Unavailable) and not status.needs_launcher else None
 
 
+class Follower(Protocol):
+    """Learns that plugins were added or removed."""
+
+    def plugins_changed(self) -> None: ...
+
+
 class Registry:
     """All plugins of this process. `load` adds the installed ones, `register` adds one by hand."""
 
@@ -74,6 +82,7 @@ class Registry:
         self._broken: dict[str, str] = {}
         self.observed = False
         """True while any plugin observes ops."""
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
     @property
     def backends(self) -> Mapping[str, BackendInfo]:
@@ -143,12 +152,21 @@ class Registry:
     def _look_for_observers(self) -> None:
         hooks = self.manager.hook
         self.observed = bool(hooks.before_op.get_hookimpls() or hooks.after_op.get_hookimpls())
+        for follower in list(self._followers):
+            follower.plugins_changed()
+
+    def follow(self, follower: Follower) -> None:
+        """Call `follower.plugins_changed()` after each change of the plugins, while it lives."""
+        self._followers.add(follower)
 
     def before_op(self, event: OpEvent) -> None:
         self.manager.hook.before_op(event=event)
 
     def after_op(self, event: OpEvent) -> None:
         self.manager.hook.after_op(event=event)
+
+    def on_abort(self, event: AbortEvent) -> None:
+        self.manager.hook.on_abort(event=event)
 
     def backend(self, name: str) -> Backend:
         """The backend called `name`, probed once. Raises `BackendUnavailable` for an unknown name."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
+import torch
 
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors.packing import names
 from holdfast.comms.transport.base import Context, Transport
 
@@ -134,7 +136,11 @@ class DetectorInfo:
 
 @dataclass(frozen=True, slots=True)
 class OpEvent:
-    """One op as observers see it. `nbytes` counts this rank's input; `seconds` and `error` are set in `after_op`."""
+    """One op as hooks see it. `nbytes` counts this rank's input; `seconds` and `error` are set in `after_op`.
+
+    `inputs` are the tensors that the op reads on this rank, `outputs` those that it writes: in place, a tensor is in
+    both. `root` is the rank that the op is from or to, or the other side of a message; -1 if there is none.
+    """
 
     communicator: str
     epoch: int
@@ -144,6 +150,21 @@ class OpEvent:
     nbytes: int
     seconds: float = 0.0
     error: BaseException | None = None
+    inputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()
+    root: int = -1
+    reduction: ReduceOp | None = None
+    async_op: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AbortEvent:
+    """The end of a communicator as hooks see it: `error` is what all later ops raise."""
+
+    communicator: str
+    epoch: int
+    rank: int
+    error: BaseException
 
 
 class HoldfastSpec:
@@ -174,8 +195,12 @@ class HoldfastSpec:
 
     @hookspec
     def before_op(self, event: OpEvent) -> None:
-        """An op is about to start on this rank. Must be quick and must not raise."""
+        """An op of any communicator of this process is issued. See `holdfast.comms.hooks`."""
 
     @hookspec
     def after_op(self, event: OpEvent) -> None:
         """An op ended on this rank, with or without an error."""
+
+    @hookspec
+    def on_abort(self, event: AbortEvent) -> None:
+        """A communicator ended: by `abort`, by a failed op, or by `close` with ops that had not ended."""
