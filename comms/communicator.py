@@ -18,7 +18,7 @@ from holdfast.comms.collectives import CollectiveCalls
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
-from holdfast.comms.hooks import Hooks
+from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Recorder
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.spec import BackendInfo

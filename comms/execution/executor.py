@@ -33,7 +33,7 @@ from holdfast.comms.errors import (
 )
 from holdfast.comms.execution.agreement import Agreement
 from holdfast.comms.execution.argument_checks import ArgumentChecks
-from holdfast.comms.hooks import Hooks
+from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Journal
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.spec import OpEvent
@@ -89,8 +89,10 @@ class Executor:
         self._over: HoldfastError | None = None
         self._aborted = False
         self._closed, self._released = False, False
+        self._leaking = False
+        """Whether `close` has found ops that had not ended, of which the hooks do not know yet."""
         self._parts: weakref.WeakSet[Executor] | None = None
-        self._abort_callbacks: list[Callable[[HoldfastError], object]] = []
+        self._abort_callbacks: list[Callable[[HoldfastError], object]] = [self.hooks.aborted]
         self.split_from: tuple[str, tuple[int, ...]] = ("", ())
         """The name of the communicator that this one was split from, and the ranks there of its members."""
         if transport.ends_before_exit:
@@ -364,7 +366,6 @@ class Executor:
             reason = self._end_of_whole(over)
             part._ending.run(partial(part._end_once, reason), partial(part._end, reason))
         self._aborted = True
-        self.hooks.aborted(over)
 
     def _end_of_whole(self, error: HoldfastError) -> Revoked:
         return Revoked(self._epoch, f"{self._name!r}, which it was split from, is over: {error}")
@@ -391,18 +392,19 @@ class Executor:
         if self._released:
             return
         self._ending.run(self._begin_close, self.close)
+        if self._leaking:
+            self._leaking = False
+            self.hooks.aborted(self._over or Revoked(self._epoch, "closed", own=True))
         if self._closed and not self._order.when_left(self.close):
             run_shielded(self._release)
 
     def _begin_close(self) -> None:
         if self._over is None:
             self._over, self._order.over = Revoked(self._epoch, "closed", own=True), True
-        pending = not self._closed and not self._aborted and not (self._last.done() and self._order.idle)
-        if pending:
+        if not self._closed and not self._aborted and not (self._last.done() and self._order.idle):
             self._transport.abort(self._over)
+            self._leaking = True
         self._closed = True
-        if pending:
-            self.hooks.aborted(self._over)
 
     def _start_worker(self) -> None:
         self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)

@@ -21,6 +21,7 @@ LAYERS = {
         transport
         rendezvous
         plugins exact
+        hooks
         reproducible quantised execution
         memory_plane
         algorithms
