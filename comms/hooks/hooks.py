@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast.comms.errors import describe
+from holdfast.comms.errors import again, describe
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
@@ -121,7 +121,7 @@ class Hooks:
             except BaseException as error:
                 raised.append(error)
         if raised and event.error is None:
-            raise raised[0]
+            raise again(raised[0]) from raised[0]
         for late in raised:
             log.error("a hook after %s (op %d), which had failed, raised %s", event.op, event.seq, describe(late))
 
