@@ -23,6 +23,7 @@ from holdfast.comms.errors import (
     Unsupported,
     UsedAfterFork,
 )
+from holdfast.comms.execution.prepared import PreparedOp
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plugins.registry import Backend, backends, register, unregister
@@ -41,6 +42,7 @@ __all__ = [
     "NonFinite",
     "OpTimeout",
     "PeerFailed",
+    "PreparedOp",
     "Recv",
     "ReduceOp",
     "Region",

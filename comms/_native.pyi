@@ -4,6 +4,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from holdfast.comms.work import Work
+
 class Board:
     """One rank's view of a board; sizes in bytes. Any thread may call it, but only one op runs at a time."""
 
@@ -214,6 +216,22 @@ class CallPath(_FastPath):
         failed: Any,
         device: tuple[int, int] = ...,
     ) -> None: ...
+
+class PreparedOp:
+    """One op with its arguments, to be started many times. `comm.prepare` makes it.
+
+    `path`, if it is not None, is a fast path, and `op` one of its ops with these `arguments`. A start that it does not
+    complete, or that has options, calls `general(async_op, timeout)`. `done` is what other starts return.
+    """
+
+    def __init__(
+        self, path: Any, op: str, arguments: tuple[Any, ...], general: Callable[..., Work], done: Work
+    ) -> None: ...
+    def start(self, async_op: bool = False, timeout: float | None = None) -> Work:
+        """Run the op on the tensors as they are now. Options and errors are those of the plain call."""
+
+    def __call__(self, async_op: bool = False, timeout: float | None = None) -> Work:
+        """As `start`."""
 
 class GroupCall:
     """An op on one tensor by a torch process group: `holder.group.op([tensor], options)`, and a wait of `limit` for it.

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
+from holdfast.comms.execution.prepared import PreparedOp, prepare
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.reproducible import check_exact, reduce_exactly
@@ -581,6 +583,21 @@ class CollectiveCalls:
             outputs=tuple(recv.tensor for recv in recvs),
         )
         return self._executor.issue(description, prepare, async_op, timeout)
+
+    # -- ops that are started many times
+
+    def prepare(self, name: str, /, *args: Any, **named: Any) -> PreparedOp:
+        """Check the arguments of an op once, and return a handle whose `start()` runs it; `handle()` is the same.
+
+            total = comm.prepare("all_reduce", tensor, op=ReduceOp.MAX)
+            for _ in range(1000):
+                total()
+
+        `start(async_op=False, timeout=None)` returns the op's `Work`, and costs less than the plain call. The op runs
+        on the tensors as they are then: a changed one is checked again. A handle refers to its communicator, and raises
+        its `Revoked` once that is over. Raises ValueError for an unknown `name`, and the errors of the op's arguments.
+        """
+        return prepare(self, name, args, named)
 
 
 def _alike(tensor: Tensor, *details: str) -> str:

@@ -103,6 +103,7 @@ class Executor:
     def reset_in_child(self) -> None:
         """Fail the running and the queued ops in a forked child, which has no thread to run them."""
         error = UsedAfterFork(f"an op of communicator {self._name!r}", self._pid)
+        self._order.over = True  # a prepared op must not use the transport of its parent
         self._running.abandon(error)
         with contextlib.suppress(queue.Empty):
             while (item := self._queue.get_nowait()) is not None:

@@ -13,6 +13,7 @@
 #include "calls/call_path.h"
 #include "calls/group_call.h"
 #include "calls/order.h"
+#include "calls/prepared_op.h"
 #include "calls/request_call.h"
 #include "calls/window.h"
 #include "kernels/digest_copy.h"
@@ -230,8 +231,9 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyObj
 static int module_exec(PyObject *module) {
     state *made = PyModule_GetState(module);
     return add_type(module, "Board", &board_spec, &made->board) || add_type(module, "Order", &order_spec, &made->order) ||
-                   add_type(module, "BoardPath", &board_path_spec, NULL) ||
-                   add_type(module, "CallPath", &call_path_spec, NULL) ||
+                   add_type(module, "BoardPath", &board_path_spec, &made->board_path) ||
+                   add_type(module, "CallPath", &call_path_spec, &made->call_path) ||
+                   add_type(module, "PreparedOp", &prepared_spec, NULL) ||
                    add_type(module, "GroupCall", &group_call_spec, NULL) ||
                    add_type(module, "RequestCall", &request_call_spec, NULL) ||
                    add_type(module, "PersistentCall", &persistent_call_spec, NULL) ||

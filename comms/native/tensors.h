@@ -242,7 +242,7 @@ done:
 /* The state of the module: the known tensor type, and types of its own. */
 typedef struct {
     tensors known;
-    PyObject *board, *order;
+    PyObject *board, *order, *board_path, *call_path;
 } state;
 
 #endif

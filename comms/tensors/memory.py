@@ -67,7 +67,7 @@ def _check(tensor: Tensor, what: str) -> None:
         raise Unsupported(f"{what} is a nested tensor", "pass its parts one by one: unbind()")
     if tensor.layout is not torch.strided and not hasattr(tensor, "to_local"):
         raise Unsupported(f"{what} is a tensor of layout {tensor.layout}", "pass a dense tensor: to_dense()")
-    held = None if torch.nn.parameter.is_lazy(tensor) else _held(tensor)
+    held = None if torch.nn.parameter.is_lazy(tensor) else held_bytes(tensor)
     if held is None:
         kind = "meta tensor" if tensor.is_meta else type(tensor).__name__
         hint = "call this with a real tensor, outside of tracing and of torch.func"
@@ -81,7 +81,7 @@ def _check(tensor: Tensor, what: str) -> None:
         )
 
 
-def _held(tensor: Tensor) -> int | None:
+def held_bytes(tensor: Tensor) -> int | None:
     """The bytes that the tensor's storage holds; None if it has no memory, or memory on another device."""
     try:
         storage = tensor.untyped_storage()

@@ -13,6 +13,7 @@
 typedef enum { ALL_REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, ALL_TO_ALL, BARRIER } fast_op;
 static const char *const fast_ops[] = {"all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single",
                                        "all_to_all_single", "barrier"};
+static const int operand_counts[] = {2, 3, 2, 2, 2, 0}; /* with the reduction or the root, which is the last one */
 
 enum { PLANS = 64 };
 /* Results: nothing was done; the op is complete; the slow path has to complete it; a Python error is set. */
@@ -151,41 +152,42 @@ static int leave_journal(const fast_path *self, PyObject *error) {
 
 /* -- the ops */
 
-/* 1; 0 if the op is not for a fast path, or with a Python error: no byte has moved. */
-static int plan_call(fast_path *self, PyObject *const *args, fast_call *call) {
+/* Whether the op may use these arguments as they are; fills `call`. */
+static int are_usual(fast_path *self, PyObject *const *args, fast_call *call) {
     operand *tensor = &call->tensor, *output = &call->output;
     uint64_t size = (uint64_t)self->size, rank = (uint64_t)self->rank;
     switch (call->op) {
     case ALL_REDUCE:
-        if (is_plain_operand(self, args[0], tensor))
-            call->as = planned(self, ALL_REDUCE, tensor, 0, args[1]);
-        break;
+        return is_plain_operand(self, args[0], tensor);
     case REDUCE_SCATTER:
-        if (are_plain_operands(self, args, call) && tensor->count == output->count * size &&
-            overlap_is_allowed(call, tensor->where.data + rank * output->nbytes, output))
-            call->as = planned(self, REDUCE_SCATTER, tensor, 0, args[2]);
-        break;
+        return are_plain_operands(self, args, call) && tensor->count == output->count * size &&
+               overlap_is_allowed(call, tensor->where.data + rank * output->nbytes, output);
     case BROADCAST:
         call->src = PyLong_CheckExact(args[1]) ? PyLong_AsLong(args[1]) : -1;
         if (call->src == -1)
             PyErr_Clear(); /* it does not fit into a long */
-        if (call->src >= 0 && call->src < self->size && is_plain_operand(self, args[0], tensor))
-            call->as = planned(self, BROADCAST, tensor, (uint64_t)call->src, NULL);
-        break;
+        return call->src >= 0 && call->src < self->size && is_plain_operand(self, args[0], tensor);
     case ALL_GATHER:
-        if (are_plain_operands(self, args, call) && output->count == tensor->count * size &&
-            overlap_is_allowed(call, output->where.data + rank * tensor->nbytes, tensor))
-            call->as = planned(self, ALL_GATHER, tensor, 0, NULL);
-        break;
+        return are_plain_operands(self, args, call) && output->count == tensor->count * size &&
+               overlap_is_allowed(call, output->where.data + rank * tensor->nbytes, tensor);
     case ALL_TO_ALL:
-        if (are_plain_operands(self, args, call) && output->count == tensor->count && overlap_is_allowed(call, NULL, NULL) && divides(output, self->size) &&
-            divides(tensor, self->size))
-            call->as = planned(self, ALL_TO_ALL, tensor, 0, NULL);
-        break;
-    case BARRIER:
-        call->as = planned(self, BARRIER, NULL, 0, NULL);
+        return are_plain_operands(self, args, call) && output->count == tensor->count &&
+               overlap_is_allowed(call, NULL, NULL) && divides(output, self->size) && divides(tensor, self->size);
+    default:
+        return 1;
     }
+}
+
+static int find_plan(fast_path *self, PyObject *const *args, fast_call *call) {
+    int reduces = call->op == ALL_REDUCE || call->op == REDUCE_SCATTER;
+    PyObject *reduction = reduces ? args[operand_counts[call->op] - 1] : NULL;
+    call->as = planned(self, call->op, call->op == BARRIER ? NULL : &call->tensor, (uint64_t)call->src, reduction);
     return call->as != NULL;
+}
+
+/* 1; 0 if the op is not for a fast path, or with a Python error: no byte has moved. */
+static int plan_call(fast_path *self, PyObject *const *args, fast_call *call) {
+    return are_usual(self, args, call) && find_plan(self, args, call);
 }
 
 static int is_open(const fast_path *self) {
@@ -193,21 +195,17 @@ static int is_open(const fast_path *self) {
     return !order->busy && !order->over && !order->queued && is_false(PyObject_GetAttr(self->observers, self->observed));
 }
 
-/* Run an op. Returns True if it is complete. */
-static PyObject *run_fast_op(fast_path *self, fast_op op, PyObject *const *args, Py_ssize_t count, Py_ssize_t expected) {
-    if (count != expected) {
-        PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
-        return NULL;
-    }
+/* Run an op of these arguments; if `unchanged`, `call` holds what was found out about them before. */
+static int run_call(fast_path *self, fast_call *call, PyObject *const *args, int unchanged) {
     Order *order = self->order;
     unsigned long here = PyThread_get_thread_ident();
     if (!is_open(self)) {
         order->lost |= order->busy && order->begun_by == here;
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+        return PyErr_Occurred() ? RAISED : DECLINED;
     }
-    fast_call call = {.op = op};
     order->busy = 1, order->held_by = here;
-    int end = plan_call(self, args, &call) ? self->run(self, &call) : PyErr_Occurred() ? RAISED : DECLINED;
+    int planned_ = unchanged ? find_plan(self, args, call) : plan_call(self, args, call);
+    int end = planned_ ? self->run(self, call) : PyErr_Occurred() ? RAISED : DECLINED;
     if (end == STARTED)
         order->begun_by = here;
     order->busy = end == STARTED;
@@ -216,19 +214,30 @@ static PyObject *run_fast_op(fast_path *self, fast_op op, PyObject *const *args,
         Py_XDECREF(done);
         end = done ? end : RAISED;
     }
+    return end;
+}
+
+/* Run an op. Returns True if it is complete. */
+static PyObject *run_fast_op(fast_path *self, fast_op op, PyObject *const *args, Py_ssize_t count) {
+    if (count != operand_counts[op]) {
+        PyErr_Format(PyExc_TypeError, "%d arguments are needed, not %zd", operand_counts[op], count);
+        return NULL;
+    }
+    fast_call call = {.op = op};
+    int end = run_call(self, &call, args, 0);
     return end == RAISED ? NULL : PyBool_FromLong(end == COMPLETED);
 }
 
-#define FAST_OP(NAME, OP, COUNT)                                                                                             \
-    static PyObject *fast_##NAME(fast_path *self, PyObject *const *args, Py_ssize_t count) {                                 \
-        return run_fast_op(self, OP, args, count, COUNT);                                                                         \
+#define FAST_OP(NAME, OP)                                                                                \
+    static PyObject *fast_##NAME(fast_path *self, PyObject *const *args, Py_ssize_t count) {             \
+        return run_fast_op(self, OP, args, count);                                                       \
     }
-FAST_OP(all_reduce, ALL_REDUCE, 2)
-FAST_OP(reduce_scatter, REDUCE_SCATTER, 3)
-FAST_OP(broadcast, BROADCAST, 2)
-FAST_OP(all_gather, ALL_GATHER, 2)
-FAST_OP(all_to_all, ALL_TO_ALL, 2)
-FAST_OP(barrier, BARRIER, 0)
+FAST_OP(all_reduce, ALL_REDUCE)
+FAST_OP(reduce_scatter, REDUCE_SCATTER)
+FAST_OP(broadcast, BROADCAST)
+FAST_OP(all_gather, ALL_GATHER)
+FAST_OP(all_to_all, ALL_TO_ALL)
+FAST_OP(barrier, BARRIER)
 
 static PyMethodDef fast_methods[] = {
     FAST("all_reduce", fast_all_reduce), FAST("reduce_scatter", fast_reduce_scatter),

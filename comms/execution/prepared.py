@@ -1,0 +1,122 @@
+"""`prepare`: an op of a communicator with its arguments, to be started many times for less than a plain call costs.
+
+The arguments are checked once. A start compares the tensors with what was checked, and checks them again only if they
+have changed since: the op runs on the tensors as they are then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from holdfast.comms._native import PreparedOp
+from holdfast.comms.ops import Recv, Send
+from holdfast.comms.tensors.memory import held_bytes
+from holdfast.comms.work import DONE, Work
+
+if TYPE_CHECKING:
+    from holdfast.comms.collectives import CollectiveCalls
+    from holdfast.comms.execution.executor import Prepare
+    from holdfast.comms.op_description import OpDescription
+
+__all__ = ["OPS", "PreparedOp", "prepare"]
+
+OPS = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "broadcast",
+    "all_gather",
+    "all_gather_single",
+    "all_to_all",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+    "batch_send_recv",
+)
+_FAST = {
+    "all_reduce": ("tensor", "op"),
+    "reduce_scatter_single": ("output", "tensor", "op"),
+    "broadcast": ("tensor", "src"),
+    "all_gather_single": ("output", "tensor"),
+    "all_to_all_single": ("output", "tensor"),
+    "barrier": (),
+}
+"""The ops of a fast path, and its arguments; all others must have their defaults."""
+
+
+def prepare(calls: CollectiveCalls, name: str, args: Sequence[Any], named: dict[str, Any]) -> PreparedOp:
+    """See `Communicator.prepare`."""
+    if name not in OPS:
+        raise ValueError(f"prepare({name!r}): there is no such op; there are {', '.join(OPS)}")
+    if options := {"async_op", "timeout"} & named.keys():
+        raise TypeError(f"prepare({name!r}): {' and '.join(sorted(options))} belong to each start of the handle")
+    signature = inspect.signature(getattr(calls, name))
+    try:
+        bound = signature.bind(*args, **named)
+    except TypeError as error:
+        raise TypeError(f"prepare({name!r}): {error}") from None
+    bound.apply_defaults()
+    general = _GeneralStart(calls, name, bound.args)
+    usual = name in _FAST and all(
+        argument in _FAST[name] or value == signature.parameters[argument].default
+        for argument, value in bound.arguments.items()
+    )
+    path = calls._fast if usual else None
+    arguments = tuple(bound.arguments[argument] for argument in _FAST[name]) if usual else ()
+    return PreparedOp(path, name, arguments, general, DONE)
+
+
+class _GeneralStart:
+    """Starts an op through the executor, with the arguments that `prepare` has checked."""
+
+    def __init__(self, calls: CollectiveCalls, name: str, args: Sequence[Any]) -> None:
+        self._calls, self._check = calls, partial(_checked, calls, name, args)
+        self._tensors = list(_tensors_in(args))
+        self._renew()
+
+    def _renew(self) -> None:
+        self._call = self._check()
+        self._shapes = self._shapes_now()
+
+    def _shapes_now(self) -> list[tuple[torch.Size, torch.dtype, int | None]]:
+        return [(each.shape, each.dtype, held_bytes(each)) for each in self._tensors]
+
+    def __call__(self, async_op: bool = False, timeout: float | None = None) -> Work:
+        if self._shapes_now() != self._shapes:
+            self._renew()
+        return self._calls._executor.issue(*self._call, async_op, timeout)
+
+
+def _checked(calls: CollectiveCalls, name: str, args: Sequence[Any]) -> tuple[OpDescription, Prepare]:
+    """What an op hands to the executor once it has checked its arguments. Raises the errors of the op."""
+    caught: list[tuple[OpDescription, Prepare]] = []
+
+    class _Catcher:
+        @staticmethod
+        def issue(description: OpDescription, prepare: Prepare, async_op: bool, timeout: float | None) -> Work:
+            caught.append((description, prepare))
+            return DONE
+
+    standin = object.__new__(type(calls))
+    standin.__dict__.update(calls.__dict__, _executor=_Catcher, _fast=None)
+    getattr(standin, name)(*args)
+    return caught[0]
+
+
+def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Send | Recv):
+            yield value.tensor
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)

@@ -1,0 +1,209 @@
+"""`comm.prepare(op, ...)`: a handle of one op that is started many times, for less than a plain call costs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.comms import Communicator, PreparedOp, Recv, ReduceOp, Revoked, Send, Unsupported, UsedAfterFork, Work
+from holdfast.comms.execution.prepared import OPS
+from holdfast.harness import LocalCluster
+
+RANKS = 2
+
+
+@pytest.fixture(
+    scope="module",
+    params=["inproc", "shm", "gloo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx", "mpi"))],
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    environment = {"HOLDFAST_CHECK": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_CHECK", "0")
+        with LocalCluster(RANKS, str(request.param), timeout=60.0, environ=environment) as cluster:
+            cluster.run(Communicator.barrier)
+            yield cluster
+
+
+def arguments(op: str, rank: int) -> tuple[list[Any], Callable[[], list[list[float]]]]:
+    """Arguments of an op on rank `rank` of two, and a function that returns what their tensors hold."""
+    mine, whole = torch.arange(4.0) + rank, torch.zeros(8)
+    parts, other = [torch.zeros(2), torch.zeros(2)], 1 - rank
+    given = {
+        "all_reduce": [mine, ReduceOp.MAX],
+        "reduce": [mine, 1],
+        "reduce_scatter": [parts[0], [mine[:2], mine[2:]]],
+        "reduce_scatter_single": [parts[0], mine, ReduceOp.MIN],
+        "broadcast": [mine, 1],
+        "all_gather": [parts, mine[1:3]],
+        "all_gather_single": [whole, mine],
+        "all_to_all": [parts, [mine[:2], mine[2:]]],
+        "all_to_all_single": [whole[:4], mine],
+        "gather": [mine[:2], parts if rank == 0 else None, 0],
+        "scatter": [parts[0], [mine[:2], mine[2:]] if rank == 0 else None, 0],
+        "barrier": [],
+        "send": [mine, other],
+        "recv": [whole[:4], other],
+        "batch_send_recv": [[Send(mine, other), Recv(whole[:4], other)]],
+    }
+    return given[op], lambda: [each.tolist() for each in (mine, whole, *parts)]
+
+
+def same_as_the_plain_calls(comm: Communicator) -> None:
+    for op in OPS:
+        if op in ("send", "recv"):
+            op = ("send", "recv")[comm.rank]
+        args, plain = arguments(op, comm.rank)
+        getattr(comm, op)(*args)
+        for start in ({}, {"timeout": 30.0}, {"async_op": True}):
+            args, prepared = arguments(op, comm.rank)
+            handle = comm.prepare(op, *args)
+            work = handle.start(**start) if start else handle()
+            work.wait()
+            assert isinstance(work, Work) and prepared() == plain(), op
+
+
+def test_a_prepared_op_does_what_the_plain_call_does(ranks: LocalCluster) -> None:
+    ranks.run(same_as_the_plain_calls)
+
+
+def runs_on_what_the_tensor_is_now(comm: Communicator) -> None:
+    tensor = torch.ones(2)
+    summed, gathered = comm.prepare("all_reduce", tensor), comm.prepare("reduce", tensor, dst=0)
+    for count in (2, 3, 3, 1000):
+        tensor.resize_(count)
+        for options in ({}, {"timeout": 30.0}):
+            tensor.fill_(1.0)
+            summed.start(**options)
+            assert tensor.tolist() == [2.0] * count
+            gathered.start(**options)
+            assert tensor.tolist() == [4.0 if comm.rank == 0 else 2.0] * count
+    tensor.untyped_storage().resize_(0)
+    for handle in (summed, gathered):
+        with pytest.raises(Unsupported, match="freed or resized"):
+            handle()
+    comm.barrier()
+
+
+def test_it_runs_on_the_tensor_as_it_is_then(ranks: LocalCluster) -> None:
+    ranks.run(runs_on_what_the_tensor_is_now)
+
+
+def numbers_are_those_of_plain_calls(comm: Communicator) -> list[int]:
+    handle, before = comm.prepare("barrier"), comm.progress[0]
+    seen = []
+    for start in (handle, comm.barrier, lambda: handle.start(timeout=30.0)):
+        start()
+        seen.append(comm.progress[0] - before)
+    return seen
+
+
+def test_each_start_has_a_number_as_an_op_has(ranks: LocalCluster) -> None:
+    assert ranks.run(numbers_are_those_of_plain_calls) == [[1, 2, 3]] * RANKS
+
+
+def refused_after_the_end(comm: Communicator) -> None:
+    for end in (Communicator.close, Communicator.abort):
+        with comm.split([0, 1]) as part:
+            handles = [part.prepare("barrier"), part.prepare("reduce", torch.ones(1), 0)]
+            end(part)
+            for handle in handles:
+                for options in ({}, {"async_op": True}):
+                    with pytest.raises(Revoked):
+                        handle.start(**options)
+            with pytest.raises(Revoked):
+                part.prepare("barrier")()
+        comm.barrier()
+
+
+def test_a_handle_of_a_communicator_that_is_over_raises_as_its_ops_do(ranks: LocalCluster) -> None:
+    ranks.run(refused_after_the_end)
+
+
+def alone(body: Callable[[Communicator], None], backend: str = "inproc") -> None:
+    with LocalCluster(1, backend, environ={"HOLDFAST_CHECK": "0"}) as cluster:
+        cluster.run(body)
+
+
+def test_bad_arguments_are_refused_by_prepare_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECK", "0")
+
+    def body(comm: Communicator) -> None:
+        tensor = torch.ones(2)
+        refusals: list[tuple[type[Exception], str, Callable[[], object]]] = [
+            (ValueError, "there is no such op; there are all_reduce", lambda: comm.prepare("allreduce", tensor)),
+            (
+                TypeError,
+                "async_op and timeout belong to each start",
+                lambda: comm.prepare("barrier", timeout=1, async_op=True),
+            ),
+            (TypeError, "missing a required argument: 'src'", lambda: comm.prepare("broadcast", tensor)),
+            (TypeError, "unexpected keyword argument 'root'", lambda: comm.prepare("broadcast", tensor, 0, root=0)),
+            (TypeError, "expected a tensor, not str", lambda: comm.prepare("all_reduce", "tensor")),
+            (ValueError, "src=5 is out of range", lambda: comm.prepare("broadcast", tensor, 5)),
+            (TypeError, "op must be a", lambda: comm.prepare("all_reduce", tensor, op="sum")),
+            (TypeError, "takes at most 2 arguments|unexpected keyword", lambda: comm.prepare("barrier").start(tag=1)),  # type: ignore[call-arg]
+        ]
+        for kind, message, call in refusals:
+            with pytest.raises(kind, match=message):
+                call()
+        assert comm.progress == (0, False)
+
+    alone(body)
+
+
+def python_calls(call: Callable[[], object]) -> int:
+    """The number of Python functions that `call` enters once it has run before."""
+    call()
+    entered = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def test_a_start_costs_less_than_the_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A usual op enters no Python at all; the others check nothing again."""
+    monkeypatch.setenv("HOLDFAST_CHECK", "0")
+
+    def body(comm: Communicator) -> None:
+        usual: dict[str, list[Any]] = {"all_reduce": [torch.ones(2)], "broadcast": [torch.ones(2), 0], "barrier": []}
+        for op, args in usual.items():
+            assert python_calls(comm.prepare(op, *args)) == 0 < python_calls(partial(getattr(comm, op), *args))
+        tensor, output = torch.ones(2), [torch.ones(2)]
+        plain = python_calls(lambda: comm.gather(tensor, output, 0))
+        assert python_calls(comm.prepare("gather", tensor, output, 0)) < plain
+
+    alone(body)
+
+
+def test_a_forked_child_cannot_start_the_ops_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECK", "0")
+
+    def body(comm: Communicator) -> None:
+        handle: PreparedOp = comm.prepare("barrier")
+        handle()
+        if (child := os.fork()) == 0:
+            try:
+                handle()
+            except UsedAfterFork:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        handle()
+
+    alone(body)
