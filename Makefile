@@ -62,7 +62,7 @@ thorough: $(STAMP) peers  ## the tests of the second tier, and all properties ag
 	$(PYTEST) -m "thorough or hypothesis" --hypothesis-profile thorough
 
 mutants: $(STAMP)  ## do the tests notice small changes of the code? MUTANTS changes drawn by SEED; survivors are listed
-	PYTHONPATH=tests $(BIN)/python -m support.mutation --mutants $(MUTANTS) --seed $(SEED)
+	PYTHONPATH=tests $(BIN)/python -m support.programs.mutation --mutants $(MUTANTS) --seed $(SEED)
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/torch_suite.py compare

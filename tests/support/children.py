@@ -7,13 +7,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+
+from holdfast.ft.processes.packed_errors import unpack_error
+from holdfast.harness.cluster.job import Job
+from support.waiting import becomes_true
 
 
 class Child:
@@ -93,3 +97,15 @@ def children() -> Iterator[Callable[..., Child]]:
         for child in started:
             child.kill()
             child.pipe.close()
+
+
+def errors_of(job: Job, processes: Sequence[Any], seconds: float = 30.0) -> list[BaseException | None]:
+    """Wait until these processes have ended; the error of each, None for one without an error."""
+
+    def ended() -> bool:
+        job._collect(0.05)
+        return all(map(job.ended, processes))
+
+    becomes_true(ended, seconds)
+    ends = [job._ended.get(process.pid) for process in processes]
+    return [None if end is None or end.error is None else unpack_error(end.error) for end in ends]

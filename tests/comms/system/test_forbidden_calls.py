@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support import seccomp_deny
+from support.programs import seccomp_deny
 from support.programs.forked_programs import run_forked
-from support.seccomp_deny import CALLS
+from support.programs.seccomp_deny import CALLS
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter knows the numbers of x86_64 alone")
 

@@ -24,7 +24,7 @@ from holdfast.ft import Session, StateNotGiven, Timeouts
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.harness import LocalCluster
-from support.job_errors import errors_of
+from support.children import errors_of
 from support.samples.attachable import Attachable
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)

@@ -19,7 +19,7 @@ from holdfast.ft.error_history import describe, note
 from holdfast.ft.runtime.register import Register
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
-from support.job_errors import errors_of
+from support.children import errors_of
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
 

@@ -212,6 +212,11 @@ def test_advantages_are_finite_in_single_precision_or_refused_by_name(rewards: l
             assert torch.tensor(found, dtype=torch.float32).isfinite().all()
 
 
+def test_the_largest_rewards_that_an_episode_may_have_have_advantages() -> None:
+    high, low = advantages([[MOST_REWARD, -MOST_REWARD]], objective("dr_grpo"))
+    assert (high, low) == (MOST_REWARD, -MOST_REWARD)
+
+
 @pytest.mark.parametrize("reward", [1e308, -1e39, math.inf, math.nan])
 def test_a_reward_that_no_loss_can_be_computed_with_makes_no_episode(reward: float) -> None:
     with pytest.raises(InvalidEpisode, match="reward"):

@@ -26,7 +26,7 @@ from holdfast.rl.environments.sandbox import (
 )
 from holdfast.rl.environments.sandbox.inside import syscalls
 from holdfast.rl.environments.sandbox.template_process import unavailable
-from support import seccomp_deny
+from support.programs import seccomp_deny
 from support.waiting import eventually, next_line
 
 PATIENT = Limits(cpu_seconds=20.0, wall_seconds=60.0)

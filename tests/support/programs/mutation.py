@@ -1,6 +1,6 @@
 """Mutation testing: do the tests of the first tier notice small changes of what they test?
 
-    PYTHONPATH=tests python -m support.mutation [--mutants 40] [--seed 1] [--only ft/membership]
+    PYTHONPATH=tests python -m support.programs.mutation [--mutants 40] [--seed 1] [--only ft/membership]
 
 Each mutant is one change of the syntax tree of one module, made in memory while a fork of this process imports the
 module, and then runs the tests that need no other process. A mutant survives if they pass. Prints the survivors; the
