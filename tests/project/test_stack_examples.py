@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -33,23 +34,34 @@ def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 150
 
 
-def show(extra: str, *arguments: str) -> None:
-    """Run a system's examples in its own environment; they compare what must be equal."""
+def run(extra: str, *command: str | Path) -> str:
+    """The output of a program in a system's own environment."""
     python = ROOT / ".venv" / "extras" / extra / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{extra} is not installed: make extra-{extra}")
-    command = [python, STACK / extra / "show.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590)
+    done = subprocess.run([python, *command], capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+JOBS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import show
+print(json.dumps([show.job("grpo.py", "gloo"), show.job("grpo.py", "holdfast", show.KILL)]))
+"""
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_trl_is_equal_over_holdfast_and_gloo_and_after_a_kill() -> None:
-    show("trl", "grpo.py")
+def test_trl_over_holdfast_is_equal_to_gloo_though_a_rank_is_killed() -> None:
+    gloo, killed = json.loads(run("trl", "-c", JOBS, STACK / "trl"))
+    assert killed["backend"].startswith("holdfast.") and not gloo["backend"].startswith("holdfast.")
+    assert (killed["restarts"], gloo["restarts"]) == (1, 0)
+    assert len({*killed["weights"], *gloo["weights"]}) == 1 and killed["losses"] == gloo["losses"]
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_openenv_validates_our_environments_and_plays_them() -> None:
-    show("openenv")
+    run("openenv", STACK / "openenv" / "show.py")

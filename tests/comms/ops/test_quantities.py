@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast import comms
 from holdfast.comms import Communicator, Recv, Send
-from holdfast.comms.quantities import integer, integer_in, seconds
+from holdfast.comms.quantities import integer, integer_in, seconds, time_left
 from holdfast.comms.work import DONE
 from holdfast.ft import Timeouts
 from holdfast.harness import LocalCluster
@@ -61,6 +61,16 @@ def test_bounds_are_named() -> None:
         integer_in(0, "size", 1)
     with pytest.raises(ValueError, match="size=9 is out of range: 1 to 8"):
         integer_in(np.int64(9), "size", 1, 8)
+    with pytest.raises(ValueError, match="size=0 is out of range: 1 to 8"):
+        integer_in(0, "size", 1, 8)
+    assert [integer_in(number, "size", 1, 8) for number in (1, 8)] == [1, 8] and integer_in(9, "size", 9) == 9
+
+
+def test_what_is_left_of_a_timeout_falls_to_zero_and_no_timeout_has_none() -> None:
+    left, over = time_left(timedelta(seconds=60)), time_left(-1)
+    first, later = left(), left()
+    assert first is not None and later is not None and 60.0 >= first >= later > 0.0
+    assert over() == 0.0 and time_left(None)() is None
 
 
 def _accepted(

@@ -122,25 +122,69 @@ async def check_like_transformers(process: Any, trainer: Trainer) -> None:
         assert (each.versions, each.finish) == ((trainer.version,) * 12, "length")
 
 
-@pytest.mark.parametrize(
-    "kind, ranks",
-    [("llama", 1), ("qwen2", 1), ("qwen3", 1), ("llama", 2)],
-    ids=["llama", "qwen2", "qwen3", "two-ranks"],
-)
-async def test_each_version_is_drawn_from_as_by_transformers(
-    kind: str, ranks: int, python: str, store: WeightStore
+async def check_versions(process: Any, trainer: Trainer) -> None:
+    """Each version is drawn from as by transformers, and a sample ends at a token that ends it."""
+    for _ in range(3):
+        assert await process.call("update", trainer.publish(), timeout=CALL) == trainer.version
+        await check_like_transformers(process, trainer)
+    stop = trainer.greedy(PROMPTS[0], 12)[4]
+    (ended,) = await process.call("generate", greedy(PROMPTS[:1], 12, (stop,)), timeout=CALL)
+    assert (ended.tokens[-1], ended.finish) == (stop, "stop")
+
+
+async def check_an_update_of_running_samples(process: Any, trainer: Trainer, on_update: str) -> None:
+    """They are drawn on with the new version, or to their end before it; and the work of this is recorded."""
+    old = trainer.version
+    running = asyncio.create_task(process.call("generate", request(*PROMPTS, max_new_tokens=2000), timeout=CALL))
+    while (await process.call("health", timeout=CALL)).running < len(PROMPTS):
+        await asyncio.sleep(0.01)
+    await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
+    new = await process.call("update", trainer.publish(), timeout=CALL)
+    for each in await running:
+        assert (len(each.tokens), each.finish) == (2000, "length")
+        if on_update in ("keep", "abort"):
+            assert (each.versions[0], each.versions[-1]) == (old, new)
+            assert list(each.versions) == sorted(each.versions)
+        else:
+            assert each.versions == (old,) * 2000
+    (after, *_) = await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
+    assert (after.tokens, after.versions) == (trainer.greedy(PROMPTS[0], 5), (new,) * 5)
+    report: WorkReport = await process.call("work", timeout=CALL)
+    done = [(each.what, each.number) for each in report.spans]
+    assert list(dict.fromkeys(done)) == [(what, each) for each in range(new + 1) for what in ("update", "generate")]
+    assert done[-1] == ("generate", new)
+    spent = sum(each.cpu for each in report.spans)
+    assert 0.1 < spent < report.cpu, "vLLM's process does the work, and its time counts"
+
+
+@pytest.mark.parametrize("kind, on_update", [("llama", "keep"), ("qwen2", "wait"), ("qwen3", "abort")])
+async def test_each_version_is_drawn_from_as_by_transformers_and_updates_treat_running_samples_as_told(
+    kind: str, on_update: str, python: str, store: WeightStore
 ) -> None:
-    trainer = Trainer(store, kind, tie_word_embeddings=kind != "llama")
-    async with replica(python, store, trainer, tensor_parallel=ranks) as process:
-        for _ in range(3):
-            assert await process.call("update", trainer.publish(), timeout=CALL) == trainer.version
-            await check_like_transformers(process, trainer)
-        stop = trainer.greedy(PROMPTS[0], 12)[4]
-        (ended,) = await process.call("generate", greedy(PROMPTS[:1], 12, (stop,)), timeout=CALL)
-        assert (ended.tokens[-1], ended.finish) == (stop, "stop")
+    trainer = Trainer(store, kind, tie_word_embeddings=kind != "llama", max_position_embeddings=2048)
+    async with replica(python, store, trainer, on_update=on_update) as process:
+        await check_versions(process, trainer)
+        await check_an_update_of_running_samples(process, trainer, on_update)
 
 
-async def test_after_a_failed_update_nothing_is_drawn_until_a_whole_one_worked(python: str, store: WeightStore) -> None:
+def test_two_ranks_draw_as_one_and_no_process_of_a_killed_replica_is_left(python: str, store: WeightStore) -> None:
+    trainer = Trainer(store, tie_word_embeddings=False)
+
+    async def main() -> list[psutil.Process]:
+        async with replica(python, store, trainer, tensor_parallel=2) as process:
+            await check_versions(process, trainer)
+            below = psutil.Process(process.pid).children(recursive=True)
+            os.kill(process.pid, signal.SIGKILL)
+            return below
+
+    below = asyncio.run(main())
+    assert len(below) > 2
+    eventually(lambda: not any(each.is_running() for each in below), 60.0)
+
+
+async def test_after_a_failed_update_nothing_is_drawn_until_a_whole_one_worked_and_without_its_engine_it_ends(
+    python: str, store: WeightStore
+) -> None:
     trainer = Trainer(store)
     async with replica(python, store, trainer) as process:
         with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*no version"):
@@ -165,57 +209,6 @@ async def test_after_a_failed_update_nothing_is_drawn_until_a_whole_one_worked(p
         with pytest.raises(EndpointFailed, match=r"BadRequest.*65 tokens"):
             await process.call("generate", request((1,) * 5, max_new_tokens=60), timeout=CALL)
 
-
-@pytest.mark.parametrize("on_update", ["keep", "wait", "abort"])
-async def test_an_update_treats_running_samples_as_it_was_told(on_update: str, python: str, store: WeightStore) -> None:
-    trainer = Trainer(store, max_position_embeddings=2048)
-    long = request(*PROMPTS, max_new_tokens=2000)
-    async with replica(python, store, trainer, on_update=on_update) as process:
-        await process.call("update", trainer.publish(), timeout=CALL)
-        running = asyncio.create_task(process.call("generate", long, timeout=CALL))
-        while (await process.call("health", timeout=CALL)).running < len(PROMPTS):
-            await asyncio.sleep(0.01)
-        await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
-        await process.call("update", trainer.publish(), timeout=CALL)
-        for each in await running:
-            if on_update in ("keep", "abort"):
-                assert (len(each.tokens), each.finish, each.versions[0], each.versions[-1]) == (
-                    2000,
-                    "length",
-                    0,
-                    1,
-                )
-                assert list(each.versions) == sorted(each.versions)
-            else:
-                assert (each.finish, each.versions) == ("length", (0,) * 2000)
-        (after, *_) = await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
-        assert (after.tokens, after.versions) == (trainer.greedy(PROMPTS[0], 5), (1,) * 5)
-        report: WorkReport = await process.call("work", timeout=CALL)
-        done = [(each.what, each.number) for each in report.spans]
-        assert done[:3] == [("update", 0), ("generate", 0), ("update", 1)] and done[-1] == ("generate", 1)
-        spent = sum(each.cpu for each in report.spans)
-        assert 0.1 < spent < report.cpu, "vLLM's process does the work, and its time counts"
-
-
-def test_no_process_of_a_killed_replica_is_left(python: str, store: WeightStore) -> None:
-    trainer = Trainer(store)
-
-    async def main() -> list[psutil.Process]:
-        async with replica(python, store, trainer) as process:
-            await process.call("update", trainer.publish(), timeout=CALL)
-            below = psutil.Process(process.pid).children(recursive=True)
-            os.kill(process.pid, signal.SIGKILL)
-            return below
-
-    below = asyncio.run(main())
-    assert below
-    eventually(lambda: not any(each.is_running() for each in below), 60.0)
-
-
-async def test_a_replica_whose_engine_was_killed_ends_too(python: str, store: WeightStore) -> None:
-    trainer = Trainer(store)
-    async with replica(python, store, trainer) as process:
-        await process.call("update", trainer.publish(), timeout=CALL)
         (engine,) = (each for each in psutil.Process(process.pid).children() if "EngineCore" in str(each.cmdline()))
         engine.kill()
         with pytest.raises(ActorDied):

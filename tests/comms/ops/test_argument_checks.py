@@ -1,0 +1,156 @@
+"""What a communicator's argument checks let through, what they return, and what they refuse: without a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.execution.argument_checks import TAGS, ArgumentChecks
+from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
+
+NAMES = frozenset({"float32", "float16", "int64", "bool"})
+CPU = torch.device("cpu")
+
+
+def checks_of(rank: int = 1, size: int = 3, **capabilities: Any) -> ArgumentChecks:
+    able = Capabilities(**{"reduces": {"cpu": NAMES - {"bool"}}, "moves": {"cpu": NAMES}, **capabilities})
+    info = BackendInfo("stub", API_VERSION, "for checks", able, lambda: Available(), None)
+    return ArgumentChecks(rank, size, CPU, info)
+
+
+checks = checks_of()
+
+
+def test_a_tensor_is_used_itself_if_its_memory_is_what_would_be_sent() -> None:
+    plain, strided = torch.ones(4), torch.ones(4, 2)[:, 0]
+    assert checks.operand(plain) is plain and checks.output(plain) is plain
+    assert checks.operands([plain, strided], "tensors") == [plain, strided]
+    [one, other] = checks.outputs([plain, strided], "tensors")
+    assert one is plain and other is strided
+    assert checks.needs_no_copy(plain) and not checks.needs_no_copy(strided)
+    assert checks.movable(plain) and not checks.movable(strided)
+
+
+def test_outputs_share_no_memory() -> None:
+    both = torch.ones(4)
+    with pytest.raises(ValueError, match=r"out\[0\].*out\[1\]"):
+        checks.outputs([both[:3], both[2:]], "out")
+    with pytest.raises(ValueError, match="mine"):
+        checks.output(torch.ones(1).expand(4), "mine")
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
+def test_a_tensor_is_reduced_itself_unless_its_sums_need_a_wider_dtype(op: ReduceOp) -> None:
+    single, half = torch.ones(4), torch.ones(4, dtype=torch.float16)
+    for tensor in (single, half):
+        itself = checks.reducible(tensor, op)
+        carrier = checks.carrier(tensor, op)
+        assert itself == (carrier is tensor), "what it says of the copy is so"
+        assert checks.reducible(tensor, op) == itself, "and again, when the dtype is known"
+    assert checks.carrier(single, op) is single
+    assert not checks.reducible(torch.ones(4, 2)[:, 0], op)
+    assert (checks.carrier(half, op).dtype == torch.float32) == (op.name == "avg")
+    narrow = checks_of(reduces={"cpu": frozenset({"float16"})})
+    assert narrow.reducible(half, op) and narrow.carrier(half, op) is half, "the backend has no wider dtype"
+
+
+def test_the_average_of_what_is_widened_is_taken_before_the_sum() -> None:
+    half, single = torch.ones(4, dtype=torch.float16), torch.ones(4)
+    for tensor in (half, single):
+        for op in (ReduceOp.AVG, ReduceOp.SUM):
+            checks.reducible(tensor, op)
+    scaled = checks.carrier_op(ReduceOp.AVG, torch.float16)
+    assert (scaled.name, scaled.factor) == ("premul_sum", pytest.approx(1 / 3))
+    assert checks.carrier_op(ReduceOp.SUM, torch.float16) is ReduceOp.SUM
+    assert checks.carrier_op(ReduceOp.AVG, torch.float32) is ReduceOp.AVG
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BIT_FLOATS, ids=str)
+def test_floats_of_eight_bits_are_reduced_as_float32(dtype: torch.dtype) -> None:
+    tensor = torch.ones(4).to(dtype)
+    assert not checks.reducible(tensor, ReduceOp.MAX)
+    assert checks.carrier(tensor, ReduceOp.MAX).dtype == torch.float32
+    with pytest.raises(Unsupported, match=r"reducing float8.*over 'stub'"):
+        checks_of(reduces={"cpu": frozenset({"float16"})}).reducible(tensor, ReduceOp.MAX)
+
+
+def test_ranks_and_tags_are_numbers_of_any_integer_type() -> None:
+    assert [checks.rank(kind(2), "root") for kind in (int, np.int64, torch.tensor)] == [2, 2, 2]
+    assert checks.rank(0, "root") == 0
+    tensor = torch.ones(1)
+    assert checks.message(tensor, 0, "dst", 0) == (0, 0) and checks.message(tensor, 2, "dst", TAGS - 1) == (2, TAGS - 1)
+
+
+def test_rows_are_divided_evenly_or_as_asked() -> None:
+    rows = torch.ones(6, 2)
+    assert checks.split_rows(rows, None, "input") == [2, 2, 2]
+    assert checks.split_rows(rows, [0, 5, np.int64(1)], "input") == [0, 5, 1]
+    assert checks_of(0, 1).split_rows(torch.tensor(1.0), None, "input") == [1], "a number is one row"
+    checks.evenly_divided(torch.ones(0, 2), "input")
+    checks.own_part(torch.ones(4), [1, 2, 1], torch.ones(8), [3, 2, 3])
+    checks.own_part(torch.ones(0), [0, 0, 0], torch.ones(0), [0, 0, 0])
+
+
+def test_one_tensor_for_each_rank_belongs_to_the_root() -> None:
+    parts, part = [torch.ones(2) for _ in range(3)], torch.ones(2)
+    checks.of_root(parts, "scatter_list", 1, part)
+    checks.of_root(None, "scatter_list", 0, part)
+    checks.of_root([], "scatter_list", 0, part)
+    checks.one_for_each(parts, "tensors", torch.float32)
+    checks.same_dtype(part, parts[0])
+    checks.whole(torch.ones(6), part, "output", "the input")
+
+
+class Odd:
+    """No integer, tensor or reduction."""
+
+
+SMALL = torch.ones(1)
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: checks.movable(torch.ones(1, dtype=torch.int8)), Unsupported, "moving int8 over 'stub'"),
+    (lambda: checks.reducible(torch.ones(1, dtype=torch.bool), ReduceOp.MAX), Unsupported, "reducing bool over"),
+    (lambda: checks.reducible(SMALL, "sum"), TypeError, "op must be a holdfast.comms.ReduceOp, not 'sum'"),
+    (lambda: checks.reducible(SMALL, ReduceOp.BAND), Unsupported, "bitwise reduction of float32"),
+    (lambda: checks.operand(Odd(), "mine"), TypeError, "mine: expected a tensor, not Odd"),
+    (lambda: checks.operands([SMALL, Odd()], "mine"), TypeError, r"mine\[1\]: expected a tensor"),
+    (lambda: checks.operand(torch.ones(1, device="meta"), "mine"), ValueError, "mine is on meta"),
+    (lambda: checks.rank(3, "root"), ValueError, "root=3 is out of range: ranks are 0 to 2"),
+    (lambda: checks.rank(-1, "root"), ValueError, "root=-1 is out of range"),
+    (lambda: checks.rank(1.0, "root"), TypeError, "root must be a whole number"),
+    (lambda: checks.message(SMALL, 1, "dst", 0), ValueError, "dst=1: a rank cannot send to"),
+    (lambda: checks.message(SMALL, 0, "dst", TAGS), ValueError, f"tag={TAGS} is out of range"),
+    (lambda: checks.message(SMALL, 0, "dst", -1), ValueError, "tag=-1 is out of range"),
+    (lambda: checks.message(torch.ones(1, dtype=torch.int8), 0, "dst", 0), Unsupported, "moving int8"),
+    (lambda: checks.one_for_each([SMALL] * 2, "parts", SMALL.dtype), ValueError, "parts has 2 tensors.* 3 ranks"),
+    (lambda: checks.one_for_each([SMALL] * 3, "parts", torch.int64), ValueError, "parts holds torch.float32"),
+    (lambda: checks.of_root([SMALL], "parts", 0, SMALL), ValueError, "parts belongs to rank 0 alone"),
+    (lambda: checks.of_root(None, "parts", 1, SMALL), ValueError, "rank 1 must pass parts"),
+    (lambda: checks.of_root([SMALL] * 2, "parts", 1, SMALL), ValueError, "parts has 2 tensors"),
+    (lambda: checks.of_root([torch.ones(2)] * 3, "parts", 1, SMALL), ValueError, r"parts\[1\] has 2 elements.* 1"),
+    (lambda: checks.same_dtype(SMALL, torch.ones(1, dtype=torch.int64)), ValueError, "the other torch.int64"),
+    (lambda: checks.whole(torch.ones(7), torch.ones(2), "output", "input"), ValueError, "needs 6: size times input"),
+    (lambda: checks.evenly_divided(torch.ones(4, 3), "input"), ValueError, "input has 4 rows, not a multiple of 3"),
+    (lambda: checks.evenly_divided(torch.tensor(1.0), "input"), ValueError, "input has 1 rows"),
+    (lambda: checks.split_rows(torch.ones(3), [1, 2], "input"), ValueError, "input: split sizes .* over 3 ranks"),
+    (lambda: checks.split_rows(torch.ones(3), [1, 1, 2], "input"), ValueError, "do not divide 3 rows"),
+    (lambda: checks.split_rows(torch.ones(3), [4, 0, -1], "input"), ValueError, "do not divide 3 rows"),
+    (lambda: checks.split_rows(torch.ones(3), [1, 1, True], "input"), TypeError, "a split size of input"),
+    (
+        lambda: checks.own_part(torch.ones(3), [1, 1, 1], torch.ones(4), [1, 2, 1]),
+        ValueError,
+        "rank 1 keeps 2 .* for 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words[:24] for _, _, words in REFUSED])
+def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
