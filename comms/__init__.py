@@ -5,7 +5,7 @@ comm = comms.connect("shm")
 comm.all_reduce(tensor)
 """
 
-from holdfast.comms.communicator import Communicator
+from holdfast.comms.communicator import Communicator, CommunicatorInfo
 from holdfast.comms.connect import connect, connect_members
 from holdfast.comms.errors import (
     BackendUnavailable,
@@ -34,6 +34,7 @@ __all__ = [
     "Backend",
     "BackendUnavailable",
     "Communicator",
+    "CommunicatorInfo",
     "CorruptData",
     "Handle",
     "HoldfastError",

@@ -16,6 +16,7 @@ from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.execution.prepared import PreparedOp, prepare
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.ops import Recv, ReduceOp, Send
+from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors.overlap import check_outputs, unaliased
 from holdfast.comms.tensors.packing import packed, parts, rows, unpack, unpack_all
@@ -45,6 +46,7 @@ class CollectiveCalls:
         async_op: bool = False,
         timeout: float | None = None,
         reproducible: bool = False,
+        hints: Hints | None = None,
     ) -> Work:
         """Reduce `tensor` over all ranks, in place; every rank gets equal bits.
 
@@ -52,7 +54,14 @@ class CollectiveCalls:
         backend, only on the values (see `holdfast.comms.reproducible`).
         """
         fast = self._fast
-        if fast and not async_op and timeout is None and not reproducible and fast.all_reduce(tensor, op):
+        if (
+            fast
+            and not async_op
+            and timeout is None
+            and hints is None
+            and not reproducible
+            and fast.all_reduce(tensor, op)
+        ):
             return DONE
         tensor = self._check.output(tensor)
         self._check.reducible(tensor, op)
@@ -86,6 +95,7 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def reduce(
@@ -95,6 +105,7 @@ class CollectiveCalls:
         op: ReduceOp = ReduceOp.SUM,
         async_op: bool = False,
         timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Reduce `tensor` over all ranks into that of rank `dst`; on other ranks it is unchanged."""
         dst = self._check.rank(dst, "dst")
@@ -127,6 +138,7 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def reduce_scatter(
@@ -136,6 +148,7 @@ class CollectiveCalls:
         op: ReduceOp = ReduceOp.SUM,
         async_op: bool = False,
         timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Reduce every rank's `inputs[i]` into rank i's `output`; shapes may differ from rank to rank."""
         output, inputs = self._check.output(output, "output"), self._check.operands(inputs, "inputs")
@@ -168,6 +181,7 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def reduce_scatter_single(
@@ -177,10 +191,11 @@ class CollectiveCalls:
         op: ReduceOp = ReduceOp.SUM,
         async_op: bool = False,
         timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Reduce `tensor` and put its part i into rank i's `output`, which has 1/size of its elements."""
         fast = self._fast
-        if fast and not async_op and timeout is None and fast.reduce_scatter(output, tensor, op):
+        if fast and not async_op and timeout is None and hints is None and fast.reduce_scatter(output, tensor, op):
             return DONE
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.reducible(output, op)
@@ -212,14 +227,17 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     # -- moves
 
-    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None) -> Work:
+    def broadcast(
+        self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None, hints: Hints | None = None
+    ) -> Work:
         """Copy rank `src`'s `tensor` into every rank's."""
         fast = self._fast
-        if fast and not async_op and timeout is None and fast.broadcast(tensor, src):
+        if fast and not async_op and timeout is None and hints is None and fast.broadcast(tensor, src):
             return DONE
         src = self._check.rank(src, "src")
         tensor = self._check.operand(tensor) if src == self.rank else self._check.output(tensor)
@@ -250,10 +268,16 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def all_gather(
-        self, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool = False, timeout: float | None = None
+        self,
+        outputs: Sequence[Tensor],
+        tensor: Tensor,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Copy rank i's `tensor` into every rank's `outputs[i]`; shapes may differ from rank to rank."""
         outputs, tensor = self._check.outputs(outputs, "outputs"), self._check.operand(tensor)
@@ -283,14 +307,20 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def all_gather_single(
-        self, output: Tensor, tensor: Tensor, async_op: bool = False, timeout: float | None = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Concatenate every rank's `tensor`, in rank order, into `output`, which has size times its elements."""
         fast = self._fast
-        if fast and not async_op and timeout is None and fast.all_gather(output, tensor):
+        if fast and not async_op and timeout is None and hints is None and fast.all_gather(output, tensor):
             return DONE
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.movable(tensor)
@@ -319,6 +349,7 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def all_to_all(
@@ -327,6 +358,7 @@ class CollectiveCalls:
         inputs: Sequence[Tensor],
         async_op: bool = False,
         timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; shapes may differ from pair to pair."""
         if len(inputs) != self.size:
@@ -362,6 +394,7 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def all_to_all_single(
@@ -372,13 +405,14 @@ class CollectiveCalls:
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Send a part of `tensor` to each rank, and concatenate the received parts in `output`, along dimension 0.
 
         Split sizes are numbers of rows, one for each rank; without them the rows are divided evenly.
         """
         fast, even = self._fast, output_split_sizes is None and input_split_sizes is None
-        if fast and even and not async_op and timeout is None and fast.all_to_all(output, tensor):
+        if fast and even and not async_op and timeout is None and hints is None and fast.all_to_all(output, tensor):
             return DONE
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.movable(tensor)
@@ -420,6 +454,7 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def gather(
@@ -429,6 +464,7 @@ class CollectiveCalls:
         dst: int = 0,
         async_op: bool = False,
         timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Copy rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None on the other ranks."""
         tensor = self._check.operand(tensor)
@@ -461,6 +497,7 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
     def scatter(
@@ -470,6 +507,7 @@ class CollectiveCalls:
         src: int = 0,
         async_op: bool = False,
         timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Copy `inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None on the other ranks."""
         tensor = self._check.output(tensor)
@@ -502,21 +540,32 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            self._check.hints(hints),
         )
 
-    def barrier(self, async_op: bool = False, timeout: float | None = None) -> Work:
+    def barrier(self, async_op: bool = False, timeout: float | None = None, hints: Hints | None = None) -> Work:
         """Return once every rank has entered."""
         fast = self._fast
-        if fast and not async_op and timeout is None and fast.barrier():
+        if fast and not async_op and timeout is None and hints is None and fast.barrier():
             return DONE
         return self._executor.issue(
-            OpDescription("barrier", 0, lambda: ""), lambda: self._transport.barrier, async_op, timeout
+            OpDescription("barrier", 0, lambda: ""),
+            lambda: self._transport.barrier,
+            async_op,
+            timeout,
+            self._check.hints(hints),
         )
 
     # -- point to point
 
     def send(
-        self, tensor: Tensor, dst: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Send `tensor` to rank `dst`. Once the work is done, the caller may change `tensor`."""
         tensor = self._check.operand(tensor)
@@ -527,11 +576,21 @@ class CollectiveCalls:
             return lambda deadline: self._transport.send(flat, dst, tag, deadline)
 
         return self._executor.issue(
-            OpDescription("send", tensor.nbytes, None, tensor, tag, dst, inputs=(tensor,)), prepare, async_op, timeout
+            OpDescription("send", tensor.nbytes, None, tensor, tag, dst, inputs=(tensor,)),
+            prepare,
+            async_op,
+            timeout,
+            self._check.hints(hints),
         )
 
     def recv(
-        self, tensor: Tensor, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
+        self,
+        tensor: Tensor,
+        src: int,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Receive into `tensor` what rank `src` sent under `tag`."""
         tensor = self._check.output(tensor)
@@ -547,11 +606,19 @@ class CollectiveCalls:
             return body
 
         return self._executor.issue(
-            OpDescription("recv", tensor.nbytes, None, tensor, tag, src, outputs=(tensor,)), prepare, async_op, timeout
+            OpDescription("recv", tensor.nbytes, None, tensor, tag, src, outputs=(tensor,)),
+            prepare,
+            async_op,
+            timeout,
+            self._check.hints(hints),
         )
 
     def batch_send_recv(
-        self, batch: Sequence[Send | Recv], async_op: bool = False, timeout: float | None = None
+        self,
+        batch: Sequence[Send | Recv],
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
     ) -> Work:
         """Run all sends and receives of `batch` at once, without deadlock in any order."""
         if not all(isinstance(item, Send | Recv) for item in batch):
@@ -582,7 +649,7 @@ class CollectiveCalls:
             inputs=tuple(send.tensor for send in sends),
             outputs=tuple(recv.tensor for recv in recvs),
         )
-        return self._executor.issue(description, prepare, async_op, timeout)
+        return self._executor.issue(description, prepare, async_op, timeout, self._check.hints(hints))
 
     # -- ops that are started many times
 

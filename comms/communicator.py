@@ -6,10 +6,14 @@ Its ops are in `collectives`. Transports move the bytes, `connect` finds the pee
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import overload
 
 import torch
 
@@ -21,6 +25,8 @@ from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Recorder
 from holdfast.comms.op_description import OpDescription
+from holdfast.comms.plugins.hints import Hints, Value
+from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import seconds_or
 from holdfast.comms.rendezvous.offer_exchange import MeetingCounters
@@ -31,6 +37,33 @@ from holdfast.comms.window import Window, check_exposable
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
+
+_MOST_NAME = 200
+"""Characters of the name of a split communicator."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorInfo:
+    """What a communicator is, and with which settings it runs. `hosts` identify the host of each rank.
+
+    `library_version` is that of what the backend runs over ("UCX 1.18.0"); `transport` is by what its bytes go ("shared
+    memory"). `ranks` are its members, as the communicator that it was split from numbers them. `options` are the
+    `timeout` of ops and whether ops are compared before they run (`check`); `hints` have the values in force, None for
+    one that the backend decides.
+    """
+
+    name: str
+    backend: str
+    library_version: str
+    transport: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    epoch: int
+    devices: tuple[torch.device, ...]
+    options: Mapping[str, float | bool]
+    hints: Mapping[str, Value | None]
 
 
 class Communicator(CollectiveCalls):
@@ -65,7 +98,7 @@ class Communicator(CollectiveCalls):
         self.name: str = context.name
         self.epoch: int = context.epoch
         self.backend: str = info.name
-        self._context = context
+        self._context, self._info = context, info
         self._connect_part = connect_part
         self._recorder = recorder
         self._splits: MeetingCounters[tuple[int, ...]] = MeetingCounters()
@@ -94,6 +127,27 @@ class Communicator(CollectiveCalls):
     def hooks(self) -> Hooks:
         """The hooks before and after each op, and at the abort: see `holdfast.comms.hooks`."""
         return self._executor.hooks
+
+    @property
+    def info(self) -> CommunicatorInfo:
+        """What this communicator is: its backend, transport, members, devices, and the settings in force."""
+        status = registry().status_of(self._info)
+        hints = {hint.name: self._context.hints.get(hint.name, hint.default) for hint in self._info.hints}
+        _, members = self._executor.split_from
+        return CommunicatorInfo(
+            name=self.name,
+            backend=self.backend,
+            library_version=getattr(status, "detail", "") or f"holdfast {importlib.metadata.version('holdfast')}",
+            transport=self._transport.medium or self.backend,
+            rank=self.rank,
+            size=self.size,
+            ranks=members or tuple(range(self.size)),
+            hosts=tuple(peer.host for peer in self.peers),
+            epoch=self.epoch,
+            devices=(self.device,),
+            options=MappingProxyType({"timeout": self._executor.timeout, "check": self._executor.checks}),
+            hints=MappingProxyType(hints),
+        )
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -150,15 +204,39 @@ class Communicator(CollectiveCalls):
 
     # -- other communicators
 
-    def split(self, ranks: Sequence[int], timeout: float | None = None) -> Communicator:
-        """Make a communicator of `ranks`, in that order. Exactly those ranks call this, within `timeout` seconds.
+    @overload
+    def split(self, ranks: Sequence[int], timeout: float | None = None) -> Communicator: ...
 
-        It ends when this communicator is aborted or an op fails here, but outlives `close()`.
+    @overload
+    def split(
+        self,
+        ranks: Sequence[int] | None,
+        timeout: float | None = None,
+        name: str | None = None,
+        hints: Hints | None = None,
+    ) -> Communicator | None: ...
+
+    def split(
+        self,
+        ranks: Sequence[int] | None,
+        timeout: float | None = None,
+        name: str | None = None,
+        hints: Hints | None = None,
+    ) -> Communicator | None:
+        """Make a communicator of `ranks`, in that order. These ranks call this alike, within `timeout` seconds.
+
+        It ends when this communicator is aborted or an op fails here, but outlives `close()`. It inherits this one's
+        hints, but for those in `hints`. Its name is `name`, or made of the ranks. A rank that is not in `ranks`, or
+        passes None for them, gets None at once: it may call this, but need not.
         """
         self._executor.check_usable()
-        members = tuple(self._check.rank(member, "ranks") for member in ranks)
-        if len(set(members)) != len(members) or self.rank not in members:
-            raise ValueError(f"split({list(members)}) on rank {self.rank}: ranks must differ, and hold the caller's")
+        members = tuple(self._check.rank(member, "ranks") for member in ranks or ())
+        if ranks is not None and (not members or len(set(members)) != len(members)):
+            raise ValueError(f"split({list(members)}) on rank {self.rank}: ranks must differ, and be at least one")
+        if name is not None and not (isinstance(name, str) and 0 < len(name) <= _MOST_NAME and name != self.name):
+            raise ValueError(f"split: name must be a new one, of 1 to {_MOST_NAME} characters, not {name!r:.80}")
+        if self.rank not in members:
+            return None
         part = self._connect_part(
             self,
             members,
@@ -167,6 +245,8 @@ class Communicator(CollectiveCalls):
             timeout=seconds_or(timeout, self._executor.timeout),
             op_timeout=self._executor.timeout,
             recorder=self._recorder,
+            name=name,
+            hints=hints,
         )
         part._executor.split_from = self.name, members
         self._executor.abort_part_on_end(part._executor)

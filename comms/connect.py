@@ -11,7 +11,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from holdfast.comms import rendezvous as places
 from holdfast.comms.communicator import Communicator, discard_unconnected
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported, again
 from holdfast.comms.journal import Recorder
+from holdfast.comms.plugins.hints import Hints, Value, parse_hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo, Unavailable
 from holdfast.comms.quantities import integer, seconds
@@ -72,12 +73,14 @@ def connect(
     name: str = "default",
     device: str | torch.device | None = None,
     timeout: float = 30.0,
+    hints: Hints | None = None,
 ) -> Communicator:
     """Connect this process, as one rank, with the others; collective.
 
     `backend` is a name, a preference list ("ucx,gloo"), or "auto". `rank` and `size` default to RANK and WORLD_SIZE.
     `name` distinguishes communicators that meet at the same place. `timeout` (seconds) bounds this call, and is the
-    default for every op.
+    default for every op. `hints` are settings of the backend, the same on all ranks: `holdfast backends --hints` lists
+    them. A backend of a preference list, or of "auto", that lacks one of them is not taken.
 
     Any process that can write to the rendezvous can join as a rank, or keep a rank out: from the port's network, for
     loopback from the same machine, for a file with access to its folder. If HOLDFAST_KEY_FILE names a job's key
@@ -94,6 +97,7 @@ def connect(
     size = None if size is None else integer(size, "size")
     where = torch.device("cpu" if device is None else device)
     preference, unavailable = _requested_backends(backend, where)
+    unavailable |= _without_hints(preference, unavailable, hints)
     key = job_key()
 
     def find() -> places.MeetingPlace:
@@ -106,7 +110,7 @@ def connect(
             raise _none_available(backend, unavailable) from None
         raise
     identity = (place.key, name, place.rank)
-    offer = _offer(place.size, preference, unavailable)
+    offer = _offer(place.size, preference, unavailable, agreed=_as_texts(hints), auto=backend == "auto")
     try:
         with _lock:
             if identity in _open:
@@ -145,6 +149,7 @@ def connect(
                 ),
                 timeout,
                 check=any(each.check for each in meeting.offers),
+                hints=hints,
                 on_close=functools.partial(_release_rank, identity, exchange.place, offer.nonce),
             )
     except BaseException:
@@ -162,11 +167,15 @@ def connect_part(
     timeout: float,
     op_timeout: float,
     recorder: Recorder | None,
+    name: str | None = None,
+    hints: Hints | None = None,
 ) -> Communicator:
     """Connect `members` of a communicator as a new one; collective over the members. See `connect_members`.
 
-    `count` numbers the communicators of exactly these ranks; `context` is the one that `whole` was connected with.
+    `count` numbers the communicators of exactly these ranks; `context` is the one that `whole` was connected with, of
+    which the part inherits the hints.
     """
+    hints = {**context.hints, **_parse_hints(whole.backend, hints)}
     deadline = time.monotonic() + timeout
     rank = members.index(whole.rank)
     within = f"{whole.name}/{'-'.join(map(str, members))}"
@@ -177,7 +186,8 @@ def connect_part(
             raise again(error)
 
     exchange = OfferExchange(place, within, count, deadline=deadline, timeout=timeout, check_abort=check_abort)
-    offer = _offer(len(members), [whole.backend], {})
+    agreed = _as_texts(hints) | ({} if name is None else {"name": f"as {name!r}"})
+    offer = _offer(len(members), [whole.backend], {}, agreed)
     with _naming_members(whole, members), exchange.meeting(offer, lambda offers: None) as meeting:
         return connect_members(
             whole.backend,
@@ -186,12 +196,13 @@ def connect_part(
             store=meeting.store,
             peers=[context.peers[member] for member in members],
             epoch=whole.epoch,
-            name=f"{within}.{meeting.number}",
+            name=f"{within}.{meeting.number}" if name is None else name,
             device=whole.device,
             timeout=max(0.0, deadline - time.monotonic()),
             op_timeout=op_timeout,
             over=lambda: whole.over,
             recorder=recorder,
+            hints=hints,
         )
 
 
@@ -230,6 +241,7 @@ def connect_members(
     previous: Communicator | None = None,
     connect_payload: Sequence[int] = (),
     address: str = "",
+    hints: Hints | None = None,
 ) -> Communicator:
     """Connect ranks that know each other already, without negotiation: for the rebuild of an epoch.
 
@@ -238,7 +250,7 @@ def connect_members(
     that `over()` returns, once it returns one. `recorder` makes the journals of this communicator and of its splits.
     `previous` is the communicator of the epoch before, aborted and not closed; the backend may reuse its parts. The
     backend may deliver `connect_payload` to the other ranks (`Communicator.connect_payloads`). `address` is where the
-    other ranks reach this host.
+    other ranks reach this host. `hints` are the backend's, as in `connect`.
     """
     info = registry().backend(backend).info
     connecting = True
@@ -259,7 +271,12 @@ def connect_members(
         address=address,
     )
     communicator = _build(
-        info, make_context, timeout if op_timeout is None else op_timeout, check=checks_are_on(), recorder=recorder
+        info,
+        make_context,
+        timeout if op_timeout is None else op_timeout,
+        check=checks_are_on(),
+        hints=hints,
+        recorder=recorder,
     )
     connecting = False
     return communicator
@@ -292,7 +309,13 @@ def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], di
 
 
 def _build(
-    info: BackendInfo, make_context: Callable[..., Context], timeout: float, *, check: bool, **more: Any
+    info: BackendInfo,
+    make_context: Callable[..., Context],
+    timeout: float,
+    *,
+    check: bool,
+    hints: Hints | None,
+    **more: Any,
 ) -> Communicator:
     """Connect the backend's transport with the context that `make_context` makes, and a communicator over it."""
     assert info.connect is not None, "a preference holds only backends that connect"
@@ -306,7 +329,7 @@ def _build(
         while built:
             discard_unconnected(built.pop())
 
-    context = make_context(meanwhile=build)
+    context = make_context(meanwhile=build, links=info.links, hints=parse_hints(info.name, info.hints, hints))
     try:
         transport = _connect(info.connect, context)
     except BaseException:
@@ -353,8 +376,35 @@ def _release_rank(identity: tuple[str, str, int], place: places.MeetingPlace | N
         connected_nonces.discard(nonce)
 
 
-def _offer(size: int, preference: list[str], unavailable: dict[str, str]) -> Offer:
-    return Offer(secrets.token_hex(16), this_process(), size, preference, shorten(unavailable), checks_are_on())
+def _offer(
+    size: int, preference: list[str], unavailable: dict[str, str], agreed: dict[str, str], auto: bool = False
+) -> Offer:
+    nonce = secrets.token_hex(16)
+    return Offer(nonce, this_process(), size, preference, shorten(unavailable), checks_are_on(), auto, agreed)
+
+
+def _as_texts(hints: Hints | None) -> dict[str, str]:
+    """Hints as the other ranks compare them."""
+    return {f"hint {name!r}": f"as {value!r}" for name, value in (hints or {}).items()}
+
+
+def _parse_hints(backend: str, hints: Hints | None) -> dict[str, Value]:
+    return parse_hints(backend, registry().backend(backend).info.hints, hints)
+
+
+def _without_hints(names: Sequence[str], unavailable: Mapping[str, str], hints: Hints | None) -> dict[str, str]:
+    """The backends that lack some of the hints, by name, and why. Raises ValueError if all that could run do."""
+    lacking: dict[str, str] = {}
+    error: ValueError | None = None
+    able = [name for name in names if name in registry().backends]
+    for name in able:
+        try:
+            _parse_hints(name, hints)
+        except ValueError as caught:
+            error, lacking[name] = caught, str(caught)
+    if error is not None and len(lacking) == len(able):
+        raise ValueError("; ".join(lacking.values())) from error
+    return {name: why for name, why in lacking.items() if name not in unavailable}
 
 
 def _requested_backends(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
@@ -387,11 +437,13 @@ def _preference(backend: str, device: torch.device) -> list[str]:
 
 def _names(backend: str, device: torch.device) -> list[str]:
     if backend == "auto":
-        order = ["shm", "gloo"] if device.type == "cpu" else ["nccl", "rccl"]
-        return [name for name in order if name in registry().backends]
+        if not (names := registry().by_priority(device.type)):
+            raise BackendUnavailable("auto", f"no backend offers itself for tensors on {device.type}", "pass a name")
+        return names
     names = [name.strip() for name in backend.split(",") if name.strip()]
     if not names:
-        raise ValueError("backend is empty: pass a name, a preference list such as 'ucx,gloo', or 'auto'")
+        known = ", ".join(sorted(registry().backends))
+        raise ValueError(f"backend is empty: pass one of {known}, several in order of preference, or 'auto'")
     return names
 
 
@@ -440,10 +492,14 @@ def _none_available(backend: str, reasons: dict[str, str]) -> BackendUnavailable
 def _choose(offers: Sequence[Offer], rank: int, name: str) -> BackendInfo:
     """The first backend that all ranks can run. All ranks choose the same, since they see the same offers."""
     preference = offers[0].preference
-    reasons = _unable_to_connect(preference, [o.peer for o in offers])
+    known = [name for name in preference if name in registry().backends]
+    reasons = _unable_to_connect(known, [o.peer for o in offers])
     for r, offer in enumerate(offers):
         for backend, reason in offer.unavailable.items():
             reasons.setdefault(backend, f"rank {r}: {reason}")
+        for backend in preference:
+            if backend not in offer.preference:  # of "auto": ranks may have different plugins
+                reasons.setdefault(backend, f"rank {r} has no such backend")
     for backend in preference:
         if backend not in reasons:
             if rank == 0:

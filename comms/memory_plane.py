@@ -158,7 +158,8 @@ def memory(name: str = "auto") -> MemoryPlane:
             raise BackendUnavailable(name, "it has no memory plane", f"backends that have one: {having}")
         return backend.info.memory()
     reasons = []
-    for each in sorted(known.backends, key=lambda each: (each != "shm", each)):
+    first = known.by_priority("memory")
+    for each in [*first, *sorted(known.backends.keys() - set(first))]:
         info = known.backends[each]
         if info.memory is None or info.capabilities.one_process:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
+
+THREADS = 2
+"""gloo's threads for one communicator, unless a hint says otherwise."""
 
 ATTEMPT_SECONDS = 5.0
 """The longest attempt once all ranks are there. If a rank dies then, the blocked call is abandoned after that time."""
@@ -116,7 +120,7 @@ class _Attempt:
         """Connect; None if this attempt is over for all ranks, and the next one begins."""
         context = self._context
         store = _RecordingStore(context.store, self._prefix + "group/")
-        device = _device(len({peer.host for peer in context.peers}) == 1, context.address)
+        device = _device(context)
         wait_for_ranks(context, self._liveness, self._prefix)
         limit = max(min(context.deadline - time.monotonic(), ATTEMPT_SECONDS), 0.001)
         store.longest_wait = timedelta(seconds=limit)
@@ -151,7 +155,7 @@ class _Attempt:
         settings = gloo._Options()
         settings._devices = [device]
         settings._timeout = timedelta(seconds=limit)
-        settings._threads = 2
+        settings._threads = self._context.hints.get("threads", THREADS)
         return gloo(store, self._context.rank, self._context.size, settings)
 
     def _look(self) -> None:
@@ -207,14 +211,17 @@ class _Attempt:
             time.sleep(_LOOK_SECONDS)
 
 
-def _device(one_host: bool, address: str) -> Any:
-    """The gloo device: loopback if all ranks are on one host, else GLOO_SOCKET_IFNAME, `address`, or gloo's choice.
+def _device(context: Context) -> Any:
+    """The gloo device, by the first of: a hint, one host's loopback, GLOO_SOCKET_IFNAME, `address`, gloo's own choice.
 
     Not lazy: after the group is connected, its sockets accept no further connections.
     """
     gloo: Any = dist.ProcessGroupGloo
-    interface = "lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME")
+    one_host, address = len({peer.host for peer in context.peers}) == 1, context.address
+    interface = context.hints.get("interface") or ("lo" if one_host else os.environ.get("GLOO_SOCKET_IFNAME"))
     if interface:
+        if interface not in (known := [name for _, name in socket.if_nameindex()]):
+            raise HoldfastError(f"gloo: this host has no network interface {interface!r}; it has {', '.join(known)}")
         return gloo.create_device(interface=interface, lazy_init=False)
     return (
         gloo.create_device(hostname=address, lazy_init=False)

@@ -22,13 +22,14 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.gloo import message_headers
-from holdfast.backends.gloo.connecting import abandoned_groups, connect_group
+from holdfast.backends.gloo.connecting import THREADS, abandoned_groups, connect_group
 from holdfast.backends.gloo.errors import meaning_of
 from holdfast.backends.gloo.sockets import are_lost, shut_down, sockets
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import (
     API_VERSION,
     Available,
@@ -87,6 +88,7 @@ class GlooTransport(TorchGroup):
     """A ProcessGroupGloo that can be aborted."""
 
     ends_before_exit = True
+    medium = "tcp"
 
     def __init__(self, context: Context) -> None:
         self._sockets: list[OwnedDescriptor] = []
@@ -421,5 +423,10 @@ def holdfast_backends() -> list[BackendInfo]:
             ),
             probe=probe,
             connect=connect,
+            auto={"cpu": 50},
+            hints=(
+                Hint("interface", str, "the network interface of this host for all connections, such as 'eth0'"),
+                Hint("threads", int, "threads of a communicator that move its bytes", THREADS, least=1, most=64),
+            ),
         )
     ]

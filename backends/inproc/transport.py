@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comms._native import Words
-from holdfast.comms.algorithms.shared_memory.board import Board, layout_of
+from holdfast.comms.algorithms.shared_memory.board import HINTS, Board, layout_of
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 from holdfast.comms.algorithms.shared_memory.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
 from holdfast.comms.algorithms.window_lock import WindowLock
@@ -32,10 +32,19 @@ _lock = threading.Lock()
 class InprocTransport(DirectTransport):
     """Ranks as threads of one process."""
 
+    medium = "memory of one process"
+
     def __init__(self, context: Context, board_memory: mmap.mmap) -> None:
         pids = [peer.pid for peer in context.peers]
         board = Board(
-            board_memory, context.rank, context.size, context.epoch, dead=tuple, journal=context.journal, pids=pids
+            board_memory,
+            context.rank,
+            context.size,
+            context.epoch,
+            dead=tuple,
+            journal=context.journal,
+            pids=pids,
+            hints=context.hints,
         )
         super().__init__(board, "inproc")
 
@@ -137,5 +146,6 @@ def holdfast_backends() -> list[BackendInfo]:
             probe=Available,
             connect=connect,
             memory=open_plane,
+            hints=HINTS,
         )
     ]

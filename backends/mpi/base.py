@@ -19,7 +19,6 @@ from holdfast.backends.mpi.buffers import buffer_of
 from holdfast.backends.mpi.handshake import create_group, duplicate
 from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
 from holdfast.backends.mpi.window import MpiWindow, WindowService
-from holdfast.comms.algorithms.message_passing.cost import DEFAULTS
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
@@ -29,7 +28,6 @@ from holdfast.comms.transport.liveness import Liveness
 
 Tensor = torch.Tensor
 
-_LINK = DEFAULTS["mpi"]
 _SPINS, _CROWDED_SPINS = 2000, 50
 """Checks before the first yield: with more ranks than cores, the others need the processor."""
 _LOOK_SECONDS = 0.001
@@ -76,6 +74,8 @@ class _P2PMessage:
 class MpiMessages(MessageTransport):
     """An MPI communicator that can be aborted."""
 
+    medium = "Open MPI"
+
     def __init__(self, context: Context) -> None:
         self._epoch = context.epoch
         self._error: HoldfastError | None = None
@@ -90,7 +90,7 @@ class MpiMessages(MessageTransport):
         _settle()
         self._liveness = Liveness(context.peers, context.rank, context.over)
         try:
-            super().__init__(context, _LINK)
+            super().__init__(context, context.link("mpi"))
             meeting = create_group(context, self._liveness)
         except BaseException:
             self._liveness.close()

@@ -44,13 +44,14 @@ class MpiTransport(MpiMessages):
     def __init__(self, context: Context) -> None:
         self._prepared: dict[tuple[torch.dtype, str, int], _native.PersistentCall] = {}
         self._requests: list[tuple[MPI.Prequest, bytearray]] = []
+        self._segmented_bytes: int = context.hints.get("segmented_bytes", SEGMENTED_BYTES)
         super().__init__(context)
 
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
         kind = native(tensor.dtype, op)
-        large = tensor.nbytes >= SEGMENTED_BYTES and self.size > 1
+        large = tensor.nbytes >= self._segmented_bytes and self.size > 1
         if kind is None and not large:
             super().all_reduce(tensor, op, deadline)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.backends.nccl.transport import NcclTransport, capabilities, connect_over, probe_torch
+from holdfast.backends.nccl.transport import HINTS, NcclTransport, capabilities, connect_over, probe_torch
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Unavailable, hookimpl
 from holdfast.comms.transport.base import Context
 
@@ -27,5 +27,7 @@ def holdfast_backends() -> list[BackendInfo]:
             capabilities=capabilities(),
             probe=probe,
             connect=connect,
+            auto={"cuda": 90},
+            hints=HINTS,
         )
     ]

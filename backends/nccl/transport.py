@@ -31,6 +31,7 @@ from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, 
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.tensors.packing import DTYPES, names
@@ -58,6 +59,13 @@ _ABORT_SECONDS = 10.0
 
 _CLOSE_SECONDS = 5.0
 """How long `close` waits for the other ranks to close too, before it leaves without them."""
+
+HINTS = (
+    Hint("min_ctas", int, "the fewest thread blocks of a collective (ncclConfig_t.minCTAs)", least=1, most=64),
+    Hint("max_ctas", int, "the most thread blocks of a collective (ncclConfig_t.maxCTAs)", least=1, most=64),
+    Hint("cga_cluster_size", int, "thread blocks of one cluster (ncclConfig_t.cgaClusterSize)", least=0, most=8),
+    Hint("split_share", bool, "share resources with communicators split from this one (ncclConfig_t.splitShare)"),
+)
 
 _log = logging.getLogger("holdfast.nccl")
 
@@ -333,6 +341,8 @@ def make_group(context: Context) -> Any:
     options_._timeout = limit
     if settings.NONBLOCKING not in os.environ:
         options_.config.blocking = 0
+    for name, value in context.hints.items():
+        setattr(options_.config, name, int(value))
     settings.bound_handshakes()
     with settings.settings_of_a_group():
         return kind(context.store, context.rank, context.size, options_)
@@ -467,5 +477,7 @@ def holdfast_backends() -> list[BackendInfo]:
             capabilities=capabilities(),
             probe=probe,
             connect=connect,
+            auto={"cuda": 100},
+            hints=HINTS,
         )
     ]

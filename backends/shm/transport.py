@@ -15,7 +15,7 @@ from holdfast.backends.common.process_memory import permit_peers, read_process
 from holdfast.backends.common.process_memory import probe as probe_copies
 from holdfast.backends.shm.segment import SegmentAddress, SharedSegment, decode_address
 from holdfast.backends.shm.window import make_window
-from holdfast.comms.algorithms.shared_memory.board import Board
+from holdfast.comms.algorithms.shared_memory.board import HINTS, Board
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 from holdfast.comms.algorithms.shared_memory.mapped_window import MappedWindow
 from holdfast.comms.arithmetic import REDUCIBLE
@@ -65,6 +65,7 @@ class ShmTransport(DirectTransport):
                 journal=context.journal,
                 rows=segment.address.rows,
                 pids=[peer.pid for peer in context.peers],
+                hints=context.hints,
             ),
             "shm",
         )
@@ -212,5 +213,7 @@ def holdfast_backends() -> list[BackendInfo]:
             probe=probe,
             connect=connect,
             memory=open_plane,
+            auto={"cpu": 100, "memory": 100},
+            hints=HINTS,
         )
     ]

@@ -20,9 +20,9 @@ import torch
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import UcxWorker
-from holdfast.comms.algorithms.message_passing.cost import Link
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES
+from holdfast.comms.transport.base import Link
 
 CLOSED, ABORTED = 0, 1
 _HELLO, _MET = 2, 3

@@ -17,7 +17,7 @@ from holdfast.backends.ucx import libucp, prewarmed_worker
 from holdfast.backends.ucx.endpoints import Connections, name_of
 from holdfast.backends.ucx.farewells import WORDS, HelloReceived, WorkerHello
 from holdfast.backends.ucx.libucp import UcxError
-from holdfast.backends.ucx.transport import LINKS, UcxTransport
+from holdfast.backends.ucx.transport import UcxTransport, announced_link
 from holdfast.backends.ucx.worker import Transports, explain
 from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Unsupported, again
@@ -88,7 +88,7 @@ class _Handshake:
                 self._send_hello(rank, since)
 
     def _own_hello(self) -> WorkerHello:
-        link, broken = LINKS[self._worker.over.local], ""
+        link, broken = announced_link(self._context, self._worker.over.local), ""
         if self._context.rank == 0:
             try:
                 link = cost.here(link)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from holdfast.comms.algorithms.message_passing.cost import ALGORITHM
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.memory_plane import MemoryPlane
@@ -18,7 +19,7 @@ from holdfast.comms.plugins.spec import (
 )
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.packing import DTYPES, names
-from holdfast.comms.transport.base import Context, Transport
+from holdfast.comms.transport.base import Context, Link, Transport
 
 _prepared = False
 
@@ -93,5 +94,7 @@ def holdfast_backends() -> list[BackendInfo]:
             connect=connect,
             memory=memory,
             prepare=prepare,
+            hints=(ALGORITHM,),
+            links=(Link(3e-6, 8e9, "ucx/shm"), Link(25e-6, 1.5e9, "ucx/tcp")),
         )
     ]

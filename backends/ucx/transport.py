@@ -24,18 +24,14 @@ from holdfast.backends.ucx.onesided.far_window import FarWindow
 from holdfast.backends.ucx.onesided.near_window import NearWindow
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker
 from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.transport.base import Context, Peer
+from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.transport.window_memory import WindowMemory
-
-LINKS = {True: cost.DEFAULTS["ucx/shm"], False: cost.DEFAULTS["ucx/tcp"]}
-"""The cost of a message over shared memory, and over TCP."""
 
 _LOOK_SECONDS = 0.001
 _SPINS, _YIELDS = 1000, 200
@@ -48,6 +44,11 @@ _SETTLE_SECONDS = 0.02
 """How long messages under way at the end of an epoch may take, before its connections are given up."""
 _EAGER_BYTES = 4096
 """Above this size a receiver may have read the memory of the sender directly."""
+
+
+def announced_link(context: Context, local: bool) -> Link:
+    """The cost of a message over shared memory, or over TCP."""
+    return context.link("ucx/shm" if local else "ucx/tcp")
 
 
 class PendingMessage:
@@ -93,13 +94,14 @@ class UcxTransport(MessageTransport):
         self._tags = Tags(context.epoch)
         connections.begin(self._tags)
         self.notices = Notices(worker, context.rank, self._tags)
-        super().__init__(context, LINKS[worker.over.local])
+        super().__init__(context, announced_link(context, worker.over.local))
+        self.medium = worker.over.tls
 
-    def _agree(self, context: Context, link: cost.Link) -> cost.Link:
+    def _agree(self, context: Context, link: Link) -> Link:
         """Return `link` for now: the constants of rank 0 come with its hello."""
         return link
 
-    def begin(self, link: cost.Link, connect_payloads: Sequence[tuple[int, ...]]) -> None:
+    def begin(self, link: Link, connect_payloads: Sequence[tuple[int, ...]]) -> None:
         """Begin to accept ops: all ranks are connected. `link` is the cost of a message, the same on every rank."""
         self._link, self.connect_payloads = link, connect_payloads
         if not self._worker.over.local:

@@ -10,6 +10,7 @@ import torch
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, accumulation_dtype, check_reducible
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.hints import Hints, parse_hints
 from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import integer
 from holdfast.comms.tensors.memory import plain_tensor
@@ -29,13 +30,17 @@ class ArgumentChecks:
         self._rank, self._size, self._device = rank, size, device
         self._on_cpu = device.type == "cpu"
         self._place = () if self._on_cpu else dlpack_device(device)
-        self._backend = info.name
+        self._backend, self._hints = info.name, info.hints
         self._reduces = info.capabilities.reduces.get(device.type, frozenset())
         self._widens = info.capabilities.widens(device.type)
         self._carried = frozenset(EIGHT_BIT_FLOATS if self._widens else ())
         self._moves = info.capabilities.moves.get(device.type, frozenset())
         self._movable: set[torch.dtype] = set()
         self._carriers: dict[tuple[torch.dtype, str], torch.dtype] = {}
+
+    def hints(self, given: Hints | None) -> Hints | None:
+        """Hints of one op, checked. Raises ValueError for those that the backend does not announce for ops."""
+        return parse_hints(self._backend, self._hints, given, per_op=True) if given else None
 
     def operand(self, tensor: Any, what: str = "tensor") -> Tensor:
         """`tensor`, or its memory as a plain tensor.

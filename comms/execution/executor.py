@@ -36,6 +36,7 @@ from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Journal
 from holdfast.comms.op_description import OpDescription
+from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.spec import OpEvent
 from holdfast.comms.quantities import seconds
 from holdfast.comms.system import forks
@@ -138,6 +139,11 @@ class Executor:
         return self._over
 
     @property
+    def checks(self) -> bool:
+        """Whether ops are compared between the ranks before they run."""
+        return self._agreement is not None
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
@@ -153,6 +159,7 @@ class Executor:
         prepare: Prepare,
         async_op: bool,
         timeout: float | None,
+        hints: Hints | None = None,
     ) -> Work:
         """Give an op its number, and run it in this thread, or with `async_op` queue it on the worker thread."""
         order = self._order
@@ -165,7 +172,7 @@ class Executor:
                     f"{self._name!r}: their order could differ from rank to rank; use one thread, a lock, or a "
                     "communicator each (split)"
                 )
-            if order.begun and (order.lost or async_op or timeout is not None):
+            if order.begun and (order.lost or async_op or timeout is not None or hints):
                 self._end(Revoked(self._epoch, "an earlier op was interrupted after it had begun"))
             if self._over is not None:
                 if order.begun and self._journal is not None:
@@ -176,9 +183,12 @@ class Executor:
             joint = 0
             if description.collective:
                 joint = order.joint = order.joint + 1
+            if hints:
+                prepare = partial(self._prepare_hinted, hints, prepare)
             op = _IssuedOp(description, order.seq, joint, prepare, order.begun)
             if self._agreement is not None and description.agreed is not None:
-                op.check = partial(self._agreement.check, f"{description.name}({description.agreed()}) as op {joint}")
+                agreed = description.agreed() + (f" with hints {dict(sorted(hints.items()))}" if hints else "")
+                op.check = partial(self._agreement.check, f"{description.name}({agreed}) as op {joint}")
             body: Body = op.run
             if self._journal is not None:
                 body = partial(_recorded, self._journal, op, body)
@@ -227,6 +237,19 @@ class Executor:
                 self._reuse_number(op.seq, op.joint)
                 raise
             self._failed(op.description.name, op.seq, op.joint, error)
+
+    def _prepare_hinted(self, hints: Hints, prepare: Prepare) -> Body:
+        """Make the body of an op with hints of its own, which its transport reads while it runs."""
+        body, transport = prepare(), self._transport
+
+        def hinted(deadline: float) -> None:
+            before, transport.op_hints = transport.op_hints, hints
+            try:
+                body(deadline)
+            finally:
+                transport.op_hints = before
+
+        return hinted
 
     def _reuse_number(self, seq: int, joint: int) -> None:
         """Give the number of a refused op to the next one, as on ranks where it was not issued.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from holdfast.comms.collectives import CollectiveCalls
     from holdfast.comms.execution.executor import Prepare
     from holdfast.comms.op_description import OpDescription
+    from holdfast.comms.plugins.hints import Hints
 
 __all__ = ["OPS", "PreparedOp", "prepare"]
 
@@ -93,17 +94,20 @@ class _GeneralStart:
     def __call__(self, async_op: bool = False, timeout: float | None = None) -> Work:
         if self._shapes_now() != self._shapes:
             self._renew()
-        return self._calls._executor.issue(*self._call, async_op, timeout)
+        description, prepare, hints = self._call
+        return self._calls._executor.issue(description, prepare, async_op, timeout, hints)
 
 
-def _checked(calls: CollectiveCalls, name: str, args: Sequence[Any]) -> tuple[OpDescription, Prepare]:
+def _checked(calls: CollectiveCalls, name: str, args: Sequence[Any]) -> tuple[OpDescription, Prepare, Hints | None]:
     """What an op hands to the executor once it has checked its arguments. Raises the errors of the op."""
-    caught: list[tuple[OpDescription, Prepare]] = []
+    caught: list[tuple[OpDescription, Prepare, Hints | None]] = []
 
     class _Catcher:
         @staticmethod
-        def issue(description: OpDescription, prepare: Prepare, async_op: bool, timeout: float | None) -> Work:
-            caught.append((description, prepare))
+        def issue(
+            description: OpDescription, prepare: Prepare, async_op: bool, timeout: float | None, hints: Hints | None
+        ) -> Work:
+            caught.append((description, prepare, hints))
             return DONE
 
     standin = object.__new__(type(calls))

@@ -1,5 +1,6 @@
 """The plugin API: hooks for packages under the entry-point group `holdfast`, and the registry of installed plugins."""
 
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import (
     API_VERSION,
     AbortEvent,
@@ -20,6 +21,7 @@ __all__ = [
     "BackendInfo",
     "Capabilities",
     "DetectorInfo",
+    "Hint",
     "OpEvent",
     "Unavailable",
     "hookimpl",

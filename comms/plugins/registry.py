@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import pluggy
 
 from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.plugins.hints import malformed
 from holdfast.comms.plugins.spec import (
     API_VERSION,
     AbortEvent,
@@ -29,16 +30,10 @@ from holdfast.comms.plugins.spec import (
     OpEvent,
     Unavailable,
 )
+from holdfast.comms.transport.base import Link
 
 GROUP = "holdfast"
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_HINTS = {
-    "ucx": "pip install 'holdfast[ucx]'",
-    "mpi": "pip install 'holdfast[mpi]'",
-    "nixl": "pip install 'holdfast[nixl]'",
-    "nccl": "install a CUDA build of torch on a machine with an NVIDIA GPU",
-    "rccl": "install a ROCm build of torch on a machine with an AMD GPU",
-}
 
 
 class InvalidPlugin(ValueError):
@@ -168,6 +163,11 @@ class Registry:
     def on_abort(self, event: AbortEvent) -> None:
         self.manager.hook.on_abort(event=event)
 
+    def by_priority(self, purpose: str) -> list[str]:
+        """The backends that "auto" may take for a device type, or for "memory": the highest priority first."""
+        able = {name: info.auto[purpose] for name, info in self._backends.items() if info.auto.get(purpose, 0) > 0}
+        return sorted(able, key=lambda name: (-able[name], name))
+
     def backend(self, name: str) -> Backend:
         """The backend called `name`, probed once. Raises `BackendUnavailable` for an unknown name."""
         info = self._backends.get(name)
@@ -175,16 +175,19 @@ class Registry:
             reason = f"unknown; known are {', '.join(sorted(self._backends))}"
             if broken := self._broken.get(name):
                 reason = f"its plugin is broken: {broken}"
-            hint = _HINTS.get(name, "a plugin package adds a backend through the entry-point group 'holdfast'")
-            raise BackendUnavailable(name, reason, hint)
-        status = self._probed.get(name)
+            raise BackendUnavailable(name, reason, _install_hint(name))
+        return Backend(info, self.status_of(info))
+
+    def status_of(self, info: BackendInfo) -> Available | Unavailable:
+        """Whether a backend can run here, probed once."""
+        status = self._probed.get(info.name)
         if status is None:
             try:
                 status = info.probe()
             except Exception as error:
                 status = Unavailable(f"its probe failed: {type(error).__name__}: {error}")
-            self._probed[name] = status
-        return Backend(info, status)
+            self._probed[info.name] = status
+        return status
 
 
 def _check(info: Any) -> None:
@@ -200,6 +203,25 @@ def _check(info: Any) -> None:
             raise InvalidPlugin(f"backend {info.name!r}: {part} must be callable or None")
     if info.connect is None and info.memory is None:
         raise InvalidPlugin(f"backend {info.name!r} offers neither connect nor memory")
+    priorities = info.auto.items() if isinstance(info.auto, Mapping) else [(None, None)]
+    if not all(isinstance(key, str) and isinstance(value, int) for key, value in priorities):
+        raise InvalidPlugin(f"backend {info.name!r}: auto must map device types, or 'memory', to whole numbers")
+    if not isinstance(info.links, tuple) or not all(isinstance(link, Link) for link in info.links):
+        raise InvalidPlugin(f"backend {info.name!r}: links must be a tuple of Link objects")
+    if not isinstance(info.hints, tuple):
+        raise InvalidPlugin(f"backend {info.name!r}: hints must be a tuple of Hint objects")
+    for position, hint in enumerate(info.hints):
+        if (wrong := malformed(hint)) is not None:
+            raise InvalidPlugin(f"backend {info.name!r}: {wrong}")
+        if hint.name in {earlier.name for earlier in info.hints[:position]}:
+            raise InvalidPlugin(f"backend {info.name!r} announces the hint {hint.name!r} twice")
+
+
+def _install_hint(name: str) -> str:
+    """What to install for a backend that no plugin offers."""
+    if name in (importlib.metadata.metadata("holdfast").get_all("Provides-Extra") or ()):
+        return f"pip install 'holdfast[{name}]'"
+    return f"a plugin package adds a backend through the entry-point group {GROUP!r}"
 
 
 def _check_detector(info: Any) -> None:

@@ -15,14 +15,19 @@ import torch
 
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.tensors.packing import names
-from holdfast.comms.transport.base import Context, Transport
+from holdfast.comms.transport.base import Context, Link, Transport
 
 if TYPE_CHECKING:
     from holdfast.comms.memory_plane import MemoryPlane
 
-API_VERSION = (1, 0)
-"""The version of this plugin API. A plugin built for (major, minor) loads if major is equal and minor not newer."""
+API_VERSION = (1, 1)
+"""The version of this plugin API. A plugin built for (major, minor) loads if major is equal and minor not newer.
+
+1.1 added `auto`, `links` and `hints` of `BackendInfo`, `links` and `hints` of `Context`, and `medium` and
+`op_hints` of `Transport`, all with defaults.
+"""
 
 hookspec = pluggy.HookspecMarker("holdfast")
 hookimpl = pluggy.HookimplMarker("holdfast")
@@ -105,6 +110,11 @@ class BackendInfo:
 
     `connect` is None for a backend that has only a memory plane; `memory` is None for one that has none. `prepare`, if
     there is one, is called in every process that joins a job, a spare too, before it has a rank; it returns at once.
+
+    `auto` says what "auto" may take it for, and with which priority: the highest wins. The keys are device types
+    ("cpu") for communicators, and "memory" for planes. Without one, a communicator takes it by name alone, and a plane
+    takes it last. `links` are the costs by which its collectives are chosen, until they are measured; `hints` are what
+    users may set.
     """
 
     name: str
@@ -115,6 +125,9 @@ class BackendInfo:
     connect: Callable[[Context], Transport] | None
     memory: Callable[[], MemoryPlane] | None = None
     prepare: Callable[[], None] | None = None
+    auto: Mapping[str, int] = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
+    hints: tuple[Hint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

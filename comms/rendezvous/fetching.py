@@ -21,11 +21,11 @@ MAX_BYTES = 1 << 16
 """The longest value that a rank may publish to the others."""
 
 
-def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | None) -> bytes:
+def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | None = None) -> bytes:
     """Wait for the value of `key`; raise TimeoutError at `deadline`.
 
-    Raises `PeerFailed` as soon as a peer that `liveness` watches is gone; only a short look may do without. Raises
-    `CorruptData` for a value of more than `MAX_BYTES`.
+    Raises `PeerFailed` as soon as a peer that `liveness` watches is gone; only a short look may do without, and plugins
+    that were built for API 1.0. Raises `CorruptData` for a value of more than `MAX_BYTES`.
     """
     while True:
         step = min(deadline - time.monotonic(), LOOK_SECONDS)
@@ -47,7 +47,7 @@ def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | Non
             return value
 
 
-def fetch_as(store: dist.Store, key: str, kind: type[T], deadline: float, liveness: Liveness | None) -> T:
+def fetch_as(store: dist.Store, key: str, kind: type[T], deadline: float, liveness: Liveness | None = None) -> T:
     """`fetch` a value and decode it from JSON as type `kind`. Raises `CorruptData` if it does not decode."""
     return decode(key, fetch(store, key, deadline, liveness), kind)
 

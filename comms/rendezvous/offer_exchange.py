@@ -278,10 +278,16 @@ class OfferExchange:
                 f"rank {rank} connects with size {theirs.size}, rank {self.place.rank} with {mine.size}; "
                 "all ranks must pass the same size"
             )
-        if theirs.preference != mine.preference:
+        for what in sorted(theirs.agreed.keys() | mine.agreed.keys()):
+            here, there = (offer.agreed.get(what, "not at all") for offer in (mine, theirs))
+            if here != there:
+                raise Mismatch(
+                    f"rank {rank} passes {what} {there}, rank {self.place.rank} {here}; all ranks must pass the same"
+                )
+        if theirs.auto != mine.auto or (theirs.preference != mine.preference and not mine.auto):
             raise Mismatch(
-                f"rank {rank} asks for backend {','.join(theirs.preference)}, rank {self.place.rank} for "
-                f"{','.join(mine.preference)}; all ranks must ask for the same"
+                f"rank {rank} asks for backend {theirs.asked}, rank {self.place.rank} for {mine.asked}; all ranks must "
+                "ask for the same"
             )
 
     def _give_up(self, store: MeetingStore, error: BaseException) -> None:

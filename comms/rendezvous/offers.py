@@ -14,13 +14,15 @@ _REASON_CHARACTERS = 500
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 Reason = Annotated[str, msgspec.Meta(max_length=_REASON_CHARACTERS)]
+Text = Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's process, its arguments of `connect`, and why it cannot run some backends.
 
-    `nonce` is new for every offer. `preference` is the requested backends in order; `unavailable` maps those that this
-    rank cannot run to the reason. `check`: agreement checks are on at this rank.
+    `nonce` is new for every offer. `preference` is the requested backends in order, which with `auto` are those that
+    this rank has; `unavailable` maps those that this rank cannot run to the reason. `check`: agreement checks are on at
+    this rank. `agreed` is what else must be equal on all ranks: by what name (hints, members), its value.
     """
 
     nonce: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -29,6 +31,13 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preference: Annotated[list[Name], msgspec.Meta(min_length=1, max_length=32)]
     unavailable: Annotated[dict[Name, Reason], msgspec.Meta(max_length=32)]
     check: bool
+    auto: bool = False
+    agreed: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)] = {}
+
+    @property
+    def asked(self) -> str:
+        """The backend that this rank passed to `connect`."""
+        return "auto" if self.auto else ",".join(self.preference)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

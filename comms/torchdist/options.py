@@ -30,7 +30,7 @@ def resolve_options(given: object, inherited: Options | None) -> Options:
         if not isinstance(given, Options):
             raise TypeError(
                 f"pg_options must be a holdfast.comms.torchdist.Options, not {type(given).__name__}; "
-                "pass Options(backend='shm'), or set HOLDFAST_BACKEND"
+                "pass Options(backend=NAME), or set HOLDFAST_BACKEND"
             )
         return given
     if named := os.environ.get("HOLDFAST_BACKEND"):

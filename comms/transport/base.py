@@ -7,9 +7,10 @@ timeouts into deadlines. A transport knows nothing of views, sessions or threads
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import torch
@@ -37,6 +38,22 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """The cost of one message between two ranks: `latency` in seconds, `bandwidth` in bytes a second.
+
+    `name` names the path ("mybackend/tcp"); measured constants are stored under it. A link without a name is not
+    measured.
+    """
+
+    latency: float
+    bandwidth: float
+    name: str = ""
+
+    def seconds(self, messages: float, nbytes: float) -> float:
+        return messages * self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """The arguments of a backend's `connect`: the rank, its peers, and the store through which they meet.
 
@@ -47,6 +64,9 @@ class Context:
     `previous` is the transport of the epoch before; its ops have ended, and the backend may reuse its parts.
     `connect_payload` is up to four integers for the other ranks; a transport may deliver them
     (`Transport.connect_payloads`). `address` is where the other ranks reach this host ("": not known).
+
+    `links` are the costs that the backend announced. `hints` are those that the user passed: announced, checked, and
+    the same on all ranks.
 
     While a backend waits for the other ranks, it may call `meanwhile(transport)`: the
     caller then builds the communicator over `transport` during that wait. If the backend raises afterwards, or returns
@@ -67,6 +87,12 @@ class Context:
     connect_payload: tuple[int, ...] = ()
     address: str = ""
     meanwhile: Callable[[Transport], None] = lambda transport: None
+    links: tuple[Link, ...] = ()
+    hints: Mapping[str, Any] = field(default_factory=dict)
+
+    def link(self, name: str) -> Link:
+        """The announced cost of the link of this name."""
+        return next(link for link in self.links if link.name == name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +155,10 @@ class Transport(ABC):
     """Whether a signal's handler has cut an op short: the library below may go on with it."""
     connect_payloads: Sequence[tuple[int, ...]] | None = None
     """Each rank's `Context.connect_payload`, if connecting has delivered them."""
+    medium: str = ""
+    """By what the bytes go, in words ("shared memory"), if it is not what the backend's name says."""
+    op_hints: Mapping[str, Any] = MappingProxyType({})
+    """The hints of the running op, checked as those of `Context`."""
 
     def launch(self, name: str, op: Callable[[], None]) -> Work:
         """Run an asynchronous op on a side stream: `op()` calls ops of this transport. Only if `streams` is true.

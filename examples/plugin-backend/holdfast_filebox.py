@@ -15,25 +15,27 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from holdfast.comms.algorithms.message_passing.cost import Link
+from holdfast.comms.algorithms.message_passing.cost import ALGORITHM
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import Available, BackendInfo, Capabilities, Unavailable, hookimpl
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors.packing import DTYPES, names
-from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.base import Context, Link
 from holdfast.comms.transport.liveness import Liveness
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.002  # seconds between two looks
+_SHORTEST_PAUSE = 0.0001
+PAUSE = Hint("longest_pause", float, "seconds between two looks of a rank that waits", 0.002, least=0.0001, most=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class FileboxTransport(MessageTransport):
     """One rank of a communicator."""
 
     def __init__(self, context: Context, folder: Path) -> None:
-        super().__init__(context, Link(latency=200e-6, bandwidth=1e9))
+        super().__init__(context, context.link("filebox"))
+        self._longest_pause = context.hints.get(PAUSE.name, PAUSE.default)
         self._folder, self._epoch = folder, context.epoch
         self._sent: Counter[tuple[int, int]] = Counter()
         self._received: Counter[tuple[int, int]] = Counter()
@@ -86,7 +89,7 @@ class FileboxTransport(MessageTransport):
             if time.monotonic() > deadline:
                 raise OpTimeout(op, seq, time.monotonic() - began, sources)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, self._longest_pause)
 
     def _receive(self, message: Message) -> bool:
         """Read the message into its tensor if it is there; return whether it was."""
@@ -152,7 +155,9 @@ def connect(context: Context) -> FileboxTransport:
     """Make this rank's transport; collective. Rank 0 makes the folder and tells the others its name."""
     if context.rank == 0:
         context.store.set("folder", tempfile.mkdtemp(prefix="holdfast-filebox-"))
-    return FileboxTransport(context, Path(fetch(context.store, "folder", context.deadline).decode()))
+    with closing(Liveness(context.peers, context.rank, context.over)) as liveness:
+        folder = fetch(context.store, "folder", context.deadline, liveness).decode()
+    return FileboxTransport(context, Path(folder))
 
 
 def probe() -> Available | Unavailable:
@@ -163,4 +168,15 @@ def probe() -> Available | Unavailable:
 @hookimpl
 def holdfast_backends() -> list[BackendInfo]:
     capabilities = Capabilities(reduces={"cpu": names(REDUCIBLE)}, moves={"cpu": names(DTYPES)}, one_host=True)
-    return [BackendInfo("filebox", (1, 0), "files in a shared folder", capabilities, probe, connect)]
+    return [
+        BackendInfo(
+            "filebox",
+            (1, 1),
+            "files in a shared folder",
+            capabilities,
+            probe,
+            connect,
+            links=(Link(latency=200e-6, bandwidth=1e9, name="filebox"),),
+            hints=(ALGORITHM, PAUSE),
+        )
+    ]

@@ -19,7 +19,8 @@ import torch
 from holdfast.comms.algorithms.message_passing import cost, tuning
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.plugins.registry import backends
+from holdfast.comms.plugins.registry import backends, registry
+from holdfast.comms.transport.base import Link
 from holdfast.harness.cluster.local_cluster import LocalCluster
 
 SIZES = (8, 256, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
@@ -115,16 +116,16 @@ def tune(names: Sequence[str]) -> dict[str, tuning.Measured]:
     return found
 
 
-def links() -> dict[str, tuple[cost.Link, tuning.Measured | None]]:
+def links() -> dict[str, tuple[Link, tuning.Measured | None]]:
     """Every link by name: the constants in use here, and their measurement, or None for a default."""
     measured = tuning.load().links
-    known = dict(cost.DEFAULTS)
+    known = {link.name: link for backend in registry().backends.values() for link in backend.links}
     for name, each in measured.items():
-        known[name] = cost.Link(each.latency, each.bandwidth, name)
+        known[name] = Link(each.latency, each.bandwidth, name)
     return {name: (link, measured.get(name)) for name, link in sorted(known.items())}
 
 
-def choices(link: cost.Link, ranks: Sequence[int], sizes: Sequence[int]) -> list[Choice]:
+def choices(link: Link, ranks: Sequence[int], sizes: Sequence[int]) -> list[Choice]:
     """One choice over `link` for each op with several algorithms, each number of ranks and each size."""
     found = []
     for op, costs in cost.OPS.items():

@@ -65,6 +65,7 @@ def _root(
 @app.command()
 def backends(
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    hints: Annotated[bool, typer.Option("--hints", help="List the settings that backends take as hints.")] = False,
 ) -> None:
     """List the backends, failure detectors and registers: which can run here, what to install, what each can do.
 
@@ -72,18 +73,23 @@ def backends(
 
         holdfast backends
 
+        holdfast backends --hints
+
         holdfast backends --json | jq '.backends | map_values(.available)'
 
     A plugin that does not load is listed as broken, with the reason, and harms no other.
     """
     from holdfast.ft.console.console import console, print_json
-    from holdfast.harness.cli.backends import describe, detectors_table, registers_table, table
+    from holdfast.harness.cli.backends import describe, detectors_table, hints_table, registers_table, table
 
     described = describe()
     if json:
         print_json(described)
         return
     out = console()
+    if hints:
+        out.print(hints_table(described))
+        return
     for each in (table(described), detectors_table(described), registers_table(described)):
         out.print(each)
 

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.registry import Backend, registry
 from holdfast.comms.plugins.spec import Available, Capabilities, DetectorInfo, Unavailable
 from holdfast.ft.console.console import FoldingTable
@@ -38,7 +39,20 @@ def _describe(backend: Backend) -> dict[str, Any]:
         "install_hint": getattr(status, "install_hint", ""),
         "plugin_api": ".".join(map(str, info.api)),
         "communicator": info.connect is not None,
+        "auto": dict(info.auto),
+        "links": {link.name: {"latency": link.latency, "bandwidth": link.bandwidth} for link in info.links},
+        "hints": {hint.name: _describe_hint(hint) for hint in info.hints},
         "capabilities": _capabilities(info.capabilities),
+    }
+
+
+def _describe_hint(hint: Hint) -> dict[str, Any]:
+    return {
+        "type": hint.kind.__name__,
+        "values": hint.range,
+        "default": hint.default,
+        "per_op": hint.per_op,
+        "description": hint.description,
     }
 
 
@@ -102,6 +116,19 @@ def table(described: dict[str, Any]) -> Table:
         result.add_row(name, here, _about(backend), _reduces(backend["capabilities"]), _can(backend))
     for name, why in described["broken"].items():
         result.add_row(name, Text("broken", "red"), Text(f"its plugin does not load: {why}"), "", "")
+    return result
+
+
+def hints_table(described: dict[str, Any]) -> Table:
+    """The table of the hints that `connect`, `split` and ops take, by backend."""
+    result = FoldingTable(title="hints", title_justify="left", show_lines=True)
+    for column, ratio in (("backend", None), ("hint", None), ("values", 1), ("default", None), ("what it sets", 2)):
+        result.add_column(column, style="bold" if column == "hint" else "", ratio=ratio)
+    for name, backend in described["backends"].items():
+        for hint, about in backend["hints"].items():
+            default = "by the backend" if about["default"] is None else str(about["default"])
+            text = about["description"] + ("; also for one op" if about["per_op"] else "")
+            result.add_row(name, hint, about["values"], default, text)
     return result
 
 

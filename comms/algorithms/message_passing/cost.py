@@ -2,8 +2,9 @@
 
 R. Hockney, "The communication challenge for MPP" (1994); the costs of the algorithms are those of R. Thakur, R.
 Rabenseifner and W. Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), without reductions,
-which add the same to each. The two constants are those that `holdfast tune` measured on this machine, else the defaults
-below. All ranks use those of rank 0: with different constants they would run different algorithms.
+which add the same to each. The two constants are those that `holdfast tune` measured on this machine, else those that
+the backend announces (`BackendInfo.links`). All ranks use those of rank 0: with different constants they would run
+different algorithms.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast.comms.algorithms.message_passing import tuning
 from holdfast.comms.errors import CorruptData
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.base import Link as Link  # plugins of API 1.0 import it from here
 from holdfast.comms.transport.liveness import Liveness
 
 log = logging.getLogger("holdfast.comms")
@@ -26,28 +29,6 @@ PIPELINE_BYTES = 256 * 1024
 """The segment of a pipelined broadcast."""
 
 _BROKEN = "error: "
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The cost of one message between two ranks: `latency` in seconds, `bandwidth` in bytes a second.
-
-    `name` names the transport ("ucx/tcp"); measured constants are stored under it. A link without a name is not
-    measured.
-    """
-
-    latency: float
-    bandwidth: float
-    name: str = ""
-
-    def seconds(self, messages: float, nbytes: float) -> float:
-        return messages * self.latency + nbytes / self.bandwidth
-
-
-DEFAULTS = {
-    link.name: link for link in (Link(3e-6, 8e9, "ucx/shm"), Link(25e-6, 1.5e9, "ucx/tcp"), Link(2e-6, 8e9, "mpi"))
-}
-"""The costs of holdfast's own links on an unmeasured machine: right to a factor of a few on most."""
 
 
 def agree(context: Context, link: Link) -> Link:
@@ -120,6 +101,14 @@ def all_gather(link: Link, ranks: int, nbytes: int) -> dict[str, float]:
         "ring": link.seconds(ranks - 1, (ranks - 1) * nbytes),
     }
 
+
+ALGORITHM = Hint(
+    "algorithm",
+    str,
+    "the algorithm of ops that have it, instead of the one that the cost model chooses",
+    choices=("doubling", "halving", "ring", "binomial", "pipeline", "bruck"),
+    per_op=True,
+)
 
 OPS = {"all_reduce": all_reduce, "broadcast": broadcast, "all_gather": all_gather}
 """The ops with several algorithms, and the cost of each."""

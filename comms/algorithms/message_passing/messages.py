@@ -7,16 +7,17 @@ algorithms are in `ring`, `doubling`, `tree`, `bruck` and `pairwise`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from holdfast.comms import arithmetic
 from holdfast.comms.algorithms.message_passing import bruck, cost, doubling, pairwise, ring, tree
 from holdfast.comms.algorithms.message_passing.exchange import Exchange, Posted
+from holdfast.comms.errors import Unsupported
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.transport.base import Context, Transport
+from holdfast.comms.transport.base import Context, Link, Transport
 
 Tensor = torch.Tensor
 
@@ -27,14 +28,15 @@ _OP_TAGS = 1 << 20
 class MessageTransport(Transport):
     """A transport over tagged messages between pairs of ranks."""
 
-    def __init__(self, context: Context, link: cost.Link) -> None:
+    def __init__(self, context: Context, link: Link) -> None:
         self.rank, self.size = context.rank, context.size
         self._link = self._agree(context, link)
+        self._algorithm = context.hints.get(cost.ALGORITHM.name)
         self._op = 0
         self._rounds = 0
         self._journal = context.journal
 
-    def _agree(self, context: Context, link: cost.Link) -> cost.Link:
+    def _agree(self, context: Context, link: Link) -> Link:
         """The cost of a message, the same on every rank."""
         return cost.agree(context, link)
 
@@ -65,6 +67,13 @@ class MessageTransport(Transport):
             self._post_send, self._post_recv, self._complete, self.rank, self.size, tag, op, self._op, deadline
         )
 
+    def _choose(self, op: str, costs: Mapping[str, float]) -> str:
+        """The algorithm that a hint names, else the cheapest."""
+        if (asked := self.op_hints.get(cost.ALGORITHM.name)) is not None and asked not in costs:
+            raise Unsupported(f"{op} by the algorithm {asked!r}", f"it has {', '.join(costs)}")
+        named: str = asked or self._algorithm or ""
+        return named if named in costs else cost.choose(costs)
+
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
@@ -73,7 +82,7 @@ class MessageTransport(Transport):
         if scaled is not tensor:
             tensor.copy_(scaled)
         if tensor.numel() and self.size > 1:
-            algorithm = cost.choose(cost.all_reduce(self._link, self.size, tensor.nbytes))
+            algorithm = self._choose("all_reduce", cost.all_reduce(self._link, self.size, tensor.nbytes))
             run = {"doubling": doubling.all_reduce, "halving": doubling.halving_all_reduce, "ring": ring.all_reduce}
             run[algorithm](exchange, tensor.view(-1), op)
         arithmetic.postscale(tensor, op, self.size)
@@ -102,7 +111,7 @@ class MessageTransport(Transport):
         exchange = self._exchange("broadcast", deadline)
         if tensor.numel() == 0:
             return
-        algorithm = cost.choose(cost.broadcast(self._link, self.size, tensor.nbytes))
+        algorithm = self._choose("broadcast", cost.broadcast(self._link, self.size, tensor.nbytes))
         run = {"binomial": tree.broadcast, "pipeline": tree.pipelined_broadcast}
         run[algorithm](exchange, tensor.view(-1), src)
 
@@ -111,7 +120,7 @@ class MessageTransport(Transport):
         pairwise.copy_own(outputs[self.rank], tensor)
         flats = [output.view(-1) for output in outputs]
         largest = max(flat.nbytes for flat in flats)
-        algorithm = cost.choose(cost.all_gather(self._link, self.size, largest))
+        algorithm = self._choose("all_gather", cost.all_gather(self._link, self.size, largest))
         {"bruck": bruck.all_gather, "ring": ring.all_gather}[algorithm](exchange, flats)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:

@@ -34,14 +34,16 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
+from holdfast.comms.plugins.hints import Hint
 
 LINE = 8
 FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, IN_PLACE_BITS, UNSTAGED, ASLEEP, FUTEX = 0, 1, 2, 3, 4, 5, 6, 8, 16
@@ -66,6 +68,18 @@ _SLEEP_SECONDS = 0.002
 _SPINS, _CROWDED_SPINS = 10_000, 100
 """Checks before the first yield: with more ranks than cores, the others need the processor."""
 _YIELDS, _CROWDED_YIELDS = 400, 40
+
+
+HINTS = (
+    Hint(
+        "spins",
+        int,
+        "checks of a waiting rank before it first yields its processor: more answer sooner, fewer leave it to others",
+        least=0,
+        most=10_000_000,
+    ),
+    Hint("yields", int, "checks of a waiting rank, each with a yield, before it sleeps", least=0, most=10_000_000),
+)
 
 
 @dataclass(frozen=True)
@@ -127,8 +141,8 @@ class Board:
 
     `memory` is a writable buffer of `layout_of(rows).nbytes` bytes; `size` of its rows are used, by default all. `dead`
     returns the ranks of processes that are known to be gone; it is called only while waiting. `journal` is told of
-    long waits. `pids`, in rank order, are the processes that let this one read their memory. `error` is what `fail`
-    was given, if anything.
+    long waits. `pids`, in rank order, are the processes that let this one read their memory. `hints` are those of
+    `HINTS`. `error` is what `fail` was given, if anything.
     """
 
     def __init__(
@@ -141,6 +155,7 @@ class Board:
         journal: Journal | None = None,
         rows: int | None = None,
         pids: Sequence[int] = (),
+        hints: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.layout = layout = layout_of(size if rows is None else rows)
         self._journal = journal
@@ -154,7 +169,8 @@ class Board:
         self._dead = dead
         self.error: HoldfastError | None = None
         crowded = size > (len(os.sched_getaffinity(0)) or 1)
-        self._yields = _CROWDED_YIELDS if crowded else _YIELDS
+        spins: int = hints.get("spins", _CROWDED_SPINS if crowded else _SPINS)
+        self._yields: int = hints.get("yields", _CROWDED_YIELDS if crowded else _YIELDS)
         self.native = _native.Board(
             memory,
             rank,
@@ -168,7 +184,7 @@ class Board:
             stage=8 * layout.stage,
             block=layout.stage_block,
             depth=STAGE_DEPTH,
-            spins=_CROWDED_SPINS if crowded else _SPINS,
+            spins=spins,
             yields=self._yields,
             pids=tuple(pids),
         )

@@ -30,6 +30,8 @@ from holdfast.comms.transport.base import FastPath, Observed, Transport
 class DirectTransport(Transport):
     """A transport over a `Board` and a way to read a peer's memory, which a backend supplies."""
 
+    medium = "shared memory"
+
     def __init__(self, board: Board, backend: str) -> None:
         """`backend` is what errors call it."""
         self.rank, self.size = board.rank, board.size

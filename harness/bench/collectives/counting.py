@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms import HoldfastError, ReduceOp
-from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.quantised import Contribution, reduce_quantised
-from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.base import Context, Link
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness.cluster.run_in_threads import run_in_threads
 
@@ -24,7 +23,7 @@ Tensor = torch.Tensor
 Address = tuple[int, int, int]
 """Sender, receiver, tag."""
 
-LINK = cost.Link(latency=2e-6, bandwidth=5e9)
+LINK = Link(latency=2e-6, bandwidth=5e9)
 """What the choice of algorithm assumes: a fixed network, so that counts depend on nothing else."""
 SECONDS = 60.0
 

@@ -26,7 +26,7 @@ from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.connect import choose_backend, connect_members
 from holdfast.comms.rendezvous import offer_exchange
 from holdfast.comms.rendezvous.offer_exchange import OfferExchange
-from holdfast.comms.transport.base import Context, Peer
+from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.children import Child
@@ -230,7 +230,7 @@ def test_a_rank_that_waits_for_the_costs_of_rank_0_learns_that_another_has_died(
         deadline=time.monotonic() + 30,
     )
     with pytest.raises(comms.PeerFailed) as caught:
-        cost.agree(context, cost.DEFAULTS["mpi"])
+        cost.agree(context, Link(2e-6, 8e9, "mpi"))
     assert caught.value.ranks == (2,)
 
 

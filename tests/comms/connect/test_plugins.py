@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from holdfast import comms
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.registry import InvalidPlugin, Registry, registry
 from holdfast.comms.plugins.spec import (
     API_VERSION,
@@ -21,6 +25,10 @@ from holdfast.comms.plugins.spec import (
     Unavailable,
     hookimpl,
 )
+from holdfast.comms.rendezvous import fetch
+from holdfast.comms.transport.base import Context, Transport
+from holdfast.harness import LocalCluster
+from support.source_tree import modules, parsed
 
 GOOD = BackendInfo(
     name="mine",
@@ -73,6 +81,14 @@ def test_a_plugin_can_be_registered_and_unregistered() -> None:
         (dataclasses.replace(GOOD, connect="x"), "connect must be callable"),  # type: ignore[arg-type]
         (dataclasses.replace(GOOD, connect=None), "neither connect nor memory"),
         (dataclasses.replace(GOOD, capabilities={}), "Capabilities"),  # type: ignore[arg-type]
+        (dataclasses.replace(GOOD, auto=100), "auto must map"),  # type: ignore[arg-type]
+        (dataclasses.replace(GOOD, auto={"cpu": "first"}), "auto must map"),  # type: ignore[dict-item]
+        (dataclasses.replace(GOOD, links=(1e-6,)), "Link objects"),  # type: ignore[arg-type]
+        (dataclasses.replace(GOOD, hints=["spins"]), "tuple of Hint objects"),  # type: ignore[arg-type]
+        (dataclasses.replace(GOOD, hints=("spins",)), "hints must be Hint objects, not str"),  # type: ignore[arg-type]
+        (dataclasses.replace(GOOD, hints=(Hint("No", int, "x"),)), "no name of a hint"),
+        (dataclasses.replace(GOOD, hints=(Hint("a", int, "x"), Hint("a", int, "x"))), "'a' twice"),
+        (dataclasses.replace(GOOD, hints=(Hint("a", int, "x", 7, most=5),)), "its default does not fit"),
     ],
 )
 def test_a_malformed_plugin_adds_nothing(info: Any, said: str) -> None:
@@ -81,6 +97,90 @@ def test_a_malformed_plugin_adds_nothing(info: Any, said: str) -> None:
     with pytest.raises(InvalidPlugin, match=said):
         fresh.register(Plugin(other, info))
     assert not fresh.backends
+
+
+def test_a_plugin_of_the_version_before_is_accepted(tmp_path: Path) -> None:
+    """It announces neither priority nor costs nor hints, and reads the store without saying whom it watches."""
+    inner = registry().backends["inproc"].connect
+    assert inner is not None
+
+    def connect_as_before(context: Context) -> Transport:
+        context.store.set("key", "value")
+        assert fetch(context.store, "key", context.deadline) == b"value"
+        return inner(context)
+
+    plugin = Plugin(BackendInfo("before", (1, 0), "a test", GOOD.capabilities, Available, connect_as_before))
+    comms.register(plugin)
+    try:
+        with comms.connect("before", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+            comm.barrier()
+            assert (comm.backend, dict(comm.info.hints)) == ("before", {})
+        assert "before" not in registry().by_priority("cpu")
+    finally:
+        comms.unregister(plugin)
+
+
+@pytest.mark.parametrize(("priority", "taken"), [(1000, "mine"), (60, "shm"), (0, "shm"), (-5, "shm")])
+def test_auto_takes_the_backend_of_the_highest_priority(priority: int, taken: str, tmp_path: Path) -> None:
+    shm = registry().backends["shm"]
+    plugin = Plugin(dataclasses.replace(shm, name="mine", auto={"cpu": priority}))
+    comms.register(plugin)
+    try:
+        with comms.connect(rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+            assert comm.backend == taken
+        assert registry().by_priority("cpu")[:3] == {
+            1000: ["mine", "shm", "gloo"],
+            60: ["shm", "mine", "gloo"],
+        }.get(priority, ["shm", "gloo"])
+    finally:
+        comms.unregister(plugin)
+
+
+def test_auto_falls_to_what_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on other hosts may lack a plugin that comes first here."""
+
+    def body(comm: comms.Communicator) -> str:
+        plugin = Plugin(dataclasses.replace(registry().backends["shm"], name="mine", auto={"cpu": 1000}))
+        if comm.rank == 0:
+            comms.register(plugin)
+        path = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None, 0)
+        try:
+            with comms.connect(rank=comm.rank, size=2, rendezvous=f"file://{path}/meeting") as made:
+                return made.backend
+        finally:
+            if comm.rank == 0:
+                comms.unregister(plugin)
+
+    with LocalCluster(2, "shm") as cluster:
+        assert cluster.run(body) == ["shm", "shm"]
+
+
+def test_auto_without_a_backend_for_the_device_says_so() -> None:
+    with pytest.raises(comms.BackendUnavailable, match="no backend offers itself for tensors on meta"):
+        comms.connect(rank=0, size=1, device="meta")
+
+
+def test_the_core_names_no_backend() -> None:
+    """Texts of `comms` outside of documentation: a backend states itself what the core has to know of it."""
+    names = "|".join(registry().backends)
+    word = re.compile(rf"(?<![\w./-])({names})(?![\w-])")
+    found = []
+    for path in modules():
+        if path.parts[0] != "comms":
+            continue
+        tree = parsed(path)
+        documentation = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        found += [
+            f"{path}:{node.lineno}: {node.value!r}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
+            if word.search(node.value)
+        ]
+    assert not found, "\n".join(found)
 
 
 def test_a_second_backend_of_the_same_name_is_refused() -> None:

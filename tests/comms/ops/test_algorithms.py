@@ -19,7 +19,7 @@ from holdfast.comms import HoldfastError, Mismatch, ReduceOp
 from holdfast.comms.algorithms.message_passing import bruck, cost, doubling, ring, tree
 from holdfast.comms.algorithms.message_passing.exchange import Exchange
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
-from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.base import Context, Link
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness.cluster.run_in_threads import run_in_threads
 
@@ -38,14 +38,14 @@ class Mail:
             return self._queues.setdefault(key, queue.Queue())
 
 
-QUICK_TO_SEND = cost.Link(latency=1e-9, bandwidth=1e9)
-SLOW_TO_SEND = cost.Link(latency=1.0, bandwidth=1e9)
+QUICK_TO_SEND = Link(latency=1e-9, bandwidth=1e9)
+SLOW_TO_SEND = Link(latency=1.0, bandwidth=1e9)
 
 
 class QueueTransport(MessageTransport):
     """Messages through queues in one process."""
 
-    def __init__(self, context: Context, link: cost.Link, mail: Mail) -> None:
+    def __init__(self, context: Context, link: Link, mail: Mail) -> None:
         super().__init__(context, link)
         self._mail = mail
         self.sent = 0
@@ -71,7 +71,7 @@ class QueueTransport(MessageTransport):
     def close(self) -> None: ...
 
 
-def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: cost.Link = QUICK_TO_SEND) -> list[Any]:
+def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: Link = QUICK_TO_SEND) -> list[Any]:
     """Call `body(transport)` on every rank, in threads; results by rank."""
     mail = Mail()
     store = dist.HashStore()
@@ -179,7 +179,7 @@ def test_all_ranks_use_the_constants_of_rank_0() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
 def test_small_tensors_take_few_messages_and_large_ones_few_bytes(size: int) -> None:
-    link = cost.Link(latency=5e-6, bandwidth=5e9)
+    link = Link(latency=5e-6, bandwidth=5e9)
     assert cost.choose(cost.all_reduce(link, size, 8)) == "doubling"
     assert cost.choose(cost.all_gather(link, size, 8)) in ("bruck", "ring")
     assert cost.choose(cost.broadcast(link, size, 8)) == "binomial"

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from holdfast.comms import Communicator, CorruptData
 from holdfast.comms.algorithms.message_passing import cost, tuning
+from holdfast.comms.transport.base import Link
 from holdfast.harness import LocalCluster
 from holdfast.harness.bench import tune
 from holdfast.harness.cli.app import app
@@ -32,9 +33,9 @@ def command(*arguments: str) -> tuple[int, str]:
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e6, 1e12))
 def test_the_fit_finds_the_constants_of_its_data(latency: float, bandwidth: float) -> None:
-    link = cost.Link(latency, bandwidth)
+    link = Link(latency, bandwidth)
     found, rate, error = tune.fit({nbytes: link.seconds(1, nbytes) for nbytes in tune.SIZES})
-    again = cost.Link(found, rate)
+    again = Link(found, rate)
     assert error < 0.2
     for nbytes in tune.SIZES:
         assert again.seconds(1, nbytes) == pytest.approx(link.seconds(1, nbytes), rel=0.2)
@@ -61,22 +62,22 @@ def test_all_ranks_use_what_rank_0_measured(cache: Path) -> None:
     """Rank 1 has a cache of its own here, as it would on another machine."""
     tuning.save(tuning.Tuning(links={"ucx/shm": tuning.Measured(1.5, 2.5, "2026-01-01", 0.1)}))
 
-    def body(comm: Communicator) -> cost.Link:
+    def body(comm: Communicator) -> Link:
         import os
 
         os.environ["XDG_CACHE_HOME"] = str(cache / "elsewhere") if comm.rank else str(cache)
         with comm.split([0, 1]) as again:
-            link: cost.Link = again._transport._link  # type: ignore[attr-defined]
+            link: Link = again._transport._link  # type: ignore[attr-defined]
         return link
 
     with LocalCluster(2, "ucx") as cluster:
         first, second = cluster.run(body)
-    assert first == second == cost.Link(1.5, 2.5, "ucx/shm")
+    assert first == second == Link(1.5, 2.5, "ucx/shm")
 
 
 def test_defaults_hold_where_nothing_was_measured_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "holdfast.comms"):
-        assert cost.here(cost.DEFAULTS["mpi"]) == cost.DEFAULTS["mpi"]
+        assert cost.here(Link(2e-6, 8e9, "mpi")) == Link(2e-6, 8e9, "mpi")
     assert "defaults" in caplog.text and "holdfast tune" in caplog.text
 
 
@@ -97,7 +98,7 @@ def test_a_broken_cache_is_an_error_that_says_what_to_do(content: bytes) -> None
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
     with pytest.raises(CorruptData, match="holdfast tune --forget"):
-        cost.here(cost.DEFAULTS["mpi"])
+        cost.here(Link(2e-6, 8e9, "mpi"))
     status, said = command("--show")
     assert status == 1 and str(file.name) in said.replace("\n", "")
     assert command("--forget")[0] == 0 and tuning.load() == tuning.Tuning()

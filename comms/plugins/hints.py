@@ -1,0 +1,116 @@
+"""`Hint`: a setting that a backend lets its users change, for a communicator or for one op.
+
+A backend announces its hints in `BackendInfo.hints`. Whatever is passed as `hints=` is checked against them before a
+byte moves: a hint is never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Value = bool | int | float | str
+Hints = Mapping[str, Value]
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_MOST_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """One setting: its name, the type of its values, and what it does.
+
+    `least` and `most` bound numbers, both included; `choices` are the values of a text, any if there are none. A
+    `default` of None means that the backend decides. A hint with `per_op` is also taken by single ops.
+    """
+
+    name: str
+    kind: type[bool] | type[int] | type[float] | type[str]
+    description: str
+    default: Value | None = None
+    least: float = -math.inf
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+    per_op: bool = False
+
+    @property
+    def range(self) -> str:
+        """The values that it takes, in words."""
+        if self.choices:
+            return " or ".join(map(repr, self.choices))
+        if self.kind in (bool, str):
+            return "true or false" if self.kind is bool else "text"
+        name = "an integer" if self.kind is int else "a number"
+        bounds = [f"{bound} {limit}" for bound, limit in (("from", self.least), ("to", self.most)) if _finite(limit)]
+        return " ".join([name, *bounds])
+
+    def parse(self, value: object) -> Value:
+        """`value` as one of this hint's type, read from text if it is one. Raises ValueError."""
+        parsed = self._parsed(value)
+        if parsed is None:
+            raise ValueError(f"hint {self.name!r} is {self.range}, not {value!r:.80}")
+        return parsed
+
+    def _parsed(self, value: object) -> Value | None:
+        if self.kind is str:
+            allowed = isinstance(value, str) and (value in self.choices if self.choices else True)
+            return value if allowed and isinstance(value, str) and 0 < len(value) <= _MOST_CHARACTERS else None
+        if self.kind is bool:
+            if isinstance(value, str):
+                return True if value.lower() in _TRUE else False if value.lower() in _FALSE else None
+            return value if isinstance(value, bool) else None
+        return self._number(value)
+
+    def _number(self, value: object) -> int | float | None:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            return None
+        if self.kind is int and isinstance(value, float) and not value.is_integer():
+            return None
+        try:
+            number = int(value) if self.kind is int else float(value)
+        except (ValueError, OverflowError):
+            return None
+        return number if self.least <= number <= self.most else None  # false for NaN
+
+
+def _finite(limit: float) -> bool:
+    return not math.isinf(limit)
+
+
+def parse_hints(backend: str, announced: Sequence[Hint], given: Hints | None, per_op: bool = False) -> dict[str, Value]:
+    """The hints for `backend`, checked. Raises ValueError for unknown names and values, TypeError for no mapping.
+
+    With `per_op` only the hints of single ops are known.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"hints must be a mapping of names to values, not {type(given).__name__}")
+    known = {hint.name: hint for hint in announced if hint.per_op or not per_op}
+    for name in given:
+        if name not in known:
+            where = "ops over " if per_op else ""
+            there = f"{where}{backend!r} has {', '.join(sorted(known))}" if known else f"{where}{backend!r} has none"
+            raise ValueError(f"unknown hint {name!r}: {there}; `holdfast backends --hints` lists all")
+    return {name: known[name].parse(value) for name, value in given.items()}
+
+
+def malformed(hint: object) -> str | None:
+    """Why a backend may not announce `hint`; None if it may."""
+    if not isinstance(hint, Hint):
+        return f"hints must be Hint objects, not {type(hint).__name__}"
+    if not isinstance(hint.name, str) or not _NAME.fullmatch(hint.name):
+        return f"{hint.name!r} is no name of a hint: lower-case letters, digits and '_'"
+    if hint.kind not in (bool, int, float, str):
+        return f"hint {hint.name!r}: kind must be bool, int, float or str"
+    if not hint.description:
+        return f"hint {hint.name!r} has no description"
+    if hint.default is not None:
+        try:
+            hint.parse(hint.default)
+        except ValueError as error:
+            return f"its default does not fit: {error}"
+    return None
