@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
-from typing import Any
 
+from holdfast.ft.events import RecoveryEnded
 from holdfast.ft.membership.view import View
 
 _USUAL = 64
@@ -20,12 +20,12 @@ class RecoveryTimes:
         self._longest = 0.0
         self._usual: deque[float] = deque(maxlen=_USUAL)
 
-    def commit(self, now: float, view: View, normal: bool) -> dict[str, Any] | None:
-        """Note a commit at `now` (seconds) in `view`: a `normal` one, or one that a rebuild found out.
+    def commit(self, now: float, view: View, step: int, normal: bool) -> RecoveryEnded | None:
+        """Note a commit of `step` at `now` (seconds) in `view`: a `normal` one, or one that a rebuild found out.
 
-        For the first normal commit of a view after an earlier view, returns the fields of the event `gap`: the longest
-        time between two commits since that view (`seconds`), the time that a step takes (`usual`, the median), and how
-        many members `joined` and `left`. Otherwise None.
+        For the first normal commit of a view after an earlier view, returns the event: the longest time between two
+        commits since that view (`seconds`), the time that a step takes (`usual`, the median), and how many members
+        `joined` and `left`. Otherwise None.
         """
         last, before = self._last, self._view
         self._last = now
@@ -41,4 +41,5 @@ class RecoveryTimes:
         seconds, self._longest, self._view = self._longest, 0.0, view
         joined = sum(before.rank_of(member.id) is None for member in view.members)
         usual = median(self._usual) if self._usual else None
-        return {"seconds": seconds, "usual": usual, "joined": joined, "left": len(view.left_since(before))}
+        left = len(view.left_since(before))
+        return RecoveryEnded(step=step, epoch=view.epoch, seconds=seconds, usual=usual, joined=joined, left=left)

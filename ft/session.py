@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.comms.system.signal_safety import OwnSteps
-from holdfast.ft import departure, error_history, faultpoints, settings
+from holdfast.ft import departure, error_history, event_lines, events, faultpoints, settings
 from holdfast.ft.attempt import FAILURES, Attempt
 from holdfast.ft.commit import voting
 from holdfast.ft.commit.commit_state import CommitState
@@ -43,8 +43,8 @@ from holdfast.ft.state.attachments import Attachments
 from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.state.sharded import Build, Shape, Sharded
 from holdfast.ft.state.transfer import Stateful
-from holdfast.ft.telemetry import telemetry
-from holdfast.ft.telemetry.event_log import EventLog, Listener, flush_all
+from holdfast.ft.telemetry import event_logger, telemetry
+from holdfast.ft.telemetry.event_log import EventLog, flush_all
 from holdfast.ft.termination import TerminationRequest
 from holdfast.ft.timeouts import Timeouts
 from holdfast.ft.torch_default_group import DefaultGroup
@@ -146,6 +146,7 @@ class Session:
         faultpoints.arm_from_environment()
         self._identity = new_identity()
         self._events = EventLog(self._identity)
+        event_logger.log_events(self._events)
         self._epoch_guard = EpochGuard(self._identity, EpochEventLogger(self._identity, self._events))
         self._runtime: Runtime | None = None
         self._telemetry: telemetry.Telemetry | None = None
@@ -198,9 +199,12 @@ class Session:
         return self._commit_state.done
 
     @_in_own_steps
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(event)` for each event of this process, in a thread of its own; see `EventLog.subscribe`."""
-        return self._events.subscribe(listener)
+    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        """Call `listener(event)` for each event of this process, in a thread of its own; see `EventLog.subscribe`.
+
+        An event is a mapping, as its line in the event log is.
+        """
+        return self._events.subscribe(lambda event: listener(event_lines.to_record(event)))
 
     @_in_own_steps
     def attach(self, name: str, thing: Stateful) -> None:
@@ -312,7 +316,7 @@ class Session:
     def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Tell the others that this process leaves, unless the job is over or ends with this."""
         if error is not None:
-            self._events.emit("error", error=f"{type(error).__name__}: {error}")
+            self._events.emit(events.SessionFailed(error=f"{type(error).__name__}: {error}"))
         if self._runtime is not None and not self._over and not self._ends_job(self._runtime, error):
             self._leave_now(error)
 
@@ -355,7 +359,7 @@ class Session:
                 )
             self._termination.obey()
         self._termination.in_steps = False
-        self._events.emit("finished", step=self._commit_state.done - 1)
+        self._events.emit(events.StepsFinished(step=self._commit_state.done - 1))
 
     @_in_own_steps
     def _next_attempt(self, runtime: Runtime) -> Attempt | None:
@@ -397,7 +401,7 @@ class Session:
                 with self._epoch_guard.held(comm.epoch):
                     self._reach("step.begin")
                     if self._commit_state.done < self._commit_state.total:
-                        self._events.emit("attempt", step=self._commit_state.done, epoch=comm.epoch)
+                        self._events.emit(events.StepBegun(step=self._commit_state.done, epoch=comm.epoch))
                 return True
             except FAILURES as failure:
                 self._go_on(failure)
@@ -414,7 +418,7 @@ class Session:
         self._reach("commit.before_prepare")
         with self._epoch_guard.held(comm.epoch):
             self._commit_state.prepare()
-            self._events.emit("prepared", step=self._commit_state.done, epoch=comm.epoch)
+            self._events.emit(events.StepPrepared(step=self._commit_state.done, epoch=comm.epoch))
         self._reach("commit.before_barrier")
         comm.barrier()
         self._reach("commit.after_barrier")
@@ -429,7 +433,7 @@ class Session:
         comm, done = self._open_comm(), self._commit_state.done
         self._go_on(failure)
         if self._commit_state.done == done:
-            self._events.emit("aborted_step", step=done, epoch=comm.epoch)
+            self._events.emit(events.StepAborted(step=done, epoch=comm.epoch))
         return self._commit_state.done > done
 
     def _go_on(self, failure: HoldfastError) -> None:
@@ -489,7 +493,8 @@ class Session:
                 self._note_commit("recovered", view.epoch)
             self._commit_state.settle(decision)
             seconds = time.monotonic() - began
-            self._events.emit("rebuilt", epoch=view.epoch, seconds=seconds, rank=self.rank, size=self.size)
+            size = len(view.members)
+            self._events.emit(events.CommunicatorBuilt(epoch=view.epoch, seconds=seconds, rank=self.rank, size=size))
             return
         self._conclude(view)
 
@@ -546,13 +551,13 @@ class Session:
             self._replicator.begin(comm, done)
 
     def _note_commit(self, how: str, epoch: int) -> None:
-        self._events.emit("committed", step=self._commit_state.done, epoch=epoch, how=how)
+        self._events.emit(events.StepCommitted(step=self._commit_state.done, epoch=epoch, how=how))
         self._commit_state.commit()
         self._replicator.committed(self._commit_state.done)
         assert self._view is not None
-        gap = self._recovery_times.commit(time.monotonic(), self._view, how == "normal")
+        gap = self._recovery_times.commit(time.monotonic(), self._view, self._commit_state.done - 1, how == "normal")
         if gap is not None:
-            self._events.emit("gap", step=self._commit_state.done - 1, epoch=epoch, **gap)
+            self._events.emit(gap)
 
     def _hosts(self) -> list[str]:
         """The host of each member, by rank."""

@@ -94,23 +94,12 @@ def _error_row(kind: type[BaseException]) -> str:
     return f"| `{kind.__module__.removesuffix('.errors')}.{kind.__name__}` | {bases} | {said} |"
 
 
-class _NoEvents:
-    """The event log of a process to which nothing happens."""
-
-    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-        return lambda: None
-
-    def emit(self, kind: str, **fields: Any) -> None: ...
-
-    def flush(self, seconds: float) -> bool:
-        return True
-
-
 def metrics() -> str:
     """A table of all metrics: name, type, labels, and help text, as a scrape returns them."""
+    from holdfast.ft.telemetry.event_log import EventLog
     from holdfast.ft.telemetry.metrics import Metrics, OpTally
 
-    served = Metrics("0", "job", _NoEvents(), OpTally(None), lambda: 0)
+    served = Metrics("0", "job", EventLog("docs", ""), OpTally(None), lambda: 0)
     try:
         families = list(served.registry.collect())
     finally:

@@ -11,19 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft import events
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.events import Event
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.timeouts import Timeouts
-
-
-class Note(Protocol):
-    """Writes an event to this process's log."""
-
-    def __call__(self, kind: str, **fields: Any) -> None: ...
 
 
 def _no_receiver(*words: object) -> None:
@@ -35,12 +29,12 @@ class DetectorContext:
     """What a detector has to work with.
 
     `tell` passes evidence to the membership of this process; `stop` ends the epoch here at once, without agreement;
-    `resign` ends this process's part in the job. `send(member_id, body)` reaches the detector of the same name in
-    another process, if there is a connection to it; `send_all` those of all connected processes. `accuse(member_id,
-    evidence)` tells the detectors of all processes that this one cannot work with a member any more. `vouch(member_id)`
-    and `placed(member_id, place)` tell the detectors of this process that another one lives, and its position in its
-    ops. `place()` is the position of this process. `lost(member_id)`: whether the membership already counts the member
-    as lost.
+    `resign` ends this process's part in the job. `note` writes an event to its log. `send(member_id, body)` reaches the
+    detector of the same name in another process, if there is a connection to it; `send_all` those of all connected
+    processes. `accuse(member_id, evidence)` tells the detectors of all processes that this one cannot work with a
+    member any more. `vouch(member_id)` and `placed(member_id, place)` tell the detectors of this process that another
+    one lives, and its position in its ops. `place()` is the position of this process. `lost(member_id)`: whether the
+    membership already counts the member as lost.
     """
 
     me: Member
@@ -49,7 +43,7 @@ class DetectorContext:
     tell: Callable[[Event], None]
     stop: Callable[[str], None]
     resign: Callable[[str], None]
-    note: Note
+    note: Callable[[events.Event], None]
     place: Callable[[], OpPosition]
     lost: Callable[[str], bool]
     send: Callable[[str, bytes], None] = _no_receiver

@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from holdfast.comms.transport.liveness import is_stopped
+from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
 from holdfast.ft.detectors.silence import SilenceTracker
@@ -99,7 +100,7 @@ class HeartbeatDetector(Detector):
                 self.context.placed(member_id, found[1])
         for verdict in self._silence.look(now):
             if isinstance(verdict, Stalled):
-                self.context.note("stalled", member=verdict.member, evidence=verdict.evidence)
+                self.context.note(events.MemberStalled(member=verdict.member, evidence=verdict.evidence))
             self.context.tell(verdict)
         self.doubtful = self._silence.any_silent
         running = self._silence.silent_and_running()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.partition import CutOff, Resign, SuspicionGraph
 from holdfast.ft.detectors.silence import SilenceEvent, SilenceTracker
@@ -49,7 +50,7 @@ class ObserversDetector(Detector):
         for verdict in self._silence.hear(member_id, now):
             if isinstance(verdict, Cleared):
                 self._observers.clear(self.context.me.id, member_id)
-                self.context.note("cleared", member=member_id)
+                self.context.note(events.SuspicionCleared(member=member_id))
                 self.context.tell(verdict)
 
     def testified(self, observer: str, member: str, evidence: str | None, now: float) -> None:
@@ -69,7 +70,7 @@ class ObserversDetector(Detector):
         for seen in verdicts:
             if isinstance(seen, Suspicion):
                 self._observers.suspect(self.context.me.id, seen.member, seen.evidence, now)
-                self.context.note("suspected", member=seen.member, evidence=seen.evidence)
+                self.context.note(events.MemberSuspected(member=seen.member, evidence=seen.evidence))
                 self.context.tell(seen)
 
     def look(self, now: float) -> None:
@@ -77,13 +78,13 @@ class ObserversDetector(Detector):
         for verdict in self._observers.look(now):
             match verdict:
                 case CutOff(evidence):
-                    self.context.note("cut_off", evidence=evidence)
+                    self.context.note(events.LostMajority(evidence=evidence))
                     self.context.stop(evidence)
                 case Resign(evidence):
-                    self.context.note("resigned", evidence=evidence)
+                    self.context.note(events.ResignedItself(evidence=evidence))
                     self.context.resign(evidence)
                 case Unreachable(member, evidence):
-                    self.context.note("condemned", member=member, evidence=evidence)
+                    self.context.note(events.MemberUnreachable(member=member, evidence=evidence))
                     self._remove(verdict)
         self.doubtful = self._silence.any_silent or self._observers.in_doubt
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.process_watch import cpu_ticks
 from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
@@ -56,7 +57,7 @@ class ProgressDetector(Detector):
     def look(self, now: float) -> None:
         self._progress.here(self.context.place(), now)
         for late in self._progress.look(now):
-            self.context.note("late", member=late.member, op=late.op, evidence=late.evidence)
+            self.context.note(events.MemberLate(member=late.member, op=late.op, evidence=late.evidence))
         if self._late is not None and now - self._late[2] >= self.context.timeouts.suspect:
             (view, failure, _), self._late = self._late, None
             self._blame(view, failure, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.comms.transport.liveness import is_gone, is_stopped
+from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.process_watch import death_of
 from holdfast.ft.detectors.silence import SilenceTracker
@@ -44,7 +45,7 @@ class StandInDetector(Detector):
     def heard(self, member_id: str, now: float) -> None:
         for verdict in self._silence.hear(member_id, now):
             if isinstance(verdict, Cleared):
-                self.context.note("cleared", member=member_id)
+                self.context.note(events.SuspicionCleared(member=member_id))
             self.context.tell(verdict)
 
     def look(self, now: float) -> None:
@@ -53,9 +54,10 @@ class StandInDetector(Detector):
         if ended:
             self.context.tell(ProvenDeaths(tuple(map(death_of, ended))))
         for verdict in self._silence.look(now):
-            if isinstance(verdict, Stalled | Suspicion):
-                kind = "stalled" if isinstance(verdict, Stalled) else "suspected"
-                self.context.note(kind, member=verdict.member, evidence=verdict.evidence)
+            if isinstance(verdict, Stalled):
+                self.context.note(events.MemberStalled(member=verdict.member, evidence=verdict.evidence))
+            elif isinstance(verdict, Suspicion):
+                self.context.note(events.MemberSuspected(member=verdict.member, evidence=verdict.evidence))
             self.context.tell(verdict)
         self.doubtful = self._silence.any_silent
 

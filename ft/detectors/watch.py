@@ -21,6 +21,7 @@ from holdfast.comms.transport.liveness import is_gone
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.stand_in import EVIDENCE, StandInDetector
 from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.events import DetectorLost
 from holdfast.ft.membership.view import Member, View
 
 T = TypeVar("T")
@@ -200,7 +201,7 @@ class Detectors:
         """Say that this process does without a detector, and go by other evidence in its place."""
         instead = EVIDENCE.get(name, "nothing")
         _log.warning("detector %r is lost (%s); in its place: %s", name, why, instead, exc_info=error)
-        self._context.note("detector_lost", detector=name, reason=why, instead=instead)
+        self._context.note(DetectorLost(detector=name, reason=why, instead=instead))
         if name in EVIDENCE:
             stand_in = self._detectors.setdefault(_STAND_IN, StandInDetector(self._context))
             assert isinstance(stand_in, StandInDetector)

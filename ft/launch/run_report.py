@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.comms.transport.liveness import read_proc_stat
 from holdfast.ft.launch.exit_status import how_it_ended
+from holdfast.ft.telemetry import event_logger
 
 LATE_SECONDS = 30.0
 """After so many seconds without all ranks a launcher says which are missing."""
@@ -30,7 +31,7 @@ class LastErrorLine:
 
     def hear(self, line: str) -> None:
         """Take in a line that the process has written."""
-        if line.strip():
+        if line.strip() and not line.startswith(event_logger.PREFIX):
             self._last = line
         if line.startswith(_TRACEBACK):
             self._inside = True

@@ -15,6 +15,7 @@ from typing import Protocol
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.events import EpochRevoked, ViewInstalled
 from holdfast.ft.membership.view import View
 from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
 from holdfast.ft.telemetry.event_log import EventLog
@@ -38,12 +39,12 @@ class EpochEventLogger:
         self._identity, self._events = identity, events
 
     def installed(self, view: View) -> None:
-        members = [member.id for member in view.members]
+        members = tuple(member.id for member in view.members)
         rank = view.rank_of(self._identity)
-        self._events.emit("installed", epoch=view.epoch, members=members, rank=rank, reason=view.reason)
+        self._events.emit(ViewInstalled(epoch=view.epoch, members=members, rank=rank, reason=view.reason))
 
     def revoked(self, epoch: int, reason: str) -> None:
-        self._events.emit("revoked", epoch=epoch, reason=reason)
+        self._events.emit(EpochRevoked(epoch=epoch, reason=reason))
 
 
 class EpochGuard:

@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.liveness import is_gone, this_process
-from holdfast.ft import faultpoints
+from holdfast.ft import events, faultpoints
 from holdfast.ft.detectors.detector import DetectorContext
 from holdfast.ft.detectors.process_watch import death_of
 from holdfast.ft.detectors.stragglers import OpPosition
@@ -91,13 +91,13 @@ class Reactor:
         identity: str,
         settings: Settings,
         epoch_guard: EpochGuard,
-        events: EventLog,
+        event_log: EventLog,
         register: Register,
         pool: Executor,
     ) -> None:
         self.step = -1
         self.was_spare = False
-        self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, events
+        self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, event_log
         self._loop = asyncio.get_running_loop()
         self.sharing = TableSharing(identity, self._loop, max(settings.timeouts.rebuild, settings.timeouts.operation))
         callbacks = messages.MessageCallbacks(
@@ -161,7 +161,7 @@ class Reactor:
         )
         shape = Shape(mesh=self._settings.mesh)
         self._core = Membership(me, job, self._settings.timeouts, one_host_backends(job.backends), shape)
-        self._events.emit("joined", address=address)
+        self._events.emit(events.JoinRequested(address=address))
         self.feed(ViewRead(view))
         self.feed(Started())
         self._beat()
@@ -217,7 +217,7 @@ class Reactor:
         if self._core.spares is not before.spares:
             for spare in self._core.spares:
                 if spare not in before.spares:
-                    self._events.emit("welcomed", spare=spare.id)
+                    self._events.emit(events.SpareWelcomed(spare=spare.id))
         if self._core.view is not before.view or self._core.spares is not before.spares:
             self._follow_soon(before)
         self._set_timer(self._core.wake_at)
@@ -265,7 +265,7 @@ class Reactor:
             case Revoke():
                 self._revoke(effect)
             case Propose(expected, view):
-                self._events.emit("proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
+                self._events.emit(events.ViewProposed(epoch=view.epoch, phase=view.phase, reason=view.reason))
                 self._propose(expected, view)
             case Announce(view, to, None):
                 self._announce_to(view, to, messages.install(view))
@@ -288,17 +288,17 @@ class Reactor:
             case Install(view):
                 self._install(view)
             case Evicted(view, reason):
-                self._events.emit("evicted", epoch=view.epoch, reason=reason)
+                self._events.emit(events.WasEvicted(epoch=view.epoch, reason=reason))
                 self._epoch_guard.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
             case Refused(reason):
                 self._epoch_guard.end(Mismatch(f"cannot join job {self._settings.name!r}: {reason}"))
             case Fence(member, reason):
                 self._fence(member, reason)
 
-    def _fence(self, member: Member, reason: str, said: str = "") -> None:
+    def _fence(self, member: Member, reason: str, last: events.Event | None = None) -> None:
         """End a process of this host; again once a heartbeat, until its end is proved.
 
-        `said` is the kind of the last event on it: an event is written when that changes.
+        `last` is the last event on it: an event is written when it changes from success to failure or back.
         """
         core = self._core
         if core is None or self._detectors is None:
@@ -310,15 +310,15 @@ class Reactor:
         try:
             self._detectors.fence(member)
         except OSError as error:
-            if said != "fence_failed":
-                said, why = "fence_failed", f"SIGKILL to pid {member.peer.pid}: {error.strerror or error}"
-                _log.warning("%s cannot be ended, and is tried again: %s", member.id, why)
-                self._events.emit(said, member=member.id, reason=reason, error=why)
+            if not isinstance(last, events.FenceFailed):
+                why = f"SIGKILL to pid {member.peer.pid}: {error.strerror or error}"
+                last = events.FenceFailed(member=member.id, reason=reason, error=why)
+                self._events.emit(last)
         else:
-            if said != "fenced":
-                said = "fenced"
-                self._events.emit(said, member=member.id, reason=reason)
-        self._loop.call_later(self._settings.timeouts.heartbeat, self._fence, member, reason, said)
+            if not isinstance(last, events.MemberFenced):
+                last = events.MemberFenced(member=member.id, reason=reason)
+                self._events.emit(last)
+        self._loop.call_later(self._settings.timeouts.heartbeat, self._fence, member, reason, last)
 
     def _revoke(self, effect: Revoke) -> None:
         view = self._epoch_guard.view
@@ -362,7 +362,7 @@ class Reactor:
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, CasFailed):
-            self._events.emit("register_away", reason=answer.reason)
+            self._events.emit(events.RegisterUnreachable(reason=answer.reason))
             away = self._register_client.away
             if self._epoch_guard.view is None and away >= self._settings.timeouts.rebuild:
                 why = f"nobody runs the job, and nothing can be agreed for {away:.3g} s: {answer.reason}"
@@ -403,13 +403,14 @@ class Reactor:
         deaths, self._deferred = (*self._deferred, *deaths), ()
         if not deaths:
             return
-        silent = None if self._detectors is None else [self._detectors.silent_for(death.id) for death in deaths]
+        detectors = self._detectors
         self._events.emit(
-            "detected",
-            members=[death.id for death in deaths],
-            evidence="; ".join(death.evidence for death in deaths),
-            errors=[death.error for death in deaths],
-            silent=silent or (),
+            events.DeathsDetected(
+                members=tuple(death.id for death in deaths),
+                evidence="; ".join(death.evidence for death in deaths),
+                errors=tuple(death.error for death in deaths),
+                silent=() if detectors is None else tuple(detectors.silent_for(death.id) for death in deaths),
+            )
         )
         self.feed(ProvenDeaths(deaths))
 
@@ -436,7 +437,7 @@ class Reactor:
         to = list(self._announced_self_to.values())
         if to and not self._told_spare:
             self._told_spare = True
-            self._events.emit("spare", epoch=self._spare_since, to=[member.id for member in to])
+            self._events.emit(events.SpareWaits(epoch=self._spare_since, to=tuple(member.id for member in to)))
         for member in to:
             self._announce_self(member)
 

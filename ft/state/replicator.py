@@ -19,6 +19,7 @@ import torch
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.ops import Recv, Send
+from holdfast.ft import events
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.commit.decision import Decision
 from holdfast.ft.state import pulling, transfer
@@ -55,14 +56,14 @@ class StateReplicator:
     def __init__(
         self,
         timeouts: Timeouts,
-        events: EventLog,
+        event_log: EventLog,
         over: Callable[[int], HoldfastError | None],
         reach: Callable[[str], None],
     ) -> None:
         self.attached: dict[str, transfer.Stateful] = {}
         self.sharded: Sharded | None = None
         self.checkpoints: Checkpoints | None = None
-        self._timeouts, self._events, self._over, self._reach = timeouts, events, over, reach
+        self._timeouts, self._events, self._over, self._reach = timeouts, event_log, over, reach
         self._planes, self._fetcher = MemoryPlanes(), Fetcher()
         self._part_store: PartStore | None = None
         self._epoch = -1
@@ -119,8 +120,7 @@ class StateReplicator:
         taking = comm.rank in decision.receivers
 
         def refused(reason: str) -> None:
-            _log.error("rank %d cannot give its state to newcomers: %s", comm.rank, reason)
-            self._events.emit("state_refused", step=done - 1, epoch=comm.epoch, reason=reason)
+            self._events.emit(events.StateRefused(step=done - 1, epoch=comm.epoch, reason=reason))
             if founding:
                 raise transfer.StateNotGiven(comm.rank, reason)
 
@@ -149,16 +149,17 @@ class StateReplicator:
         if pulled.unlike:
             _log.warning("ranks %s have another state than rank %d", pulled.unlike, decision.source)
         self._events.emit(
-            "synced",
-            step=pulled.done - 1,
-            epoch=comm.epoch,
-            source=decision.source,
-            bytes=sum(pulled.moved.values()),
-            seconds=time.monotonic() - began,
-            via=plane.name,
-            sources={str(rank): nbytes for rank, nbytes in pulled.moved.items()},
-            kept=pulled.kept,
-            lost=sorted(pulled.lost),
+            events.StateReceived(
+                step=pulled.done - 1,
+                epoch=comm.epoch,
+                source=decision.source,
+                bytes=sum(pulled.moved.values()),
+                seconds=time.monotonic() - began,
+                via=plane.name,
+                sources={str(rank): nbytes for rank, nbytes in pulled.moved.items()},
+                kept=pulled.kept,
+                lost=tuple(sorted(pulled.lost)),
+            )
         )
         return pulled.done
 
@@ -183,8 +184,7 @@ class StateReplicator:
                 reason = transfer.reason_of(error)
             known, self._unfit[name] = self._unfit.get(name, ""), reason
             if reason and reason != known:
-                _log.warning("what is attached as %r cannot be given to newcomers any more: %s", name, reason)
-                self._events.emit("state_unfit", step=done - 1, name=name, reason=reason)
+                self._events.emit(events.StateUnfit(step=done - 1, name=name, reason=reason))
 
     def _transfer_over_communicator(
         self, comm: Communicator, decision: Decision, done: int, refused: Callable[[str], None]
@@ -200,13 +200,14 @@ class StateReplicator:
             return None
         given = transfer.receive_state(pipe, self.attached, self._before_chunk, lambda: self._reach("sync.before_load"))
         self._events.emit(
-            "synced",
-            step=given.done - 1,
-            epoch=comm.epoch,
-            source=decision.source,
-            bytes=given.nbytes,
-            seconds=time.monotonic() - began,
-            via="communicator",
+            events.StateReceived(
+                step=given.done - 1,
+                epoch=comm.epoch,
+                source=decision.source,
+                bytes=given.nbytes,
+                seconds=time.monotonic() - began,
+                via="communicator",
+            )
         )
         return given.done
 
@@ -229,17 +230,17 @@ class StateReplicator:
         self._epoch = comm.epoch
         self._check_replicas(comm, done, source == "built")
         if source:
-            _log.info("state after %d steps restored from: %s", done, source)
             self._events.emit(
-                "restored",
-                step=done - 1,
-                epoch=comm.epoch,
-                source=source,
-                bytes=fetched.nbytes,
-                sources={str(rank): nbytes for rank, nbytes in fetched.moved.items()},
-                kept=fetched.kept,
-                lost=sorted(fetched.lost),
-                seconds=time.monotonic() - began,
+                events.StateRestored(
+                    step=done - 1,
+                    epoch=comm.epoch,
+                    source=source,
+                    bytes=fetched.nbytes,
+                    sources={str(rank): nbytes for rank, nbytes in fetched.moved.items()},
+                    kept=fetched.kept,
+                    lost=tuple(sorted(fetched.lost)),
+                    seconds=time.monotonic() - began,
+                )
             )
         return done
 
@@ -392,7 +393,8 @@ class StateReplicator:
             taken, leaves, _ = encode_local_shards(state, self._mesh, comm.rank, self._known)
             self._reach("checkpoint.before_save")
             self.checkpoints.save(done, taken.description, leaves, taken.tensors)
-        self._events.emit("checkpoint", step=done - 1, epoch=comm.epoch, seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._events.emit(events.CheckpointSaved(step=done - 1, epoch=comm.epoch, seconds=seconds))
 
     def _copy(self, comm: Communicator, hosts: Sequence[str], version: int) -> None:
         assert self.sharded is not None
@@ -420,7 +422,7 @@ class StateReplicator:
         self._reach("copies.after_copy")
         seconds, nbytes = time.monotonic() - began, own.layout.nbytes * len(to)
         self.sharded.copied.note(nbytes, seconds, part_store.nbytes)
-        self._events.emit("copied", step=version - 1, epoch=comm.epoch, bytes=nbytes, seconds=seconds)
+        self._events.emit(events.PartCopied(step=version - 1, epoch=comm.epoch, bytes=nbytes, seconds=seconds))
 
     def _layout(self, leaves: tuple[Leaf, ...], part: int) -> PartLayout:
         known = self._layouts.get(part)

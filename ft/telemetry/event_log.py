@@ -1,9 +1,7 @@
-"""The event log of a process: JSON lines in a file, and callbacks in this process.
+"""The event log of a process: its `holdfast.ft.events`, as lines in a file and for listeners in this process.
 
-Each line has `time` (`time.monotonic()`, shared by all processes of a host), `process`, `pid`, `kind` and the fields
-of its kind. A line is one write to a file opened for appending, so a killed process leaves whole lines. The file and
-each listener are served by a thread of their own: a file system that hangs, or a slow listener, stops neither the job
-nor the others.
+A line is one write to a file opened for appending, so a killed process leaves whole lines. The file and each listener
+are served by a thread of their own: a file system that hangs, or a slow listener, stops neither the job nor the others.
 """
 
 from __future__ import annotations
@@ -18,12 +16,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
-
-import msgspec
 
 from holdfast.comms.system import forks
 from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.ft.event_lines import encode_event
+from holdfast.ft.events import Event, EventsDropped, stamped
 
 DIRECTORY = "HOLDFAST_LOG_DIR"
 """The environment variable that names the directory of the logs; without it, events go to callbacks alone."""
@@ -36,11 +33,9 @@ CLOSE_SECONDS = 2.0
 
 _FLUSH_PAUSE = 0.001
 
-Record = dict[str, Any]
-Listener = Callable[[Record], None]
+Listener = Callable[[Event], None]
 
 _log = logging.getLogger("holdfast.ft")
-_encode = msgspec.json.Encoder().encode
 
 
 class EventLog:
@@ -57,20 +52,21 @@ class EventLog:
             file = _LogFile(process, directory)
             self._receivers = (_Receiver(process, "its event log", file.write, file.close),)
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        """Record an event with the current time. `fields` must be JSON values."""
-        if not self._receivers:
+    def emit(self, event: Event) -> None:
+        """Record an event of this process, with the current time."""
+        wanted = [receiver for receiver in self._receivers if receiver.wants(event)]
+        if not wanted:
             return
-        event = {"time": time.monotonic(), "process": self.process, "pid": self._pid, "kind": kind, **fields}
-        for receiver in self._receivers:
+        event = stamped(event, self.process, self._pid)
+        for receiver in wanted:
             receiver.put(event)
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(event)` for each event from now on, one after the other, in a thread of its own.
+    def subscribe(self, listener: Listener, wants: Callable[[Event], bool] = lambda event: True) -> Callable[[], None]:
+        """Call `listener(event)` for each event that it `wants` from now on, in order, in a thread of its own.
 
         Returns a function that ends the subscription, once the listener has had all events before that.
         """
-        receiver = _Receiver(self.process, "a listener to its events", listener)
+        receiver = _Receiver(self.process, "a listener to its events", listener, wants=wants)
         with self._lock:
             self._receivers = (*self._receivers, receiver)
 
@@ -105,15 +101,23 @@ atexit.register(flush_all)
 class _Receiver:
     """Serves events to one receiver, in order, in a thread of its own that its first event starts."""
 
-    def __init__(self, process: str, name: str, serve: Listener, end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        process: str,
+        name: str,
+        serve: Listener,
+        end: Callable[[], None] = lambda: None,
+        wants: Callable[[Event], bool] = lambda event: True,
+    ) -> None:
         """`serve` takes each event; `end` is called after the last one. Both are called in the thread."""
         self._process, self._name, self._serve, self._end = process, name, serve, end
-        self._waiting: SimpleQueue[Record | None] = SimpleQueue()
+        self.wants = wants
+        self._waiting: SimpleQueue[Event | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.accepted = self.served = self._dropped = 0
 
-    def put(self, event: Record) -> None:
+    def put(self, event: Event) -> None:
         with self._lock:
             fits = self.accepted - self.served < MOST_WAITING
             if fits:
@@ -154,24 +158,17 @@ class _Receiver:
             self._end()
             _running.discard(self)
 
-    def _call(self, event: Record) -> None:
+    def _call(self, event: Event) -> None:
         try:
             self._serve(event)
         except Exception:
             _log.exception("%s: %s failed", self._process, self._name)
 
-    def _report_dropped(self, event: Record) -> None:
+    def _report_dropped(self, event: Event) -> None:
         with self._lock:
             dropped, self._dropped = self._dropped, 0
         _log.warning("%s: %s goes on; %d events were dropped", self._process, self._name, dropped)
-        self._call(
-            {
-                **{key: event[key] for key in ("process", "pid")},
-                "time": time.monotonic(),
-                "kind": "events_dropped",
-                "count": dropped,
-            }
-        )
+        self._call(stamped(EventsDropped(count=dropped), event.process, event.pid))
 
 
 _running: set[_Receiver] = set()
@@ -199,13 +196,13 @@ class _LogFile:
         self._kept: deque[bytes] = deque()
         self._away, self._lost = False, 0
 
-    def write(self, event: Record) -> None:
+    def write(self, event: Event) -> None:
         """Append a line; if that fails (a full disk), keep it and write it before the next line that succeeds.
 
         At most `KEPT_BYTES` are kept; older lines are lost. The job goes on. A warning reports the first failure, and
         another the recovery with the number of lost lines.
         """
-        line = _encode(event) + b"\n"
+        line = encode_event(event) + b"\n"
         try:
             if self._fd is None or not self._fd.ours:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

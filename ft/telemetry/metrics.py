@@ -12,12 +12,15 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.journal import Journal, Recorder
 from holdfast.comms.op_description import OpTensors
+from holdfast.ft import events
+from holdfast.ft.events import Event
+from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.metrics_server import MetricsServer
 
 PORT = "HOLDFAST_METRICS_PORT"
@@ -162,16 +165,6 @@ class _TallyJournal:
             self._inner.waits(ranks, gives, rounds)
 
 
-class _Events(Protocol):
-    """The part of an event log that metrics use."""
-
-    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]: ...
-
-    def emit(self, kind: str, **fields: Any) -> None: ...
-
-    def flush(self, seconds: float) -> bool: ...
-
-
 class Metrics:
     """The metrics of one process, served at `url` until `close`.
 
@@ -183,7 +176,7 @@ class Metrics:
         self,
         asked: str,
         job: str,
-        events: _Events,
+        event_log: EventLog,
         tally: OpTally,
         missed_heartbeats: Callable[[], int],
     ) -> None:
@@ -192,7 +185,7 @@ class Metrics:
         except ImportError as error:
             raise HoldfastError("metrics need prometheus_client: pip install 'holdfast[metrics]'") from error
         self._prometheus = prometheus
-        self._tally, self._missed, self._events = tally, missed_heartbeats, events
+        self._tally, self._missed, self._events = tally, missed_heartbeats, event_log
         self._job = job
         self._lock = threading.Lock()
         self._numbers = {**dict.fromkeys((*_GAUGES, *_COUNTERS), 0), "rank": -1, "step": -1}
@@ -204,47 +197,47 @@ class Metrics:
         self.registry.register(self)
         self._server = self._serve(ports(asked))
         self.url = f"http://{_HOST}:{self._server.port}/metrics"
-        self._unsubscribe = events.subscribe(self._hear)
-        events.emit("metrics", url=self.url)
+        self._unsubscribe = event_log.subscribe(self._hear)
+        event_log.emit(events.MetricsServed(url=self.url))
 
-    def _hear(self, event: Mapping[str, Any]) -> None:
+    def _hear(self, event: Event) -> None:
         """Count one event of this process."""
         with self._lock:
             self._count(event)
 
-    def _count(self, event: Mapping[str, Any]) -> None:
+    def _count(self, event: Event) -> None:
         numbers = self._numbers
-        match event["kind"]:
-            case "installed":
+        match event:
+            case events.ViewInstalled():
                 numbers["epochs"] += 1
-                numbers["epoch"] = event["epoch"]
-                numbers["members"] = len(event["members"])
-                numbers["rank"] = -1 if event["rank"] is None else event["rank"]
-            case "detected":
-                numbers["failures_detected"] += len(event["members"])
-                for silent in event.get("silent", ()):
+                numbers["epoch"] = event.epoch
+                numbers["members"] = len(event.members)
+                numbers["rank"] = -1 if event.rank is None else event.rank
+            case events.DeathsDetected():
+                numbers["failures_detected"] += len(event.members)
+                for silent in event.silent:
                     if silent is not None:
                         self._times["detection"].observe(silent)
-            case "condemned":
+            case events.MemberUnreachable():
                 numbers["failures_detected"] += 1
-            case "suspected":
+            case events.MemberSuspected():
                 numbers["suspicions"] += 1
-            case "revoked":
-                self._revoked_at = self._revoked_at or event["time"]
-                self._recovering_since = event["time"]
-            case "rebuilt":
-                self._times["rebuild"].observe(event["seconds"])
+            case events.EpochRevoked():
+                self._revoked_at = self._revoked_at or event.time
+                self._recovering_since = event.time
+            case events.CommunicatorBuilt():
+                self._times["rebuild"].observe(event.seconds)
                 if self._revoked_at is not None:
-                    self._times["recovery"].observe(event["time"] - self._recovering_since)
-            case "committed":
-                self._committed[event["how"]] = self._committed.get(event["how"], 0) + 1
-                numbers["step"] = event["step"]
+                    self._times["recovery"].observe(event.time - self._recovering_since)
+            case events.StepCommitted():
+                self._committed[event.how] = self._committed.get(event.how, 0) + 1
+                numbers["step"] = event.step
                 if self._revoked_at is not None:
-                    self._times["resume"].observe(event["time"] - self._revoked_at)
+                    self._times["resume"].observe(event.time - self._revoked_at)
                     self._revoked_at = None
-            case "aborted_step":
+            case events.StepAborted():
                 numbers["steps_aborted"] += 1
-            case "register_away":
+            case events.RegisterUnreachable():
                 numbers["register_away"] += 1
 
     def collect(self) -> Iterable[Any]:

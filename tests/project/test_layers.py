@@ -36,6 +36,8 @@ LAYERS = {
     """,
     "ft": """
         timeouts fault_gate faultpoints console on_demand environment
+        events
+        event_lines
         control
         rendezvous
         registers

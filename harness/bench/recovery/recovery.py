@@ -138,6 +138,7 @@ def reduce_for_ever(session: Session, count: int) -> None:
     """The body of a rank: all_reduce `count` float32 numbers and check them until killed; log it once an epoch."""
     import torch
 
+    from holdfast.ft.events import EpochReduced
     from holdfast.ft.telemetry.event_log import EventLog
 
     log = EventLog(f"bench-{os.getpid()}")
@@ -154,7 +155,7 @@ def reduce_for_ever(session: Session, count: int) -> None:
                     completed = time.monotonic()
                     if not bool((tensor == expected).all()):
                         raise ArithmeticError(f"an all_reduce in epoch {comm.epoch} gave {tensor}, not {expected}")
-                    log.emit(FIRST_OP, epoch=comm.epoch, rank=comm.rank, completed=completed)
+                    log.emit(EpochReduced(epoch=comm.epoch, rank=comm.rank, completed=completed))
                     said = comm.epoch
 
 

@@ -42,7 +42,7 @@ class HostLost(FaultType, frozen=True, kw_only=True):
         there = context.everybody() & set(hosts.network.processes(number))
         if not there:
             raise NoTargetProcess(f"no process of the job is on host {number}")
-        context.note("host-lost", context.found(there), host=number)
+        context.note("host-lost", context.found(there), f"host {number}")
         hosts.network.lose(number)
         return None
 
@@ -70,7 +70,7 @@ class LinkCut(ProcessFault, frozen=True, kw_only=True):
         victims = self.victims(context)
         network = context.hosts().network
         numbers = [context.hosts().of(victim.process.pid) for victim in victims]
-        context.note("link-cut", victims, how=self.how)
+        context.note("link-cut", victims, self.how)
         for number in numbers:
             match self.how:
                 case "pulled":

@@ -81,7 +81,7 @@ class _DirectedLinkFault(_LinkFault, frozen=True, kw_only=True):
     def inject(self, context: FaultContext) -> Undo | None:
         sources, targets = (context.pids(_listed(ranks)) for ranks in (self.source, self.target))
         ways = [(sources, targets)] if self.one_way or sources == targets else [(sources, targets), (targets, sources)]
-        context.note(type(self).__name__.lower(), context.found(sources | targets), way=self.words())
+        context.note(type(self).__name__.lower(), context.found(sources | targets), self.words())
         return context.rule(
             LinkRule(policy=self.policy(), sources=source, targets=target, plane=self.plane) for source, target in ways
         )
@@ -185,7 +185,7 @@ class Partition(_LinkFault, frozen=True, kw_only=True):
         groups = [context.pids(group) for group in self.groups]
         rest = context.everybody() - frozenset(pid for group in groups for pid in group)
         sides = [group for group in (*groups, rest) if group]
-        context.note("partition", context.found(frozenset().union(*groups)), way=self.words())
+        context.note("partition", context.found(frozenset().union(*groups)), self.words())
         cut = LinkPolicy(cut=True)
         return context.rule(LinkRule(policy=cut, sources=a, targets=b) for a in sides for b in sides if a is not b)
 

@@ -121,7 +121,7 @@ class Slow(ProcessFault, frozen=True, kw_only=True):
 
     def inject(self, context: FaultContext) -> Undo | None:
         victims = self.victims(context)
-        context.note("slow", victims, share=self.share)
+        context.note("slow", victims, f"share {self.share:g}")
         return _blinking(victims, self.period * (1 - self.share), self.period * self.share)
 
 

@@ -41,10 +41,10 @@ class RegisterOutage(FaultType, frozen=True, kw_only=True):
     def inject(self, context: FaultContext) -> Undo | None:
         if self.how in WAYS["sqlite"]:
             path = context.register_file()
-            context.note("register-away", [], how=self.how)
+            context.note("register-away", [], self.how)
             return _lock(path) if self.how == "locked" else _hide(path)
         server = context.register_server()
-        context.note("register-away", [], how=self.how)
+        context.note("register-away", [], self.how)
         if self.how == "leader-killed":
             return server.kill_leader()
         server.pause()

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from msgspec import UNSET, UnsetType
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.events import FaultInjected
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers.sqlite import path_of
 from holdfast.ft.telemetry.event_log import EventLog
@@ -124,13 +126,23 @@ class FaultContext:
 
     # -- actions
 
-    def note(self, what: str, victims: Sequence[Victim], **more: Any) -> None:
-        """Write into the job's event log what is about to be broken. Call it right before that."""
+    def note(self, what: str, victims: Sequence[Victim], details: str | UnsetType = UNSET) -> None:
+        """Write into the job's event log what is about to be broken, and how. Call it right before that."""
         now = self._clock()
         for victim in (*victims,) or (None,):
-            target = {} if victim is None else {"target": victim.name, "target_pid": victim.process.pid}
-            rank = {} if victim is None or victim.rank is None else {"rank": victim.rank}
-            self._log.emit("fault", what=what, number=self.number, **target, **rank, **more)
+            if victim is None:
+                self._log.emit(FaultInjected(what=what, number=self.number, details=details))
+                continue
+            self._log.emit(
+                FaultInjected(
+                    what=what,
+                    number=self.number,
+                    target=victim.name,
+                    target_pid=victim.process.pid,
+                    rank=UNSET if victim.rank is None else victim.rank,
+                    details=details,
+                )
+            )
         self.noted.append(FaultNote(self.number, what, tuple(victims), now))
 
     def rule(self, rules: Iterable[LinkRule]) -> Callable[[], None]:

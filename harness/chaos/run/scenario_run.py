@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.events import FaultHealed
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
@@ -292,7 +293,7 @@ class ScenarioRun:
                     undo()
                 if now != float("inf"):
                     fault.healed = time.monotonic()
-                    self._log.emit("healed", number=fault.planned.number)
+                    self._log.emit(FaultHealed(number=fault.planned.number))
 
 
 KILLED = ("kill", "host-lost")

@@ -24,6 +24,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
 from holdfast.ft.attempt import Attempt
+from holdfast.ft.events import ResourcesUsed, SamplesTaken, StateDigested
 from holdfast.ft.telemetry.event_log import CLOSE_SECONDS, EventLog
 from holdfast.harness.chaos.scenario.workload import AllReduce, Ddp, Python
 
@@ -39,16 +40,16 @@ class Notes:
 
     def samples(self, attempt: Attempt) -> None:
         """Log the shards that this rank works on in an attempt: written before others can commit it with this rank."""
-        self._log.emit("samples", step=attempt.step, epoch=attempt.epoch, shards=attempt.shards)
+        self._log.emit(SamplesTaken(step=attempt.step, epoch=attempt.epoch, shards=tuple(attempt.shards)))
         self._log.flush(CLOSE_SECONDS)
 
     def state(self, step: int, digest: str) -> None:
         """Log the digest of the state after a committed step."""
-        self._log.emit("state", step=step, digest=digest)
+        self._log.emit(StateDigested(step=step, digest=digest))
         now = time.monotonic()
         if now >= self._next:
             self._next = now + RESOURCES_SECONDS
-            self._log.emit("resources", **resources())
+            self._log.emit(resources())
 
     def close(self) -> None:
         self._log.close()
@@ -66,18 +67,15 @@ def report_state(session: Session, step: int, state: Any) -> None:
     `state` is what `digest_of` takes: a module, tensors, numbers, text, nested. Does nothing in a job without logs.
     """
     log = EventLog(session.identity)
-    log.emit("state", step=step, digest=digest_of(state))
+    log.emit(StateDigested(step=step, digest=digest_of(state)))
     log.close()
 
 
-def resources() -> dict[str, int]:
+def resources() -> ResourcesUsed:
     """The numbers of descriptors and threads of this process, and its resident bytes."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
-        "threads": threading.active_count(),
-        "resident": resident,
-    }
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    return ResourcesUsed(descriptors=descriptors, threads=threading.active_count(), resident=resident)
 
 
 def digest_of(thing: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft import event_lines, events
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.registers import RegisterAway
@@ -43,7 +44,7 @@ def weights(spec: StoreWorkload, version: int) -> dict[str, torch.Tensor]:
 
 def _opened(spec: StoreWorkload, log: EventLog, *, hold: bool) -> WeightStore:
     def observe(kind: str, fields: dict[str, object]) -> None:
-        log.emit(NAMES.get(kind, kind), **fields)
+        log.emit(event_lines.make_event(NAMES.get(kind, kind), fields))
         if kind == "copied":  # written before a reader can fetch it, and before this process can be killed after that
             log.flush(CLOSE_SECONDS)
 
@@ -56,12 +57,12 @@ def publish(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str
     log = EventLog(name)
     with _opened(spec, log, hold=False) as store:
         first = (_trying(store.latest) or 0) + 1
-        log.emit("synced", step=first - 2, epoch=1)
+        log.emit(events.StateReceived(step=first - 2, epoch=1))
         for version in range(first, spec.versions + 1):
             time.sleep(spec.pause)
             _trying(partial(store.publish, version, weights(spec, version)))
-            log.emit("committed", step=version - 1, epoch=1, how="normal")
-        log.emit("finished", step=spec.versions - 1)
+            log.emit(events.StepCommitted(step=version - 1, epoch=1))
+        log.emit(events.StepsFinished(step=spec.versions - 1))
         channel.recv(600.0)
     log.close()
     return {"role": "publisher", "digest": digest_of(weights(spec, spec.versions))}
@@ -71,9 +72,9 @@ def hold(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, A
     """Keep replicas until told to stop."""
     log = EventLog(name)
     with _opened(spec, log, hold=True) as store:
-        log.emit("holding")
+        log.emit(events.HolderReady())
         while isinstance(channel.recv(600.0), FlipBit):
-            log.emit("spoilt", regions=_spoil(store))
+            _spoil(store)
     log.close()
     return {"role": "holder"}
 
@@ -88,12 +89,12 @@ def read(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, A
             _trying(partial(store.wait, 1, PATIENCE))
             time.sleep(READ_SECONDS)
             newest = _trying(partial(store.get, "latest", into))
-            log.emit("fetched", version=newest)
+            log.emit(events.VersionFetched(version=newest))
             reads += 1
             wanted = weights(spec, newest)
             if not all(torch.equal(into[key], wanted[key]) for key in wanted):
-                log.emit("wrong", version=newest)
-        log.emit("read", reads=reads)
+                log.emit(events.VersionWrong(version=newest))
+        log.emit(events.ReadsEnded(reads=reads))
         channel.recv(600.0)
     log.close()
     return {"role": "reader", "digest": digest_of(into), "reads": reads}
@@ -111,15 +112,12 @@ def _trying(action: Callable[[], Any]) -> Any:
             time.sleep(RETRY_SECONDS)
 
 
-def _spoil(store: WeightStore) -> int:
-    """Flip a bit in the newest version held here; returns how many replicas changed."""
+def _spoil(store: WeightStore) -> None:
+    """Flip a bit in each replica of the newest version held here."""
     newest = store.latest()
-    hit = 0
     for (version, _, _), kept in list(store._replica_holder._kept.items()):
         if version == newest:
             kept.memory[len(kept.memory) // 3] ^= 1
-            hit += 1
-    return hit
 
 
 Body = Callable[[ProcessChannel, StoreWorkload, str], dict[str, Any]]

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
+from holdfast.ft import events
 from holdfast.ft.detectors.detector import DetectorContext
 from holdfast.ft.detectors.observers import ObserversDetector
 from holdfast.ft.detectors.silence import SilenceTracker
@@ -348,10 +351,14 @@ class SimulatedProcess:
         if self.worker is not None:
             self.worker.interrupted = epoch
 
-    def _note(self, kind: str, **fields: Any) -> None:
-        if kind == "suspected":
-            fields["of"] = self.world.living_observers(self, str(fields["member"]))
-        self.world.emit(self, kind, **fields)
+    def _note(self, event: events.Event) -> None:
+        fields = msgspec.structs.asdict(event)
+        for name in ("time", "process", "pid"):
+            del fields[name]
+        fields = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
+        if isinstance(event, events.MemberSuspected):
+            fields["of"] = self.world.living_observers(self, event.member)
+        self.world.emit(self, event.kind, **fields)
 
     def prove(self, deaths: tuple[Death, ...]) -> None:
         """Handle the kernel's report that these processes have ended."""

@@ -24,7 +24,7 @@ from holdfast.comms.plugins.registry import InvalidPlugin, Registry
 from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, hookimpl
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_stopped, this_process
-from holdfast.ft import Session
+from holdfast.ft import Session, events
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
@@ -531,14 +531,14 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
         pipe.recv()
 
     with children() as start, contextlib.closing(asyncio.new_event_loop()) as loop:
-        child, told, noted = start(body), list[Event](), list[tuple[str, dict[str, Any]]]()
+        child, told, noted = start(body), list[Event](), list[events.Event]()
         away = Member("away", "b:1", Peer("another host", 1, 1))
         members = (Member("me", "a:1", this_process()), Member("child", "a:2", child.hear()), away)
         view = View(3, "running", members, Job("job", 3, 3, 3, ("gloo",), "gloo"), "test")
         context = dataclasses.replace(
             detector_context(view, loop, told.append),
             me=members[0],
-            note=lambda kind, **fields: noted.append((kind, fields)),
+            note=noted.append,
         )
 
         async def until(kind: type[Event], member: str) -> None:
@@ -561,9 +561,9 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
 
         detectors: Detectors
         loop.run_until_complete(live())
-    lost = [fields for kind, fields in noted if kind == "detector_lost"]
-    assert [(fields["detector"], bool(fields["instead"])) for fields in lost] == [(name, True)]
-    assert "Operation not permitted" in lost[0]["reason"] and f"detector {name!r} is lost" in caplog.text
+    lost = [event for event in noted if isinstance(event, events.DetectorLost)]
+    assert [(event.detector, bool(event.instead)) for event in lost] == [(name, True)]
+    assert "Operation not permitted" in lost[0].reason and f"detector {name!r} is lost" in caplog.text
 
 
 def test_the_built_in_detectors_are_plugins_and_available_here() -> None:

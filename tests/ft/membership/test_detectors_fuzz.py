@@ -57,7 +57,7 @@ class DetectorSet:
             tell=self.told.append,
             stop=self.told.append,
             resign=self.told.append,
-            note=lambda kind, **fields: self.told.append((kind, fields)),
+            note=self.told.append,
             place=lambda: OpPosition(3, 7, True),
             lost=lambda member: False,
         )

@@ -137,12 +137,13 @@ def test_numbers_stay_in_the_process_whatever_another_library_has_set(tmp_path: 
     (tmp_path / "there").mkdir()
     text = """
 import sys, urllib.request
+from holdfast.ft.events import StepCommitted, ViewInstalled
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.metrics import Metrics, OpTally
 events = EventLog("p0")
 metrics = Metrics("0", "job", events, OpTally(None), lambda: 0)
-events.emit("committed", step=3, epoch=1, how="normal")
-events.emit("installed", epoch=1, members=["p0"], rank=0, reason="")
+events.emit(StepCommitted(step=3, epoch=1))
+events.emit(ViewInstalled(epoch=1, members=("p0",), rank=0))
 print(urllib.request.urlopen(metrics.url).read().decode())
 metrics.close()
 """

@@ -22,11 +22,12 @@ from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, O
 from holdfast.comms.connect import connect_members
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
-from holdfast.ft import faultpoints
+from holdfast.ft import events, faultpoints
 from holdfast.ft.commit.commit_state import BROKEN_EPOCHS, CommitState
 from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Decision, Vote, decide
 from holdfast.ft.commit.voting import collect
 from holdfast.ft.detectors.silence import SilenceTracker
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.membership.view_delta import delta_between
@@ -581,19 +582,19 @@ def test_every_fault_point_is_in_the_code() -> None:
 
 
 def test_events_go_to_a_file_of_their_own_and_to_listeners(tmp_path: Path) -> None:
-    log, heard = EventLog("p1", tmp_path), list[dict[str, Any]]()
+    log, heard = EventLog("p1", tmp_path), list[events.Event]()
     unsubscribe = log.subscribe(heard.append)
     log.subscribe(lambda event: 1 / 0)
     began = time.monotonic()
-    log.emit("installed", epoch=3, members=["p1"])
+    log.emit(events.ViewInstalled(epoch=3, members=("p1",), rank=0))
     unsubscribe()
-    log.emit("finished")
+    log.emit(events.StepsFinished(step=0))
     log.close()
-    log.emit("late")
+    log.emit(events.StepsFinished(step=1))
     lines = lines_of(tmp_path / "p1.jsonl")
     assert [line["kind"] for line in lines] == ["installed", "finished"]
     assert lines[0]["process"] == "p1" and lines[0]["epoch"] == 3 and began <= lines[0]["time"] <= time.monotonic()
-    assert heard == lines[:1]
+    assert list(map(to_record, heard)) == lines[:1]
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -618,11 +619,11 @@ def test_a_file_that_hangs_stops_nobody_and_what_is_dropped_is_counted(
     monkeypatch.setattr(event_log, "MOST_WAITING", 5)
     monkeypatch.setattr(event_log, "_append", write := Hanging(event_log._append))
     log, heard = EventLog("p1", tmp_path), list[int]()
-    log.subscribe(lambda event: heard.append(event["number"]))
-    log.emit("step", number=0)
+    log.subscribe(lambda event: heard.append(getattr(event, "step", -1)))
+    log.emit(events.StepBegun(step=0, epoch=1))
     assert write.begun.wait(20.0)
     for number in range(1, 9):  # the file has one, four wait, four are dropped
-        log.emit("step", number=number)
+        log.emit(events.StepBegun(step=number, epoch=1))
         assert not log.flush(0.0), "the file has not had them"
         while len(heard) <= number:
             time.sleep(0.001)
@@ -631,7 +632,7 @@ def test_a_file_that_hangs_stops_nobody_and_what_is_dropped_is_counted(
     assert log.flush(20.0)
     log.close()
     lines = lines_of(tmp_path / "p1.jsonl")
-    assert [line["number"] for line in lines if line["kind"] == "step"] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in lines if line["kind"] == "attempt"] == [0, 1, 2, 3, 4]
     assert [line["count"] for line in lines if line["kind"] == "events_dropped"] == [4]
     assert heard == list(range(9)), "a listener has its own thread"
 
@@ -642,7 +643,7 @@ def test_a_listener_that_hangs_delays_no_file_and_the_end_only_for_a_bounded_tim
     monkeypatch.setattr(event_log, "CLOSE_SECONDS", 0.2)
     log, listener = EventLog("p1", tmp_path), Hanging(lambda event: None)
     log.subscribe(listener)
-    log.emit("finished")
+    log.emit(events.StepsFinished(step=0))
     began = time.monotonic()
     log.close()
     assert time.monotonic() - began < PATIENCE
@@ -652,6 +653,9 @@ def test_a_listener_that_hangs_delays_no_file_and_the_end_only_for_a_bounded_tim
 
 
 def test_a_log_that_nobody_closes_is_written_at_the_end_of_its_process(tmp_path: Path) -> None:
-    text = f"from holdfast.ft.telemetry.event_log import EventLog; EventLog('p1', {str(tmp_path)!r}).emit('last')"
+    text = (
+        "from holdfast.ft.events import StepsFinished; from holdfast.ft.telemetry.event_log import EventLog; "
+        f"EventLog('p1', {str(tmp_path)!r}).emit(StepsFinished(step=0))"
+    )
     subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
-    assert [line["kind"] for line in lines_of(tmp_path / "p1.jsonl")] == ["last"]
+    assert [line["kind"] for line in lines_of(tmp_path / "p1.jsonl")] == ["finished"]
