@@ -24,6 +24,7 @@ from holdfast.comms.errors import (
     UsedAfterFork,
 )
 from holdfast.comms.execution.prepared import PreparedOp
+from holdfast.comms.grids.mesh import Mesh, mesh
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plugins.registry import Backend, backends, register, unregister
@@ -39,6 +40,7 @@ __all__ = [
     "Handle",
     "HoldfastError",
     "MemoryPlane",
+    "Mesh",
     "Mismatch",
     "NonFinite",
     "OpTimeout",
@@ -61,6 +63,7 @@ __all__ = [
     "connect",
     "connect_members",
     "memory",
+    "mesh",
     "register",
     "unregister",
 ]

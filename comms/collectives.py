@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from holdfast.comms.algorithms.sparse_reduction import SPARSE_REDUCTIONS, all_reduce_sparse
+from holdfast.comms.errors import Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.execution.prepared import PreparedOp, prepare
@@ -52,6 +54,8 @@ class CollectiveCalls:
 
         With `reproducible` the bits depend neither on the number of ranks, their order, the algorithm nor the
         backend, only on the values (see `holdfast.comms.reproducible`).
+
+        Sparse COO tensors are summed, averaged or summed scaled: the stored entries may differ from rank to rank.
         """
         fast = self._fast
         if (
@@ -63,6 +67,8 @@ class CollectiveCalls:
             and fast.all_reduce(tensor, op)
         ):
             return DONE
+        if getattr(tensor, "layout", None) is torch.sparse_coo:
+            return self._all_reduce_sparse(tensor, op, async_op, timeout, reproducible)
         tensor = self._check.output(tensor)
         self._check.reducible(tensor, op)
         if reproducible:
@@ -96,6 +102,45 @@ class CollectiveCalls:
             async_op,
             timeout,
             self._check.hints(hints),
+        )
+
+    def _all_reduce_sparse(
+        self, tensor: Tensor, op: ReduceOp, async_op: bool, timeout: float | None, reproducible: bool
+    ) -> Work:
+        stored = tensor.detach().coalesce()
+        values = self._check.operand(stored.values())
+        self._check.reducible(values, op)
+        if op.name not in SPARSE_REDUCTIONS or reproducible:
+            what = "reproducible " * reproducible + f"all_reduce ({op.name})"
+            raise Unsupported(f"{what} of sparse tensors", "sum or average them, or pass dense ones: to_dense()")
+
+        def prepare() -> Body:
+            entries = tensor.detach().coalesce()
+            carrier = self._check.carrier(packed(entries.values()), op)
+            entries = torch.sparse_coo_tensor(entries.indices(), carrier, tensor.shape, is_coalesced=True)
+            inner = self._check.carrier_op(op, tensor.dtype)
+
+            def body(deadline: float) -> None:
+                total = all_reduce_sparse(self._transport, entries, inner, deadline)
+                with torch.no_grad():  # not of `tensor.detach()`, which would get the entries alone
+                    tensor.copy_(total.to(tensor.dtype))
+
+            return body
+
+        return self._executor.issue(
+            OpDescription(
+                "all_reduce",
+                values.nbytes,
+                lambda: _alike(tensor, op.name, "sparse"),
+                None,
+                f"sparse {op.name}",
+                inputs=(tensor,),
+                outputs=(tensor,),
+                reduction=op,
+            ),
+            prepare,
+            async_op,
+            timeout,
         )
 
     def reduce(

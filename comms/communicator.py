@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -24,6 +24,7 @@ from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Recorder
+from holdfast.comms.objects import ObjectWork, T
 from holdfast.comms.op_description import OpDescription
 from holdfast.comms.plugins.hints import Hints, Value
 from holdfast.comms.plugins.registry import registry
@@ -190,17 +191,115 @@ class Communicator(CollectiveCalls):
 
     # -- objects: sent as msgpack (dicts, lists, strings, numbers, bytes, None), never as pickle
 
-    def broadcast_object(self, obj: objects.T | None, src: int, timeout: float | None = None) -> objects.T:
-        """Return rank `src`'s `obj` on every rank. Raises TypeError on every rank for a type that msgpack lacks."""
-        src = self._check.rank(src, "src")
-        return objects.broadcast(self, obj, src, timeout)
+    # With `async_op` each returns an `ObjectWork`, whose `wait` returns what the call would.
 
-    def all_gather_object(self, obj: objects.T, timeout: float | None = None) -> list[objects.T]:
+    @overload
+    def broadcast_object(
+        self, obj: T | None, src: int, timeout: float | None = None, async_op: Literal[False] = False
+    ) -> T: ...
+    @overload
+    def broadcast_object(
+        self, obj: T | None, src: int, timeout: float | None = None, *, async_op: Literal[True]
+    ) -> ObjectWork[T]: ...
+    def broadcast_object(
+        self, obj: T | None, src: int, timeout: float | None = None, async_op: bool = False
+    ) -> T | ObjectWork[T]:
+        """Return rank `src`'s `obj` on every rank. Raises TypeError on every rank for a type that msgpack lacks."""
+        work = objects.broadcast(self, obj, self._check.rank(src, "src"), timeout, async_op)
+        return work if async_op else work.wait()
+
+    @overload
+    def all_gather_object(self, obj: T, timeout: float | None = None, async_op: Literal[False] = False) -> list[T]: ...
+    @overload
+    def all_gather_object(
+        self, obj: T, timeout: float | None = None, *, async_op: Literal[True]
+    ) -> ObjectWork[list[T]]: ...
+    def all_gather_object(
+        self, obj: T, timeout: float | None = None, async_op: bool = False
+    ) -> list[T] | ObjectWork[list[T]]:
         """Return every rank's `obj`, in rank order.
 
         Raises TypeError on every rank if one of them is of a type that msgpack lacks. The communicator stays usable.
         """
-        return objects.all_gather(self, obj, timeout)
+        work = objects.all_gather(self, obj, timeout, async_op)
+        return work if async_op else work.wait()
+
+    @overload
+    def gather_object(
+        self, obj: T, dst: int = 0, async_op: Literal[False] = False, timeout: float | None = None
+    ) -> list[T] | None: ...
+    @overload
+    def gather_object(
+        self, obj: T, dst: int = 0, *, async_op: Literal[True], timeout: float | None = None
+    ) -> ObjectWork[list[T] | None]: ...
+    def gather_object(
+        self, obj: T, dst: int = 0, async_op: bool = False, timeout: float | None = None
+    ) -> list[T] | ObjectWork[list[T] | None] | None:
+        """Return every rank's `obj`, in rank order, on rank `dst`; None on the others.
+
+        Raises TypeError on a rank whose object is of a type that msgpack lacks, and on rank `dst`.
+        """
+        work = objects.gather(self, obj, self._check.rank(dst, "dst"), timeout, async_op)
+        return work if async_op else work.wait()
+
+    @overload
+    def scatter_object(
+        self, objs: Sequence[T] | None, src: int = 0, async_op: Literal[False] = False, timeout: float | None = None
+    ) -> T: ...
+    @overload
+    def scatter_object(
+        self, objs: Sequence[T] | None, src: int = 0, *, async_op: Literal[True], timeout: float | None = None
+    ) -> ObjectWork[T]: ...
+    def scatter_object(
+        self, objs: Sequence[T] | None, src: int = 0, async_op: bool = False, timeout: float | None = None
+    ) -> T | ObjectWork[T]:
+        """Return element i of rank `src`'s `objs` on rank i; `objs` is None on the other ranks.
+
+        Raises TypeError on rank `src` for an object of a type that msgpack lacks, and on the rank that awaits it.
+        """
+        src = self._check.rank(src, "src")
+        if self.rank != src and objs:
+            raise ValueError(f"objs belongs to rank {src} alone; pass None on rank {self.rank}")
+        if self.rank == src and (objs is None or len(objs) != self.size):
+            count = "none" if objs is None else len(objs)
+            raise ValueError(f"rank {src} must pass one object for each of {self.size} ranks, not {count}")
+        work = objects.scatter(self, objs, src, timeout, async_op)
+        return work if async_op else work.wait()
+
+    @overload
+    def send_object(
+        self, obj: object, dst: int, tag: int = 0, async_op: Literal[False] = False, timeout: float | None = None
+    ) -> None: ...
+    @overload
+    def send_object(
+        self, obj: object, dst: int, tag: int = 0, *, async_op: Literal[True], timeout: float | None = None
+    ) -> ObjectWork[None]: ...
+    def send_object(
+        self, obj: object, dst: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
+    ) -> ObjectWork[None] | None:
+        """Send `obj` to rank `dst`, which calls `recv_object`.
+
+        Raises TypeError on both ranks for a type that msgpack lacks.
+        """
+        dst, tag = self._check.line(dst, "dst", tag)
+        work = objects.send(self, obj, dst, tag, timeout, async_op)
+        return work if async_op else work.wait()
+
+    @overload
+    def recv_object(
+        self, src: int, tag: int = 0, async_op: Literal[False] = False, timeout: float | None = None
+    ) -> Any: ...
+    @overload
+    def recv_object(
+        self, src: int, tag: int = 0, *, async_op: Literal[True], timeout: float | None = None
+    ) -> ObjectWork[Any]: ...
+    def recv_object(
+        self, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
+    ) -> Any | ObjectWork[Any]:
+        """Return the object that rank `src` sent to this rank by `send_object` under `tag`."""
+        src, tag = self._check.line(src, "src", tag)
+        work = objects.recv(self, src, tag, timeout, async_op)
+        return work if async_op else work.wait()
 
     # -- other communicators
 
@@ -299,16 +398,18 @@ class Communicator(CollectiveCalls):
         name: str,
         nbytes: int,
         body: Body,
-        agreed: Callable[[], str],
+        agreed: Callable[[], str] | None,
         timeout: float | None = None,
         root: int = -1,
+        async_op: bool = False,
     ) -> Work:
         """Run a custom op in order with the others: `body(deadline)` calls the transport only.
 
-        `agreed()` returns the text that must be equal on all ranks; `root` is -1 for an op without one.
+        `agreed()` returns the text that must be equal on all ranks; it is None for an op that not all ranks issue.
+        `root` is the root or the other side, -1 for an op without one.
         """
         description = OpDescription(name, nbytes, agreed, detail=f"from {root}" if root >= 0 else None, peer=root)
-        return self._executor.issue(description, lambda: body, False, timeout)
+        return self._executor.issue(description, lambda: body, async_op, timeout)
 
     # -- the end
 

@@ -22,7 +22,7 @@ class ReduceOp:
     """
 
     name: ReduceName
-    factor: float = 1.0
+    factor: float | torch.Tensor = 1.0
 
     SUM: ClassVar[ReduceOp]
     PRODUCT: ClassVar[ReduceOp]
@@ -34,8 +34,15 @@ class ReduceOp:
     BXOR: ClassVar[ReduceOp]
 
     @staticmethod
-    def premul_sum(factor: float) -> ReduceOp:
-        """The sum of every rank's tensor times `factor`."""
+    def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+        """The sum of every rank's tensor times that rank's `factor`: a number, or a tensor with one real element.
+
+        A tensor is read when the op runs, on its device: it may be the result of a computation that goes on.
+        """
+        if isinstance(factor, torch.Tensor):
+            if factor.numel() != 1 or factor.is_complex():
+                raise ValueError(f"a factor has one real element, not {tuple(factor.shape)} of {factor.dtype}")
+            return ReduceOp("premul_sum", factor)
         return ReduceOp("premul_sum", float(factor))
 
 

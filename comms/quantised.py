@@ -26,7 +26,8 @@ import torch
 from holdfast.comms.codecs import float8_blocks
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.tensors.packing import packed, unpack
+from holdfast.comms.tensors.overlap import unaliased
+from holdfast.comms.tensors.packing import packed, parts, unpack
 from holdfast.comms.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -85,15 +86,7 @@ def all_reduce_quantised(
     leaves `tensor` and `feedback` as they were.
     """
     target = comm._check.output(tensor)
-    if target.dtype not in _DTYPES or comm.device.type != "cpu":
-        raise Unsupported(f"a quantised sum of {target.dtype} on {comm.device}", "use float32 or less, on the CPU")
-    if op.name not in ("sum", "avg"):
-        raise Unsupported(f"a quantised {op.name}", "only sums and averages are quantised")
-    residual = None if feedback is None else feedback.residual
-    if residual is not None and residual.numel() != target.numel():
-        raise ValueError(
-            f"the feedback has {residual.numel()} elements, the tensor {target.numel()}; keep one for each tensor"
-        )
+    residual = _check_quantisable(comm, target, feedback, op)
     count = comm.size if op.name == "avg" else 1
 
     def body(deadline: float) -> None:
@@ -106,6 +99,56 @@ def all_reduce_quantised(
 
     words = f"{op.name}, {target.dtype}, {tuple(target.shape)}"
     comm.issue("all_reduce_quantised", target.nbytes, body, lambda: words, timeout)
+
+
+def reduce_scatter_quantised(
+    comm: Communicator,
+    output: Tensor,
+    tensor: Tensor,
+    feedback: ErrorFeedback | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    timeout: float | None = None,
+) -> None:
+    """Reduce `tensor` through fp8, and put its part i into rank i's `output`, which has 1/size of its elements.
+
+    It is collective. The sum itself is not quantised: with m_r as above, an element is wrong by at most 0.065 times the
+    m_r of the other ranks together. Dtypes, ops, errors and `feedback`, which is for `tensor`, are as in
+    `all_reduce_quantised`.
+    """
+    target, source = comm._check.output(output, "output"), comm._check.operand(tensor)
+    comm._check.same_dtype(source, target)
+    comm._check.whole(source, target, "tensor", "output's")
+    residual = _check_quantisable(comm, source, feedback, op)
+    count = comm.size if op.name == "avg" else 1
+
+    def body(deadline: float) -> None:
+        flat, given = packed(target).view(-1), packed(source).view(-1)
+        if unaliased(flat, parts(given, comm.size), comm.rank) is not flat:
+            given = given.clone()
+        lost = None if feedback is None else feedback.begin(given.numel())
+        reduce_scatter_parts(comm._transport, flat, Contribution(given, residual), lost, count, deadline)
+        unpack(flat.view(target.shape), target)
+        if feedback is not None and lost is not None:
+            feedback.end(lost)
+
+    words = f"{op.name}, {target.dtype}, {tuple(target.shape)}"
+    comm.issue("reduce_scatter_quantised", source.nbytes, body, lambda: words, timeout)
+
+
+def _check_quantisable(
+    comm: Communicator, tensor: Tensor, feedback: ErrorFeedback | None, op: ReduceOp
+) -> Tensor | None:
+    """The residual that belongs to `tensor`. Raises the errors of the ops."""
+    if tensor.dtype not in _DTYPES or comm.device.type != "cpu":
+        raise Unsupported(f"a quantised sum of {tensor.dtype} on {comm.device}", "use float32 or less, on the CPU")
+    if op.name not in ("sum", "avg"):
+        raise Unsupported(f"a quantised {op.name}", "only sums and averages are quantised")
+    residual = None if feedback is None else feedback.residual
+    if residual is not None and residual.numel() != tensor.numel():
+        raise ValueError(
+            f"the feedback has {residual.numel()} elements, the tensor {tensor.numel()}; keep one for each tensor"
+        )
+    return residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +209,8 @@ def reduce_quantised(
     size, rank, elements = transport.size, transport.rank, given.tensor.numel()
     width = -(-float8_blocks.blocks_of(elements) // size) * _BLOCK
     edges = list(pairwise(min(part * width, elements) for part in range(size + 1)))
-    sent = [_QuantisedPart(0 if part == rank else end - begin) for part, (begin, end) in enumerate(edges)]
-    for part, (begin, end) in enumerate(edges):
-        for start, values in given.segments(begin, end) if part != rank else ():
-            sent[part].encode(start - begin, values, None if lost is None else lost[start:], 1)
+    received = _exchange(transport, given, lost, edges, deadline)
     begin, end = edges[rank]
-    received = [_QuantisedPart(0 if source == rank else end - begin) for source in range(size)]
-    transport.all_to_all([each.data for each in received], [each.data for each in sent], deadline)
     results = [_QuantisedPart(end - begin) for begin, end in edges]
     for start, own in given.segments(begin, end):
         total = _total(received, rank, start - begin, own)
@@ -182,6 +220,40 @@ def reduce_quantised(
     for message, (begin, end) in zip(results, edges, strict=True):
         for start in range(begin, end, _SEGMENT):
             message.decode(start - begin, given.tensor[start : min(start + _SEGMENT, end)])
+
+
+def reduce_scatter_parts(
+    transport: Transport, output: Tensor, given: Contribution, lost: Tensor | None, count: int, deadline: float
+) -> None:
+    """Set `output` to this rank's part of the sum over the ranks, divided by `count`, and `lost` to the residual."""
+    rank, width = transport.rank, output.numel()
+    edges = [(part * width, (part + 1) * width) for part in range(transport.size)]
+    received = _exchange(transport, given, lost, edges, deadline)
+    begin, end = edges[rank]
+    if lost is not None:
+        lost[begin:end] = 0.0  # the owner's contribution is exact
+    for start, own in given.segments(begin, end):
+        total = _total(received, rank, start - begin, own)
+        output[start - begin : start - begin + own.numel()] = total.div_(count)
+
+
+def _exchange(
+    transport: Transport,
+    given: Contribution,
+    lost: Tensor | None,
+    edges: Sequence[tuple[int, int]],
+    deadline: float,
+) -> list[_QuantisedPart]:
+    """Send each rank the elements of its part; the others' contributions to this rank's part."""
+    rank = transport.rank
+    sent = [_QuantisedPart(0 if part == rank else end - begin) for part, (begin, end) in enumerate(edges)]
+    for part, (begin, end) in enumerate(edges):
+        for start, values in given.segments(begin, end) if part != rank else ():
+            sent[part].encode(start - begin, values, None if lost is None else lost[start:], 1)
+    begin, end = edges[rank]
+    received = [_QuantisedPart(0 if source == rank else end - begin) for source in range(transport.size)]
+    transport.all_to_all([each.data for each in received], [each.data for each in sent], deadline)
+    return received
 
 
 def _total(received: Sequence[_QuantisedPart], rank: int, start: int, own: Tensor) -> Tensor:

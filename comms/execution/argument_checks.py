@@ -86,7 +86,7 @@ class ArgumentChecks:
 
         Raises `Unsupported` unless the backend reduces the tensor's dtype by `op`, natively or as float32.
         """
-        itself = self.needs_no_copy(tensor)
+        itself = self.needs_no_copy(tensor) and not isinstance(getattr(op, "factor", None), Tensor)
         if not isinstance(op, ReduceOp):
             raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
         carrier = self._carriers.get((tensor.dtype, op.name))
@@ -105,11 +105,19 @@ class ArgumentChecks:
         return wide if wide is not None and names([wide]) <= self._reduces else dtype
 
     def carrier(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """The tensor to reduce instead of `tensor`: itself, or a copy in a wider dtype. Call `reducible` before."""
-        return tensor.to(self._carriers[tensor.dtype, op.name])
+        """The tensor to reduce instead of `tensor`: itself, or a copy in a wider dtype. Call `reducible` before.
+
+        A factor that is a tensor is read and applied here, so that transports know factors as numbers only.
+        """
+        carrier = tensor.to(self._carriers[tensor.dtype, op.name])
+        if isinstance(op.factor, Tensor):
+            return carrier * op.factor.detach().reshape(()).to(carrier.device, carrier.dtype)
+        return carrier
 
     def carrier_op(self, op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
         """The reduction of carriers that gives `op` of `dtype`: for avg, inputs are divided before they are added."""
+        if isinstance(op.factor, Tensor):
+            return ReduceOp.SUM
         widened = op.name == "avg" and accumulation_dtype(dtype, op) == self._carriers[dtype, op.name] == torch.float32
         return ReduceOp.premul_sum(1 / self._size) if widened else op
 
@@ -126,6 +134,10 @@ class ArgumentChecks:
         Raises as `movable`; ValueError unless `peer` is another rank and `tag` is below `TAGS`.
         """
         self.movable(tensor)
+        return self.line(peer, what, tag)
+
+    def line(self, peer: Any, what: str, tag: Any) -> tuple[int, int]:
+        """`peer` and `tag` of a message as ints. Raises ValueError as `message`."""
         peer, tag = self.rank(peer, what), integer(tag, "tag")
         if peer == self._rank:
             raise ValueError(f"{what}={peer}: a rank cannot send to or receive from itself")

@@ -43,7 +43,7 @@ def check_finite(comm: Communicator) -> HookHandle:
 
 
 def _non_finite(event: OpEvent, kind: str, tensors: tuple[torch.Tensor, ...]) -> NonFinite | None:
-    for position, tensor in enumerate(tensors):
+    for position, tensor in enumerate(map(_stored, tensors)):
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
             continue
         wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
@@ -72,7 +72,9 @@ def compare_checksums(comm: Communicator, timeout: float | None = None) -> HookH
             return
         mine = 0
         for tensor in event.outputs:
-            mine = zlib.crc32(_bytes(tensor), mine)
+            if tensor.layout is torch.sparse_coo:
+                mine = zlib.crc32(_bytes(tensor.coalesce().indices()), mine)
+            mine = zlib.crc32(_bytes(_stored(tensor)), mine)
         sums = torch.empty(own.size, dtype=torch.int64, device=own.device)
         own.all_gather_single(sums, torch.tensor([mine], device=own.device))
         found = sums.tolist()
@@ -91,6 +93,11 @@ def compare_checksums(comm: Communicator, timeout: float | None = None) -> HookH
         own.close()
 
     return HookHandle(remove)
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that a sparse tensor stores; any other tensor itself."""
+    return tensor.detach().coalesce().values() if tensor.layout is torch.sparse_coo else tensor
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

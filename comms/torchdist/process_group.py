@@ -13,7 +13,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
 from holdfast.comms.torchdist.reconfigure import check_request, connect_requested, member_handle, parse_request
-from holdfast.comms.torchdist.sparse import all_reduce_sparse
 from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.torchdist.works import ReceivedFrom, TorchWork
 from holdfast.comms.work import DONE, Work
@@ -245,7 +243,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     def _all_reduce_sparse(self, tensors: Tensors, op: Any, opts: Any) -> TorchWork:
         summed = several_tensors.total(tensors, reduction(op, tensors[0]))
-        work = self._complete([summed], partial(all_reduce_sparse, self.communicator), op, opts)
+        work = self._complete([summed], self.communicator.all_reduce, op, opts)
         several_tensors.copy_to_all(summed, tensors)
         return TorchWork(work.parts, tensors, work.timeout.total_seconds(), work._get_sequence_number())
 

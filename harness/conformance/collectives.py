@@ -201,6 +201,50 @@ def test_objects_travel_without_pickle(ranks: LocalCluster) -> None:
     ranks.run(body)
 
 
+def test_objects_from_and_to_one_rank(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for root in range(comm.size):
+            sent = {"rank": comm.rank, "text": "x" * 1000 * comm.rank}
+            gathered = comm.gather_object(sent, root)
+            ranks_of = None if gathered is None else [each["rank"] for each in gathered]
+            assert ranks_of == (list(range(comm.size)) if comm.rank == root else None)
+            parts = [[root, r, "y" * r] for r in range(comm.size)] if comm.rank == root else None
+            assert comm.scatter_object(parts, root) == [root, comm.rank, "y" * comm.rank]
+            assert comm.scatter_object(parts, root, async_op=True).wait() == [root, comm.rank, "y" * comm.rank]
+        if comm.rank == 0 and comm.size > 1:
+            comm.send_object({"a": 1}, 1, tag=4)
+            comm.send_object({"b": None}, 1, tag=3, async_op=True).wait()
+        if comm.rank == 1:
+            later = comm.recv_object(0, tag=4, async_op=True)
+            assert comm.recv_object(0, tag=3) == {"b": None} and later.wait() == {"a": 1}
+        comm.barrier()
+
+    ranks.run(body)
+
+
+def test_an_object_that_cannot_travel_is_refused_where_it_is_awaited(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        last = comm.size - 1
+        if comm.rank in (0, last):
+            with pytest.raises(TypeError, match="never as pickle"):
+                comm.gather_object(object() if comm.rank == last else 1, 0)
+        else:
+            comm.gather_object(1, 0)
+        bad: list[object] = [1] * last + [object()]
+        if comm.rank in (0, last):
+            with pytest.raises(TypeError, match="never as pickle"):
+                comm.scatter_object(bad if comm.rank == 0 else None, 0)
+        else:
+            assert comm.scatter_object(None, 0) == 1
+        if comm.size > 1 and comm.rank < 2:
+            with pytest.raises(TypeError, match="never as pickle"):
+                comm.send_object(object(), 1) if comm.rank == 0 else comm.recv_object(0)
+        comm.barrier()
+        assert comm.over is None
+
+    ranks.run(body)
+
+
 def test_split_makes_a_communicator_of_some_ranks(ranks: LocalCluster) -> None:
     def body(comm: Communicator) -> None:
         mine = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
@@ -239,7 +283,9 @@ def test_bad_arguments_are_refused_before_anything_moves(ranks: LocalCluster) ->
             (Unsupported, lambda: comm.all_reduce(one, ReduceOp.BXOR)),
             (Unsupported, lambda: comm.all_reduce(torch.empty(4, dtype=torch.float8_e8m0fnu))),
             (Unsupported, lambda: comm.all_reduce(one.to(torch.complex64), ReduceOp.MAX)),
-            (Unsupported, lambda: comm.all_reduce(one.to_sparse())),
+            (Unsupported, lambda: comm.all_reduce(one.to_sparse(), ReduceOp.MAX)),
+            (ValueError, lambda: comm.scatter_object([1] * (comm.size + 1), comm.rank)),
+            (ValueError, lambda: comm.send_object(1, comm.rank)),
             (Unsupported, lambda: comm.all_reduce(torch.ones(2), ReduceOp.PRODUCT, reproducible=True)),
         ]
         other = (comm.rank + 1) % comm.size

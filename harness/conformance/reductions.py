@@ -13,8 +13,9 @@ import torch
 
 from holdfast.comms import Communicator, ReduceOp, Unsupported
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.quantised import reduce_scatter_quantised
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.capability import reduces
+from holdfast.harness.conformance.capability import moves, reduces
 
 COUNTS = (0, 1, 5, 1000, 40_000)
 """Elements: none, one, a few, a slot, and more than a slot."""
@@ -229,3 +230,86 @@ def test_reduce_scatter_single_and_in_uneven_lists(ranks: LocalCluster) -> None:
             assert torch.equal(uneven, torch.full_like(uneven, comm.size - 1.0))
 
     ranks.run(body)
+
+
+def test_a_scaled_sum_takes_each_ranks_factor_from_a_tensor(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        factor = torch.tensor([float(comm.rank + 1)], dtype=torch.float64)
+        op = ReduceOp.premul_sum(factor)
+        total = float(sum(range(1, comm.size + 1)))
+        for dtype in filter(lambda dtype: can_reduce(comm, dtype), (*FLOATS, torch.complex64)):
+            for count in (0, 3, 40_000):
+                tensor = torch.ones(count, dtype=dtype)
+                for _ in range(2):  # the second time a plan is known
+                    comm.all_reduce(tensor.fill_(1), op)
+                    assert torch.equal(tensor, torch.full_like(tensor, total))
+        parts = torch.ones(4 * comm.size).view(comm.size, 4) * torch.arange(1.0, comm.size + 1)[:, None]
+        part = torch.empty(4)
+        comm.reduce_scatter_single(part, parts.view(-1), op)
+        assert torch.equal(part, torch.full((4,), total * (comm.rank + 1)))
+        comm.reduce_scatter(part, list(parts), op)
+        assert torch.equal(part, torch.full((4,), total * (comm.rank + 1)))
+        factor.fill_(2.0)
+        at_root = torch.ones(4)
+        comm.reduce(at_root, 0, op)
+        assert torch.equal(at_root, torch.full((4,), 2.0 * comm.size if comm.rank == 0 else 1.0))
+        with pytest.raises(ValueError, match="one real element"):
+            ReduceOp.premul_sum(torch.ones(2))
+        with pytest.raises(Unsupported, match="premul_sum of int64"):
+            comm.all_reduce(torch.ones(2, dtype=torch.int64), op)
+
+    ranks.run(body)
+
+
+def test_sparse_tensors_are_summed_by_their_entries(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        for dtype in filter(lambda dtype: can_reduce(comm, dtype), (torch.float32, torch.bfloat16, torch.int64)):
+            for count in (0, 1, 500):  # entries of rank 1; the others have other numbers of them
+                rows = [_entries(r, count * r, dtype) for r in range(comm.size)]
+                dense = torch.stack([row.to_dense().double() for row in rows])
+                expected = {ReduceOp.SUM: dense.sum(0), ReduceOp.AVG: dense.sum(0) / comm.size}
+                for op, result in expected.items():
+                    tensor = rows[comm.rank].clone()
+                    work = comm.all_reduce(tensor, op, async_op=op is ReduceOp.AVG)
+                    work.wait()
+                    exact = result if dtype.is_floating_point else result.trunc()
+                    assert tensor.is_sparse and tensor.dtype == dtype
+                    torch.testing.assert_close(tensor.to_dense(), exact.to(dtype))
+        with pytest.raises(Unsupported, match="max"):
+            comm.all_reduce(torch.ones(2).to_sparse(), ReduceOp.MAX)
+        with pytest.raises(Unsupported, match="reproducible"):
+            comm.all_reduce(torch.ones(2).to_sparse(), reproducible=True)
+        comm.barrier()
+
+    ranks.run(body)
+
+
+def _entries(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A sparse tensor of 100 rows of 3, in which some rows are stored several times."""
+    places = (torch.arange(count) * 7 + rank) % 100
+    return torch.sparse_coo_tensor(
+        places[None], torch.ones(count, 3, dtype=dtype) * (rank + 1), (100, 3), check_invariants=True
+    )
+
+
+def test_a_quantised_reduce_scatter_keeps_its_bound(ranks: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        if not moves(comm.backend, torch.uint8):
+            return
+        for count in (0, 1, 130, 40_000):
+            rows = [_numbers(r, count * comm.size) for r in range(comm.size)]
+            others = (
+                sum((row.abs().max() for r, row in enumerate(rows) if r != comm.rank), torch.tensor(0.0))
+                if count
+                else 0
+            )
+            output = torch.empty(count)
+            reduce_scatter_quantised(comm, output, rows[comm.rank], op=ReduceOp.AVG)
+            exact = torch.stack(rows).mean(0)[comm.rank * count : (comm.rank + 1) * count]
+            assert ((output - exact).abs() <= 0.065 * others / comm.size + 1e-6).all()
+
+    ranks.run(body)
+
+
+def _numbers(rank: int, count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank))

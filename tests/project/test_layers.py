@@ -28,6 +28,7 @@ LAYERS = {
         collectives objects window
         communicator
         connect
+        grids
         torchdist
     """,
     "backends": """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, PeerFailed, ReduceOp, Revoked, Unsupported
 from holdfast.comms.codecs.float8_blocks import BLOCK
-from holdfast.comms.quantised import ErrorFeedback, all_reduce_quantised
+from holdfast.comms.quantised import ErrorFeedback, all_reduce_quantised, reduce_scatter_quantised
 from holdfast.harness import LocalCluster
 
 BOUND, RESIDUAL_BOUND = 0.13, 0.15
@@ -81,6 +81,39 @@ def test_an_error_keeps_its_bound_and_many_do_not_add_up(
     most = torch.stack([largest(step) for step in given_numbers]).amax(0)
     assert (residuals.abs() <= RESIDUAL_BOUND * most + 1e-30).all()
     assert ((total + residuals - everything).abs() <= steps * rounding * 2 * most + 1e-30).all()
+
+
+@settings(max_examples=12)
+@given(
+    width=st.integers(0, 500),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    steps=st.integers(1, 4),
+)
+def test_what_a_reduce_scatter_loses_is_in_the_feedback(
+    ranks: LocalCluster, width: int, seed: int, dtype: torch.dtype, steps: int
+) -> None:
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        feedback, total = ErrorFeedback(), torch.zeros(width, dtype=torch.float64)
+        for step in range(steps):
+            given_numbers = numbers(comm.rank, step, width * comm.size, seed, dtype)
+            output = given_numbers[comm.rank * width : (comm.rank + 1) * width]  # in place, as reduce_scatter_single
+            reduce_scatter_quantised(comm, output, given_numbers, feedback)
+            total += output.double()
+        assert feedback.residual is not None
+        with pytest.raises(ValueError, match="keep one for each tensor"):
+            reduce_scatter_quantised(comm, torch.empty(width + 1), torch.empty((width + 1) * comm.size), feedback)
+        return total, feedback.residual.double()
+
+    found = ranks.run(body)
+    size = len(found)
+    given_numbers = [[numbers(rank, step, width * size, seed, dtype) for rank in range(size)] for step in range(steps)]
+    everything = torch.stack([each.double() for step in given_numbers for each in step]).sum(0)
+    lost = torch.stack([residual for _, residual in found]).sum(0)
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-6
+    most = torch.stack([each.double().abs() for step in given_numbers for each in step]).sum(0)
+    results = torch.cat([total for total, _ in found])
+    assert ((results + lost - everything).abs() <= steps * rounding * (most + lost.abs()) + 1e-30).all()
 
 
 def four_ops(comm: Communicator) -> bytes:

@@ -1,0 +1,1 @@
+"""Grids of ranks, with communicators along their dimensions."""
