@@ -68,7 +68,7 @@ class CollectiveCalls:
         ):
             return DONE
         if getattr(tensor, "layout", None) is torch.sparse_coo:
-            return self._all_reduce_sparse(tensor, op, async_op, timeout, reproducible)
+            return self._all_reduce_sparse(tensor, op, async_op, timeout, reproducible, self._check.hints(hints))
         tensor = self._check.output(tensor)
         self._check.reducible(tensor, op)
         if reproducible:
@@ -105,7 +105,13 @@ class CollectiveCalls:
         )
 
     def _all_reduce_sparse(
-        self, tensor: Tensor, op: ReduceOp, async_op: bool, timeout: float | None, reproducible: bool
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        timeout: float | None,
+        reproducible: bool,
+        hints: Hints | None,
     ) -> Work:
         stored = tensor.detach().coalesce()
         values = self._check.operand(stored.values())
@@ -141,6 +147,7 @@ class CollectiveCalls:
             prepare,
             async_op,
             timeout,
+            hints,
         )
 
     def reduce(
