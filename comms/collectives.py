@@ -123,7 +123,9 @@ class CollectiveCalls:
         def prepare() -> Body:
             entries = tensor.detach().coalesce()
             carrier = self._check.carrier(packed(entries.values()), op)
-            entries = torch.sparse_coo_tensor(entries.indices(), carrier, tensor.shape, is_coalesced=True)
+            entries = torch.sparse_coo_tensor(
+                entries.indices(), carrier, tensor.shape, device=carrier.device, is_coalesced=True
+            )
             inner = self._check.carrier_op(op, tensor.dtype)
 
             def body(deadline: float) -> None:
