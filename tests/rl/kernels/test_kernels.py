@@ -103,3 +103,36 @@ def test_the_dispatch_hands_large_calls_to_the_fused_kernels(monkeypatch: pytest
         wanted = eager_token_logprobs(logits, tokens, 1.0, entropies=False)[0]
         assert torch.equal(token_logprobs(logits, tokens)[0], wanted)
     assert len(asked) == 1
+
+
+def test_the_gradient_of_fused_kernels_is_made_of_what_their_forward_kept() -> None:
+    def forward(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+        chosen, entropy = eager_token_logprobs(logits, tokens, temperature, entropies=True)
+        assert entropy is not None
+        return chosen, (logits / temperature).logsumexp(-1), entropy
+
+    def backward(
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+        normaliser: torch.Tensor,
+        entropy: torch.Tensor,
+        of_logprobs: torch.Tensor,
+        of_entropies: torch.Tensor,
+    ) -> torch.Tensor:
+        predicted = logits / temperature - normaliser.unsqueeze(1)
+        own = torch.nn.functional.one_hot(tokens, logits.shape[1]) - predicted.exp()
+        spread = -predicted.exp() * (predicted + entropy.unsqueeze(1))
+        return (of_logprobs.unsqueeze(1) * own + of_entropies.unsqueeze(1) * spread) / temperature
+
+    kernels: Any = SimpleNamespace(logprobs_forward=forward, logprobs_backward=backward)
+    tokens, gradients = torch.tensor([[0, 4], [2, 2]]), list[torch.Tensor]()
+    start = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(0))
+    for implementation in (dispatch.fused_token_logprobs, lambda _, *rest, **more: eager_token_logprobs(*rest, **more)):
+        logits = start.clone().requires_grad_()
+        chosen, entropies = implementation(kernels, logits, tokens, 0.7, entropies=True)
+        assert chosen.shape == tokens.shape and entropies is not None
+        (chosen * torch.tensor([1.0, 2.0]) + 3.0 * entropies).sum().backward()
+        assert logits.grad is not None
+        gradients.append(logits.grad)
+    assert torch.allclose(*gradients, atol=1e-5)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Revoked
+from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.rl.config.objective import Objective
 from holdfast.rl.data.batch_columns import BatchColumns
@@ -98,6 +99,7 @@ def test_a_sharded_norm_has_the_same_bits_on_any_number_of_ranks(tmp_path: Any) 
         with LocalCluster(size, "shm") as cluster:
             return set(in_group(cluster, tmp_path / str(size), body))
 
+    zygote().preload("torch.distributed.tensor", "holdfast.comms.torchdist")  # once for all ranks
     assert norm(1) == norm(2) == norm(3)
 
 

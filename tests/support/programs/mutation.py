@@ -47,7 +47,14 @@ TARGETS = {
     "ft/commit": Target(("ft/commit/*.py",), ("tests/ft/session/test_session_parts.py",)),
     "store/catalog": Target(
         ("store/catalog/*.py",),
-        ("tests/store/catalog", "tests/store/fleet/test_fleet_transitions.py", "tests/store/test_store.py"),
+        (
+            "tests/store/catalog",
+            "tests/store/disk/test_store_retention.py",
+            "tests/store/fleet/test_fleet_transitions.py",
+            "tests/store/fleet/test_async_store.py",
+            "tests/store/test_register_outage.py",
+            "tests/store/test_store.py",
+        ),
     ),
     "comms": Target(
         ("comms/execution/argument_checks.py", "comms/quantities.py", "comms/tensors/memory.py"),

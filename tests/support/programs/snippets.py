@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -23,7 +24,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.programs.forked_programs import ForkedProgram
+from holdfast.ft.launch.torch_environment import ReservedPort
+from support.programs.forked_programs import ForkedProgram, run_holdfast
 from support.source_tree import ROOT
 
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
@@ -90,15 +92,21 @@ def _run(block: Block, folder: Path, number: int, where: str) -> None:
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     if block.language == "python":
         with ExitStack() as stack:
+            port = stack.enter_context(ReservedPort("127.0.0.1")).number
             forked = [
                 stack.enter_context(
                     ForkedProgram(
-                        script.read_text(), [str(script)], folder, environment | _rank(rank, block.ranks, folder)
+                        script.read_text(), [str(script)], folder, environment | _rank(rank, block.ranks, port)
                     )
                 )
                 for rank in range(block.ranks)
             ]
             ended = [each.communicate(LIMIT_SECONDS) for each in forked]
+    elif commands := _of_holdfast(block.text):
+        ended = []
+        while commands and not any(each.returncode for each in ended):
+            command, *commands = commands
+            ended.append(run_holdfast(*command, cwd=folder, environ=environment, timeout=LIMIT_SECONDS))
     else:
         assert block.ranks == 1, where
         command = ["bash", "-eu", str(script)]
@@ -111,14 +119,15 @@ def _run(block: Block, folder: Path, number: int, where: str) -> None:
         assert each.returncode == 0, f"{where} ended with {each.returncode}:\n{each.stdout}{each.stderr}"
 
 
-def _rank(rank: int, ranks: int, folder: Path) -> dict[str, str]:
-    """The environment that a launcher sets. One host: the meeting port was free a moment ago."""
+def _of_holdfast(text: str) -> list[list[str]]:
+    """The arguments of each command of a shell block of `holdfast` alone, which needs no new interpreter. Else none."""
+    lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
+    shell = any(word[0] != "holdfast" or set("|&;<>$`(*").intersection("".join(word)) for word in lines if word)
+    return [] if shell else [word[1:] for word in lines if word]
+
+
+def _rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment that a launcher sets."""
     if ranks == 1:
         return {}
-    port = folder / "port"
-    if not port.exists():
-        import socket
-
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port.write_text(str(free.getsockname()[1]))
-    return {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.read_text()}
+    return {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
