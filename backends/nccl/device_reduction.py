@@ -21,7 +21,7 @@ from holdfast.comms.ops import ReduceOp
 
 Tensor = torch.Tensor
 
-_PLAIN = (
+PLAIN = (
     torch.int8,
     torch.uint8,
     torch.int32,
@@ -31,6 +31,7 @@ _PLAIN = (
     torch.float32,
     torch.float64,
 )
+"""The dtypes that NCCL has."""
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BOOLS = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min", "band": "min", "bxor": "sum"}
 _COMBINE: dict[str, Callable[..., Tensor]] = {
@@ -53,6 +54,11 @@ class DeviceReduction:
     native: ReduceOp
     finish: Callable[[Tensor, Tensor, int], None]
 
+    @property
+    def straight(self) -> bool:
+        """Whether the library reduces the tensor itself, if its dtype is one of `PLAIN`."""
+        return self.given in (_itself, _wide)
+
 
 def device_reduction_of(dtype: torch.dtype, op: ReduceOp) -> DeviceReduction | None:
     """The conversion for `dtype` and `op`; None if they are gathered and combined. `Unsupported` if neither works."""
@@ -70,7 +76,7 @@ def device_reduction_of(dtype: torch.dtype, op: ReduceOp) -> DeviceReduction | N
             return DeviceReduction(_flip_top_bit, op, _from_flipped)
     if dtype in EIGHT_BIT_FLOATS:
         return DeviceReduction(lambda tensor: tensor.float(), op, _narrow)
-    if dtype in _PLAIN and dtype.is_floating_point:
+    if dtype in PLAIN and dtype.is_floating_point:
         scaled = op.name == "premul_sum" and dtype == torch.bfloat16
         return DeviceReduction(
             (lambda tensor: tensor * op.factor) if scaled else _itself, ReduceOp.SUM if scaled else op, _copy

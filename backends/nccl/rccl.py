@@ -23,7 +23,7 @@ def holdfast_backends() -> list[BackendInfo]:
         BackendInfo(
             name="rccl",
             api=API_VERSION,
-            description="torch's ProcessGroupNCCL on ROCm: RCCL, between AMD GPUs",
+            description="torch's own group over RCCL, between AMD GPUs; no windows, no symmetric memory",
             capabilities=capabilities(),
             probe=probe,
             connect=connect,

@@ -24,6 +24,7 @@ _UNLESS_SET = {
 NONBLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
 LONGEST_WAIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 HANDSHAKE_SECONDS = "300"
+USE_NCCL2 = "TORCH_DIST_USE_NCCL2"
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 _log = logging.getLogger("holdfast.nccl")
@@ -61,7 +62,7 @@ def settings_of_a_group() -> Iterator[None]:
 
 
 def bound_handshakes() -> None:
-    """Bound how long torch holds its lock while NCCL connects or ends. An abort waits for that lock.
+    """Bound how long torch's older group holds its lock while NCCL connects or ends. An abort waits for that lock.
 
     torch reads the bound once in a process, so it is the same for all communicators, and no communicator's timeout:
     each waits for its ranks by its own deadline before NCCL connects them.

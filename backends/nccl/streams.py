@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -95,6 +96,10 @@ class SideStream:
             self._running.append((event, op))
         return StreamWork(name, self._device, event, self._failed)
 
+    def entered(self) -> AbstractContextManager[Any]:
+        """Make this stream current in the thread that enters."""
+        return _cuda.stream(self._stream)  # type: ignore[no-any-return]
+
     def release(self) -> None:
         """Release the tensors of the ops."""
         self._running.clear()
@@ -118,5 +123,10 @@ def wait_for(event: Event, deadline: float, failed: Callable[[], None]) -> bool:
 
 
 def until(deadline: float) -> timedelta:
-    """The time left until `deadline`, at least a millisecond, at most what torch can represent."""
-    return timedelta(seconds=min(max(deadline - time.monotonic(), 0.001), LONGEST_SECONDS))
+    """The time left until `deadline`, as `within` gives it to torch."""
+    return within(deadline - time.monotonic())
+
+
+def within(seconds: float) -> timedelta:
+    """That time, at least a millisecond, at most what torch can represent."""
+    return timedelta(seconds=min(max(seconds, 0.001), LONGEST_SECONDS))

@@ -1,9 +1,10 @@
-"""`nccl`: torch's own ProcessGroupNCCL, for tensors of NVIDIA GPUs. `rccl` is the same over AMD's library.
+"""`nccl`: torch's own group over NCCL, for tensors of NVIDIA GPUs. `rccl` is the same over AMD's library.
 
 Ops have torch's stream semantics: a synchronous op is queued on the current stream when it returns, an asynchronous one
 runs beside it, and neither waits for the device, so CUDA graphs can hold them. A hung op ends by `abort` from any
 thread, by a peer's death, which a watcher learns from the kernel, or by its timeout, which torch's watchdog notices.
-The next op, or a wait, raises the failure. Barriers and objects wait for the device.
+The next op, or a wait, raises the failure. Barriers and objects wait for the device. The group of an aborted
+communicator ends beside the program (`ending.py`): the next one connects meanwhile.
 """
 
 from __future__ import annotations
@@ -11,23 +12,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options, wait_for_ranks
-from holdfast.backends.nccl import cuda_devices, settings
+from holdfast.backends.nccl import cuda_devices
 from holdfast.backends.nccl.cuda_devices import own_device
-from holdfast.backends.nccl.device_reduction import combine, device_reduction_of
+from holdfast.backends.nccl.device_reduction import PLAIN, combine, device_reduction_of
+from holdfast.backends.nccl.ending import ends, failure_of_end
 from holdfast.backends.nccl.grouped_calls import CallingThread, marks_open_group, run_as_group
-from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for
+from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for, within
+from holdfast.backends.nccl.torch_groups import LEGACY, kind_of_group, make_group, set_timeout
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
 from holdfast.comms.ops import ReduceOp
@@ -35,7 +35,7 @@ from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.tensors.packing import DTYPES, names
-from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.base import Context, Form
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
@@ -47,6 +47,7 @@ _NATIVE_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+_OF_ONE_TENSOR = ("all_reduce", "broadcast")
 _LOOK_SECONDS = 0.05
 """Seconds between checks whether torch's watchdog has ended the group."""
 
@@ -81,7 +82,7 @@ class NcclTransport(TorchGroup):
         self._ended = False
         try:
             self.device = self._device = own_device(context)
-            self._begin(make_group(context))
+            self._begin(make_group(context, self._device))
         except BaseException:
             self._forget_peers()
             raise
@@ -91,7 +92,7 @@ class NcclTransport(TorchGroup):
 
     def _begin(self, group: Any) -> None:
         self._group = group
-        self._allowed = 0.0
+        self._limit = 0.0
         self._calls = CallingThread(self._stream_here)
 
     def _stream_here(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -114,10 +115,8 @@ class NcclTransport(TorchGroup):
             if time.monotonic() > deadline:
                 raise OpTimeout("connect", 0, time.monotonic() - began)
 
-        entered = self._stream_here()
-
         def first_op() -> None:
-            with entered():
+            with self._side.entered():  # the current stream may still hold an op of the communicator before
                 self.barrier(deadline)
 
         run_interruptible(first_op, look)
@@ -138,18 +137,21 @@ class NcclTransport(TorchGroup):
         try:
             self._calls.run(_issue, start, *arguments)
         except RuntimeError as error:
-            of_nccl = isinstance(error, dist.DistError) or str(error).startswith("NCCL")
-            if self._error is None and not of_nccl:
-                raise  # an error of this process: out of memory, for one
-            raise self._explain(op, error) from error
+            self._raise(op, error)
+
+    def _raise(self, op: str, error: RuntimeError) -> NoReturn:
+        """Raise what a failure of torch's group means; the failure itself if it is this process's (out of memory)."""
+        of_nccl = isinstance(error, dist.DistError) or str(error).startswith("NCCL")
+        if self._error is None and not of_nccl:
+            raise error
+        raise self._explain(op, error) from error
 
     def _set_timeout(self, seconds: float) -> None:
         """Set the timeout of the next op. torch checks only the timeout of the group, not those of op options."""
-        steps = math.ceil(min(max(seconds, 0.0), LONGEST_SECONDS) / _TIMEOUT_STEP)
-        allowed = max(steps, 1) * _TIMEOUT_STEP
-        if allowed != self._allowed:
-            self._group._set_default_timeout(timedelta(seconds=allowed))
-            self._allowed = allowed
+        limit = _allowed(seconds)
+        if limit != self._limit:
+            set_timeout(self._group, limit)
+            self._limit = limit
 
     def _explain(self, op: str, error: RuntimeError) -> HoldfastError:
         """Translate a failure of torch's group: this rank's abort, a peer's end, a timeout, or an error of NCCL."""
@@ -173,22 +175,72 @@ class NcclTransport(TorchGroup):
         return PeerFailed((), f"NCCL reports {kind.lower().replace('_', ' ')}: a connection or a peer is lost")
 
     def _end_group(self) -> None:
+        """Begin the end of the group, and return: NCCL takes half a second for it."""
         if not self._ended:
-            self._ended = True
             group = self._group
-            self._set_timeout(_ABORT_SECONDS)
-            _ended_within(_ABORT_SECONDS, "abort", lambda: group.abort())
+
+            def end() -> None:
+                set_timeout(group, _ABORT_SECONDS)
+                group.abort()
+
+            ends.begin(end, _ABORT_SECONDS, (self._side, self._flag))  # the device uses these until then
+            self._ended = True
 
     def _release_group(self) -> None:
         """Leave together with the others, so that NCCL sends what is left; or without them, if they take too long."""
-        self._side.release()
         self._calls.close()
         left, self._group = [self._group], None
         if not self._ended:
             self._ended = True
-            if not _ended_within(_CLOSE_SECONDS, "shutdown", lambda: left[0].shutdown()):
-                _ended_within(_ABORT_SECONDS, "abort", lambda: left[0].abort())
-        _ended_within(_ABORT_SECONDS, "release", left.clear)
+            if failure_of_end(_CLOSE_SECONDS, "shutdown", left[0].shutdown) is not None:
+                failure_of_end(_ABORT_SECONDS, "abort", left[0].abort)
+            self._side.release()
+        failure_of_end(_ABORT_SECONDS, "release", left.clear)
+
+    # -- ops whose tensors and reduction torch's group takes as they are
+
+    def function(self, form: Form) -> Callable[..., None]:
+        name, kind, fields = self._straight(form)
+        if kind is None:
+            return super().function(form)
+        seconds, limit, op, single = form.timeout, _allowed(form.timeout), form.op, form.op in _OF_ONE_TENSOR
+        given = options(kind, within(seconds), asyncOp=False, **fields)
+
+        def start(*tensors: Any) -> Any:
+            return getattr(self._group, name)(*(([*tensors],) if single else tensors), given)
+
+        def call(*arguments: Any) -> None:
+            self._seq += 1
+            if self._error is not None:
+                raise self._error.again()
+            if self._limit != limit:
+                self._set_timeout(seconds)
+            try:
+                work = self._calls.run(start, *arguments[:-1])
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                self._raise(op, error)
+
+        return call
+
+    def _straight(self, form: Form) -> tuple[str, Any, dict[str, Any]]:
+        """The call of torch's group for an op, its kind of options and their fields; no kind if it needs more."""
+        if not form.nbytes or form.dtype not in PLAIN:
+            return "", None, {}
+        if form.reduction is not None:
+            plan = device_reduction_of(form.dtype, form.reduction)
+            if plan is None or not plan.straight:
+                return "", None, {}
+            reduction = {"reduceOp": _native(plan.native)}
+            if form.op == "all_reduce":
+                return "allreduce", dist.AllreduceOptions, reduction
+            return "_reduce_scatter_base", dist.ReduceScatterOptions, reduction
+        if form.op == "broadcast":
+            return "broadcast", dist.BroadcastOptions, {"rootRank": form.root, "rootTensor": 0}
+        if form.op == "all_gather":
+            return "_allgather_base", AllgatherOptions, {}
+        return "", None, {}
 
     # -- reductions
 
@@ -329,48 +381,16 @@ class NcclTransport(TorchGroup):
         self._call("batch_send_recv", deadline, run_as_group, self._group, ops)
 
 
-def make_group(context: Context) -> Any:
-    """Make a ProcessGroupNCCL that connects lazily and without blocking; its watchdog ends the group, not the process.
-
-    torch has turned off connecting eagerly without blocking, since it hung. Lazy connecting is bounded in time,
-    blocking is not. The user's own TORCH_NCCL_USE_COMM_NONBLOCKING takes precedence.
-    """
-    kind: Any = dist.ProcessGroupNCCL
-    options_ = kind.Options()
-    limit = until(context.deadline)
-    options_._timeout = limit
-    if settings.NONBLOCKING not in os.environ:
-        options_.config.blocking = 0
-    for name, value in context.hints.items():
-        setattr(options_.config, name, int(value))
-    settings.bound_handshakes()
-    with settings.settings_of_a_group():
-        return kind(context.store, context.rank, context.size, options_)
+def _allowed(seconds: float) -> float:
+    """The timeout that an op gets: whole steps of torch's watchdog, so that it seldom changes."""
+    steps = math.ceil(min(max(seconds, 0.0), LONGEST_SECONDS) / _TIMEOUT_STEP)
+    return max(steps, 1) * _TIMEOUT_STEP
 
 
 def _issue(start: Callable[..., Any], *arguments: Any) -> None:
     work = start(*arguments)
     if work is not None:
         work.wait()
-
-
-def _ended_within(seconds: float, what: str, call: Callable[[], object]) -> bool:
-    """Whether `call()`, of torch's group, ends by itself within `seconds`. It is abandoned if not."""
-    until_ = time.monotonic() + seconds
-
-    def look() -> None:
-        if time.monotonic() > until_:
-            raise TimeoutError
-
-    try:
-        run_interruptible(call, look)
-    except TimeoutError:
-        _log.warning("%s of a NCCL group takes longer than %g s: left behind", what, seconds)
-        return False
-    except Exception as error:
-        _log.warning("%s of a NCCL group failed: %s", what, str(error).splitlines()[:1])
-        return False
-    return True
 
 
 def _native(op: ReduceOp) -> Any:
@@ -416,7 +436,10 @@ def probe_torch(library: str) -> Available | Unavailable:
         return Unavailable("torch sees no GPU", f"it needs an {maker} GPU: check the driver, and {variable}")
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     blind = "" if finds_failures() else "; this torch does not say when an op timed out or a connection broke"
-    return Available(f"torch {torch.__version__}, {library.upper()} {version}, {gpus} GPU{'s' * (gpus > 1)}{blind}")
+    group = "" if (kind := kind_of_group()) == LEGACY else f" ({kind})"
+    return Available(
+        f"torch {torch.__version__}{group}, {library.upper()} {version}, {gpus} GPU{'s' * (gpus > 1)}{blind}"
+    )
 
 
 def finds_failures() -> bool:
@@ -429,23 +452,17 @@ def connect_over(context: Context, library: str) -> NcclTransport:
     """Make the group and connect all its ranks; collective over all ranks of the context."""
     if context.device.type != "cuda":
         raise Unsupported(f"{library} on {context.device}", "pass device='cuda', or use shm or gloo for CPU tensors")
+    ends.check()
     transport = NcclTransport(context, library)
     try:
         wait_for_ranks(context, transport._liveness, f"{library}/")
         transport.connect_ranks(context.deadline, context.over)
     except BaseException as error:
         over = error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}")
-        leaving = threading.Thread(target=_leave_group, args=(transport, over), name=f"holdfast-{library}-leave")
-        leaving.start()
-        leaving.join(_GRACE_SECONDS)
+        transport.abort(over)
+        transport.close()
         raise
     return transport
-
-
-def _leave_group(transport: NcclTransport, error: HoldfastError) -> None:
-    """End a group that has not connected. That takes as long as torch waits with the communicator's lock held."""
-    transport.abort(error)
-    transport.close()
 
 
 def capabilities() -> Capabilities:
@@ -473,7 +490,7 @@ def holdfast_backends() -> list[BackendInfo]:
         BackendInfo(
             name="nccl",
             api=API_VERSION,
-            description="torch's ProcessGroupNCCL, between NVIDIA GPUs",
+            description="torch's own group over NCCL, between NVIDIA GPUs; no windows, no symmetric memory",
             capabilities=capabilities(),
             probe=probe,
             connect=connect,

@@ -433,10 +433,14 @@ def overhead(
 
 @app.command("layer")
 def layer(
-    backend: Annotated[str, typer.Argument(help="gloo or mpi: a backend over a library that others made.")],
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks.")] = 2,
+    backend: Annotated[str, typer.Argument(help="gloo, mpi or nccl: a backend over a library that others made.")],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks; of nccl always one.")] = 2,
     sizes: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "8,1M,16M",
     rounds: Annotated[int, typer.Option(min=4, help="Turns of each way to call it.")] = 60,
+    stand_in: Annotated[
+        bool,
+        typer.Option("--stand-in", help="For nccl: a group of torch that does nothing, in the place of NCCL."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what holdfast adds to a call of another library, in the same processes, in turn with calling it directly.
@@ -446,17 +450,21 @@ def layer(
         holdfast bench layer gloo
 
         holdfast bench layer mpi --sizes 8 --rounds 200
+
+        holdfast bench layer nccl --stand-in --sizes 8
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import print_json
-    from holdfast.harness.bench.overhead.layer import run, table
+    from holdfast.harness.bench.overhead.layer import STAND_IN, run, table
 
+    if stand_in and backend != "nccl":
+        raise typer.BadParameter(f"--stand-in: {backend} needs none", param_hint="--stand-in")
     try:
         parsed = parse_sizes(sizes)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        cost = run(backend, parsed, ranks, rounds, lambda text: typer.echo(text, err=True))
+        cost = run(STAND_IN if stand_in else backend, parsed, ranks, rounds, lambda text: typer.echo(text, err=True))
     except HoldfastError as error:
         raise _failed("layer", error) from error
     if json:

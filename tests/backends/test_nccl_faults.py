@@ -6,11 +6,14 @@ Without a GPU: over stand-ins that record the calls of torch's group in order, a
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -20,16 +23,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.backends.nccl import cuda_devices, streams
+from holdfast.backends.nccl import cuda_devices, ending, streams, torch_groups
 from holdfast.backends.nccl import settings as nccl_settings
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.grouped_calls import _this_thread
+from holdfast.backends.nccl.stand_in import LikeNccl, OnTheHost
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer
-from support.samples.like_nccl import LikeNccl, OnTheHost
 from support.waiting import PATIENCE, eventually
 
 
@@ -120,25 +123,21 @@ def test_connecting_ends_when_a_peer_dies_or_the_view_is_superseded(blocked: Cal
 def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
     blocked: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 60.0)
-    ended: list[str] = []
     may_abort = threading.Event()
+    ended: list[str] = []
 
-    def connecting(context: Any, library: str) -> OnTheHost:
-        group = Recording(allreduce=blocked, abort=lambda *_: may_abort.wait(60.0) and None)
-        transport = over(group)
-        close = transport.close
-        transport.close = lambda: (close(), ended.extend(group.calls))[0]  # type: ignore[func-returns-value, method-assign]
-        return transport
+    def abort(*_: Any) -> None:
+        assert may_abort.wait(PATIENCE)
+        ended.append("abort")
 
-    monkeypatch.setattr(nccl, "NcclTransport", connecting)
+    monkeypatch.setattr(nccl, "NcclTransport", lambda *_: over(Recording(allreduce=blocked, abort=abort)))
     place = context(0, "cuda", "a")
     place.deadline = soon(0.2)
     with pytest.raises(OpTimeout, match="connect"):
         nccl.connect_over(place, "nccl")
     assert not ended, "it waits for no abort"
     may_abort.set()
-    eventually(lambda: "abort" in ended)
+    eventually(lambda: ended == ["abort"])
 
 
 def test_each_communicator_waits_for_late_ranks_by_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +201,19 @@ def test_an_abort_that_raises_does_not_end_the_watcher(caplog: pytest.LogCapture
     assert [str(each) for each in seen[:2]] == ["None", "None"] and isinstance(seen[2], PeerFailed)
 
 
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> ending.BackgroundEnds:
+    """The ends of this test alone."""
+    fresh = ending.BackgroundEnds(most=2)
+    monkeypatch.setattr(nccl, "ends", fresh)
+    return fresh
+
+
 def test_an_abort_has_time_of_its_own_and_is_left_behind_if_it_takes_longer(
-    blocked: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    blocked: Callable[..., None],
+    ends: ending.BackgroundEnds,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.3)
     group = Recording(abort=blocked)
@@ -212,8 +222,76 @@ def test_an_abort_has_time_of_its_own_and_is_left_behind_if_it_takes_longer(
     transport.abort(PeerFailed((1,), "gone"))
     transport.close()
     assert time.monotonic() - began < PATIENCE
+    eventually(lambda: ends.left_behind == 1)
     assert group.calls[-2:] == ["_set_default_timeout(0.3 s)", "abort"]
     assert "left behind" in caplog.text
+
+
+def test_the_next_communicator_connects_and_its_ops_run_while_the_old_group_still_ends() -> None:
+    """The order of a recovery from a death: the half second of NCCL's abort is beside it, and not in it."""
+    happened: list[str] = []
+    may_end = threading.Event()
+
+    def abort(*_: Any) -> None:
+        happened.append("the abort begins")
+        assert may_end.wait(PATIENCE)
+        happened.append("the abort ends")
+
+    old = over(Recording(abort=abort))
+    old.all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+    old.abort(PeerFailed((1,), "gone"))
+    with pytest.raises(PeerFailed, match="gone"):
+        old.barrier(soon())
+    eventually(lambda: happened == ["the abort begins"])
+    after, tensor = OnTheHost(0, 1, dist.HashStore()), torch.ones(2)
+    after.connect_ranks(soon(), lambda: None)
+    happened.append("the next one is connected")
+    after.all_reduce(tensor, ReduceOp.SUM, soon())
+    assert tensor.tolist() == [1, 1]
+    old.close()
+    happened.append("the old one is closed")
+    may_end.set()
+    eventually(lambda: happened[-1] == "the abort ends")
+    after.close()
+    assert happened == [
+        "the abort begins", "the next one is connected", "the old one is closed", "the abort ends",
+    ]  # fmt: skip
+
+
+def test_what_the_device_may_still_use_is_kept_until_the_group_has_ended() -> None:
+    may_end = threading.Event()
+    transport = over(Recording(abort=lambda *_: may_end.wait(PATIENCE) and None))
+    flag = weakref.ref(transport._flag)
+    transport.abort(PeerFailed((1,), "gone"))
+    transport.close()
+    del transport
+    gc.collect()
+    assert flag() is not None
+    may_end.set()
+    eventually(lambda: gc.collect() >= 0 and flag() is None)
+
+
+def test_no_more_groups_end_at_once_than_the_limit_and_too_many_left_behind_stop_new_ones(
+    blocked: Callable[..., None], ends: ending.BackgroundEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[int] = []
+
+    def end(seconds: float) -> None:
+        running.append(len(running))
+        time.sleep(seconds)
+        running.pop()
+
+    most: list[int] = []
+    for _ in range(4):
+        ends.begin(lambda: (end(0.05), most.append(len(running)))[0], PATIENCE, ())
+    eventually(lambda: len(most) == 4)
+    assert max(most) < 2 and ends.left_behind == 0
+    ends.check()
+    for _ in range(2):
+        ends.begin(blocked, 0.05, ())
+    eventually(lambda: ends.left_behind == 2)
+    with pytest.raises(HoldfastError, match="2 groups of NCCL in this process did not end"):
+        nccl.connect_over(context(0, "cuda", "a"), "nccl")
 
 
 def test_a_close_that_others_do_not_join_becomes_an_abort(
@@ -400,26 +478,109 @@ def test_variables_that_a_user_has_set_stay_or_a_warning_says_otherwise(
     ]  # fmt: skip
 
 
+class Made:
+    """What ProcessGroupNCCL and ProcessGroupNCCL2 are made with; `lazy_init` is an option of torch 2.15."""
+
+    class Options:
+        lazy_init = False
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(blocking=None)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any, device: Any = None) -> None:
+        self.made, self.device, self.variables = options, device, variables()
+
+
+class Made2(Made):
+    """That of nccl2."""
+
+
+class Older:
+    """The options of torch 2.14 and before."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(blocking=None)
+
+
 def test_the_group_is_made_without_blocking_unless_the_user_says(environment: pytest.MonkeyPatch) -> None:
-    class Group:
-        class Options:
-            def __init__(self) -> None:
-                self.config = SimpleNamespace(blocking=None)
-
-        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-            self.made, self.variables = options, variables()
-
-    environment.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    environment.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
+    environment.setattr(torch_groups, "kind_of_group", lambda: torch_groups.LEGACY)
     environment.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
     environment.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
-    context: Any = SimpleNamespace(store=None, rank=0, size=1, deadline=soon(12))
-    group = nccl.make_group(context)
+    place: Any = SimpleNamespace(store=None, rank=0, size=1, deadline=soon(12), hints={})
+    gpu = torch.device("cuda", 1)
+    group = torch_groups.make_group(place, gpu)
     assert group.made.config.blocking == 0 and 11 < group.made._timeout.total_seconds() <= 12
     assert group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "300", "torch reads it once, so no timeout decides"
     environment.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
     environment.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
-    group = nccl.make_group(context)
+    group = torch_groups.make_group(place, gpu)
     assert group.made.config.blocking is None and group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("torch_has", "asked", "taken"),
+    [
+        ("2.13", "1", "nccl-legacy"),
+        ("2.14", None, "nccl-legacy"), ("2.14", "0", "nccl-legacy"), ("2.14", "1", "nccl2"),
+        ("2.15", None, "nccl2"), ("2.15", "1", "nccl2"), ("2.15", "0", "nccl-legacy"),
+    ],
+)  # fmt: skip
+def test_the_group_is_the_one_that_torch_takes_for_nccl(
+    environment: pytest.MonkeyPatch, torch_has: str, asked: str | None, taken: str
+) -> None:
+    options = Made.Options if torch_has == "2.15" else Older
+    environment.setattr(dist, "ProcessGroupNCCL", type("Older", (Made,), {"Options": options}), raising=False)
+    environment.setattr(dist, "ProcessGroupNCCL2", Made2, raising=False)
+    if torch_has == "2.13":
+        environment.delattr(dist, "ProcessGroupNCCL2")
+    environment.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    if asked is not None:
+        environment.setenv("TORCH_DIST_USE_NCCL2", asked)
+    environment.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
+    assert torch_groups.kind_of_group() == taken
+    first, later = (SimpleNamespace(store=None, rank=0, size=1, deadline=soon(bound), hints={}) for bound in (5, 50))
+    for place, bound in ((first, 5), (later, 50)):
+        group = torch_groups.make_group(place, torch.device("cuda", 1))  # type: ignore[arg-type]
+        assert type(group) is (Made2 if taken == "nccl2" else dist.ProcessGroupNCCL)
+        assert bound - 1 < group.made._timeout.total_seconds() <= bound, "each communicator has its own bound"
+        assert group.variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2", "a failure does not end the process"
+        if taken == "nccl2":
+            assert group.device == (torch.device("cuda", 1) if torch_has == "2.15" else None)
+            assert getattr(group.made, "lazy_init", None) == (True if torch_has == "2.15" else None)
+
+
+def test_an_op_of_nccl2_has_its_timeout_from_the_group_or_its_options() -> None:
+    """nccl2 has `set_timeout` alone, which torch 2.14 gave to all groups."""
+    group = Recording()
+    limits: list[float] = []
+    group.set_timeout = lambda limit: limits.append(limit.total_seconds())  # type: ignore[attr-defined]
+    group._set_default_timeout = None  # type: ignore[attr-defined]
+    transport = over(group)
+    transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon(2.0))
+    transport.send(torch.ones(2), 1, 0, soon(3.0))
+    assert limits == [2.0, 3.0]
+
+
+PROGRAM = """
+import os, sys, time
+from types import SimpleNamespace
+import torch, torch.distributed as dist
+from holdfast.backends.nccl import torch_groups
+from holdfast.backends.nccl.transport import probe
+place = SimpleNamespace(store=dist.HashStore(), rank=0, size=1, deadline=time.monotonic() + 9, hints={})
+group = torch_groups.make_group(place, torch.device("cuda", 0))
+torch_groups.set_timeout(group, 3.0)
+print(torch_groups.kind_of_group(), type(group).__name__, group.get_error().name, group.options._timeout, probe())
+sys.stdout.flush()
+os._exit(0)  # to destroy it takes a driver
+"""
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="a torch with nccl2: 2.15 (make torch-2.15.0)")
+def test_torchs_own_nccl2_is_made_and_bounded_as_its_stand_in_is() -> None:
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert run.stdout.startswith("nccl2 ProcessGroupNCCL2 SUCCESS 0:00:03"), run.stderr
 
 
 # Devices ------------------------------------------------------------------------------------------------------------

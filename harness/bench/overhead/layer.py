@@ -1,5 +1,8 @@
 """`holdfast bench layer`: what holdfast adds to a call of another library's transport.
 
+For nccl that is one rank, and the time of the host: a call returns once the op is queued. Where there is no GPU, a
+group of torch that does nothing stands in for NCCL, and the rest of the path is the same.
+
 The same all_reduce of the same ranks, called in three ways that take turns in the same processes: on the library's own
 object, with everything prepared beforehand; as the library's users call it, which for gloo is
 `torch.distributed.all_reduce`; and through holdfast. Each has connections of its own, of the same kind.
@@ -7,6 +10,7 @@ object, with everything prepared beforehand; as the library's users call it, whi
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +31,13 @@ if TYPE_CHECKING:
     from holdfast.comms import Communicator
 
 HOLDFAST = "holdfast"
+STAND_IN = "nccl-stand-in"
+"""A backend of a plugin that is registered here by hand: nothing imports a backend."""
 WAYS = {
     "gloo": ("ProcessGroupGloo.allreduce", "torch.distributed.all_reduce", HOLDFAST),
     "mpi": ("MPI.Comm.Allreduce", HOLDFAST),
+    "nccl": ("ProcessGroupNCCL.allreduce", HOLDFAST),
+    STAND_IN: ("FakeProcessGroup.allreduce", HOLDFAST),
 }
 """By backend, the ways to call. The others are compared with the first."""
 
@@ -71,9 +79,18 @@ def run(
 ) -> LayerCost:
     """Measure, about a second for each size and ten rounds. Raises `Unsupported` for a backend that is no layer."""
     if backend not in WAYS:
-        raise Unsupported(f"what holdfast adds over {backend!r}", f"ask for {' or '.join(map(repr, WAYS))}")
+        known = ", ".join(repr(name) for name in WAYS if name != STAND_IN)
+        raise Unsupported(f"what holdfast adds over {backend!r}", f"ask for one of {known}")
     noise, calls = Noise(zygote_pid), list[CallCost]()
-    with LocalCluster(ranks, backend, environ={"HOLDFAST_CHECK": "0"}, threads=1, echo=False, timeout=300.0) as cluster:
+    if backend == STAND_IN:
+        for nbytes in sizes:
+            progress(f"{backend}, {nbytes} B")
+            with _one_stand_in() as comm:
+                calls += _costs(backend, nbytes, [_take_turns(comm, backend, "", max(1, nbytes // 4), rounds)])
+        return LayerCost(backend, 1, tuple(calls), noise.cpus())
+    ranks, device = (1, "cuda") if backend == "nccl" else (ranks, None)
+    options: Any = {"environ": {"HOLDFAST_CHECK": "0"}, "threads": 1, "echo": False, "timeout": 300.0}
+    with LocalCluster(ranks, backend, device=device, **options) as cluster:
         for nbytes in sizes:
             progress(f"{backend}, {nbytes} B")
             meeting = str(cluster.logs / f"layer-{nbytes}")
@@ -103,8 +120,8 @@ def _take_turns(comm: Communicator, backend: str, meeting: str, count: int, roun
     """By way, the seconds of a call in each round."""
     import torch
 
-    tensor = torch.empty(count)
-    with (_gloo if backend == "gloo" else _mpi)(comm, meeting, tensor) as others:
+    tensor = torch.empty(count, device=comm.device)
+    with _OTHERS[backend](comm, meeting, tensor) as others:
         ways: tuple[Way, ...] = (*others, comm.all_reduce)
         for way in ways:
             _check(comm, way, tensor)
@@ -166,6 +183,56 @@ def _mpi(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tup
         yield (lambda _: world.Allreduce(place, buffer, add),)
     finally:
         world.Free()
+
+
+@contextmanager
+def _nccl(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tuple[Way, ...]]:
+    """torch's own group, on the caller's stream as ours."""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", store=dist.FileStore(meeting, comm.size), rank=comm.rank, world_size=comm.size)
+    try:
+        group: Any = dist.distributed_c10d._get_default_group()._get_backend(tensor.device)
+        yield (_queued_by(group, tensor),)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _stand_in(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tuple[Way, ...]]:
+    yield (_queued_by(importlib.import_module(_PLUGIN).OneRank(), tensor),)
+
+
+def _queued_by(group: Any, tensor: torch.Tensor) -> Way:
+    import torch.distributed as dist
+
+    tensors, options = [tensor], dist.AllreduceOptions()
+    options.asyncOp = False
+
+    def way(_: torch.Tensor) -> object:
+        work = group.allreduce(tensors, options)
+        return None if work is None else work.wait()
+
+    return way
+
+
+@contextmanager
+def _one_stand_in() -> Iterator[Communicator]:
+    import torch.distributed as dist
+
+    from holdfast import comms
+
+    plugin = importlib.import_module(_PLUGIN)
+    comms.register(plugin)
+    try:
+        with comms.connect(STAND_IN, rank=0, size=1, rendezvous=dist.HashStore()) as comm:
+            yield comm
+    finally:
+        comms.unregister(plugin)
+
+
+_PLUGIN = "holdfast.backends.nccl.stand_in"
+_OTHERS = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl, STAND_IN: _stand_in}
 
 
 def table(cost: LayerCost) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from holdfast.comms.errors import Unsupported
 from holdfast.harness.bench.overhead import layer, overhead
@@ -20,8 +21,14 @@ def test_overhead_measures_every_variant_and_steps_with_and_without_a_session() 
     assert "under ft.Session" in overhead.table(cost)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("backend", sorted(layer.WAYS))
+def _backend(name: str) -> object:
+    if name == layer.STAND_IN:
+        return name  # within this process, in a second
+    gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    return pytest.param(name, marks=[pytest.mark.thorough, *([gpu] if name == "nccl" else [])])
+
+
+@pytest.mark.parametrize("backend", map(_backend, sorted(layer.WAYS)))
 def test_layer_measures_each_way_at_each_size(backend: str) -> None:
     ways = layer.WAYS[backend]
     cost = layer.run(backend, [8, 65_536], rounds=6)

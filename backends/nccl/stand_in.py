@@ -1,0 +1,342 @@
+"""The nccl transport over other groups of torch in NCCL's place, for machines without a GPU: tests and the bench.
+
+A plugin to be registered by hand (`comms.register`): its backend `nccl-stand-in` runs this package's own code, over
+torch's gloo group and host memory. What NCCL and a GPU do themselves is imitated: a queue runs the ops in order, and a
+call returns once its op is queued; an abort takes as long as NCCL's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup
+
+from holdfast.backends.common.torch_group import TorchGroup, bytes_of, wait_for_ranks
+from holdfast.backends.common.torch_group import options as options_of
+from holdfast.backends.gloo.connecting import abandoned_groups, connect_group
+from holdfast.backends.gloo.sockets import shut_down
+from holdfast.backends.nccl import transport
+from holdfast.backends.nccl.ending import ends
+from holdfast.backends.nccl.streams import wait_for
+from holdfast.backends.nccl.transport import NcclTransport
+from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
+from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
+from holdfast.comms.tensors.packing import DTYPES, names
+from holdfast.comms.transport.base import Context, Form
+from holdfast.comms.transport.liveness import Liveness
+
+Tensor = torch.Tensor
+
+NAME = "nccl-stand-in"
+abort_seconds = 0.53
+"""How long an abort takes here: what ProcessGroupNCCL took on one H100."""
+
+
+class LikeNccl:
+    """torch's gloo group, with the few calls that only NCCL's has. Each op is complete when its call returns."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._together: list[Any] | None = None
+        self.aborted = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> None:
+        average = options.reduceOp.op == dist.ReduceOp.AVG if hasattr(options.reduceOp, "op") else False
+        if average:
+            given, options = options, options_of(dist.AllreduceOptions, options.timeout)
+            options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, given.asyncOp
+        self._group.allreduce(tensors, options).wait()
+        if average:
+            tensors[0].div_(self._group.size())
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> None:
+        self._group.broadcast(tensors, options).wait()
+
+    def reduce(self, tensors: list[Tensor], options: Any) -> None:
+        """gloo leaves partial sums on the ranks that are not the root."""
+        total = options_of(dist.AllreduceOptions, options.timeout, reduceOp=options.reduceOp)
+        mine = tensors[0].clone()
+        self.allreduce([mine], total)
+        if options.rootRank == self._group.rank():
+            tensors[0].copy_(mine)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> None:
+        taken = torch.empty(sum(each.numel() for each in outputs), dtype=torch.uint8)
+        sizes = [each.numel() for each in outputs]
+        self._group.alltoall_base(taken, torch.cat(inputs), sizes, [each.numel() for each in inputs], options).wait()
+        for output, part in zip(outputs, torch.split(taken, sizes), strict=True):
+            output.copy_(part)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> None:
+        self._group.allgather(outputs, inputs, options).wait()
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, options: Any) -> None:
+        self._group._allgather_base(output.view(-1), tensor.view(-1), options).wait()
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any) -> None:
+        limit = options_of(dist.AllreduceOptions, options.timeout, reduceOp=options.reduceOp)
+        whole = whole.clone()
+        self.allreduce([whole], limit)
+        output.copy_(whole.view(self._group.size(), -1)[self._group.rank()].view(output.shape))
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> None:
+        assert self._together is not None
+        self._together.append(self._group.send(tensors, dst, tag))
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> None:
+        assert self._together is not None
+        self._together.append(self._group.recv(tensors, src, tag))
+
+    def _start_coalescing(self) -> None:
+        self._together = []
+
+    def _end_coalescing(self) -> Any:
+        together, self._together = self._together or [], None
+        return SimpleNamespace(wait=lambda: [work.wait() for work in together])
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+class OneRank:
+    """torch's group that does nothing, which is what the ops of one rank do. A call costs what a call of torch does."""
+
+    def __init__(self) -> None:
+        group: Any = FakeProcessGroup._create_internal(0, 1)
+        self.allreduce, self.broadcast = group.allreduce, group.broadcast
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """Does nothing: no op lasts."""
+
+    def shutdown(self) -> None:
+        """Does nothing."""
+
+    abort = shutdown
+
+
+class OnTheHost(NcclTransport):
+    """The nccl transport without streams, processes or a watcher, over a group whose calls complete their ops."""
+
+    streams: ClassVar[bool] = False
+
+    def __init__(self, rank: int, size: int, store: dist.Store, group: Any = None) -> None:
+        self.rank, self.size, self._epoch, self._seq = rank, size, 0, 0
+        self._error: HoldfastError | None = None
+        self._ended = False
+        self._liveness = Liveness([], rank)
+        self._ending = threading.RLock()
+        self._on_the_host()
+        self._begin(
+            LikeNccl(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))) if group is None else group
+        )
+
+    def _on_the_host(self) -> None:
+        self._device = torch.device("cpu")
+        side = SimpleNamespace(release=lambda: None, entered=contextlib.nullcontext)
+        self._side = side  # type: ignore[assignment]
+        self._flag = torch.zeros(1, dtype=torch.uint8)
+
+    def _stream_here(self) -> Any:
+        return contextlib.nullcontext
+
+    def _wait(self, op: str, deadline: float) -> None:
+        self._check()
+
+    def _forget_peers(self) -> None:
+        """Does nothing: this transport watches no peers."""
+
+    def _all_gather_of_host(self, outputs: Any, tensor: Tensor, deadline: float) -> None:
+        """Gather as device memory is."""
+        if len({output.nbytes for output in outputs}) > 1:
+            self._exchange("all_gather", outputs, [tensor] * self.size, deadline)
+        elif tensor.numel():
+            limit, given = AllgatherOptions(), bytes_of(tensor)
+            if (whole := transport._adjacent(outputs)) is not None:
+                self._call("all_gather", deadline, self._group._allgather_base, whole, given, limit)
+            else:
+                taken = [[bytes_of(output) for output in outputs]]
+                self._call("all_gather", deadline, self._group.allgather, taken, [given], limit)
+
+
+class Queue:
+    """A stream of the imitated device: runs ops in order, in a thread. An op that fails ends those behind it."""
+
+    def __init__(self, name: str) -> None:
+        self._added = threading.Condition()
+        self._ops: list[tuple[Callable[[], object], float]] = []
+        self.done = 0
+        self.count = 0
+        self.failure: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"holdfast-{name}-queue", daemon=True)
+        self._thread.start()
+
+    def add(self, op: Callable[[], object], seconds: float) -> None:
+        with self._added:
+            self._ops.append((op, time.monotonic() + seconds))
+            self.count += 1
+            self._added.notify()
+
+    def is_late(self) -> bool:
+        """Whether the running op has exceeded its time."""
+        with self._added:
+            return bool(self._ops) and time.monotonic() > self._ops[0][1]
+
+    def _run(self) -> None:
+        while True:
+            with self._added:
+                self._added.wait_for(lambda: self._ops or self._closed)
+                if not self._ops:
+                    return
+                op = self._ops[0][0]
+            try:
+                if self.failure is None:
+                    op()
+            except BaseException as error:
+                self.failure = error
+            with self._added:
+                del self._ops[0]
+                self.done += self.failure is None
+
+    def close(self) -> None:
+        with self._added:
+            self._closed = True
+            self._added.notify()
+        self._thread.join()
+
+
+class QueuedGroup:
+    """As `LikeNccl`, but the ops run in a queue; an abort ends the one that is blocked, and then takes its time."""
+
+    def __init__(self, group: Any, connections: list[Any], seconds: float) -> None:
+        self._group, self._at_once = group, LikeNccl(group)
+        self._connections = connections
+        self._seconds = seconds
+        self.queue = Queue(NAME)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        op = getattr(self._at_once, name)
+        return lambda *arguments: self.queue.add(lambda: op(*arguments), self._seconds)
+
+    def _start_coalescing(self) -> None:
+        self._at_once._start_coalescing()
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> None:
+        self._at_once.send(tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> None:
+        self._at_once.recv(tensors, src, tag)
+
+    def _end_coalescing(self) -> None:
+        """The sends and receives have started; wait for them in the queue."""
+        self.queue.add(self._at_once._end_coalescing().wait, self._seconds)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    def get_error(self) -> Any:
+        """As torch's watchdog finds it."""
+        kind = "TIMEOUT" if self.queue.is_late() else "COMM_ERROR" if self.queue.failure is not None else "SUCCESS"
+        return SimpleNamespace(name=kind)
+
+    def abort(self) -> None:
+        for connection in self._connections:
+            shut_down(connection)
+        time.sleep(abort_seconds)
+        self._release()
+
+    def shutdown(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        self.queue.close()
+        if self.queue.failure is not None:
+            abandoned_groups.append(self._group)
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+
+
+class StandInTransport(OnTheHost):
+    """The nccl transport between processes of hosts without a GPU, over a `QueuedGroup`."""
+
+    _forget_peers = TorchGroup._forget_peers
+
+    def __init__(self, context: Context) -> None:
+        TorchGroup.__init__(self, context)
+        self._ended = False
+        self._on_the_host()
+        try:
+            connected = connect_group(context, self._liveness)
+        except BaseException:
+            self._forget_peers()
+            raise
+        self._begin(QueuedGroup(connected.group, connected.connections, 60.0))
+        self._watch_peers(NAME)
+
+    def _wait(self, op: str, deadline: float) -> None:
+        """Wait for the queue as for a stream, though by the deadline of the watchdog as well."""
+        queue, count = self._group.queue, self._group.queue.count
+        began = time.monotonic()
+        passed = SimpleNamespace(query=lambda: queue.done >= count)
+        if not wait_for(passed, deadline, self._check):
+            raise OpTimeout(op, self._seq, time.monotonic() - began)
+        self._check()
+
+    def _call(self, op: str, deadline: float, start: Callable[..., Any], *arguments: Any) -> None:
+        """Wait for each op: the caller reads host memory, which no stream orders."""
+        super()._call(op, deadline, start, *arguments)
+        self._wait(op, deadline)
+
+    def function(self, form: Form) -> Callable[..., None]:
+        call = super().function(form)
+
+        def and_wait(*arguments: Any) -> None:
+            call(*arguments)
+            self._wait(form.op, arguments[-1])
+
+        return and_wait
+
+
+def connect(context: Context) -> NcclTransport:
+    """As `transport.connect_over`; one rank has the group that costs nothing, `OneRank`."""
+    ends.check()
+    if context.size == 1:
+        return OnTheHost(0, 1, context.store, OneRank())
+    stand_in = StandInTransport(context)
+    try:
+        wait_for_ranks(context, stand_in._liveness, f"{NAME}/")
+        stand_in.connect_ranks(context.deadline, context.over)
+    except BaseException as error:
+        stand_in.abort(error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}"))
+        stand_in.close()
+        raise
+    return stand_in
+
+
+@hookimpl
+def holdfast_backends() -> list[BackendInfo]:
+    return [
+        BackendInfo(
+            name=NAME,
+            api=API_VERSION,
+            description="the nccl backend over torch's gloo group and host memory: for tests, without a GPU",
+            capabilities=Capabilities(
+                reduces={"cpu": names((*REDUCIBLE, *EIGHT_BIT_FLOATS))}, moves={"cpu": names(DTYPES)}
+            ),
+            probe=Available,
+            connect=connect,
+        )
+    ]
