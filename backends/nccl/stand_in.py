@@ -73,7 +73,7 @@ class LikeNccl:
             tensors[0].copy_(mine)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> None:
-        taken = torch.empty(sum(each.numel() for each in outputs), dtype=torch.uint8)
+        taken = torch.empty(sum(each.numel() for each in outputs), dtype=torch.uint8, device="cpu")
         sizes = [each.numel() for each in outputs]
         self._group.alltoall_base(taken, torch.cat(inputs), sizes, [each.numel() for each in inputs], options).wait()
         for output, part in zip(outputs, torch.split(taken, sizes), strict=True):
@@ -146,7 +146,7 @@ class OnTheHost(NcclTransport):
         self._device = torch.device("cpu")
         side = SimpleNamespace(release=lambda: None, entered=contextlib.nullcontext)
         self._side = side  # type: ignore[assignment]
-        self._flag = torch.zeros(1, dtype=torch.uint8)
+        self._flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     def _stream_here(self) -> Any:
         return contextlib.nullcontext
