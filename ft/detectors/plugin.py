@@ -40,6 +40,12 @@ def _progress(context: DetectorContext) -> Detector:
     return ProgressDetector(context)
 
 
+def _nccl_ras(context: DetectorContext) -> Detector:
+    from holdfast.ft.detectors.nccl_ras import NcclRasDetector
+
+    return NcclRasDetector(context)
+
+
 def _available() -> Available:
     return Available()
 
@@ -95,5 +101,13 @@ def holdfast_detectors() -> list[DetectorInfo]:
             "suspicion",
             _shared_memory,
             _progress,
+        ),
+        DetectorInfo(
+            "nccl_ras",
+            API_VERSION,
+            "over nccl: NCCL's own RAS service tells which processes it has lost",
+            "suspicion",
+            _available,
+            _nccl_ras,
         ),
     ]

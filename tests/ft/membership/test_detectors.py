@@ -567,7 +567,8 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
 
 
 def test_the_built_in_detectors_are_plugins_and_available_here() -> None:
-    assert [each.name for each in own_infos()] == ["pidfd", "heartbeat", "observers", "transport", "progress"]
+    names = ["pidfd", "heartbeat", "observers", "transport", "progress", "nccl_ras"]
+    assert [each.name for each in own_infos()] == names
     assert all(isinstance(each.probe(), Available) for each in own_infos())
 
 
