@@ -60,79 +60,21 @@ class Board:
     def yield_cpu(self) -> None: ...
     @property
     def number(self) -> int:
-        """The number of the newest op."""
+        """The number of the newest op that is complete."""
 
     @property
     def roots_before(self) -> int:
         """A digest of the roots of all ops before the one that was published last."""
 
-    def next(self) -> int:
-        """The number of the next op."""
+    def run(
+        self, signature: int, kind: int, give: tuple[int, ...], take: tuple[int, ...], /
+    ) -> tuple[int, int, int, int] | None:
+        """Run the next op, or resume it. kind: the number of its reduction, -1 for a move. None once it is complete.
 
-    def publish(self, op: int, signature: int, inputs: tuple[int, ...], /) -> int:
-        """Publish (address, nbytes) of each input.
-
-        1 if they were copied into the slot, 0 if not, -1 if a rank still reads the former contents of the slot.
-        """
-
-    def exchange(
-        self, op: int, signature: int, inputs: tuple[int, ...], into: tuple[int, ...], index: int, own: int, /
-    ) -> int:
-        """Run `publish`, copy what this rank keeps from `own` to its place in `into`, `match_all`, `collect`, and
-        finish.
-
-        Returns what `publish` returns; 2 more unless all have published the same op, or 4 more if everything was done.
-        """
-
-    def reduce(
-        self, op: int, signature: int, inputs: tuple[int, ...], index: int, kind: int, into: int, nbytes: int, /
-    ) -> int:
-        """Run `publish`, `match_all`, `combine`, and finish. Returns like `exchange`."""
-
-    def match(self, rank: int, op: int, /) -> int:
-        """-1 once `rank` has published the same op, -2 if that takes long, else `rank`: it published another op."""
-
-    def match_all(self, op: int, /) -> int:
-        """`match` for every rank; the returned rank published another op."""
-
-    def input(self, rank: int, op: int, index: int, /) -> tuple[int, bool]:
-        """The size of an input, and whether the slot holds it."""
-
-    def fetch(self, rank: int, op: int, index: int, into: int, nbytes: int, /) -> int:
-        """Copy an input out of its slot: -1 if done, else its actual size."""
-
-    def collect(self, op: int, index: int, into: tuple[int, ...], /) -> int:
-        """Copy an input of every other rank out of its slot, to (address, nbytes) for each rank.
-
-        -1 if done, -2 if slots do not hold all inputs, else a rank whose input has another size. `into` may be empty.
-        """
-
-    def combine(self, op: int, index: int, kind: int, into: int, nbytes: int, /) -> int:
-        """Reduce an input of all ranks: -1 if done, else a rank whose input has another size."""
-
-    def begin(
-        self,
-        op: int,
-        longest: int,
-        kind: int,
-        reduces_all: bool,
-        shared: bool,
-        give: tuple[int, ...],
-        take: tuple[int, ...],
-        own: int,
-        /,
-    ) -> None:
-        """Set up a pipeline, unless this op is already under way. kind -1: nothing is reduced.
-
-        `give` and `take`: (address, nbytes) for each rank; `longest`: the size of the longest piece that any rank gives
-        to another.
-        """
-
-    def run(self) -> tuple[int, int, int] | None:
-        """Continue the pipeline. None once it is complete.
-
-        Else the (rank, value, flag) that it waits for, or (rank, error number, -1): the memory of that rank cannot be
-        read.
+        `give` and `take` hold (address, nbytes) of this rank's inputs and outputs: one, or one for each rank.
+        Else it returns (why, rank, value, flag): it waits until that rank (the size of the board: every other rank) has
+        raised the flag to the value (1); its memory cannot be read, for an error number (2); it published another op
+        (3); its input has `value` bytes instead of `flag` (4).
         """
 
 class Order:

@@ -259,13 +259,12 @@ class Board:
 
     # -- waits
 
-    def wait_all(self, phase: int, deadline: float, op: str, seq: int) -> None:
-        """Wait until every rank has reached `phase`. The caller has polled without success."""
-        self._sleep_for(self._others, phase, deadline, op, seq, FLAG)
+    def wait_flag(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
+        """Wait until `rank` (the size of the board: every other rank) has raised a flag to `value`.
 
-    def wait_for(self, rank: int, value: int, deadline: float, op: str, seq: int, flag: int = FLAG) -> None:
-        """Wait until `rank` has reached a phase, or a block (another flag). The caller has polled without success."""
-        self._sleep_for([rank], value, deadline, op, seq, flag)
+        The caller has polled without success.
+        """
+        self._sleep_for(self._others if rank == self.size else [rank], value, deadline, op, seq, flag)
 
     def wait_until(
         self,

@@ -1,30 +1,53 @@
-"""Collectives for ranks that share memory: in every op, a rank publishes, waits for the others, and takes its part.
+"""Collectives for ranks that share memory: every op publishes, waits for the others, and takes its part.
 
-A rank publishes the sizes of its inputs (and small inputs themselves, in its slot) and raises its flag. Once the flags
-of the others are up, it takes what it needs from them. Larger inputs go block by block through the stage (see
-`staging`). No rank writes into the tensors of another, so a rank that was stopped and wakes up late harms none.
+Each op is a *plan* (its signature and reduction, made once) with the addresses of this rank's inputs and outputs.
+Compiled code runs it (`comms/native/board/run_op.h`) and returns if a peer is late. Python then waits, looking at the
+deadline and at the peers, and resumes it.
 
-Cost for n ranks: one synchronisation, and two copies of all that the op makes a rank move.
+Each op has a number k and two phases: 4k+1 "my inputs are published" and 4k+3 "I have taken all I need". Small inputs
+are copied into the rank's slot of the board, so that it need not wait until the others have taken them. Slots have two
+parities, so op k+2 waits until all have finished op k before it writes. Larger inputs go block by block through the
+stage, or are read in place (`pipeline.h`). No rank writes into the tensors of another, so a rank that was stopped and
+wakes up late harms none.
+
+Cost for n ranks: one synchronisation, and two copies of all that the op makes a rank move. A large all_reduce of b
+bytes, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank (2 where inputs are read in place) and adds b
+(n-1)/n; with blocks of B bytes, ranks meet about b (n-1) / (n B) times. The pipeline is that of R. Graham et al., "MPI
+Support for Multi-core Architectures: Optimized Shared Memory Collectives" (2008); the single copy is D. Buntinas et
+al., "Cache-Efficient, Intranode, Large-Message MPI Communication with MPICH2-Nemesis" (2009).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 from holdfast.comms import _native, arithmetic
-from holdfast.comms._native import copy, pieces
+from holdfast.comms._native import pieces
 from holdfast.comms.algorithms.shared_memory.board import ABORTED, CLOSED, NOTE_BYTES, REPLACED, Board
 from holdfast.comms.algorithms.shared_memory.channels import Channels
-from holdfast.comms.algorithms.shared_memory.publication import STARTED, Publications, Spans
-from holdfast.comms.algorithms.shared_memory.staging import Staging
-from holdfast.comms.errors import HoldfastError, Revoked
+from holdfast.comms.algorithms.shared_memory.signature import describe, signature
+from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
 from holdfast.comms.journal import Journal
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.tensors.packing import span, unpack
+from holdfast.comms.system.local_causes import unreadable_memory
+from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.base import FastPath, Observed, Transport
+
+Spans = tuple[int, ...]
+"""Memory of this process: the address and size in bytes of each piece, flat."""
+
+_Key = tuple[str, torch.dtype | None, int, str, int]
+"""The identity of an op: its name, dtype, root, reduction and count."""
+
+_STARTED = 3
+"""The phase of a rank after op 0, which connects."""
+
+_WAITS, _UNREADABLE, _OTHER_OP = 1, 2, 3
+"""Why an op has halted: see run_op.h."""
 
 
 class DirectTransport(Transport):
@@ -36,9 +59,9 @@ class DirectTransport(Transport):
         """`backend` is what errors call it."""
         self.rank, self.size = board.rank, board.size
         self._board = board
-        self._ops = Publications(board)
+        self._backend = backend
+        self._plans: dict[_Key, tuple[int, int]] = {}
         self._channels = Channels(board, self._read_memory)
-        self._staging = Staging(board, backend)
 
     def start(self, deadline: float, connect_payload: Sequence[int] = ()) -> None:
         """Run `enter` and `wait_for_ranks`. Releases everything on failure."""
@@ -51,7 +74,7 @@ class DirectTransport(Transport):
 
     def enter(self, connect_payload: Sequence[int]) -> None:
         """Make this rank's row of the board ready, with up to four numbers for the others."""
-        self._board.enter(STARTED, connect_payload)
+        self._board.enter(_STARTED, connect_payload)
 
     def wait_for_ranks(self, deadline: float) -> None:
         """Wait until every rank has entered. May be called again after `OpTimeout`."""
@@ -66,41 +89,72 @@ class DirectTransport(Transport):
     def _release(self) -> None:
         """Release what the backend holds beside the board."""
 
-    # -- reductions
+    # -- ops: the plan of each, and this rank's inputs and outputs, are run by compiled code
+
+    def _run(
+        self,
+        op: str,
+        give: Spans,
+        take: Spans,
+        deadline: float,
+        dtype: torch.dtype | None = None,
+        *,
+        root: int = 0,
+        reduction: ReduceOp | None = None,
+        count: int = 0,
+    ) -> None:
+        """Run an op. `dtype`, `root`, `reduction` and `count`, as far as they are given, must agree on all ranks."""
+        board = self._board
+        if board.error is not None:
+            board.check()
+        key = op, dtype, root, "" if reduction is None else reduction.name, count
+        signed, kind = self._plans.get(key) or self._plan(key, reduction)
+        while (halted := board.native.run(signed, kind, give, take)) is not None:
+            board.check()
+            self._resume(op, deadline, *halted)
+
+    def _plan(self, key: _Key, reduction: ReduceOp | None) -> tuple[int, int]:
+        """Compute and cache the signature of an op, and the number of its reduction (-1: none)."""
+        kind = -1 if reduction is None or key[1] is None else arithmetic.kind(key[1], reduction)
+        made = self._plans[key] = signature(*key), kind
+        return made
+
+    def _resume(self, op: str, deadline: float, why: int, rank: int, value: int, flag: int) -> None:
+        """Wait for what an op halted for, or raise why it cannot go on."""
+        board, number = self._board, self._board.native.number + 1
+        if why == _WAITS:
+            board.wait_flag(rank, value, deadline, op, number, flag)
+        elif why == _UNREADABLE:
+            board.check_peers(lambda: [rank])
+            raise unreadable_memory(self._backend, rank, value)
+        elif why == _OTHER_OP:
+            self._refuse_op(rank, number)
+        else:
+            raise Mismatch(
+                f"rank {rank} gives {value} bytes to rank {self.rank} in op {number}, which expects {flag}; "
+                "the sizes that both sides pass must agree"
+            )
+
+    def _refuse_op(self, rank: int, number: int) -> NoReturn:
+        board, before = self._board, self._board.native.roots_before
+        theirs, mine = (describe(board.words[board.table(each, number & 1)], before) for each in (rank, self.rank))
+        rule = "every rank must issue the same ops, in the same order, with the same roots, shapes and dtypes"
+        if theirs == mine:
+            raise Mismatch(
+                f"rank {rank} and rank {self.rank} named different roots in an op before {mine}, op {number}, so "
+                f"that they have different results; {rule}"
+            )
+        raise Mismatch(f"rank {rank} called {theirs} as op {number}, rank {self.rank} {mine}; {rule}")
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
-        ops, target = self._ops, span(tensor)
-        given = arithmetic.prescale(tensor, op) if op.name in arithmetic.SCALED else tensor
-        source = target if given is tensor else span(given)
-        if not ops.reduce("all_reduce", source, 0, op, target, deadline, tensor.dtype, alike=True):
-            if self.size == 1:
-                copy(target[0], *source)
-            else:
-                self._staging.all_reduce(given, tensor, op, deadline, ops.number)
-            ops.finish()
-        if op.name in arithmetic.SCALED:
-            arithmetic.postscale(tensor, op, self.size)
+        given = arithmetic.prescale(tensor, op)
+        self._run("all_reduce", span(given), span(tensor), deadline, tensor.dtype, reduction=op, count=tensor.numel())
+        arithmetic.postscale(tensor, op, self.size)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        ops, given, here = self._ops, arithmetic.prescale(tensor, op), self.rank == dst
-        source, target = span(given), span(tensor)
-        copied = ops.publish(
-            "reduce", source, deadline, dtype=tensor.dtype, root=dst, reduction=op.name, count=tensor.numel()
-        )
-        if here or not copied:
-            ops.wait_all_published("reduce", deadline)
-        else:
-            ops.wait_published(dst, "reduce", deadline)
-        kind = arithmetic.kind(tensor.dtype, op)
-        if copied:
-            if here:
-                ops.combine(0, kind, *target)
-        elif self.size == 1:
-            copy(target[0], *source)
-        else:
-            give, into = (0, 0) * dst + source, target if here else (0, 0)
-            self._staging.reduce("reduce", _padded(give, self.size), into, kind, target[1], deadline, ops.number)
-        ops.finish()
+        given, here, count = arithmetic.prescale(tensor, op), self.rank == dst, tensor.numel()
+        take = span(tensor) if here else ()
+        self._run("reduce", span(given), take, deadline, tensor.dtype, root=dst, reduction=op, count=count)
         if here:
             arithmetic.postscale(tensor, op, self.size)
 
@@ -108,119 +162,57 @@ class DirectTransport(Transport):
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, deadline: float
     ) -> None:
         given = [arithmetic.prescale(tensor, op) for tensor in inputs]
-        self._reduce_scatter(output, _spans(given), op, deadline)
+        self._run("reduce_scatter", _spans(given), span(output), deadline, output.dtype, reduction=op)
+        arithmetic.postscale(output, op, self.size)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.prescale(tensor, op)
-        self._reduce_scatter(output, pieces(given.data_ptr(), output.nbytes, self.size), op, deadline)
-
-    def _reduce_scatter(self, output: torch.Tensor, given: Spans, op: ReduceOp, deadline: float) -> None:
-        ops, target = self._ops, span(output)
-        if not ops.reduce("reduce_scatter", given, self.rank, op, target, deadline, output.dtype):
-            if self.size == 1:
-                copy(target[0], *given)
-            else:
-                for rank in ops.other_ranks():
-                    ops.expect(rank, self.rank, target[1])
-                result = torch.empty_like(output) if self._overlaps_others(target, given) else output
-                into, longest, kind = span(result), max(given[1::2]), arithmetic.kind(output.dtype, op)
-                self._staging.reduce("reduce_scatter", given, into, kind, longest, deadline, ops.number)
-                unpack(result, output)
-            ops.finish()
+        give = pieces(given.data_ptr(), output.nbytes, self.size)
+        self._run("reduce_scatter", give, span(output), deadline, output.dtype, reduction=op)
         arithmetic.postscale(output, op, self.size)
 
-    # -- moves
-
     def broadcast(self, tensor: torch.Tensor, src: int, deadline: float) -> None:
-        ops, here, target = self._ops, self.rank == src, span(tensor)
-        given = target if here else ()
-        copied = ops.publish("broadcast", given, deadline, dtype=tensor.dtype, root=src, count=tensor.numel())
-        if not here:
-            ops.wait_published(src, "broadcast", deadline)
-            copied = ops.copied(src)
-        if not copied and self.size > 1:
-            ops.wait_all_published("broadcast", deadline)
-            into = () if here else (0, 0) * src + target
-            self._staging.share("broadcast", given, into, target[1], deadline, ops.number)
-        elif not here:
-            ops.take(src, 0, *target)
-        ops.finish()
+        give, take = (span(tensor), ()) if self.rank == src else ((), span(tensor))
+        self._run("broadcast", give, take, deadline, tensor.dtype, root=src, count=tensor.numel())
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:
-        self._all_gather(_spans(outputs), tensor, deadline)
+        self._run("all_gather", span(tensor), _spans(outputs), deadline, tensor.dtype)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
-        self._all_gather(pieces(output.data_ptr(), tensor.nbytes, self.size), tensor, deadline)
-
-    def _all_gather(self, into: Spans, tensor: torch.Tensor, deadline: float) -> None:
-        ops, given = self._ops, span(tensor)
-        if not ops.exchange("all_gather", given, into, 0, given[0], deadline, tensor.dtype):
-            if self.size > 1:
-                self._staging.share("all_gather", given, into, max(into[1::2]), deadline, ops.number)
-            ops.finish()
+        take = pieces(output.data_ptr(), tensor.nbytes, self.size)
+        self._run("all_gather", span(tensor), take, deadline, tensor.dtype)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
-        given, own = _spans(inputs), 2 * self.rank
-        others = (*given[: own + 1], 0, *given[own + 2 :])
-        self._all_to_all(_spans(outputs), others, given[own], inputs[self.rank].dtype, deadline)
+        self._run("all_to_all", _spans(inputs), _spans(outputs), deadline, inputs[self.rank].dtype)
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
-        start, total = span(tensor)
-        nbytes = total // self.size
-        into, given = pieces(output.data_ptr(), nbytes, self.size), pieces(start, nbytes, self.size, self.rank)
-        self._all_to_all(into, given, start + self.rank * nbytes, tensor.dtype, deadline)
-
-    def _all_to_all(self, into: Spans, given: Spans, own: int, dtype: torch.dtype, deadline: float) -> None:
-        """Run an all_to_all; `given` is without what this rank keeps, which lies at `own`."""
-        ops = self._ops
-        if not ops.exchange("all_to_all", given, into, self.rank, own, deadline, dtype):
-            if self.size > 1:
-                ranks = range(self.size)
-                longest = max(ops.nbytes(src, dst) for src in ranks for dst in ranks if src != dst)
-                self._staging.move("all_to_all", given, into, longest, deadline, ops.number)
-            ops.finish()
+        nbytes = tensor.nbytes // self.size
+        give, take = (pieces(each.data_ptr(), nbytes, self.size) for each in (tensor, output))
+        self._run("all_to_all", give, take, deadline, tensor.dtype)
 
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
-        ops, given, into = self._ops, span(tensor), _spans(outputs or ())
-        ops.publish("gather", given, deadline, dtype=tensor.dtype, root=dst)
-        if into:
-            copy(into[2 * dst], *given)
-        ops.wait_all_published("gather", deadline)
-        if not ops.collect(0, into) and self.size > 1:
-            longest = max(ops.nbytes(rank, 0) for rank in range(self.size) if rank != dst)
-            self._staging.move("gather", (0, 0) * dst + given, into, longest, deadline, ops.number)
-        ops.finish()
+        self._run("gather", span(tensor), _spans(outputs or ()), deadline, tensor.dtype, root=dst)
 
     def scatter(self, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int, deadline: float) -> None:
-        ops, given, target = self._ops, _spans(inputs or ()), span(tensor)
-        copied = ops.publish("scatter", given, deadline, dtype=tensor.dtype, root=src)
-        if given:
-            copy(target[0], given[2 * src], target[1])
-        else:
-            ops.wait_published(src, "scatter", deadline)
-            copied = ops.copied(src)
-            if copied:
-                ops.take(src, self.rank, *target)
-            else:
-                ops.expect(src, self.rank, target[1])
-        if not copied and self.size > 1:
-            ops.wait_all_published("scatter", deadline)
-            into = () if given else (0, 0) * src + target
-            longest = max(ops.nbytes(src, rank) for rank in range(self.size) if rank != src)
-            self._staging.move("scatter", given, into, longest, deadline, ops.number)
-        ops.finish()
-
-    def _overlaps_others(self, target: tuple[int, int], given: Spans) -> bool:
-        """Whether a result would overwrite inputs that are still to be given to others."""
-        start, stop = target[0], sum(target)
-        pieces = zip(given[::2], given[1::2], strict=True)
-        return any(start < at + n and at < stop for rank, (at, n) in enumerate(pieces) if rank != self.rank)
+        self._run("scatter", _spans(inputs or ()), span(tensor), deadline, tensor.dtype, root=src)
 
     def barrier(self, deadline: float) -> None:
-        self._ops.exchange("barrier", (), (), 0, 0, deadline)
+        self._run("barrier", (), (), deadline)
 
     def fast_path(self, order: _native.Order, observers: Observed, journal: Journal | None) -> FastPath:
-        return _native.BoardPath(self._board.native, order, self._ops.plan, observers, journal)
+        return _native.BoardPath(self._board.native, order, self._usual_plan, observers, journal)
+
+    def _usual_plan(
+        self, op: str, tensor: torch.Tensor | None, root: int, reduction: ReduceOp | None
+    ) -> tuple[int, int] | None:
+        """The plan of an op for the fast path; None if it takes more than one reduction of the inputs."""
+        op = op.removesuffix("_single")
+        if reduction is not None and (not isinstance(reduction, ReduceOp) or reduction.name in arithmetic.SCALED):
+            return None
+        dtype, name = None if tensor is None else tensor.dtype, "" if reduction is None else reduction.name
+        count = tensor.numel() if tensor is not None and op in ("all_reduce", "broadcast") else 0
+        plan = self._plan((op, dtype, root, name, count), reduction)
+        return plan if reduction is None or plan[1] >= 0 else None
 
     # -- point to point
 
@@ -262,7 +254,3 @@ class DirectTransport(Transport):
 
 def _spans(tensors: Sequence[torch.Tensor]) -> Spans:
     return tuple(number for tensor in tensors for number in span(tensor))
-
-
-def _padded(spans: Spans, count: int) -> Spans:
-    return spans + (0, 0) * (count - len(spans) // 2)

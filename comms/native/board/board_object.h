@@ -9,13 +9,20 @@
 #include "board/pipeline.h"
 #include "board/publication.h"
 
+/* What keeps an op from its end: see run_op.h. */
+typedef struct {
+    int why, rank;
+    uint64_t value, flag;
+} halted;
+
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;
     board b;
     pipeline p;
-    uint64_t number;  /* the newest op that Python has begun */
-    uint64_t begun;   /* an op that was published and has still to be completed */
+    halted halted;
+    uint64_t number;  /* the newest op that is complete */
+    uint64_t begun;   /* the newest op that was published */
     const char *from; /* address of its first input */
     uint64_t signature; /* what it was published as, without `roots` */
     int copied;       /* whether its inputs were copied into the slot */

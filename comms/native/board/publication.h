@@ -127,8 +127,6 @@ static int reduce_inputs(board *b, uint64_t op, uint64_t index, long kind, span 
         kernel_of(kind)(into.at, rank == 1 ? first : into.at, theirs, nbytes / itemsize_of(kind));
     }
     publish_locality(b);
-    if (b->size == 1)
-        copy_bytes(into.at, first, nbytes);
     return TAKEN_ALL;
 }
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import ReduceOp, _native, arithmetic
+from holdfast.comms.algorithms.shared_memory.signature import signature
 from holdfast.comms.tensors.packing import DTYPES, dlpack_device, packed, plain, span
 
 OPS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
-LATE = -2
 BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 AWKWARD = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), float("nan"), 6e-8, 65504.0, 3.3e38, 1e-45]
 
@@ -224,14 +224,20 @@ def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
     )
 
 
-def one_gives_in_place(given: bytearray, taken: bytearray) -> tuple[_native.Board, memoryview]:
-    """Rank 0's board, about to read 64 bytes of rank 1 in place; and the words."""
+WAITS, UNREADABLE, GIVEN, TAKEN = 1, 2, 1, 3
+ALL, BARRIER = 2, signature("barrier", None, 0, "", 0)
+BROADCAST = signature("broadcast", torch.uint8, 1, "", 128)
+"""Of 128 bytes, two blocks of these boards, by rank 1."""
+
+
+def one_gives_in_place(given: bytearray, taken: bytearray, pids: tuple[int, ...]) -> tuple[_native.Board, memoryview]:
+    """Rank 0's board, about to read 128 bytes of rank 1 in place; and the words."""
     wanted = 5
-    first, second, words = boards_of_two_ranks((os.getpid(), os.getpid()))
+    first, second, words = boards_of_two_ranks(pids)
     words[wanted] = (1 << 32) - 1
-    second.begin(1, 64, -1, False, True, (0, 0, _address(given), 64), (), 0)
-    assert second.run() == (0, 1, 3), "it waits until rank 0 has taken all"
-    first.begin(1, 64, -1, False, True, (), (0, 0, _address(taken), 64), 0)
+    assert second.run(BROADCAST, -1, (_address(given), 128), ()) == (WAITS, ALL, 5, 0), "until rank 0 has begun it"
+    assert first.run(BROADCAST, -1, (), (_address(taken), 128)) == (WAITS, 1, 1, GIVEN), "until rank 1 goes on"
+    assert second.run(BROADCAST, -1, (_address(given), 128), ()) == (WAITS, 0, 2, TAKEN), "until rank 0 has taken all"
     return first, words
 
 
@@ -240,42 +246,77 @@ def _address(memory: bytearray) -> int:
 
 
 def test_inputs_are_read_in_place_before_the_op_ends() -> None:
-    given, taken = bytearray(b"x" * 64), bytearray(64)
-    first, words = one_gives_in_place(given, taken)
-    assert first.run() is None
-    assert taken == given == b"x" * 64
-    assert words[3] == words[ROW_WORDS + 1] == 1, "the numbers of reads and of inputs"
+    given, taken = bytearray(b"x" * 128), bytearray(128)
+    first, words = one_gives_in_place(given, taken, (os.getpid(), os.getpid()))
+    assert first.run(BROADCAST, -1, (), (_address(taken), 128)) is None
+    assert taken == given == b"x" * 128 and first.number == 1
+    assert words[3] == words[ROW_WORDS + 1] == 2, "the numbers of reads and of inputs"
 
 
 def test_bytes_read_from_a_rank_that_gave_up_are_not_used() -> None:
     """That rank may have overwritten its tensors before they were read."""
     never, state, epoch = (1 << 64) - 1, 24, 26
-    given, taken = bytearray(64), bytearray(64)
-    first, words = one_gives_in_place(given, taken)
+    given, taken = bytearray(128), bytearray(128)
+    first, words = one_gives_in_place(given, taken, (os.getpid(), os.getpid()))
     words[ROW_WORDS + epoch], words[ROW_WORDS + state] = 6, 2
-    assert first.run() == (1, never, 1)
+    assert first.run(BROADCAST, -1, (), (_address(taken), 128)) == (WAITS, 1, never, GIVEN)
 
 
 def test_unreadable_memory_is_reported() -> None:
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    given, unstaged, into = 1, 6, bytearray(64)
-    board, _, words = boards_of_two_ranks((os.getpid(), ended.pid))
-    words[ROW_WORDS + unstaged], words[ROW_WORDS + given] = 1, 1
-    board.begin(1, 64, -1, False, True, (), (0, 0, _address(into), 64), 0)
-    assert board.run() == (1, errno.ESRCH, -1)
+    unstaged, into = 6, bytearray(128)
+    board, other, words = boards_of_two_ranks((os.getpid(), ended.pid))
+    other.run(BROADCAST, -1, (_address(into), 128), ())
+    words[ROW_WORDS + unstaged], words[ROW_WORDS + GIVEN] = 1, 1
+    assert board.run(BROADCAST, -1, (), (_address(into), 128)) == (UNREADABLE, 1, errno.ESRCH, 0)
+
+
+def test_a_resumed_op_has_to_be_the_one_that_has_begun() -> None:
+    board, _, _ = boards_of_two_ranks()
+    memory = bytearray(8)
+    reduces = signature("all_reduce", torch.float32, 0, "sum", 2)
+    kind, two = _native.kind("float32", "sum"), (_address(memory), 8)
+    assert board.run(reduces, kind, two, two) == (WAITS, ALL, 5, 0) == board.run(reduces, kind, two, two)
+    with pytest.raises(RuntimeError, match="another op was begun here"):
+        board.run(BARRIER, -1, (), ())
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "give", "take", "message"),
+    [
+        ("all_reduce", -1, 1, 1, "no such reduction"),
+        ("all_reduce", 10_000, 1, 1, "no such reduction"),
+        ("all_gather", 70, 1, 2, "no such reduction"),
+        ("all_gather", -1, 1, 1, "other numbers of inputs and outputs"),
+        ("broadcast", -1, 1, 1, "other numbers of inputs and outputs"),
+        ("barrier", -1, 1, 0, "other numbers of inputs and outputs"),
+        ("all_to_all", -1, 3, 2, "one for each rank at most"),
+    ],
+)
+def test_an_op_with_other_pieces_than_its_kind_has_is_refused(
+    op: str, kind: int, give: int, take: int, message: str
+) -> None:
+    board, _, _ = boards_of_two_ranks()
+    memory = _address(bytearray(8))
+    with pytest.raises(ValueError, match=message):
+        board.run(signature(op, torch.float32, 0, "", 0), kind, (memory, 8) * give, (memory, 8) * take)
+    assert board.number == 0
 
 
 def test_a_wait_that_has_stopped_spinning_does_not_yield() -> None:
     """A wait that would yield forever ends at once, so that its caller sleeps. A wait beyond the given flag yields."""
     board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
     board.stop_spinning(8)
-    assert board.match(1, 1) == LATE
-    waits = threading.Thread(target=board.match, args=(1, 2))
+    assert board.run(BARRIER, -1, (), ()) == (WAITS, ALL, 5, 0)
+    memory = bytearray(8192)
+    other = _native.Board(memory, 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
+    other.stop_spinning(5)
+    waits = threading.Thread(target=other.run, args=(BARRIER, -1, (), ()))
     waits.start()
     waits.join(0.1)
     assert waits.is_alive()
-    board.stop_spinning(10)
+    other.stop_spinning(6)
     waits.join(10.0)
     assert not waits.is_alive()
     board.release()
