@@ -119,31 +119,17 @@ class Order:
         False if this thread is in no op.
         """
 
-class _FastPath:
-    """See `holdfast.comms.transport.base.FastPath`."""
+class FastPath:
+    """Runs the most frequent ops without the general argument checks and bookkeeping.
 
-    def all_reduce(self, tensor: Any, op: Any, /) -> bool: ...
-    def reduce_scatter(self, output: Any, tensor: Any, op: Any, /) -> bool: ...
-    def broadcast(self, tensor: Any, src: int, /) -> bool: ...
-    def all_gather(self, output: Any, tensor: Any, /) -> bool: ...
-    def all_to_all(self, output: Any, tensor: Any, /) -> bool: ...
-    def barrier(self) -> bool: ...
+    Each method returns whether it completed the op. On False the op may have begun: the caller must issue it through
+    the general path with the same arguments, which continues it. A fast path declines unusual arguments, ops while
+    `observers.observed`, and ops behind one that is still running; it never refuses an op with an error.
 
-class BoardPath(_FastPath):
-    """Fast paths over a board.
-
-    `plan(op, tensor, root, reduction)` returns the signature and kind of an op, None if it is not for this path. Does
-    nothing while `observers.observed`. A journal that is not None is told of each op.
-    """
-
-    def __init__(self, board: Board, order: Order, plan: Any, observers: Any, journal: Any) -> None: ...
-
-class CallPath(_FastPath):
-    """Fast paths that call a Python function for each op.
-
-    `plan`, as above, returns that function; it gets the op's output, tensor and deadline, as far as the op has them.
-    `failed(op, seq, joint, error)` is called with the error of an op, and raises. `device` is that of the tensors, as
-    DLPack's kind and number: the CPU, unless it is given.
+    `plan(op, tensor, root, reduction)` is called once for each kind of op: it returns an `OpPlan`, which runs over the
+    `board`, or without a board a function of the op's output, tensor and deadline, as far as the op has them; None if
+    the op is not for this path. A journal that is not None is told of each op. `failed(op, seq, joint, error)` is
+    called with the error of a function, and raises. `device`: DLPack's kind and number of the tensors' device.
     """
 
     def __init__(
@@ -156,8 +142,15 @@ class CallPath(_FastPath):
         journal: Any,
         timeout: float,
         failed: Any,
-        device: tuple[int, int] = ...,
+        device: tuple[int, int],
+        board: Board | None,
     ) -> None: ...
+    def all_reduce(self, tensor: Any, op: Any, /) -> bool: ...
+    def reduce_scatter(self, output: Any, tensor: Any, op: Any, /) -> bool: ...
+    def broadcast(self, tensor: Any, src: int, /) -> bool: ...
+    def all_gather(self, output: Any, tensor: Any, /) -> bool: ...
+    def all_to_all(self, output: Any, tensor: Any, /) -> bool: ...
+    def barrier(self) -> bool: ...
 
 class PreparedOp:
     """One op with its arguments, to be started many times. `comm.prepare` makes it.

@@ -16,8 +16,8 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.execution.prepared import PreparedOp, prepare
-from holdfast.comms.op_description import OpDescription
 from holdfast.comms.ops import Recv, ReduceOp, Send
+from holdfast.comms.plan import OpDescription
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors.overlap import check_outputs, unaliased

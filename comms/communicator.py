@@ -25,7 +25,7 @@ from holdfast.comms.execution.executor import Body, Executor
 from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Recorder
 from holdfast.comms.objects import ObjectWork, T
-from holdfast.comms.op_description import OpDescription
+from holdfast.comms.plan import OpDescription
 from holdfast.comms.plugins.hints import Hints, Value
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from holdfast.comms.op_description import OpTensors
+from holdfast.comms.plan import OpTensors
 
 POINT_TO_POINT = frozenset(["send", "recv", "batch_send_recv"])
 """Ops that not all ranks issue alike."""

@@ -29,6 +29,7 @@ from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import (
     API_VERSION,
@@ -43,7 +44,7 @@ from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.tensors.packing import DTYPES, names
-from holdfast.comms.transport.base import Context, Form
+from holdfast.comms.transport.base import Context
 
 Tensor = torch.Tensor
 Message = tuple[Tensor, int, int]
@@ -260,23 +261,23 @@ class GlooTransport(TorchGroup):
             _combine(others, tensor, op)
         arithmetic.postscale(tensor, op, self.size)
 
-    def function(self, form: Form) -> Callable[..., None]:
-        kind, detail = self._native_options(form)
+    def function(self, plan: OpPlan) -> Callable[..., None]:
+        kind, detail = self._native_options(plan)
         if kind is None:
-            return super().function(form)
-        options = self._make_options((kind, int(form.timeout) + 1, detail))
-        limit = _limit(form.timeout)
-        name = "allreduce" if form.op == "all_reduce" else form.op
-        return _native.GroupCall(self, "_group", name, options, limit, partial(self._wait_again, form.op, limit))
+            return super().function(plan)
+        options = self._make_options((kind, int(plan.timeout) + 1, detail))
+        limit = _limit(plan.timeout)
+        name = "allreduce" if plan.op == "all_reduce" else plan.op
+        return _native.GroupCall(self, "_group", name, options, limit, partial(self._wait_again, plan.op, limit))
 
-    def _native_options(self, form: Form) -> tuple[Any, str | int]:
+    def _native_options(self, plan: OpPlan) -> tuple[Any, str | int]:
         """The options and the reduction or root of an op that gloo runs on a tensor directly; else None."""
-        if form.op == "broadcast" and form.dtype in _NATIVE_DTYPES and form.nbytes:
-            return dist.BroadcastOptions, form.root
-        if form.op != "all_reduce" or form.reduction is None or form.dtype is None:
+        if plan.op == "broadcast" and plan.dtype in _NATIVE_DTYPES and plan.nbytes:
+            return dist.BroadcastOptions, plan.root
+        if plan.op != "all_reduce" or plan.reduction is None or plan.dtype is None:
             return None, 0
-        own = _reduces(form.dtype, form.reduction) and form.reduction.name not in arithmetic.SCALED
-        return (dist.AllreduceOptions, form.reduction.name) if own else (None, 0)
+        own = _reduces(plan.dtype, plan.reduction) and plan.reduction.name not in arithmetic.SCALED
+        return (dist.AllreduceOptions, plan.reduction.name) if own else (None, 0)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.prescale(tensor, op)

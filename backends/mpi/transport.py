@@ -19,7 +19,8 @@ from holdfast.backends.mpi.datatypes import native
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.algorithms.message_passing import segments
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.transport.base import Context, Form
+from holdfast.comms.plan import OpPlan
+from holdfast.comms.transport.base import Context
 
 Tensor = torch.Tensor
 
@@ -192,23 +193,23 @@ class MpiTransport(MpiMessages):
 
     # -- prepared functions for usual ops
 
-    def function(self, form: Form) -> Callable[..., None]:
-        reduction, dtype = form.reduction, form.dtype
-        if form.op != "all_reduce" or form.nbytes >= SEGMENTED_BYTES or reduction is None or dtype is None:
-            return super().function(form)
+    def function(self, plan: OpPlan) -> Callable[..., None]:
+        reduction, dtype = plan.reduction, plan.dtype
+        if plan.op != "all_reduce" or plan.nbytes >= SEGMENTED_BYTES or reduction is None or dtype is None:
+            return super().function(plan)
         kind = native(dtype, reduction)
         if kind is None or reduction.name in arithmetic.SCALED:
-            return super().function(form)
-        if (prepared := self._prepare(dtype, reduction, form.nbytes)) is not None:
+            return super().function(plan)
+        if (prepared := self._prepare(dtype, reduction, plan.nbytes)) is not None:
             return prepared
         mpi, reduce = kind
         return _native.RequestCall(
             holder=self,
             count="_op",
-            nbytes=form.nbytes,
+            nbytes=plan.nbytes,
             begin=addresses.ALL_REDUCE,
             place=int(MPI.IN_PLACE),
-            elements=form.nbytes // dtype.itemsize,
+            elements=plan.nbytes // dtype.itemsize,
             kind=mpi.handle,
             op=reduce.handle,
             comm=self._comm.handle,

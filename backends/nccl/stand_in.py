@@ -29,9 +29,10 @@ from holdfast.backends.nccl.streams import wait_for
 from holdfast.backends.nccl.transport import NcclTransport
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.tensors.packing import DTYPES, names
-from holdfast.comms.transport.base import Context, Form
+from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 
 Tensor = torch.Tensor
@@ -300,12 +301,12 @@ class StandInTransport(OnTheHost):
         super()._call(op, deadline, start, *arguments)
         self._wait(op, deadline)
 
-    def function(self, form: Form) -> Callable[..., None]:
-        call = super().function(form)
+    def function(self, plan: OpPlan) -> Callable[..., None]:
+        call = super().function(plan)
 
         def and_wait(*arguments: Any) -> None:
             call(*arguments)
-            self._wait(form.op, arguments[-1])
+            self._wait(plan.op, arguments[-1])
 
         return and_wait
 

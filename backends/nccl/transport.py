@@ -31,11 +31,12 @@ from holdfast.backends.nccl.torch_groups import LEGACY, kind_of_group, make_grou
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.tensors.packing import DTYPES, names
-from holdfast.comms.transport.base import Context, Form
+from holdfast.comms.transport.base import Context
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
@@ -199,11 +200,11 @@ class NcclTransport(TorchGroup):
 
     # -- ops whose tensors and reduction torch's group takes as they are
 
-    def function(self, form: Form) -> Callable[..., None]:
-        name, kind, fields = self._straight(form)
+    def function(self, plan: OpPlan) -> Callable[..., None]:
+        name, kind, fields = self._straight(plan)
         if kind is None:
-            return super().function(form)
-        seconds, limit, op, single = form.timeout, _allowed(form.timeout), form.op, form.op in _OF_ONE_TENSOR
+            return super().function(plan)
+        seconds, limit, op, single = plan.timeout, _allowed(plan.timeout), plan.op, plan.op in _OF_ONE_TENSOR
         given = options(kind, within(seconds), asyncOp=False, **fields)
 
         def start(*tensors: Any) -> Any:
@@ -224,21 +225,21 @@ class NcclTransport(TorchGroup):
 
         return call
 
-    def _straight(self, form: Form) -> tuple[str, Any, dict[str, Any]]:
+    def _straight(self, plan: OpPlan) -> tuple[str, Any, dict[str, Any]]:
         """The call of torch's group for an op, its kind of options and their fields; no kind if it needs more."""
-        if not form.nbytes or form.dtype not in PLAIN:
+        if not plan.nbytes or plan.dtype not in PLAIN:
             return "", None, {}
-        if form.reduction is not None:
-            plan = device_reduction_of(form.dtype, form.reduction)
-            if plan is None or not plan.straight:
+        if plan.reduction is not None:
+            on_device = device_reduction_of(plan.dtype, plan.reduction)
+            if on_device is None or not on_device.straight:
                 return "", None, {}
-            reduction = {"reduceOp": _native(plan.native)}
-            if form.op == "all_reduce":
+            reduction = {"reduceOp": _native(on_device.native)}
+            if plan.op == "all_reduce":
                 return "allreduce", dist.AllreduceOptions, reduction
             return "_reduce_scatter_base", dist.ReduceScatterOptions, reduction
-        if form.op == "broadcast":
-            return "broadcast", dist.BroadcastOptions, {"rootRank": form.root, "rootTensor": 0}
-        if form.op == "all_gather":
+        if plan.op == "broadcast":
+            return "broadcast", dist.BroadcastOptions, {"rootRank": plan.root, "rootTensor": 0}
+        if plan.op == "all_gather":
             return "_allgather_base", AllgatherOptions, {}
         return "", None, {}
 

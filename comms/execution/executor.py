@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from holdfast.comms import _native
+from holdfast.comms.arithmetic import SCALED
 from holdfast.comms.errors import (
     ConcurrentCall,
     HoldfastError,
@@ -35,7 +36,7 @@ from holdfast.comms.execution.agreement import Agreement
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Journal
-from holdfast.comms.op_description import OpDescription
+from holdfast.comms.plan import OpDescription, OpPlan
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.spec import OpEvent
 from holdfast.comms.quantities import seconds
@@ -43,7 +44,7 @@ from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
 from holdfast.comms.tensors.packing import dlpack_device
-from holdfast.comms.transport.base import Context, FastPath, Form, Transport
+from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import stopped_ranks
 from holdfast.comms.work import DONE, Work, call_back
 
@@ -110,27 +111,22 @@ class Executor:
             while (item := self._queue.get_nowait()) is not None:
                 item[0].abandon(error)
 
-    def fast_path(self, check: ArgumentChecks) -> FastPath | None:
-        """The transport's own fast path, or one that calls its functions; None if agreement checks are on."""
-        if self._agreement is not None:
-            return None
-        own = self._transport.fast_path(self._order, self.hooks, self._journal)
-        if own is not None:
-            return own
-        plan = partial(_plan, self._transport, check, self.timeout)
+    def fast_path(self, check: ArgumentChecks) -> _native.FastPath | None:
+        """The compiled path of usual ops; None if agreement checks are on, or tensors of the device are never plain."""
         device = dlpack_device(self._transport.device or torch.device("cpu"))
-        if device is None:
+        if self._agreement is not None or device is None:
             return None
-        return _native.CallPath(
+        return _native.FastPath(
             self._transport.rank,
             self._transport.size,
             self._order,
-            plan,
+            partial(_plan_usual, self._transport, check, self.timeout),
             self.hooks,
             self._journal,
             self.timeout,
             self._failed,
             device,
+            self._transport.board,
         )
 
     @property
@@ -501,7 +497,7 @@ def _recorded(journal: Journal, op: _IssuedOp, body: Body, deadline: float) -> N
     journal.leave(None)
 
 
-def _plan(
+def _plan_usual(
     transport: Transport,
     check: ArgumentChecks,
     timeout: float,
@@ -509,17 +505,24 @@ def _plan(
     tensor: torch.Tensor | None,
     root: int,
     reduction: Any,
-) -> Callable[..., None] | None:
-    """The transport's function for an op; None if such tensors must be checked or copied on each call."""
-    op = op.removesuffix("_single")
-    if tensor is None:
-        return transport.function(Form(op, None, 0, root, None, timeout))
-    try:
-        needs_no_copy = check.movable(tensor) if reduction is None else check.reducible(tensor, reduction)
-    except (TypeError, ValueError, Unsupported):
-        return None
-    form = Form(op, tensor.dtype, tensor.nbytes, root, reduction, timeout)
-    return transport.function(form) if needs_no_copy else None
+) -> OpPlan | Callable[..., None] | None:
+    """The plan of an op over a board, else the transport's function for it.
+
+    None if such tensors must be checked or copied on each call, or are reduced in more than one step.
+    """
+    dtype, nbytes = (None, 0) if tensor is None else (tensor.dtype, tensor.nbytes)
+    if tensor is not None:
+        try:
+            needs_no_copy = check.movable(tensor) if reduction is None else check.reducible(tensor, reduction)
+        except (TypeError, ValueError, Unsupported):
+            return None
+        if not needs_no_copy:
+            return None
+    plan = OpPlan.make(op.removesuffix("_single"), dtype, nbytes, root, reduction, timeout)
+    if transport.board is None:
+        return transport.function(plan)
+    in_one_step = reduction is None or (plan.kind >= 0 and reduction.name not in SCALED)
+    return plan if in_one_step else None
 
 
 @atexit.register

@@ -21,7 +21,7 @@ from holdfast.comms.work import DONE, Work
 if TYPE_CHECKING:
     from holdfast.comms.collectives import CollectiveCalls
     from holdfast.comms.execution.executor import Prepare
-    from holdfast.comms.op_description import OpDescription
+    from holdfast.comms.plan import OpDescription
     from holdfast.comms.plugins.hints import Hints
 
 __all__ = ["OPS", "PreparedOp", "prepare"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from holdfast.comms.errors import again, describe
-from holdfast.comms.op_description import OpDescription
+from holdfast.comms.plan import OpDescription
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
 

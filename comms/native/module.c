@@ -9,8 +9,7 @@
 
 #include "board/board_type.h"
 #include "board/words.h"
-#include "calls/board_path.h"
-#include "calls/call_path.h"
+#include "calls/fast_path.h"
 #include "calls/group_call.h"
 #include "calls/order.h"
 #include "calls/prepared_op.h"
@@ -231,8 +230,7 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyObj
 static int module_exec(PyObject *module) {
     state *made = PyModule_GetState(module);
     return add_type(module, "Board", &board_spec, &made->board) || add_type(module, "Order", &order_spec, &made->order) ||
-                   add_type(module, "BoardPath", &board_path_spec, &made->board_path) ||
-                   add_type(module, "CallPath", &call_path_spec, &made->call_path) ||
+                   add_type(module, "FastPath", &fast_spec, &made->fast_path) ||
                    add_type(module, "PreparedOp", &prepared_spec, NULL) ||
                    add_type(module, "GroupCall", &group_call_spec, NULL) ||
                    add_type(module, "RequestCall", &request_call_spec, NULL) ||

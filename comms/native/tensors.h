@@ -242,7 +242,7 @@ done:
 /* The state of the module: the known tensor type, and types of its own. */
 typedef struct {
     tensors known;
-    PyObject *board, *order, *board_path, *call_path;
+    PyObject *board, *order, *fast_path;
 } state;
 
 #endif

@@ -1,5 +1,5 @@
 """The interface that a communicator backend implements, and the types it is given."""
 
-from holdfast.comms.transport.base import Context, FastPath, Form, Observed, Peer, Transport
+from holdfast.comms.transport.base import Context, Peer, Transport
 
-__all__ = ["Context", "FastPath", "Form", "Observed", "Peer", "Transport"]
+__all__ = ["Context", "Peer", "Transport"]

@@ -10,16 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from holdfast.comms._native import Order
+from holdfast.comms._native import Board
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.journal import Journal
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plan import OpPlan
 from holdfast.comms.tensors.packing import parts
 from holdfast.comms.transport.window_memory import WindowMemory
 from holdfast.comms.work import Work
@@ -95,44 +96,6 @@ class Context:
         return next(link for link in self.links if link.name == name)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """An op without its tensors: the key under which a transport prepares a function for it.
-
-    `op` is all_reduce, broadcast or barrier, or all_gather, reduce_scatter or all_to_all of single tensors. `nbytes` is
-    the size of the input; `timeout` is in seconds.
-    """
-
-    op: str
-    dtype: torch.dtype | None
-    nbytes: int
-    root: int
-    reduction: ReduceOp | None
-    timeout: float
-
-
-class Observed(Protocol):
-    """`observed` is true while a plugin observes ops."""
-
-    observed: bool
-
-
-class FastPath(Protocol):
-    """Runs the most frequent ops without the general argument checks and bookkeeping.
-
-    Each method returns whether it completed the op. On False the op may have begun: the caller must issue it through
-    the general path with the same arguments, which continues it. A fast path declines unusual arguments, observed ops
-    and ops behind one that is still running; it never refuses an op with an error.
-    """
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, /) -> bool: ...
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, /) -> bool: ...
-    def broadcast(self, tensor: torch.Tensor, src: int, /) -> bool: ...
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, /) -> bool: ...
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, /) -> bool: ...
-    def barrier(self) -> bool: ...
-
-
 class Transport(ABC):
     """The connected ranks of one communicator.
 
@@ -153,6 +116,8 @@ class Transport(ABC):
     """Whether a communicator that was never closed must be closed before the interpreter ends."""
     interrupted: bool = False
     """Whether a signal's handler has cut an op short: the library below may go on with it."""
+    board: Board | None = None
+    """The memory that all ranks map, over which compiled code runs usual ops; None: they are functions."""
     connect_payloads: Sequence[tuple[int, ...]] | None = None
     """Each rank's `Context.connect_payload`, if connecting has delivered them."""
     medium: str = ""
@@ -234,13 +199,12 @@ class Transport(ABC):
     ) -> None:
         """Run all (tensor, peer, tag) sends and receives at once, without deadlock in any order."""
 
-    def fast_path(self, order: Order, observers: Observed, journal: Journal | None) -> FastPath | None:
-        """The transport's own fast path for a communicator with this op order; None if it has none."""
-        return None
+    def function(self, plan: OpPlan) -> Callable[..., None]:
+        """A function that runs ops of this plan: all_reduce, broadcast, barrier, or those of single tensors.
 
-    def function(self, form: Form) -> Callable[..., None]:
-        """A function that runs ops of this form. It takes those of (output, tensor, deadline) that the op has."""
-        reduction, root = form.reduction, form.root
+        It takes those of (output, tensor, deadline) that the op has. A transport may override it with a faster one.
+        """
+        reduction, root = plan.reduction, plan.root
         if reduction is None:
             calls: dict[str, Callable[..., None]] = {
                 "broadcast": lambda tensor, deadline: self.broadcast(tensor, root, deadline),
@@ -248,8 +212,8 @@ class Transport(ABC):
                 "all_to_all": self.all_to_all_single,
                 "barrier": self.barrier,
             }
-            return calls[form.op]
-        if form.op == "all_reduce":
+            return calls[plan.op]
+        if plan.op == "all_reduce":
             return lambda tensor, deadline: self.all_reduce(tensor, reduction, deadline)
         return lambda output, tensor, deadline: self.reduce_scatter_single(output, tensor, reduction, deadline)
 

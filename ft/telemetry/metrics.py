@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.journal import Journal, Recorder
-from holdfast.comms.op_description import OpTensors
+from holdfast.comms.plan import OpTensors
 from holdfast.ft import events
 from holdfast.ft.events import Event
 from holdfast.ft.telemetry.event_log import EventLog

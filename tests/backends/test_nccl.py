@@ -41,8 +41,9 @@ from holdfast.comms import (
     arithmetic,
 )
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.spec import Unavailable
-from holdfast.comms.transport.base import Context, Form
+from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.run_in_threads import run_in_threads
 from support.waiting import PATIENCE, eventually
@@ -285,7 +286,7 @@ def test_the_prepared_ops_do_as_the_general_ones() -> None:
                     continue
                 for name in ("all_reduce", "reduce_scatter"):
                     mine = inputs[rank].clone()
-                    run = transport.function(Form(name, dtype, mine.nbytes, 0, op, 5.0))
+                    run = transport.function(OpPlan.make(name, dtype, mine.nbytes, 0, op, 5.0))
                     if name == "all_reduce":
                         run(mine, soon())
                     else:
@@ -293,10 +294,10 @@ def test_the_prepared_ops_do_as_the_general_ones() -> None:
                         run(mine, given, soon())
                     assert torch.equal(mine, expected), (name, dtype, op)
         tensor = torch.full((2,), float(rank))
-        transport.function(Form("broadcast", tensor.dtype, tensor.nbytes, size - 1, None, 5.0))(tensor, soon())
+        transport.function(OpPlan.make("broadcast", tensor.dtype, tensor.nbytes, size - 1, None, 5.0))(tensor, soon())
         assert tensor.tolist() == [size - 1.0] * 2
         whole = torch.empty(size, 2)
-        gather = transport.function(Form("all_gather", tensor.dtype, tensor.nbytes, 0, None, 5.0))
+        gather = transport.function(OpPlan.make("all_gather", tensor.dtype, tensor.nbytes, 0, None, 5.0))
         gather(whole, torch.full((2,), float(rank)), soon())
         assert whole.tolist() == [[float(r)] * 2 for r in range(size)]
         transport.abort(PeerFailed((0,), "gone"))

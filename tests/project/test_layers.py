@@ -14,10 +14,12 @@ from support.source_tree import NAMESPACE, ROOT, module_name, modules, runtime_i
 
 LAYERS = {
     "comms": """
-        errors op_description ops journal arithmetic quantities codecs
+        errors ops arithmetic quantities codecs
         system
         work
         tensors
+        plan
+        journal
         transport
         rendezvous
         plugins exact

@@ -23,7 +23,7 @@ A row, in 8-byte words, with the hot words on cache lines of their own:
     128 probe       changes with each staged op; far from all other words, since processors prefetch neighbours
     256 table       2 parities x (signature, then (place, nbytes) of its input for each rank)
     ..  places      address of its input for each rank, if they read in place
-    ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see `staging`)
+    ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see pipeline.h)
 
 A wait has three stages, compiled and without the GIL: spin, yield to other processes, sleep until another rank wakes
 this one. After 2 ms of sleep the wait returns to Python, which checks the deadline and the peers.

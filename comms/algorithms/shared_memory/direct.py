@@ -25,23 +25,19 @@ from typing import NoReturn
 
 import torch
 
-from holdfast.comms import _native, arithmetic
+from holdfast.comms import arithmetic
 from holdfast.comms._native import pieces
 from holdfast.comms.algorithms.shared_memory.board import ABORTED, CLOSED, NOTE_BYTES, REPLACED, Board
 from holdfast.comms.algorithms.shared_memory.channels import Channels
-from holdfast.comms.algorithms.shared_memory.signature import describe, signature
 from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
-from holdfast.comms.journal import Journal
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plan import OpPlan, describe
 from holdfast.comms.system.local_causes import unreadable_memory
 from holdfast.comms.tensors.packing import span
-from holdfast.comms.transport.base import FastPath, Observed, Transport
+from holdfast.comms.transport.base import Transport
 
 Spans = tuple[int, ...]
 """Memory of this process: the address and size in bytes of each piece, flat."""
-
-_Key = tuple[str, torch.dtype | None, int, str, int]
-"""The identity of an op: its name, dtype, root, reduction and count."""
 
 _STARTED = 3
 """The phase of a rank after op 0, which connects."""
@@ -58,9 +54,9 @@ class DirectTransport(Transport):
     def __init__(self, board: Board, backend: str) -> None:
         """`backend` is what errors call it."""
         self.rank, self.size = board.rank, board.size
-        self._board = board
+        self._board, self.board = board, board.native
         self._backend = backend
-        self._plans: dict[_Key, tuple[int, int]] = {}
+        self._plans: dict[tuple[object, ...], OpPlan] = {}
         self._channels = Channels(board, self._read_memory)
 
     def start(self, deadline: float, connect_payload: Sequence[int] = ()) -> None:
@@ -101,23 +97,20 @@ class DirectTransport(Transport):
         *,
         root: int = 0,
         reduction: ReduceOp | None = None,
-        count: int = 0,
+        nbytes: int = 0,
     ) -> None:
-        """Run an op. `dtype`, `root`, `reduction` and `count`, as far as they are given, must agree on all ranks."""
+        """Run an op. `dtype`, `root`, `reduction` and `nbytes`, as far as they are given, must agree on all ranks."""
         board = self._board
         if board.error is not None:
             board.check()
-        key = op, dtype, root, "" if reduction is None else reduction.name, count
-        signed, kind = self._plans.get(key) or self._plan(key, reduction)
+        key = op, dtype, nbytes, root, "" if reduction is None else reduction.name
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = OpPlan.make(op, dtype, nbytes, root, reduction)
+        signed, kind = plan.signature, plan.kind
         while (halted := board.native.run(signed, kind, give, take)) is not None:
             board.check()
             self._resume(op, deadline, *halted)
-
-    def _plan(self, key: _Key, reduction: ReduceOp | None) -> tuple[int, int]:
-        """Compute and cache the signature of an op, and the number of its reduction (-1: none)."""
-        kind = -1 if reduction is None or key[1] is None else arithmetic.kind(key[1], reduction)
-        made = self._plans[key] = signature(*key), kind
-        return made
 
     def _resume(self, op: str, deadline: float, why: int, rank: int, value: int, flag: int) -> None:
         """Wait for what an op halted for, or raise why it cannot go on."""
@@ -148,13 +141,13 @@ class DirectTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.prescale(tensor, op)
-        self._run("all_reduce", span(given), span(tensor), deadline, tensor.dtype, reduction=op, count=tensor.numel())
+        self._run("all_reduce", span(given), span(tensor), deadline, tensor.dtype, reduction=op, nbytes=tensor.nbytes)
         arithmetic.postscale(tensor, op, self.size)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        given, here, count = arithmetic.prescale(tensor, op), self.rank == dst, tensor.numel()
+        given, here, nbytes = arithmetic.prescale(tensor, op), self.rank == dst, tensor.nbytes
         take = span(tensor) if here else ()
-        self._run("reduce", span(given), take, deadline, tensor.dtype, root=dst, reduction=op, count=count)
+        self._run("reduce", span(given), take, deadline, tensor.dtype, root=dst, reduction=op, nbytes=nbytes)
         if here:
             arithmetic.postscale(tensor, op, self.size)
 
@@ -173,7 +166,7 @@ class DirectTransport(Transport):
 
     def broadcast(self, tensor: torch.Tensor, src: int, deadline: float) -> None:
         give, take = (span(tensor), ()) if self.rank == src else ((), span(tensor))
-        self._run("broadcast", give, take, deadline, tensor.dtype, root=src, count=tensor.numel())
+        self._run("broadcast", give, take, deadline, tensor.dtype, root=src, nbytes=tensor.nbytes)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:
         self._run("all_gather", span(tensor), _spans(outputs), deadline, tensor.dtype)
@@ -198,21 +191,6 @@ class DirectTransport(Transport):
 
     def barrier(self, deadline: float) -> None:
         self._run("barrier", (), (), deadline)
-
-    def fast_path(self, order: _native.Order, observers: Observed, journal: Journal | None) -> FastPath:
-        return _native.BoardPath(self._board.native, order, self._usual_plan, observers, journal)
-
-    def _usual_plan(
-        self, op: str, tensor: torch.Tensor | None, root: int, reduction: ReduceOp | None
-    ) -> tuple[int, int] | None:
-        """The plan of an op for the fast path; None if it takes more than one reduction of the inputs."""
-        op = op.removesuffix("_single")
-        if reduction is not None and (not isinstance(reduction, ReduceOp) or reduction.name in arithmetic.SCALED):
-            return None
-        dtype, name = None if tensor is None else tensor.dtype, "" if reduction is None else reduction.name
-        count = tensor.numel() if tensor is not None and op in ("all_reduce", "broadcast") else 0
-        plan = self._plan((op, dtype, root, name, count), reduction)
-        return plan if reduction is None or plan[1] >= 0 else None
 
     # -- point to point
 

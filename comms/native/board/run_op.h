@@ -8,21 +8,10 @@
 #define HOLDFAST_RUN_OP_H
 
 #include "board/board_object.h"
+#include "collectives.h"
 
-/* The number of a collective, the root and the reduction are parts of a signature: comms/plan.py packs them. */
-typedef enum {
-    ON_BOARD_ALL_REDUCE = 1,
-    ON_BOARD_REDUCE,
-    ON_BOARD_BROADCAST,
-    ON_BOARD_ALL_GATHER,
-    ON_BOARD_REDUCE_SCATTER,
-    ON_BOARD_ALL_TO_ALL,
-    ON_BOARD_GATHER,
-    ON_BOARD_SCATTER,
-    ON_BOARD_BARRIER
-} collective;
 enum { ROOT_BIT = 15, ROOT_MASK = 0xFFF };
-enum { ROOTED = 1 << ON_BOARD_REDUCE | 1 << ON_BOARD_BROADCAST | 1 << ON_BOARD_GATHER | 1 << ON_BOARD_SCATTER };
+enum { ROOTED = 1 << REDUCE | 1 << BROADCAST | 1 << GATHER | 1 << SCATTER };
 
 /* Its inputs are in `p.give`, its outputs in `p.take`: one, or one a rank. */
 typedef struct {
@@ -37,24 +26,21 @@ enum { EVERY_RANK = -1, NO_RANK = -2 };
 
 static inline collective collective_of(uint64_t signature) { return (collective)(signature & 15); }
 
+/* plan.py packs signatures: the collective in 4 bits, the reduction, the dtype, the root, the number of elements. */
 static inline int root_of(uint64_t signature) { return (int)(signature >> ROOT_BIT & ROOT_MASK); }
-
-static inline int is_reduction(collective what) {
-    return what == ON_BOARD_ALL_REDUCE || what == ON_BOARD_REDUCE || what == ON_BOARD_REDUCE_SCATTER;
-}
 
 /* How many inputs this rank has. */
 static int inputs_of(const Board *self, const board_op *of) {
     int root = root_of(of->signature) == self->b.rank;
     switch (collective_of(of->signature)) {
-    case ON_BOARD_BROADCAST:
+    case BROADCAST:
         return root;
-    case ON_BOARD_SCATTER:
+    case SCATTER:
         return root ? self->b.size : 0;
-    case ON_BOARD_REDUCE_SCATTER:
-    case ON_BOARD_ALL_TO_ALL:
+    case REDUCE_SCATTER:
+    case ALL_TO_ALL:
         return self->b.size;
-    case ON_BOARD_BARRIER:
+    case BARRIER:
         return 0;
     default:
         return 1;
@@ -64,16 +50,16 @@ static int inputs_of(const Board *self, const board_op *of) {
 static int outputs_of(const Board *self, const board_op *of) {
     int root = root_of(of->signature) == self->b.rank;
     switch (collective_of(of->signature)) {
-    case ON_BOARD_REDUCE:
+    case REDUCE:
         return root;
-    case ON_BOARD_BROADCAST:
+    case BROADCAST:
         return !root;
-    case ON_BOARD_GATHER:
+    case GATHER:
         return root ? self->b.size : 0;
-    case ON_BOARD_ALL_GATHER:
-    case ON_BOARD_ALL_TO_ALL:
+    case ALL_GATHER:
+    case ALL_TO_ALL:
         return self->b.size;
-    case ON_BOARD_BARRIER:
+    case BARRIER:
         return 0;
     default:
         return 1;
@@ -116,17 +102,17 @@ static const char *own_piece(Board *self, collective what, int root, span *into)
     int rank = self->b.rank;
     *into = nothing;
     switch (what) {
-    case ON_BOARD_ALL_GATHER:
+    case ALL_GATHER:
         *into = take[rank];
         return give->at;
-    case ON_BOARD_ALL_TO_ALL:
+    case ALL_TO_ALL:
         *into = take[rank], give[rank].nbytes = 0;
         return give[rank].at;
-    case ON_BOARD_GATHER:
+    case GATHER:
         if (rank == root)
             *into = take[rank];
         return give->at;
-    case ON_BOARD_SCATTER:
+    case SCATTER:
         if (rank == root)
             *into = *take, give[rank].nbytes = 0;
         return give[rank].at;
@@ -163,10 +149,10 @@ static int publish_once(Board *self, uint64_t op, const board_op *of) {
 static int whom_to_meet(const Board *self, collective what, int root) {
     int here = root == self->b.rank;
     switch (what) {
-    case ON_BOARD_REDUCE: /* what it gives goes to the root alone */
+    case REDUCE: /* what it gives goes to the root alone */
         return here || !self->copied ? EVERY_RANK : root;
-    case ON_BOARD_BROADCAST:
-    case ON_BOARD_SCATTER:
+    case BROADCAST:
+    case SCATTER:
         return !here ? root : self->copied ? NO_RANK : EVERY_RANK;
     default:
         return EVERY_RANK;
@@ -230,15 +216,15 @@ static int take_small(Board *self, uint64_t op, const board_op *of) {
     collective what = collective_of(of->signature);
     int root = root_of(of->signature), rank = self->b.rank;
     switch (what) {
-    case ON_BOARD_REDUCE:
+    case REDUCE:
         return !self->copied ? LARGE : rank == root ? take_all(self, op, of, 0) : COMPLETE;
-    case ON_BOARD_BROADCAST:
-    case ON_BOARD_SCATTER:
+    case BROADCAST:
+    case SCATTER:
         if (rank == root)
             return self->copied ? COMPLETE : LARGE;
-        return take_of_root(self, op, root, what == ON_BOARD_SCATTER ? rank : 0);
-    case ON_BOARD_REDUCE_SCATTER:
-    case ON_BOARD_ALL_TO_ALL:
+        return take_of_root(self, op, root, what == SCATTER ? rank : 0);
+    case REDUCE_SCATTER:
+    case ALL_TO_ALL:
         return take_all(self, op, of, rank);
     default:
         return take_all(self, op, of, 0);
@@ -261,11 +247,11 @@ static uint64_t input_size(const board *b, int rank, uint64_t op, int index) {
 
 /* The size of the longest piece that any rank gives to another: all ranks read the same from the tables. */
 static uint64_t longest_piece(const board *b, uint64_t op, collective what, int root) {
-    int one = what == ON_BOARD_ALL_GATHER || what == ON_BOARD_GATHER;
+    int one = what == ALL_GATHER || what == GATHER;
     uint64_t longest = 0;
     for (int from = 0; from < b->size; from++)
         for (int to = 0; to < b->size; to++) {
-            int none = from == to || (what == ON_BOARD_GATHER && to != root) || (what == ON_BOARD_SCATTER && from != root);
+            int none = from == to || (what == GATHER && to != root) || (what == SCATTER && from != root);
             uint64_t nbytes = none ? 0 : input_size(b, from, op, one ? 0 : to);
             longest = nbytes > longest ? nbytes : longest;
         }
@@ -293,31 +279,31 @@ static int begin_large(Board *self, uint64_t op, const board_op *of) {
     uint64_t longest = 0;
     p->shared = 0, p->reduces_all = 0;
     switch (what) {
-    case ON_BOARD_ALL_REDUCE:
+    case ALL_REDUCE:
         p->reduces_all = 1, longest = divide(p->give, p->take, (uint64_t)size, itemsize_of(of->kind));
         break;
-    case ON_BOARD_REDUCE:
+    case REDUCE:
         only(p->give, size, root, first), only(p->take, size, rank, here ? into : nothing), longest = first.nbytes;
         break;
-    case ON_BOARD_REDUCE_SCATTER:
+    case REDUCE_SCATTER:
         for (int from = 0; from < size; from++)
             if (from != rank && input_size(&self->b, from, op, rank) != into.nbytes)
                 return other_size(self, op, from, rank, into.nbytes);
         only(p->take, size, rank, into);
         break;
-    case ON_BOARD_BROADCAST:
+    case BROADCAST:
         only(p->give, size, rank, here ? first : nothing), only(p->take, size, root, here ? nothing : into);
         p->shared = 1, longest = here ? first.nbytes : into.nbytes;
         break;
-    case ON_BOARD_ALL_GATHER:
+    case ALL_GATHER:
         only(p->give, size, rank, first), p->shared = 1;
         break;
-    case ON_BOARD_GATHER:
+    case GATHER:
         only(p->give, size, root, first);
         if (!here)
             memset(p->take, 0, (size_t)size * sizeof(span));
         break;
-    case ON_BOARD_SCATTER:
+    case SCATTER:
         only(p->take, size, root, here ? nothing : into);
         if (!here)
             memset(p->give, 0, (size_t)size * sizeof(span));

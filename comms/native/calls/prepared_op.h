@@ -25,20 +25,19 @@ static int prepared_init(PyObject *object, PyObject *args, PyObject *named) {
     state *made = PyType_GetModuleState(Py_TYPE(object));
     PyObject *path, *arguments, *general, *done;
     const char *op;
-    int number = 0;
+    int number = 1;
     if (!PyArg_ParseTupleAndKeywords(args, named, "OsO!OO", names, &path, &op, &PyTuple_Type, &arguments, &general, &done))
         return -1;
-    while (path != Py_None && number <= BARRIER && strcmp(fast_ops[number], op))
+    while (path != Py_None && number < COLLECTIVES && (!usual[number].name || strcmp(usual[number].name, op)))
         number++;
     if (path != Py_None) {
-        PyObject *type = (PyObject *)Py_TYPE(path);
-        if ((type != made->board_path && type != made->call_path) || number > BARRIER ||
-            PyTuple_Size(arguments) != operand_counts[number]) {
+        if ((PyObject *)Py_TYPE(path) != made->fast_path || number == COLLECTIVES ||
+            PyTuple_Size(arguments) != usual[number].arguments) {
             PyErr_SetString(PyExc_TypeError, "a fast path, one of its ops, and the arguments of that are needed");
             return -1;
         }
-        self->path = (fast_path *)Py_NewRef(path), self->call.op = (fast_op)number;
-        for (int i = 0; i < operand_counts[number]; i++)
+        self->path = (fast_path *)Py_NewRef(path), self->call.op = (collective)number;
+        for (int i = 0; i < usual[number].arguments; i++)
             self->args[i] = Py_NewRef(PyTuple_GetItem(arguments, i));
     }
     self->general = Py_NewRef(general), self->done = Py_NewRef(done);

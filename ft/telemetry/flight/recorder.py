@@ -21,7 +21,7 @@ import torch
 
 from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import POINT_TO_POINT
-from holdfast.comms.op_description import OpTensors
+from holdfast.comms.plan import OpTensors
 from holdfast.comms.system.environment import flag
 from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.liveness import this_process

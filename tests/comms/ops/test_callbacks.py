@@ -12,7 +12,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Work
-from holdfast.comms.op_description import OpDescription
+from holdfast.comms.plan import OpDescription
 from holdfast.harness import LocalCluster
 
 

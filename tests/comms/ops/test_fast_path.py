@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, ReduceOp, Revoked, Unsupported
-from holdfast.comms._native import BoardPath, CallPath, GroupCall, Order, PersistentCall, RequestCall
+from holdfast.comms._native import FastPath, GroupCall, Order, PersistentCall, RequestCall
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.comms.tensors.packing import DTYPES
@@ -124,9 +124,13 @@ def test_ranks_may_mix_the_fast_and_the_slow_path_and_be_late(
     assert ranks.run(run_program, program) == [(len(program), False)] * RANKS
 
 
-def test_board_transports_have_their_own_fast_path(ranks: LocalCluster) -> None:
-    expected = BoardPath if ranks.backend in ("inproc", "shm") else CallPath
-    assert ranks.run(which_path) == [expected.__name__] * RANKS
+def has_board(comm: Communicator) -> bool:
+    return comm.transport.board is not None
+
+
+def test_transports_over_shared_memory_have_a_board(ranks: LocalCluster) -> None:
+    assert ranks.run(which_path) == [FastPath.__name__] * RANKS
+    assert ranks.run(has_board) == [ranks.backend in ("inproc", "shm")] * RANKS
 
 
 def takes(comm: Communicator) -> list[bool]:
@@ -417,21 +421,18 @@ def test_an_order_admits_one_thread_at_a_time() -> None:
 
 
 def test_a_path_needs_a_board_and_an_order_of_the_right_kind() -> None:
+    wrong: Any = print
+    cpu = (1, 0)
+    with pytest.raises(TypeError, match="a Board or None"):
+        FastPath(0, 1, Order(), print, registry(), None, 1.0, print, cpu, wrong)
     with pytest.raises(TypeError):
-        BoardPath(None, Order(), print, registry(), None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        CallPath(0, 1, None, print, registry(), None, 1.0, print)  # type: ignore[arg-type]
+        FastPath(0, 1, wrong, print, registry(), None, 1.0, print, cpu, None)
     with pytest.raises(ValueError, match="no such rank"):
-        CallPath(0, 0, Order(), print, registry(), None, 1.0, print)
+        FastPath(0, 0, Order(), print, registry(), None, 1.0, print, cpu, None)
 
 
-def call_path(order: Order, plan: Callable[..., Any], failed: Callable[..., Any]) -> CallPath:
-    return CallPath(0, 2, order, plan, registry(), None, 5.0, failed)
-
-
-def test_tensors_of_another_device_are_left_to_the_general_path() -> None:
-    gpu = CallPath(0, 2, Order(), lambda *_: print, registry(), None, 5.0, print, (2, 0))
-    assert not gpu.all_reduce(torch.ones(2), ReduceOp.SUM)
+def function_path(order: Order, plan: Callable[..., Any], failed: Callable[..., Any]) -> FastPath:
+    return FastPath(0, 2, order, plan, registry(), None, 5.0, failed, (1, 0), None)
 
 
 def test_an_op_is_planned_once_and_called_with_a_deadline() -> None:
@@ -443,7 +444,7 @@ def test_an_op_is_planned_once_and_called_with_a_deadline() -> None:
         return lambda tensor, deadline: called.append((tensor, deadline))
 
     order, tensor, began = Order(), torch.ones(3), time.monotonic()
-    fast = call_path(order, plan, print)
+    fast = function_path(order, plan, print)
     assert fast.all_reduce(tensor, ReduceOp.SUM) and fast.all_reduce(tensor, ReduceOp.SUM)
     assert fast.all_reduce(torch.ones(4), ReduceOp.SUM) and fast.all_reduce(tensor, ReduceOp.MAX)
     assert [form[0] for form in asked] == ["all_reduce"] * 3
@@ -459,7 +460,7 @@ def test_the_fast_path_raises_the_error_of_its_failure_callback() -> None:
         raise RuntimeError(f"{op} {seq} {joint}: {error}") from error
 
     order = Order()
-    fast = call_path(order, lambda *form: fails, failed)
+    fast = function_path(order, lambda *form: fails, failed)
     with pytest.raises(RuntimeError, match="barrier 1 1: cut") as caught:
         fast.barrier()
     assert isinstance(caught.value.__cause__, ConnectionError) and not order.busy
@@ -469,16 +470,16 @@ def test_the_fast_path_does_nothing_where_no_op_may_run() -> None:
     for shut in ("over", "queued"):
         order = Order()
         setattr(order, shut, True)
-        assert not call_path(order, pytest.fail, print).barrier()
+        assert not function_path(order, pytest.fail, print).barrier()
     order = Order()
     order.enter()
-    assert not call_path(order, pytest.fail, print).barrier()
+    assert not function_path(order, pytest.fail, print).barrier()
     assert order.seq == 0
 
 
 def test_an_op_without_a_plan_is_for_the_slow_path() -> None:
     order = Order()
-    assert not call_path(order, lambda *form: None, print).barrier()
+    assert not function_path(order, lambda *form: None, print).barrier()
     assert (order.seq, order.busy) == (0, False)
 
 
@@ -489,7 +490,7 @@ def test_an_error_during_planning_reaches_the_caller() -> None:
         raise KeyboardInterrupt
 
     order = Order()
-    fast = call_path(order, interrupted, print)
+    fast = function_path(order, interrupted, print)
     for _ in range(2):
         for op in (fast.barrier, partial(fast.broadcast, torch.ones(2), 0)):
             with pytest.raises(KeyboardInterrupt):
@@ -498,7 +499,7 @@ def test_an_error_during_planning_reaches_the_caller() -> None:
 
 
 def test_the_fast_path_counts_its_arguments() -> None:
-    fast: Any = call_path(Order(), pytest.fail, print)
+    fast: Any = function_path(Order(), pytest.fail, print)
     with pytest.raises(TypeError, match="2 arguments are needed, not 1"):
         fast.all_reduce(torch.ones(1))
 

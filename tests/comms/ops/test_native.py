@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import ReduceOp, _native, arithmetic
-from holdfast.comms.algorithms.shared_memory.signature import signature
+from holdfast.comms.plan import signature
 from holdfast.comms.tensors.packing import DTYPES, dlpack_device, packed, plain, span
 
 OPS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}

@@ -18,7 +18,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, UsedAfterFork, Work
-from holdfast.comms.op_description import OpDescription
+from holdfast.comms.plan import OpDescription
 from holdfast.comms.system import forks
 from holdfast.ft import Session
 from holdfast.ft.control.client import RpcClient
