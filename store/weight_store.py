@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -13,20 +14,19 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
-from holdfast.comms.errors import CorruptData, Mismatch, RegionGone
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, RegionGone
 from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.registers import RegisterAway
-from holdfast.store.arguments import name_sequence, wanted_version, whole_number
 from holdfast.store.casts.wire_cast import CastName, WireCast, wire_cast
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.cell_client import until
 from holdfast.store.catalog.client import DEFAULT, CatalogClient
 from holdfast.store.catalog.fleet_records import Reader, reader_name
 from holdfast.store.catalog.fleet_targets import Digests, digests_of
-from holdfast.store.catalog.records import Catalog, Holder, Spread, Version
+from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Spread, Version
 from holdfast.store.data.packing import PackedPart
 from holdfast.store.data.rebuild import rebuild
 from holdfast.store.data.targets import check_writable
@@ -52,12 +52,68 @@ from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Targets
 from holdfast.store.read.version_reader import VersionReader
 from holdfast.store.recent import Recent
 from holdfast.store.sharding.name_map import Layout
-from holdfast.store.warm_up import warm_up
 
 Result = TypeVar("Result")
 
 PAUSE_SECONDS = 0.05
 """Seconds that a reader without a live replica waits for a change before it tries again."""
+
+
+TENSORS, ELEMENTS = 256, 16
+"""So many small tensors take the memory of the interpreter that a usual state dict takes."""
+SECONDS = 1.0
+_ID = "warm-up"
+_log = logging.getLogger("holdfast.store")
+_done: set[tuple[str, int]] = set()
+"""The planes for which this was done, by process."""
+
+
+def warm_up(plane: MemoryPlane) -> None:
+    """Publish a small state dict into memory of `plane`, and get it from there: once in each process.
+
+    An error is logged: the first real call reports it better.
+    """
+    key = plane.name, os.getpid()
+    if key in _done:
+        return
+    _done.add(key)
+    try:
+        _publish_and_get(plane)
+    except HoldfastError as error:
+        _log.debug("the store is not warmed up: %s", error)
+
+
+def _publish_and_get(plane: MemoryPlane) -> None:
+    state = {str(number): torch.zeros(ELEMENTS, device="cpu") for number in range(TENSORS)}
+    packed = PublishedPart.of(flatten(state)).pack(lambda nbytes: plane.empty(nbytes, mappable=True))
+    with plane.expose(packed.memory[: packed.nbytes]) as region:
+        replicas = (Replica(_ID, region.handle),)
+        version = Version(1, 1, 1, None, True, (Shard(0, packed.digest, packed.manifest_at, _ID, replicas),))
+        catalog = Catalog(holders=(Holder(_ID, this_process()),), versions=(version,))
+        catalog = Catalog.decode(catalog.encode())
+        deadline = time.monotonic() + SECONDS
+        reader = VersionReader(
+            plane, catalog, version, deadline, lambda *_: None, PlanCache(), FilledTargets(), os.getpid()
+        )
+        Targets(flatten_targets(state), False, Recent(1)).fill(reader, True, None)
+
+
+def whole_number(value: int, what: str) -> int:
+    return integer_in(value, what, 0, (1 << 63) - 1)
+
+
+def name_sequence(names: Sequence[str], what: str) -> Sequence[str]:
+    if isinstance(names, str):
+        raise TypeError(f"{what} is a list of names, not one name: [{names!r}]")
+    return names
+
+
+def wanted_version(version: int | str) -> int | str:
+    if isinstance(version, str):
+        if version != "latest":
+            raise ValueError(f"a version is a number or 'latest', not {version!r}")
+        return version
+    return whole_number(version, "version")
 
 
 class HasUrl(Protocol):

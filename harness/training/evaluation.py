@@ -23,7 +23,7 @@ from holdfast.rl.export.version_evaluation import HeldOutAnswer, VersionEvaluati
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.policy_source import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.trainers.weights_digest import weights_digest
+from holdfast.rl.trainers.training import weights_digest
 
 EXAMPLES = 4
 """How many of the best answers are shown, and how many of the worst."""

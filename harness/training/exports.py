@@ -14,7 +14,7 @@ from holdfast.rl.export.version_evaluation import held_out_prompts
 from holdfast.rl.export.weights import export_file, export_folder
 from holdfast.rl.run.policy_source import task_of
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.trainers.weights_digest import weights_digest
+from holdfast.rl.trainers.training import weights_digest
 
 Format = Literal["hf", "safetensors", "executorch"]
 

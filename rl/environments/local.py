@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from holdfast.comms.errors import describe
 from holdfast.rl.environments.call_thread import CallThread
-from holdfast.rl.environments.call_times import Call, CallTimes
 from holdfast.rl.environments.environment import Action, Environment, Observation, State
 from holdfast.rl.environments.errors import EnvironmentBusy, EnvironmentDied, EnvironmentFailed
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.environments.session_source import SessionSource
+from holdfast.rl.environments.work_channel import Call, CallTimes
 
 T = TypeVar("T")
 

@@ -25,7 +25,6 @@ from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.console.units import counted
 from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.rl.environments import messages
-from holdfast.rl.environments.call_times import CallTimes
 from holdfast.rl.environments.environment import Environment
 from holdfast.rl.environments.errors import (
     EnvironmentDied,
@@ -36,7 +35,7 @@ from holdfast.rl.environments.errors import (
 )
 from holdfast.rl.environments.local import LocalSession
 from holdfast.rl.environments.work_channel import PATH as WORK
-from holdfast.rl.environments.work_channel import answer_work
+from holdfast.rl.environments.work_channel import CallTimes, answer_work
 
 CODES: dict[type[EnvironmentFailed], str] = {
     EnvironmentDied: "EXECUTION_ERROR",

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted
 from holdfast.rl.config.extra_environment import extra_python
 from holdfast.rl.config.sampling import Sampling
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.export.errors import ExportRefused
 from holdfast.rl.export.executorch_job import ExecutorchJob, ExecutorchReport
 from holdfast.rl.export.weights import new_file
 from holdfast.rl.generators.models import ModelSource, longest_sequence, save_model
@@ -29,6 +29,14 @@ SECONDS = 3600.0
 
 _LINES = 12
 """How much of its output an error quotes."""
+
+
+class ExportRefused(HoldfastError):
+    """A version was not exported: the program differs from the model, or could not be made. Nothing is left of it."""
+
+    def __init__(self, out: Path, why: str) -> None:
+        self.out, self.why = out, why
+        super().__init__(f"{out} was not written: {why}")
 
 
 def export_program(source: ModelSource, prompts: Sequence[Prompt], sampling: Sampling, out: Path) -> ExecutorchReport:

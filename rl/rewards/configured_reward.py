@@ -13,12 +13,10 @@ from holdfast.rl.config.named_code import load_code
 from holdfast.rl.config.run_config import CriterionConfig, RunConfig
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.data.errors import BadDataset
+from holdfast.rl.rewards.builtin_rewards import Criterion, ExactMatch, FormatMatch, LengthPenalty, Rubric
 from holdfast.rl.rewards.ensemble import Verifier, WeakVerifierEnsemble
-from holdfast.rl.rewards.length_penalty import LengthPenalty
-from holdfast.rl.rewards.matching import ExactMatch, FormatMatch
 from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward
 from holdfast.rl.rewards.reward_processes import RewardProcesses
-from holdfast.rl.rewards.rubric import Criterion, Rubric
 
 
 class _AnswerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,20 +1,153 @@
-"""Sends the events of a run to its directory, to TensorBoard, and to whatever else observes it."""
+"""The events of a run: collected from its processes, and sent to its directory, to TensorBoard and to observers."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.run.run_events import Activity, Evaluated, Event, StepTrained, WeightsServed
+from holdfast.rl.run.run_events import (
+    Activity,
+    CallTakenOver,
+    Evaluated,
+    Event,
+    ProcessLost,
+    ProcessorTime,
+    ProcessStarted,
+    StepTrained,
+    WeightsServed,
+)
+from holdfast.rl.services.service import Service
+from holdfast.rl.services.status import ReplicaEvent
+from holdfast.rl.work_log import WorkReport
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 Observer = Callable[[Event], None]
+
+
+EVERY = 2.0
+"""Seconds between two collections."""
+
+SECONDS = 10.0
+"""The limit of one collection; what a process did not say by then comes with the next one."""
+
+Ask = Callable[[], Awaitable[Mapping[str, WorkReport]]]
+"""Asks the processes of a role; those that do not answer are left out."""
+
+
+class WorkCollector:
+    """Asks the processes of each role from time to time, and emits what they did."""
+
+    def __init__(
+        self,
+        telemetry: RunTelemetry,
+        roles: Mapping[str, Ask],
+        then: Callable[[], Awaitable[None]],
+        failed: Callable[[HoldfastError], None],
+    ) -> None:
+        """`then` is awaited after each collection, `failed` is called with what ends the collections: a full disk."""
+        self._telemetry, self._roles, self._then, self._failed = telemetry, dict(roles), then, failed
+
+    @contextlib.asynccontextmanager
+    async def collecting(self) -> AsyncIterator[None]:
+        """Collect at the beginning and the end of the block, and every `EVERY` seconds in between."""
+        await self.collect()
+        task = asyncio.create_task(self._repeat())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.collect()
+
+    async def collect(self) -> None:
+        """Ask all processes once, and emit their answers."""
+        now = self._telemetry.now()
+        events: list[Event] = [ProcessorTime(time=now, process="driver", role="driver", seconds=time.process_time())]
+        for role, ask in self._roles.items():
+            reports: Mapping[str, WorkReport] = {}
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SECONDS):
+                    reports = await ask()
+            events += self._events(role, reports)
+        self._telemetry.emit_all(events)
+        await self._then()
+
+    def _events(self, role: str, reports: Mapping[str, WorkReport]) -> list[Event]:
+        now = self._telemetry.now()
+        events: list[Event] = []
+        for name, report in reports.items():
+            events += [
+                Activity(
+                    time=now - span.ago,
+                    process=name,
+                    role=role,
+                    what=span.what,
+                    number=span.number,
+                    seconds=span.seconds,
+                    cpu=span.cpu,
+                )
+                for span in report.spans
+            ]
+            events.append(ProcessorTime(time=now, process=name, role=role, seconds=report.cpu))
+        return events
+
+    async def _repeat(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY)
+            try:
+                await self.collect()
+            except HoldfastError as error:
+                self._failed(error)
+                return
+
+
+class ProcessRecorder:
+    """Emits a process's start and loss for each replica of a service."""
+
+    def __init__(self, role: str, telemetry: RunTelemetry) -> None:
+        self._role, self._telemetry = role, telemetry
+        self._found: dict[str, tuple[str, int]] = {}
+        """The host and the number of each process."""
+        self._in_slot: dict[int, str] = {}
+        self.service: Service | None = None
+
+    def hear(self, event: ReplicaEvent) -> None:
+        """Handle an event."""
+        at = self._telemetry.at(event.time)
+        name, role = event.replica, self._role
+        if event.kind == "ready":
+            self._started(name, event.slot, at)
+        elif event.kind == "lost" and name in self._found:
+            how = event.detail.splitlines()[0] if event.detail else "ended"
+            host, pid = self._found.pop(name)
+            self._telemetry.emit(ProcessLost(time=at, name=name, role=role, host=host, pid=pid, how=how))
+        elif event.kind == "took_over":
+            self._telemetry.emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
+
+    def see_first(self, service: Service) -> None:
+        """Record the replicas with which a service began."""
+        self.service = service
+        for each in service.status().replicas:
+            if each.health == "ready":
+                self._started(each.name, each.slot, self._telemetry.now())
+
+    def _started(self, name: str, slot: int, at: float) -> None:
+        if self.service is None or name in self._found:
+            return
+        replicas = self.service.status().replicas
+        mine = next(((each.host, each.pids[0]) for each in replicas if each.name == name and each.pids), ("", 0))
+        host, pid = self._found[name] = mine
+        replaces, self._in_slot[slot] = self._in_slot.get(slot, ""), name
+        self._telemetry.emit(ProcessStarted(time=at, name=name, role=self._role, host=host, pid=pid, replaces=replaces))
 
 
 class RunTelemetry:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,7 +38,6 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
 from holdfast.rl.grpo.loop import asynchronous, synchronous
 from holdfast.rl.grpo.protocols import StepReport
-from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.episode_sources import (
     EnvironmentEpisodes,
     EpisodeSource,
@@ -59,10 +58,9 @@ from holdfast.rl.run.run_events import (
     WeightsPublished,
 )
 from holdfast.rl.run.run_status import RunStatus
-from holdfast.rl.run.telemetry import Observer, RunTelemetry
+from holdfast.rl.run.telemetry import Ask, Observer, RunTelemetry, WorkCollector
 from holdfast.rl.run.trainer_processes import KEEP, TrainerProcesses, trainer_settings
 from holdfast.rl.run.weight_holder import CopiesWatch
-from holdfast.rl.run.work_collector import Ask, WorkCollector
 from holdfast.rl.services.metrics import metrics_if_asked
 from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.trainers.best_version import BestVersion
@@ -70,6 +68,22 @@ from holdfast.rl.trainers.trainer_actor import TrainerPosition
 from holdfast.store import WeightStore
 
 JOB = "rl"
+
+
+T = TypeVar("T")
+
+
+async def all_done(first: Awaitable[T], *others: Awaitable[object]) -> T:
+    """The result of `first` once all are done. If one raises, the others are cancelled, and its error raised."""
+    wanted = asyncio.ensure_future(first)
+    tasks: list[asyncio.Future[Any]] = [wanted, *(asyncio.ensure_future(each) for each in others)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return wanted.result()
 
 
 def reach(point: str, step: int) -> None:

@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
 
 from holdfast.comms.errors import HoldfastError, again, describe
 from holdfast.rl.engine.engine import Engine
 from holdfast.rl.engine.errors import AWAY_SECONDS, HostAway, is_retryable
-from holdfast.rl.services.errors import Overloaded, ServiceClosed, ServiceFailed
-from holdfast.rl.services.gpus import gpus_of
+from holdfast.rl.services.errors import NotEnoughGpus, Overloaded, ServiceClosed, ServiceFailed
 from holdfast.rl.services.options import ServiceOptions
 from holdfast.rl.services.replica import ServiceReplica, as_error, is_loss
 from holdfast.rl.services.routing import RouteChoice, Router
 from holdfast.rl.services.status import ReplicaEvent, ReplicaResult
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 5.0
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class GpuPool:
+    """The GPUs that no process has."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self._free = list(devices)
+
+    def take(self, count: int) -> tuple[str, ...]:
+        """Take `count` GPUs. Raises `NotEnoughGpus`, and takes none."""
+        if count > len(self._free):
+            raise NotEnoughGpus(count, len(self._free))
+        taken, self._free = tuple(self._free[:count]), self._free[count:]
+        return taken
+
+    def give_back(self, devices: tuple[str, ...]) -> None:
+        """Make them free again."""
+        self._free.extend(devices)
+
+
+_pools: WeakKeyDictionary[Engine, GpuPool] = WeakKeyDictionary()
+
+
+def gpus_of(engine: Engine) -> GpuPool:
+    """The pool of an engine: the GPUs that this process may see."""
+    if engine not in _pools:
+        seen = os.environ.get(VISIBLE)
+        devices = seen.split(",") if seen else map(str, range(torch.cuda.device_count()))
+        _pools[engine] = GpuPool(tuple(each.strip() for each in devices if each.strip()))
+    return _pools[engine]
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -15,8 +16,7 @@ from holdfast.comms.errors import HoldfastError, StaleEpoch, describe
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.grpo.protocols import StepReport
-from holdfast.rl.trainers.batch_inbox import BatchInbox
-from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted, TrainerUnjoined
+from holdfast.rl.trainers.errors import NoBatch, TrainerEnded, TrainerEvicted, TrainerUnjoined
 from holdfast.rl.trainers.publisher import Publisher
 from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.trainers.training import Training
@@ -25,6 +25,51 @@ from holdfast.store import WeightStore
 
 CLOSE_SECONDS = 30.0
 """Seconds that `close` waits for the step that is being computed."""
+
+
+KEPT = 2
+"""The number of newest batches that are kept: members of a session are at most one step apart."""
+
+LOOK_SECONDS = 0.05
+"""Seconds of one wait for a batch, after which `over` is called."""
+
+
+class BatchInbox:
+    """Filled by one thread, read by another."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, EncodedBatch] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def newest(self) -> int | None:
+        """The first update of the newest batch; None if none has come."""
+        with self._changed:
+            return max(self._batches, default=None)
+
+    def put(self, batch: EncodedBatch) -> None:
+        """Add a batch. The oldest one goes if there are too many."""
+        with self._changed:
+            self._batches[batch.step] = batch
+            while len(self._batches) > KEPT:
+                del self._batches[min(self._batches)]
+            self._changed.notify_all()
+
+    def take(self, step: int, over: Callable[[], None], timeout: float) -> EncodedBatch:
+        """Wait for the batch that begins with update `step`; it stays. `over` is called meanwhile, and may raise.
+
+        Raises `NoBatch`.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                if step in self._batches:
+                    return self._batches[step]
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise NoBatch(step, timeout, max(self._batches, default=None))
+                self._changed.wait(min(left, LOOK_SECONDS))
+            over()
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,10 +7,11 @@ of its epoch, and the attempt ends once every part of it outlives its publisher.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from holdfast import ft
 from holdfast.comms import Revoked
@@ -26,11 +27,20 @@ from holdfast.rl.trainers.policy import PolicyLoss
 from holdfast.rl.trainers.publisher import Publisher
 from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.trainers.titan.layout import TitanLayout
-from holdfast.rl.trainers.weights_digest import weights_digest
 from holdfast.rl.work_log import WorkLog
 
 Take = Callable[[int, Callable[[], None]], EncodedBatch]
 """Returns the batch that begins with an update; calls the function meanwhile, which raises if the epoch is over."""
+
+
+def weights_digest(state: Mapping[str, Any]) -> str:
+    """32 hexadecimal digits that depend on every bit of a state dict of tensors; collective if they are sharded."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(state.items()):
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        digest.update(name.encode())
+        digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class RevokedEpochs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -15,20 +15,77 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.store.data.dense import as_bytes
 from holdfast.store.data.skeleton import encode
 from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection.reports import TensorReport
 from holdfast.store.interop.disk_record import DiskRecord, read_record
 from holdfast.store.interop.new_directory import disk_errors, need_room, new_directory
 from holdfast.store.interop.publish_copy import checksum, publish_copy
-from holdfast.store.interop.safetensors_format import DTYPES, file_order, write_file
 from holdfast.store.interop.version_source import Progress, VersionSource
 from holdfast.store.weight_store import WeightStore
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 SHARD_BYTES = 1 << 30
+
+
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+"""torch's names of dtypes, and the format's."""
 _ITEMSIZES: dict[str, int] = {name: getattr(torch, dtype).itemsize for dtype, name in DTYPES.items()}
+
+_PAD = 8
+
+
+def file_order(tensors: Iterable[TensorReport]) -> list[TensorReport]:
+    """Tensors in an order that aligns each of them: widest elements first, then by name."""
+    return sorted(tensors, key=lambda each: (-each.torch_dtype.itemsize, each.name))
+
+
+def write_file(path: Path, tensors: Sequence[TensorReport], data: Iterable[tuple[TensorReport, torch.Tensor]]) -> None:
+    """Write a file of `tensors`; `data` yields them, contiguous on the CPU, in the same order.
+
+    The safetensors package would keep the interpreter's lock while it writes, which would stop training, and would need
+    all tensors of a file in memory.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for each in tensors:
+        header[each.name] = {
+            "dtype": DTYPES[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [offset, offset + each.nbytes],
+        }
+        offset += each.nbytes
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % _PAD)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for _, tensor in data:
+            found = as_bytes(tensor)
+            assert found is not None
+            file.write(found.numpy().data)
 
 
 def export_version(

@@ -2,25 +2,149 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from msgspec.structs import replace
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.memory_plane import MemoryPlane
+from holdfast.comms.transport.liveness import this_host
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.failure_domains import why_unsafe
-from holdfast.store.catalog.records import Catalog, Shard, Spread
-from holdfast.store.data.manifest import difference
+from holdfast.store.catalog.records import Catalog, DeltaOffer, Shard, Spread, Version
+from holdfast.store.data.manifest import Manifest, difference
 from holdfast.store.data.packing import PackedPart
-from holdfast.store.errors import StoreTimeout
-from holdfast.store.holding.replica_holder import ReplicaHolder
-from holdfast.store.publish.delta_offer import offer_delta
-from holdfast.store.publish.part_comparison import PartComparison
+from holdfast.store.data.shared_tensors import check_shared, tensors_of
+from holdfast.store.delta.far_reads import reading_hosts
+from holdfast.store.delta.kernels import kernels_for
+from holdfast.store.delta.layouts import element_pieces
+from holdfast.store.delta.records import ElementPiece, PackedDelta
+from holdfast.store.errors import StoreFull, StoreTimeout
+from holdfast.store.holding.replica_holder import Key, ReplicaHolder
 from holdfast.store.read.part_source import PartSource
+
+COMPARE_SECONDS = 1.0
+"""Seconds in which the manifests of other parts must be read; readers compare those that were not."""
+_log = logging.getLogger("holdfast.store")
+
+
+WIRE_BYTES_PER_SECOND = 1.2e9
+"""The speed at which parts are taken to be read where they cannot be mapped: that of TCP."""
+
+
+DIFF_SECONDS_PER_BYTE = 1 / 7e9
+"""For each byte of a part, to find what changed (two threads that read both versions, 15 GB/s in all)."""
+PATCH_SECONDS_PER_BYTE = 1 / 6e9
+"""For each byte of a part, to make the new version beside its base and verify it."""
+ROUND_TRIP_SECONDS = 0.5e-3
+"""For one more read: a delta lies in a region of its own."""
+
+
+def diff(base: torch.Tensor, new: torch.Tensor, pieces: Sequence[ElementPiece]) -> PackedDelta:
+    """The elements of `new` that differ from those of `base` by their bits.
+
+    Both are flat uint8 tensors on one device; bytes outside of `pieces` are not looked at. Pieces that changed too much
+    are left to be read whole.
+    """
+    if base.device != new.device:
+        raise ValueError(f"a base on {base.device} and a new version on {new.device}: they have to be on one device")
+    kernels = kernels_for(base.device)
+    return kernels.diff([piece.of(base) for piece in pieces], [piece.of(new) for piece in pieces], pieces)
+
+
+def pays(delta_bytes: int, whole_bytes: int, bytes_per_second: float) -> bool:
+    """Whether a reader has a part of `whole_bytes` earlier by a delta, at this speed of reading from its holders.
+
+    `delta_bytes` are all bytes that such a reader needs: the delta, and the pieces that have to be read whole.
+    """
+    whole = whole_bytes / bytes_per_second
+    work = whole_bytes * (DIFF_SECONDS_PER_BYTE + PATCH_SECONDS_PER_BYTE)
+    return delta_bytes / bytes_per_second + work + ROUND_TRIP_SECONDS < whole
+
+
+def offer_delta(holder: ReplicaHolder, catalog: Catalog, key: Key, packed: PackedPart) -> DeltaOffer | None:
+    """Find what changed since the newest visible version of the same layout, and expose it while the part is kept.
+
+    None where that does not pay: all processes that are known to read map the part, no such version is here,
+    too much has changed, or the memory's limit leaves no room. `key` is that of the part, which `holder` keeps.
+    """
+    if holder.maps and reading_hosts(catalog) <= {this_host()}:
+        return None
+    _, part, digest = key
+    for number in reversed(catalog.visible()):
+        shard = catalog.shard(number, part)
+        memory = None if shard is None else holder.memory_of((number, part, shard.digest))
+        if shard is None or memory is None:
+            continue
+        if shard.digest == digest:
+            return None
+        base = Manifest.decode(memory[shard.manifest_at :].numpy().data, shard.manifest_at)
+        if base.layout.digest == packed.manifest.layout.digest:
+            break
+    else:
+        return None
+    began = time.perf_counter()
+    changed = np.flatnonzero(base.sums != packed.manifest.sums)
+    pieces = element_pieces(base.layout)
+    found = diff(memory, packed.memory, [pieces[at] for at in changed]).among(pieces, changed)
+    whole = base.layout.data_bytes
+    if not pays(found.nbytes + found.whole_bytes, whole, WIRE_BYTES_PER_SECOND):
+        return None
+    try:
+        handle = holder.attach(key, found, shard.digest)
+    except StoreFull as error:
+        _log.info("version %d part %d is published without a delta: %s", key[0], part, error)
+        return None
+    except HoldfastError as error:
+        _log.warning("version %d part %d is published without a delta: %s", key[0], part, error)
+        return None
+    took = time.perf_counter() - began
+    _log.debug(
+        "version %d part %d: a delta of %d bytes from version %d, in %.3g s", key[0], part, found.nbytes, number, took
+    )
+    return DeltaOffer(shard.digest, holder.holder.id, handle)
+
+
+class PartComparison:
+    """Compares a part with those that are listed before it; a part that is listed later compares itself."""
+
+    def __init__(self, plane: MemoryPlane, number: int, part: int, fence: int | None, manifest: Manifest) -> None:
+        self._plane, self._number, self._part, self._fence, self._manifest = plane, number, part, fence, manifest
+        self._compared: set[tuple[int, bytes]] = set()
+        self._deadline = time.monotonic() + COMPARE_SECONDS
+
+    def left(self, catalog: Catalog) -> tuple[Shard, ...]:
+        """The parts of the version that have not been compared. A part that begins a new epoch stays with none."""
+        version = catalog.version(self._number)
+        if version is None or version.visible or (self._fence is not None and self._fence != catalog.fence):
+            return ()
+        others = (each for each in version.shards if each.part != self._part)
+        return tuple(each for each in others if (each.part, each.digest) not in self._compared)
+
+    def compare(self, catalog: Catalog) -> None:
+        """Compare with the parts that are left. Raises `Mismatch`, naming the tensors and the parts."""
+        version = catalog.version(self._number)
+        if version is None:
+            return
+        for shard in self.left(catalog):
+            other = self._manifest_of(catalog, version, shard)
+            if other is not None:
+                tensors_of((other.layout, self._manifest.layout))
+                check_shared((shard.part, self._part), (other, self._manifest))
+            self._compared.add((shard.part, shard.digest))
+
+    def _manifest_of(self, catalog: Catalog, version: Version, shard: Shard) -> Manifest | None:
+        try:
+            return PartSource(self._plane, catalog, version, shard, self._deadline, lambda *_: None).manifest()
+        except HoldfastError as error:
+            _log.info("version %d part %d is left to readers to compare: %s", self._number, shard.part, error)
+            return None
 
 
 @dataclass(frozen=True, slots=True)

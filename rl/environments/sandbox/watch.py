@@ -9,12 +9,12 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from holdfast.rl.environments.sandbox.inside.run import STARTED
 from holdfast.rl.environments.sandbox.limits import Limits, Reason, SandboxResult
 from holdfast.rl.environments.sandbox.template_process import ForkedRun, unavailable
-from holdfast.rl.environments.sandbox.usage import Usage, usage
 
 SETUP_TIMEOUT = 30.0
 """Seconds until the run's walls must stand; its own time begins then."""
@@ -24,6 +24,42 @@ END_TIMEOUT = 30.0
 
 _LOOK_EVERY = 0.02
 _AT_ONCE = 1 << 16
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Processor time of all processes that live or were waited for; memory of those that live."""
+
+    cpu_seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+def usage(first: int) -> Usage:
+    """The sum over a run's first process and its descendants; those that end meanwhile count for nothing.
+
+    The memory leaves out what each process has from the template: as much as the first process, which only waits.
+    """
+    ticks, sizes = 0, list[int]()
+    todo = [first]
+    while todo:
+        pid = todo.pop()
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+            sizes.append(_memory(pid))
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                todo += map(int, (task / "children").read_text().split())
+    base = sizes[0] if sizes else 0
+    return Usage(ticks / _TICKS, sum(max(0, size - base) for size in sizes))
+
+
+def _memory(pid: int) -> int:
+    """Anonymous and shared memory of a process, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) * 1024
 
 
 @dataclass(slots=True)

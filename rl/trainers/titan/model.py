@@ -12,8 +12,10 @@ import torch
 from holdfast.rl.config.extra_environment import ExtraNotInstalled
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.trainers.titan.dims import epoch_dims
 from holdfast.rl.trainers.titan.settings import FAMILIES, TitanSettings
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +24,31 @@ BACKEND = "partial_dtensor"
 """TorchTitan's backend in which tensor parallelism alone makes DTensors of activations."""
 PERMUTED = ("attention.qkv_linear.wq.weight", "attention.qkv_linear.wk.weight")
 """What TorchTitan's adapter reorders by rows for a Llama, which it cannot do with a part of the rows."""
+
+
+def epoch_dims(mesh: DeviceMesh, parallelism: Any) -> Any:
+    """A `ParallelDims` that has its meshes from `mesh`, of `mesh_of`, and makes none of its own.
+
+    Its own would be groups of the default group, and outlive the epoch.
+    """
+    from torchtitan.distributed import ParallelDims
+
+    names = ("dp_replicate", "fsdp", "tp")
+    replicate, shard, tensor = (mesh[name].size() for name in names)
+    dims = ParallelDims(
+        dp_replicate=replicate,
+        dp_shard=shard,
+        cp=1,
+        tp=tensor,
+        pp=1,
+        ep=1,
+        world_size=mesh.size(),
+        spmd_backend=parallelism.spmd_backend,
+    )
+    dims._world_mesh = mesh
+    dims._global_meshes = {"dense": mesh}
+    dims._single_axis_meshes = {name: mesh[name] for name in names}
+    return dims
 
 
 class TitanModel:

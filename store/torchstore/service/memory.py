@@ -6,6 +6,7 @@ lease). So no byte changes under a reader, and a value that is replaced gives it
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,11 +15,57 @@ import torch
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
-from holdfast.store.torchstore.service.extents import Extents, rounded
 from holdfast.store.torchstore.service.records import Location
 
 CHUNK_BYTES = 64 << 20
 """The least bytes of a chunk."""
+
+
+ALIGNMENT = 64
+
+
+def rounded(nbytes: int) -> int:
+    """The bytes that an extent for `nbytes` takes."""
+    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+
+
+class Extents:
+    """The free parts of `nbytes` bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self.free = nbytes // ALIGNMENT * ALIGNMENT
+        self._starts = [0] if self.free else []
+        self._sizes = {0: self.free} if self.free else {}
+
+    def take(self, nbytes: int) -> int | None:
+        """The first byte of an extent for `nbytes`; None if no free part is large enough."""
+        size = rounded(nbytes)
+        for index, start in enumerate(self._starts):
+            there = self._sizes[start]
+            if there < size:
+                continue
+            del self._sizes[start]
+            if there == size:
+                del self._starts[index]
+            else:
+                self._starts[index] = start + size
+                self._sizes[start + size] = there - size
+            self.free -= size
+            return start
+        return None
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Free an extent that `take(nbytes)` returned."""
+        size = rounded(nbytes)
+        self.free += size
+        index = bisect_left(self._starts, start)
+        if index < len(self._starts) and self._starts[index] == start + size:
+            size += self._sizes.pop(self._starts.pop(index))
+        if index > 0 and (before := self._starts[index - 1]) + self._sizes[before] == start:
+            self._sizes[before] += size
+            return
+        self._starts.insert(index, start)
+        self._sizes[start] = size
 
 
 @dataclass(slots=True)

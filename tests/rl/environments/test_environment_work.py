@@ -18,11 +18,10 @@ from websockets.asyncio.server import serve as listen
 from websockets.exceptions import ConnectionClosed
 
 from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
-from holdfast.rl.environments.call_times import FOLD_SECONDS, CallTimes
 from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.environment import Action, Observation
 from holdfast.rl.environments.server import EnvironmentServer
-from holdfast.rl.environments.work_channel import PATH, NoWorkChannel, ask_work
+from holdfast.rl.environments.work_channel import FOLD_SECONDS, PATH, CallTimes, NoWorkChannel, ask_work
 from support.rl.environment_servers import server_process
 from support.waiting import PATIENCE
 

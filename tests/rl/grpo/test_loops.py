@@ -31,8 +31,8 @@ from holdfast.rl.grpo.evaluation import (
 from holdfast.rl.grpo.loop import asynchronous, generate_episode, synchronous
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.grpo.protocols import Evaluation, Policy, StepReport
+from holdfast.rl.rewards.builtin_rewards import ExactMatch
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.matching import ExactMatch
 from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward
 from support.source_tree import ROOT
 

@@ -12,13 +12,11 @@ from typing import TypeVar
 import pytest
 
 from holdfast.rl.data.episode import Prompt
+from holdfast.rl.rewards.builtin_rewards import Criterion, ExactMatch, FormatMatch, LengthPenalty, Rubric
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.length_penalty import LengthPenalty
-from holdfast.rl.rewards.matching import ExactMatch, FormatMatch
 from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward, Score, is_bounded
 from holdfast.rl.rewards.reward_processes import RewardProcesses
-from holdfast.rl.rewards.rubric import Criterion, Rubric
 
 T = TypeVar("T")
 PROMPT = Prompt(number=7, tokens=(1,))

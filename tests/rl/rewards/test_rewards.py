@@ -11,12 +11,10 @@ import pytest
 from holdfast.rl.data.arithmetic import CharacterTokenizer
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.replay_buffer import FailedGroup
+from holdfast.rl.rewards.builtin_rewards import Criterion, ExactMatch, FormatMatch, LengthPenalty, Rubric
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.length_penalty import LengthPenalty
-from holdfast.rl.rewards.matching import ExactMatch, FormatMatch
 from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward, Score, score_each
-from holdfast.rl.rewards.rubric import Criterion, Rubric
 
 PROMPT = Prompt(number=7, tokens=(1,), text="7+8+5=", answer="20")
 TOKENIZER = CharacterTokenizer()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.run.batched_requests import BatchedRequests
+from holdfast.rl.run.generation import BatchedRequests
 
 
 def request(token: int, *, samples: int = 2, version: int | None = 0) -> SamplingRequest:

@@ -24,10 +24,9 @@ from holdfast.rl.data.prompts import PromptSource, PromptStream
 from holdfast.rl.data.replay_buffer import ReplayBuffer
 from holdfast.rl.grpo.batch import collate
 from holdfast.rl.grpo.loop import generate_episode, together
+from holdfast.rl.rewards.builtin_rewards import Criterion, ExactMatch, Rubric
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.matching import ExactMatch
-from holdfast.rl.rewards.rubric import Criterion, Rubric
-from holdfast.rl.run.batched_requests import BatchedRequests
+from holdfast.rl.run.generation import BatchedRequests
 
 GROUPS, GROUP = 32, 8
 EPISODES = GROUPS * GROUP

@@ -167,7 +167,7 @@ def test_an_environment_that_is_not_there_is_named_before_anything_starts(
 def test_what_servers_and_holders_did_is_in_the_report_also_from_a_server_that_the_run_did_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.rl.run.work_collector.EVERY", 0.1)  # the run is short
+    monkeypatch.setattr("holdfast.rl.run.telemetry.EVERY", 0.1)  # the run is short
     with server_process("guess?high=5&turns=3") as server:
         changes: dict[str, object] = {"environment__servers": 0, "environment__arguments": "{}"}
         changes |= {"environment__addresses": f'["{server.url}"]'}

@@ -19,13 +19,12 @@ from holdfast.rl.config.extra_environment import ExtraNotInstalled
 from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.resume import resolved
 from holdfast.rl.export import executorch
-from holdfast.rl.export.errors import ExportRefused
-from holdfast.rl.export.executorch import export_program
+from holdfast.rl.export.executorch import ExportRefused, export_program
 from holdfast.rl.export.executorch_job import ExecutorchJob, ExecutorchReport
 from holdfast.rl.export.executorch_program import greedy
 from holdfast.rl.export.version_evaluation import held_out_prompts
 from holdfast.rl.run.policy_source import policy_source, task_of
-from holdfast.rl.trainers.weights_digest import weights_digest
+from holdfast.rl.trainers.training import weights_digest
 from support.source_tree import ROOT
 
 CONFIG = parse_config("[sampling]\nmax_new_tokens = 2", "test")

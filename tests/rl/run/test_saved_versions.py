@@ -28,7 +28,7 @@ from holdfast.rl.run.trainer_processes import trainer_settings
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.best_version import BestRecord
 from holdfast.rl.trainers.policy import build_policy
-from holdfast.rl.trainers.weights_digest import weights_digest
+from holdfast.rl.trainers.training import weights_digest
 from support.rl.console import WIDE
 
 LORA = parse_config("[model]\nlora_rank = 2\n[sampling]\nmax_new_tokens = 2", "test")

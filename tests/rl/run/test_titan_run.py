@@ -22,7 +22,7 @@ from holdfast.rl.export.saved_versions import SavedVersions
 from holdfast.rl.run.policy_source import task_of
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import RunResumed, StepTrained
-from holdfast.rl.trainers.weights_digest import weights_digest
+from holdfast.rl.trainers.training import weights_digest
 from support.rl.training_runs import configured
 from support.source_tree import ROOT
 

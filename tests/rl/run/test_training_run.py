@@ -20,7 +20,7 @@ from holdfast.rl.export.version_evaluation import evaluate_source
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessStarted, RunResumed, StepTrained
-from holdfast.rl.trainers.weights_digest import weights_digest
+from holdfast.rl.trainers.training import weights_digest
 from support.rl import training_runs
 from support.rl.started_monarch import start_monarch_once
 from support.rl.training_runs import SPARED, Killer, run

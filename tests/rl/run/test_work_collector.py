@@ -25,8 +25,7 @@ from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessReady, ProcessStarted, RunResumed
 from holdfast.rl.run.run_status import RunStatus, TrainerRow, read_status
-from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.run.work_collector import WorkCollector
+from holdfast.rl.run.telemetry import RunTelemetry, WorkCollector
 from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
 from holdfast.rl.work_log import SharedSpan, WorkLog, WorkReport, processor_with_descendants
 from support.rl.console import WIDE
@@ -116,7 +115,7 @@ def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_it
             with log.doing("forward_backward", 1):
                 spin(0.02)
 
-    monkeypatch.setattr("holdfast.rl.run.work_collector.SECONDS", 0.05)
+    monkeypatch.setattr("holdfast.rl.run.telemetry.SECONDS", 0.05)
     with RunDirectory(tmp_path).open() as directory:
         telemetry = RunTelemetry(directory)
         telemetry.emit(ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=1))
@@ -149,7 +148,7 @@ def test_a_directory_that_takes_no_more_is_told_while_the_run_waits_for_somethin
             async with asyncio.timeout(10.0), collector.collecting():
                 assert isinstance(await told, RunDirectoryUnusable)
 
-    monkeypatch.setattr("holdfast.rl.run.work_collector.EVERY", 0.01)
+    monkeypatch.setattr("holdfast.rl.run.telemetry.EVERY", 0.01)
     with RunDirectory(tmp_path).open() as directory:
         asyncio.run(body())
 

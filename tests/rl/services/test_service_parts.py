@@ -16,10 +16,10 @@ from holdfast.rl.engine.errors import ActorDied, ActorStartFailed, EndpointFaile
 from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
 from holdfast.rl.services.errors import NotEnoughGpus
-from holdfast.rl.services.gpus import GpuPool, gpus_of
 from holdfast.rl.services.metrics import ServiceMetrics
 from holdfast.rl.services.options import ServiceOptions
 from holdfast.rl.services.replica import ServiceReplica
+from holdfast.rl.services.replica_set import GpuPool, gpus_of
 from holdfast.rl.services.routing import RouteChoice, Router
 from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
 from holdfast.store import StoreTimeout

@@ -24,9 +24,9 @@ from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.grpo.batch import updates_of
 from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.trainers import errors
-from holdfast.rl.trainers.batch_inbox import BatchInbox
 from holdfast.rl.trainers.layouts import clip_factor, sharded_norm
 from holdfast.rl.trainers.settings import RateSchedule
+from holdfast.rl.trainers.trainer_actor import BatchInbox
 from holdfast.rl.trainers.trainer_group import TrainerGroup
 from support.rl.small_batches import episode
 from support.torch_groups import in_group

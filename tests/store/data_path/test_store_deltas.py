@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
 from holdfast.store.delta import native_kernels, torch_kernels
-from holdfast.store.delta.apply import apply
-from holdfast.store.delta.cost import pays
-from holdfast.store.delta.diff import diff
 from holdfast.store.delta.records import BLOCK, WHOLE, Delta, ElementPiece, PackedDelta, most_of
+from holdfast.store.publish.publication import diff, pays
+from holdfast.store.read.patching import apply
 from support.mutations import mutated
 from support.weights.peers import site_of
 

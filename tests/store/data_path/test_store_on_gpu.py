@@ -10,10 +10,10 @@ import xxhash
 
 from holdfast.store import WeightStore
 from holdfast.store.delta import native_kernels, torch_kernels
-from holdfast.store.delta.apply import apply
-from holdfast.store.delta.diff import diff
 from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.records import BLOCK, Delta, ElementPiece, PackedDelta
+from holdfast.store.publish.publication import diff
+from holdfast.store.read.patching import apply
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -172,7 +172,7 @@ def retains(pipe: Connection, url: str, directory: Path, slow: bool) -> None:
         pipe.send((kind, fields["version"]))
 
     if slow:
-        from holdfast.store.retention.exporter import Exporter
+        from holdfast.store.retention.disk_retention import Exporter
 
         def wait_for_ever(self: Exporter) -> None:
             pipe.send(("writing", None))
@@ -231,7 +231,7 @@ def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
 def test_a_process_that_closes_leaves_its_unfinished_copy_to_another(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.store.retention.exporter import Exporter
+    from holdfast.store.retention.disk_retention import Exporter
 
     held, check = threading.Event(), Exporter._check_abort
 

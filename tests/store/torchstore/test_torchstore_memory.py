@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import memory
-from holdfast.store.torchstore.service.extents import ALIGNMENT, Extents, rounded
-from holdfast.store.torchstore.service.memory import CHUNK_BYTES, StoreMemory
+from holdfast.store.torchstore.service.memory import ALIGNMENT, CHUNK_BYTES, Extents, StoreMemory, rounded
 from holdfast.store.torchstore.service.records import Location
 
 SIZE = 40 * ALIGNMENT
