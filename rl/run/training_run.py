@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -38,6 +38,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
 from holdfast.rl.grpo.loop import asynchronous, synchronous
 from holdfast.rl.grpo.protocols import StepReport
+from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.episode_sources import (
     EnvironmentEpisodes,
     EpisodeSource,
@@ -68,22 +69,6 @@ from holdfast.rl.trainers.trainer_actor import TrainerPosition
 from holdfast.store import WeightStore
 
 JOB = "rl"
-
-
-T = TypeVar("T")
-
-
-async def all_done(first: Awaitable[T], *others: Awaitable[object]) -> T:
-    """The result of `first` once all are done. If one raises, the others are cancelled, and its error raised."""
-    wanted = asyncio.ensure_future(first)
-    tasks: list[asyncio.Future[Any]] = [wanted, *(asyncio.ensure_future(each) for each in others)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    return wanted.result()
 
 
 def reach(point: str, step: int) -> None:

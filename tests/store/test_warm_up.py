@@ -11,7 +11,7 @@ import torch
 
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.memory_plane import MemoryPlane, Region, memory
-from holdfast.store import WeightStore, warm_up
+from holdfast.store import WeightStore, weight_store
 from support.children import Child
 
 
@@ -21,7 +21,7 @@ def faults() -> int:
 
 def a_first_publish_and_get(pipe: Connection, url: str, warmed: bool) -> None:
     if not warmed:
-        warm_up._publish_and_get = lambda plane: None
+        weight_store._publish_and_get = lambda plane: None
     state = {f"layers.{number}.weight": torch.ones(1024) for number in range(300)}
     into = {name: torch.zeros_like(each) for name, each in state.items()}
     with WeightStore(url, replicas=1, reserve=4 << 20) as store:
@@ -45,8 +45,8 @@ def test_what_fails_is_left_to_the_first_call(monkeypatch: pytest.MonkeyPatch) -
     def refuse(plane: MemoryPlane, tensor: torch.Tensor, writable: bool = False) -> Region:
         raise Unsupported("exposing memory", "use another plane")
 
-    monkeypatch.setattr(warm_up, "_done", set())
+    monkeypatch.setattr(weight_store, "_done", set())
     with memory("shm") as plane:
         monkeypatch.setattr(type(plane), "expose", refuse)
-        warm_up.warm_up(plane)
-        assert warm_up._done
+        weight_store.warm_up(plane)
+        assert weight_store._done

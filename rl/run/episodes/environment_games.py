@@ -16,7 +16,7 @@ from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.environments.play import EpisodePlay, FailedEpisode, TextCodec
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.environments.session_source import SessionSource
-from holdfast.rl.run.episodes.episode_sources import FailuresInARow
+from holdfast.rl.run.episodes.failed_groups import FailuresInARow
 
 
 class EpisodeFailure(msgspec.Struct, frozen=True):

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.prompts import PromptNumbers, PromptStream
@@ -22,41 +21,22 @@ from holdfast.rl.grpo.protocols import Data, GroupNumbers, Policy
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure
 from holdfast.rl.run.episodes.environment_servers import EnvironmentServers, check_name
 from holdfast.rl.run.episodes.episode_codec import codec_of
-from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.run.episodes.failed_groups import FailuresInARow
 from holdfast.rl.run.policy.policy_process import in_policy_process
 from holdfast.rl.run.policy.warm_up import warm_up, warmed_up
 from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
 from holdfast.rl.run.run_events import EpisodeFailed
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.run.training_run import all_done
 from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.work_log import WorkReport
 
 T = TypeVar("T")
 
 CHECK = "the check of the model"
-
-
-class FailuresInARow:
-    """Counts groups of `source` that failed one after another. Raises `RunFailed` for more than a batch of them."""
-
-    def __init__(self, source: str, config: RunConfig) -> None:
-        self._source, self._most, self._failed = source, max(8, config.algorithm.groups), 0
-
-    def count(self, group: Group | FailedGroup) -> None:
-        """Count a group that is over; one that did not fail begins the count anew."""
-        if not isinstance(group, FailedGroup):
-            self._failed = 0
-            return
-        self._failed += 1
-        if self._failed > self._most:
-            raise RunFailed(
-                f"{self._source} failed in {counted(self._failed, 'group')} one after another, "
-                f"the last time: {group.reasons[0]}; see to it, and resume the run"
-            )
 
 
 class EpisodeSource(Protocol):
