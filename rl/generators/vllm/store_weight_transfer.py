@@ -7,7 +7,7 @@ which are joined and sliced already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,29 +24,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from holdfast.store import Layout, WeightStore
-
-Tensor = torch.Tensor
-
-
-class StagedWeights:
-    """Tensors like the parameters of tensor-parallel rank `rank` of `size`, which versions are read into.
-
-    `parameters` may be on the meta device. `config` is the model's, as transformers has it. vLLM's joined tensors
-    (qkv_proj, gate_up_proj) are filled in place from those of the publisher; of each, this rank's slice alone is read.
-    What a version does not fill, the padding of the vocabulary, is zero. Raises `Unsupported` for models with
-    unknown names in vLLM, and ValueError for heads that `size` ranks cannot share.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], config: Any, rank: int = 0, size: int = 1) -> None:
-        self._layout = Layout.vllm(config, rank, size)
-        self.tensors = {
-            name: torch.zeros(each.shape, dtype=each.dtype, device="cpu") for name, each in parameters.items()
-        }
-
-    def pull(self, store: WeightStore, version: int, timeout: float) -> None:
-        """Read a version. After an error the tensors may hold a mixture. Raises the errors of `WeightStore.get`."""
-        store.get(version, self.tensors, layout=self._layout, timeout=timeout)
+from holdfast.rl.generators.vllm.staged_weights import StagedWeights
+from holdfast.store import WeightStore
 
 
 @dataclass
