@@ -59,7 +59,7 @@ LAYERS = {
         diagnosis
     """,
     "store": """
-        errors arguments lease recent
+        errors lease recent
         cancellation
         catalog
         sharding
@@ -68,10 +68,9 @@ LAYERS = {
         read
         holding
         publish
-        inspection warm_up
+        inspection
         follow
         weight_store
-        async_calls
         async_weight_store
         interop
         retention
