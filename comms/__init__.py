@@ -28,7 +28,7 @@ from holdfast.comms.grids.mesh import Mesh, mesh
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plugins.registry import Backend, backends, register, unregister
-from holdfast.comms.window import Window
+from holdfast.comms.window import Window, WindowInfo, WindowWork
 from holdfast.comms.work import Work
 
 __all__ = [
@@ -58,6 +58,8 @@ __all__ = [
     "Unsupported",
     "UsedAfterFork",
     "Window",
+    "WindowInfo",
+    "WindowWork",
     "Work",
     "backends",
     "connect",

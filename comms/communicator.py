@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, overload
 
@@ -34,7 +35,7 @@ from holdfast.comms.rendezvous.offer_exchange import MeetingCounters
 from holdfast.comms.system import forks
 from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.window_memory import WindowMemory
-from holdfast.comms.window import Window, check_exposable
+from holdfast.comms.window import ATOMIC_DTYPES, Exposure, Window, WindowInfo, check_exposable, shapes_of_all
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
@@ -103,7 +104,7 @@ class Communicator(CollectiveCalls):
         self._connect_part = connect_part
         self._recorder = recorder
         self._splits: MeetingCounters[tuple[int, ...]] = MeetingCounters()
-        self._windowed = info.capabilities.windows
+        self._windowed, self._atomics = info.capabilities.windows, info.capabilities.atomics
         self._windows: list[Window] = []
         self._memories: list[WindowMemory] = []
         self._dropped = weakref.finalize(self, _dropped, self._executor, self._memories, repr(self))
@@ -363,23 +364,36 @@ class Communicator(CollectiveCalls):
         missing = [members[rank] for rank in failure.missing_ranks]
         return OpTimeout(failure.op, failure.seq, failure.waited, missing)
 
-    def window(self, tensor: Tensor, timeout: float | None = None) -> Window:
+    def window(self, tensor: Tensor | None = None, timeout: float | None = None) -> Window:
         """Expose `tensor` to all ranks for reads and writes, and access theirs; collective.
 
-        Sizes may differ from rank to rank, dtypes may not. Raises `Unsupported` if the backend has no windows. Closing
-        the communicator closes its windows.
+        Sizes may differ from rank to rank, dtypes may not. With None, the window has no tensor until all ranks call its
+        `register`. Raises `Unsupported` if the backend has no windows. Closing the communicator closes its windows.
         """
-        given, tensor = tensor, self._check.operand(tensor)
+        if tensor is not None:
+            self._check.operand(tensor)
         if not self._windowed:
             raise Unsupported(f"windows over {self.backend!r}", "use comms.memory() for one-sided reads and writes")
+        meet = partial(self.issue, "deregister", 0, self._transport.barrier, lambda: "")
+        window = Window(self._expose, meet, self.rank, self._executor.timeout, self)
+        if tensor is not None:
+            window.register(tensor, timeout)
+        self._windows = [*(other for other in self._windows if not other.closed), window]
+        return window
+
+    def _expose(self, tensor: Tensor, timeout: float | None) -> Exposure:
+        tensor = self._check.operand(tensor)
         check_exposable(tensor)
-        ended = [other.memory for other in self._windows if other.closed]
-        self._memories[:] = [memory for memory in self._memories if memory not in ended]
-        made: list[WindowMemory] = []
+        self._memories[:] = [memory for memory in self._memories if not memory.leaving]
+        made: list[Exposure] = []
 
         def body(deadline: float) -> None:
-            made.append(self._transport.window(tensor, deadline))
-            self._memories.append(made[0])  # to be closed, even if Ctrl-C keeps the window from the caller
+            shapes = shapes_of_all(self._transport, tensor, deadline)
+            memory = self._transport.window(tensor, deadline)
+            self._memories.append(memory)  # to be closed, even if Ctrl-C keeps the window from the caller
+            sizes = tuple(size // tensor.dtype.itemsize for size in memory.sizes)
+            atomics = self._atomics and tensor.dtype in ATOMIC_DTYPES
+            made.append(Exposure(memory, WindowInfo(sizes, shapes, tensor.dtype, self.device, memory.access, atomics)))
 
         self._executor.issue(
             OpDescription("window", tensor.nbytes, lambda: str(tensor.dtype), None, tensor.dtype),
@@ -387,9 +401,7 @@ class Communicator(CollectiveCalls):
             False,
             timeout,
         )
-        window = Window(made[0], tensor.dtype, self.rank, self._executor.timeout, self, given)
-        self._windows = [*(other for other in self._windows if not other.closed), window]
-        return window
+        return made[0]
 
     # -- custom ops
 

@@ -8,6 +8,10 @@ to each other, but not with regard to put or to the owner's own use of its tenso
 Whether a rank that computes, sleeps or is stopped delays other ranks' ops on its memory depends on the transport:
 `Capabilities.passive_target` says which it is, and the docstring of the transport's window says it for each op.
 
+With `async_op=True` a call returns a `Work` at once. Calls to one rank run in the order of issue, synchronous ones
+among them; waits for its signals have an order of their own, so that a wait does not delay what a peer needs to
+signal.
+
 A window exposes the memory that its tensor has when the window is made. That memory is kept until the window is closed,
 and torch refuses to resize it. If the tensor gets other memory nevertheless (`t.data = ...`, `set_`), the owner's next
 call closes the window and raises `RegionGone`; until then the other ranks access the old memory.
@@ -15,85 +19,208 @@ call closes the window and raises `RegionGone`; until then the other ranks acces
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Generic, Literal, TypeVar, overload
 
 import torch
 
 from holdfast.comms import _native
-from holdfast.comms.errors import HoldfastError, RegionGone, Unsupported
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, Unsupported, UsedAfterFork
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.signal_safety import run_shielded
 from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
 from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.tensors.overlap import check_outputs
-from holdfast.comms.tensors.packing import packed, unpack
+from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES, packed, unpack
+from holdfast.comms.transport.base import Transport
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here
+from holdfast.comms.work import DONE, Work
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 _RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in ATOMIC_DTYPES}
 _CLOSE_SECONDS = 10.0
 _LOOK_SECONDS = 0.0002
+_MOST_DIMENSIONS = 64
+"""The most dimensions of a torch tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowInfo:
+    """What a window exposes: `sizes` (elements) and `shapes` of each rank's tensor, which have one `dtype`.
+
+    `access` says how other ranks' memory is reached: "mapped" (`Window.map` works), "rdma", or "messages" that the
+    target answers. `atomics` says whether `fetch_add` and `compare_swap` work on this window.
+    """
+
+    sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    device: torch.device
+    access: Literal["mapped", "rdma", "messages"]
+    atomics: bool
+
+
+class WindowWork(Work, Generic[T]):
+    """The handle of an asynchronous call of a window. An atomic has a result: the old value."""
+
+    __slots__ = ("__weakref__", "_value")
+
+    def result(self, timeout: float | None = None) -> T:
+        """As `wait`; returns what the call returns."""
+        self.wait(timeout)
+        return self._value
+
+    def run_call(self, calls: _native.ActiveCalls, call: Callable[[], T]) -> None:
+        """Run the call in this thread, as one of the window's, and complete with its outcome."""
+
+        def body() -> None:
+            with calls:
+                self._value = call()
+
+        self.run(body)
+
+
+class Exposure:
+    """What `Window.register` makes: a backend's memory of one tensor of each rank, and what is known of it."""
+
+    def __init__(self, memory: WindowMemory, info: WindowInfo) -> None:
+        self.memory, self.info = memory, info
+
+
+Expose = Callable[[Tensor, float | None], Exposure]
+"""Expose a tensor to all ranks, and access theirs; collective."""
 
 
 class Window:
-    """A window, made collectively by `Communicator.window`. Offsets and indices count elements. A context manager.
+    """A window, made by `Communicator.window`. Offsets and indices count elements. A context manager.
 
-    A call is complete when it returns, unless the backend says that it needs a `flush`. Raises ValueError for an offset
-    out of range, before any byte moves; `RegionGone` if the target rank closed its window or died.
+    A call is complete when it returns, or its work is done, unless the backend says that it needs a `flush`. Raises
+    ValueError for an offset out of range, before any byte moves; `RegionGone` if the target rank closed its window or
+    died, or if no tensor is registered.
     """
 
     def __init__(
-        self,
-        memory: WindowMemory,
-        dtype: torch.dtype,
-        rank: int,
-        timeout: float,
-        owner: object = None,
-        tensor: Tensor | None = None,
+        self, expose: Expose, meet: Callable[[float | None], object], rank: int, timeout: float, owner: object
     ) -> None:
-        """`owner` is kept alive with the window. `tensor` is what this rank exposes, in the memory it has now."""
-        self.dtype = dtype
-        self._owner = owner
+        """`owner` is kept alive with the window. `meet` returns once all ranks have called it."""
         self.rank = rank
-        self._memory = memory
-        self._itemsize = dtype.itemsize
-        self._elements = [size // dtype.itemsize for size in memory.sizes]
-        self._timeout = timeout
-        self._exposed = None if tensor is None else ExposedMemory(tensor)
-        self._closing, self._released = False, False
-        if tensor is None:
-            self._calls = _native.ActiveCalls(closed_here)
-        else:
-            self._calls = _native.ActiveCalls(closed_here, tensor, partial(_close_moved, memory, rank))
-        self._bounds = _native.WindowBounds(torch.empty(0, dtype=dtype, device="cpu"), tuple(memory.sizes))
+        self._expose, self._meet, self._owner, self._timeout = expose, meet, owner, timeout
+        self._ended = False
+        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._issuing = threading.Lock()
+        self._exposure: Exposure | None = None
+        self._exposed: ExposedMemory | None = None
+        self._calls = _refused_calls(_no_tensor)
+        self._closing = self._released = False
         forks.refuse_in_children(self, f"a window of rank {rank}", ("rank", "dtype"))
+
+    # -- the tensor
+
+    def register(self, tensor: Tensor, timeout: float | None = None) -> None:
+        """Expose `tensor` to all ranks, and access theirs; collective. For a window without a tensor.
+
+        Sizes and shapes may differ from rank to rank, dtypes may not.
+        """
+        if self._ended:
+            raise closed_here()
+        if self._exposure is not None:
+            raise ValueError("the window has a tensor already; call deregister() first, or make another window")
+        exposure = self._expose(tensor, timeout)
+        memory, info = exposure.memory, exposure.info
+        self._memory, self.dtype = memory, info.dtype
+        self._itemsize = info.dtype.itemsize
+        self._elements = list(info.sizes)
+        self._exposed = ExposedMemory(tensor)
+        self._bounds = _native.WindowBounds(torch.empty(0, dtype=info.dtype, device="cpu"), tuple(memory.sizes))
+        self._closing, self._released = False, False
+        self._exposure = exposure
+        self._calls = _native.ActiveCalls(closed_here, tensor, partial(_close_moved, memory, self.rank))
+
+    def deregister(self, timeout: float | None = None) -> None:
+        """Wait for this rank's calls and for all ranks, then stop exposing the tensor; collective.
+
+        Another tensor may be registered afterwards. Does nothing for a window without a tensor.
+        """
+        if self._exposure is None:
+            return
+        deadline = self._deadline(timeout)
+        for key in list(self._lanes):
+            self._wait_turn(key, "deregister", deadline)
+        self._meet(max(deadline - time.monotonic(), 0.0))
+        self._end_exposure()
+        self._exposure = None
+        self._calls = _refused_calls(_no_tensor)
+
+    @property
+    def info(self) -> WindowInfo:
+        """What the window exposes. Raises `RegionGone` if no tensor is registered."""
+        if self._exposure is None:
+            raise _no_tensor()
+        return self._exposure.info
 
     @property
     def memory(self) -> WindowMemory:
-        """The backend's part of the window."""
-        return self._memory
+        """The backend's part of the window. Raises `RegionGone` if no tensor is registered."""
+        if self._exposure is None:
+            raise _no_tensor()
+        return self._exposure.memory
 
     @property
     def closed(self) -> bool:
         """Whether this rank has closed the window."""
-        return self._calls.over
+        return self._ended or (self._exposure is not None and self._calls.over)
 
-    def put(self, src: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
-        """Copy `src` into the window of `rank`, from element `offset` on."""
+    def map(self, rank: int) -> Tensor:
+        """The tensor of `rank` itself, for loads and stores; no call is needed to reach it.
+
+        The mapping outlives the window and the peer: after their end it holds the last values that were written, and
+        what is stored into it reaches nobody. To learn of the end, call the window. Loads and stores have no order
+        with calls but that of `signal` and `wait_signal`. Raises `Unsupported` unless `info.access` is "mapped".
+        """
+        with self._calls:
+            rank = self._check_rank(rank)
+            if self.info.access != "mapped":
+                raise Unsupported(
+                    f"map of a window that is reached by {self.info.access}",
+                    "use get and put; shm, and other backends between processes of one host, map windows",
+                )
+            return self._memory.map(rank).view(self.dtype).view(self.info.shapes[rank])
+
+    # -- calls
+
+    def put(
+        self, src: Tensor, rank: int, offset: int = 0, timeout: float | None = None, *, async_op: bool = False
+    ) -> Work:
+        """Copy `src` into the window of `rank`, from element `offset` on. `src` must not change until that is done."""
         with self._calls:
             at = self._bounds.byte_offset(src, rank, offset)
             if at < 0:
                 src = plain_tensor(src, "src")
                 rank = self._check_rank(rank)
                 at, src = self._checked(src, rank, offset), packed(src)
-            self._memory.write(rank, at, src, self._deadline(timeout))
+            deadline = self._deadline(timeout)
+            if async_op:
+                return self._issue(("to", rank), "put", partial(self._memory.write, rank, at, src, deadline))
+            if self._lanes:
+                self._wait_turn(("to", rank), "put", deadline)
+            self._memory.write(rank, at, src, deadline)
+            return DONE
 
-    def get(self, dst: Tensor, rank: int, offset: int = 0, timeout: float | None = None) -> None:
+    def get(
+        self, dst: Tensor, rank: int, offset: int = 0, timeout: float | None = None, *, async_op: bool = False
+    ) -> Work:
         """Fill `dst` from the window of `rank`, from element `offset` on."""
         with self._calls:
             at, flat = self._bounds.byte_offset(dst, rank, offset), dst
@@ -102,49 +229,175 @@ class Window:
                 check_outputs([dst], ["dst"])
                 rank = self._check_rank(rank)
                 at, flat = self._checked(dst, rank, offset), packed(dst)
-            self._memory.read(rank, at, flat, self._deadline(timeout))
+            deadline = self._deadline(timeout)
+            if async_op:
+                return self._issue(("to", rank), "get", partial(self._fetch, rank, at, flat, dst, deadline))
+            if self._lanes:
+                self._wait_turn(("to", rank), "get", deadline)
+            self._memory.read(rank, at, flat, deadline)
             unpack(flat, dst)
+            return DONE
 
-    def fetch_add(self, rank: int, index: int, value: int, timeout: float | None = None) -> int:
-        """Atomically add `value` to an element of the window of `rank`; return the old value."""
+    def _fetch(self, rank: int, at: int, flat: Tensor, dst: Tensor, deadline: float) -> None:
+        self._memory.read(rank, at, flat, deadline)
+        unpack(flat, dst)
+
+    @overload
+    def fetch_add(
+        self, rank: int, index: int, value: int, timeout: float | None = None, *, async_op: Literal[False] = False
+    ) -> int: ...
+    @overload
+    def fetch_add(
+        self, rank: int, index: int, value: int, timeout: float | None = None, *, async_op: Literal[True]
+    ) -> WindowWork[int]: ...
+    def fetch_add(
+        self, rank: int, index: int, value: int, timeout: float | None = None, *, async_op: bool = False
+    ) -> int | WindowWork[int]:
+        """Atomically add `value` to an element of the window of `rank`; return the old value, or its work."""
         with self._calls:
             rank, at, (value,) = self._element(rank, index, value)
-            return self._memory.fetch_add(rank, at, self.dtype, value, self._deadline(timeout))
+            deadline = self._deadline(timeout)
+            call = partial(self._memory.fetch_add, rank, at, self.dtype, value, deadline)
+            return self._call(("to", rank), "fetch_add", call, deadline, async_op)
 
-    def compare_swap(self, rank: int, index: int, expected: int, desired: int, timeout: float | None = None) -> int:
-        """Atomically set an element of rank's window to `desired` if it is `expected`; return the old value."""
+    @overload
+    def compare_swap(
+        self,
+        rank: int,
+        index: int,
+        expected: int,
+        desired: int,
+        timeout: float | None = None,
+        *,
+        async_op: Literal[False] = False,
+    ) -> int: ...
+    @overload
+    def compare_swap(
+        self,
+        rank: int,
+        index: int,
+        expected: int,
+        desired: int,
+        timeout: float | None = None,
+        *,
+        async_op: Literal[True],
+    ) -> WindowWork[int]: ...
+    def compare_swap(
+        self,
+        rank: int,
+        index: int,
+        expected: int,
+        desired: int,
+        timeout: float | None = None,
+        *,
+        async_op: bool = False,
+    ) -> int | WindowWork[int]:
+        """Atomically set an element of rank's window to `desired` if it is `expected`.
+
+        Returns the old value, or its work.
+        """
         with self._calls:
             rank, at, (expected, desired) = self._element(rank, index, expected, desired)
-            return self._memory.compare_swap(rank, at, self.dtype, expected, desired, self._deadline(timeout))
+            deadline = self._deadline(timeout)
+            call = partial(self._memory.compare_swap, rank, at, self.dtype, expected, desired, deadline)
+            return self._call(("to", rank), "compare_swap", call, deadline, async_op)
 
-    def signal(self, rank: int, timeout: float | None = None) -> None:
+    def signal(self, rank: int, timeout: float | None = None, *, async_op: bool = False) -> Work:
         """Send `rank` one signal: one of its `wait_signal` calls for this rank returns."""
         with self._calls:
-            self._memory.signal(self._check_rank(rank), self._deadline(timeout))
+            rank, deadline = self._check_rank(rank), self._deadline(timeout)
+            if async_op:
+                return self._issue(("to", rank), "signal", partial(self._memory.signal, rank, deadline))
+            if self._lanes:
+                self._wait_turn(("to", rank), "signal", deadline)
+            self._memory.signal(rank, deadline)
+            return DONE
 
-    def wait_signal(self, rank: int, timeout: float | None = None) -> None:
+    def wait_signal(self, rank: int, timeout: float | None = None, *, async_op: bool = False) -> Work:
         """Wait for one signal from `rank`, and consume it."""
         with self._calls:
-            self._memory.wait_signal(self._check_rank(rank), self._deadline(timeout))
+            rank, deadline = self._check_rank(rank), self._deadline(timeout)
+            if async_op:
+                return self._issue(("from", rank), "wait_signal", partial(self._memory.wait_signal, rank, deadline))
+            if self._lanes:
+                self._wait_turn(("from", rank), "wait_signal", deadline)
+            self._memory.wait_signal(rank, deadline)
+            return DONE
 
-    def flush(self, rank: int | None = None, timeout: float | None = None) -> None:
-        """Return when everything issued to `rank` (None: to all ranks) has taken effect there."""
+    def flush(self, rank: int | None = None, timeout: float | None = None, *, async_op: bool = False) -> Work:
+        """Complete when everything issued to `rank` (None: to all ranks) has taken effect there."""
         with self._calls:
-            self._memory.flush(None if rank is None else self._check_rank(rank), self._deadline(timeout))
+            rank, deadline = None if rank is None else self._check_rank(rank), self._deadline(timeout)
+            before = [key for key in list(self._lanes) if key[0] == "to" and rank in (None, key[1])]
+            if async_op and rank is not None:
+                return self._issue(("to", rank), "flush", partial(self._memory.flush, rank, deadline))
+            if async_op:
+                issued = {key: self._lanes[key].last for key in before}
+                return self._issue(("all", 0), "flush", partial(self._flush_all, issued, deadline))
+            for key in before:
+                self._wait_turn(key, "flush", deadline)
+            self._memory.flush(rank, deadline)
+            return DONE
+
+    def _flush_all(self, issued: dict[tuple[str, int], Work], deadline: float) -> None:
+        for (_, rank), work in issued.items():
+            _wait_for(work, rank, "flush", deadline)
+        self._memory.flush(None, deadline)
+
+    # -- the order of calls
+
+    def _call(
+        self, key: tuple[str, int], name: str, call: Callable[[], T], deadline: float, async_op: bool
+    ) -> T | WindowWork[T]:
+        if async_op:
+            return self._issue(key, name, call)
+        if self._lanes:
+            self._wait_turn(key, name, deadline)
+        return call()
+
+    def _issue(self, key: tuple[str, int], name: str, call: Callable[[], T]) -> WindowWork[T]:
+        """Queue a call behind the earlier ones of its lane."""
+        inference = torch.is_inference_mode_enabled()
+        calls, work = self._calls, WindowWork[T](name)
+
+        def run() -> None:
+            with torch.inference_mode(inference):  # as in the caller's thread
+                work.run_call(calls, call)
+
+        with self._issuing:
+            if key not in self._lanes:
+                self._lanes[key] = _Lane(f"holdfast-window-{key[0]}-{key[1]}")
+            self._lanes[key].issue(work, run)
+        return work
+
+    def _wait_turn(self, key: tuple[str, int], name: str, deadline: float) -> None:
+        """Wait until the asynchronous calls of a lane have ended. Raises `OpTimeout`."""
+        if (lane := self._lanes.get(key)) is not None:
+            _wait_for(lane.last, key[1], name, deadline)
+
+    # -- the end
 
     def close(self) -> None:
         """Stop exposing this rank's tensor, and release the other ranks' memory. Idempotent; not collective.
 
-        The tensor keeps its values, in memory that other ranks cannot access. Calls in progress in other threads raise
-        `RegionGone`. If one does not end within ten seconds, raises HoldfastError and releases nothing. In a signal's
-        handler that has interrupted a call, the memory is released once that has ended.
+        The tensor keeps its values, in memory that other ranks cannot access. Calls in progress, those of other threads
+        and asynchronous ones, raise `RegionGone`. If one does not end within ten seconds, raises HoldfastError and
+        releases nothing. In a signal's handler that has interrupted a call, the memory is released once that has ended.
         """
+        self._ended = True
+        if self._exposure is not None:
+            self._end_exposure()
+        else:
+            self._calls = _refused_calls(closed_here)
+
+    def _end_exposure(self) -> None:
         if self._calls.over and not self._closing:  # the tensor had moved: closed by the call that noticed it
+            self._end_lanes(time.monotonic() + _CLOSE_SECONDS)
             return
         self._closing = True
         self._calls.end()
         self._memory.leaving = True
-        if not self._calls.when_left(self.close):
+        if not self._calls.when_left(self._end_exposure):
             run_shielded(self._release)
 
     def _release(self) -> None:
@@ -159,8 +412,17 @@ class Window:
                 f"a window of rank {self.rank} cannot be closed: a call of another thread did not end within "
                 f"{_CLOSE_SECONDS:.0f} s; what it uses is kept until the process ends"
             )
+        self._end_lanes(deadline)
         self._memory.close()
         self._exposed = None
+
+    def _end_lanes(self, deadline: float) -> None:
+        """End the threads of asynchronous calls; those that have not begun fail."""
+        with self._issuing:
+            lanes = list(self._lanes.values())
+            self._lanes.clear()
+        for lane in lanes:
+            lane.end(deadline)
 
     def close_when_left(self, then: Callable[[], None]) -> bool:
         """Close. If a signal's handler asks for it inside a call, `then` is called after that; else False."""
@@ -208,6 +470,60 @@ class Window:
         return rank, index * self._itemsize, numbers
 
 
+class _Lane:
+    """Calls that run one after the other, in the order of issue, on a thread of their own."""
+
+    def __init__(self, name: str) -> None:
+        self.last: Work = DONE
+        self._works: weakref.WeakSet[Work] = weakref.WeakSet()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run_calls, args=(self._calls,), name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
+        forks.reset_in_children(self)
+
+    def issue(self, work: Work, run: Callable[[], None]) -> None:
+        self.last = work
+        self._works.add(work)
+        self._calls.put(run)
+
+    def end(self, deadline: float) -> None:
+        """Let the thread end after the calls that were issued."""
+        self._calls.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def reset_in_child(self) -> None:
+        for work in list(self._works):
+            work.abandon(UsedAfterFork("a call of a window", os.getppid()))
+
+
+def _run_calls(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it refers to the window, which this thread must not keep alive
+
+
+def _wait_for(work: Work, rank: int, name: str, deadline: float) -> None:
+    """Wait until an earlier call has ended, well or not. Raises `OpTimeout`, which names the rank of that call."""
+    began = time.monotonic()
+    with contextlib.suppress(Exception):
+        work.wait(max(deadline - began, 0.0))
+    if not work.done():
+        raise OpTimeout(name, 0, time.monotonic() - began, (rank,))
+
+
+def _refused_calls(refusal: Callable[[], RegionGone]) -> _native.ActiveCalls:
+    """The calls of a window without a tensor: each is refused."""
+    calls = _native.ActiveCalls(refusal)
+    calls.end()
+    return calls
+
+
+def _no_tensor() -> RegionGone:
+    return RegionGone("no tensor is registered with this window; all ranks must call register(tensor) first")
+
+
 def _close_moved(memory: WindowMemory, rank: int, alone: bool) -> RegionGone:
     """The error for a window after its tensor got other memory. Closes the window if no other thread is in a call."""
     if alone:
@@ -222,3 +538,18 @@ def check_exposable(tensor: Tensor) -> None:
         raise ValueError("a window needs a contiguous tensor: its elements are addressed by number")
     if tensor.requires_grad and not tensor.is_leaf:
         raise ValueError("a window cannot be made of a tensor that autograd computed; use tensor.detach()")
+
+
+def shapes_of_all(transport: Transport, tensor: Tensor, deadline: float) -> tuple[tuple[int, ...], ...]:
+    """The shapes of all ranks' tensors; collective. Raises `Mismatch` on all ranks unless all have one dtype."""
+    words = [DTYPE_CODE[tensor.dtype], tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())]
+    rows = [torch.zeros(len(words), dtype=torch.int64, device="cpu") for _ in range(transport.size)]
+    transport.all_gather(rows, torch.tensor(words, dtype=torch.int64, device="cpu"), deadline)
+    codes = [int(row[0]) for row in rows]
+    for rank, code in enumerate(codes):
+        if code != codes[0]:
+            raise Mismatch(
+                f"rank {rank} exposes {DTYPES[code]} in a window, rank 0 {DTYPES[codes[0]]}; all ranks must "
+                "pass one dtype (view the tensors as uint8 to exchange bytes)"
+            )
+    return tuple(tuple(int(size) for size in row[2 : 2 + int(row[1])]) for row in rows)

@@ -7,7 +7,6 @@ import ctypes
 import itertools
 import mmap
 import threading
-from dataclasses import dataclass
 
 import torch
 
@@ -63,31 +62,36 @@ class InprocTransport(DirectTransport):
         parts = _windows[int(number)]
         header = Words(bytearray(8 * header_words(self.size)))
         header[0] = OPEN
-        parts[self.rank] = _OwnPart(ExposedMemory(tensor), header, threading.Lock())
+        mine = parts[self.rank] = _OwnPart(ExposedMemory(tensor), header)
         self.barrier(deadline)
         found = [part.as_part(rank, self.rank, self.size) for rank, part in enumerate(parts) if part is not None]
-        kept = list(parts)
         self.barrier(deadline)
         _windows.pop(int(number), None)
-        window = MappedWindow(self.rank, found, dead=tuple, check=self._board.check, release=kept.clear)
+        window = MappedWindow(self.rank, found, dead=tuple, check=self._board.check, release=mine.withdraw)
         window.check_waiting = self._board.check_waiting
         return window
 
 
-@dataclass(frozen=True, slots=True)
 class _OwnPart:
-    """A rank's part of a window, and its memory, which lives as long as this."""
+    """A rank's part of a window."""
 
-    memory: ExposedMemory
-    header: Words
-    atomics: threading.Lock
+    def __init__(self, memory: ExposedMemory, header: Words) -> None:
+        self.memory, self.header, self.atomics, self.lent = memory, header, threading.Lock(), False
+
+    def lend(self) -> None:
+        self.lent = True
+
+    def withdraw(self) -> None:
+        """Leave the memory, if users have tensors over it."""
+        if self.lent:
+            self.memory.vacate()
 
     def as_part(self, rank: int, me: int, size: int) -> Part:
         atomics = self.atomics
         lock = WindowLock(
             rank, me, self.header, holder_word(size), lambda: atomics.acquire(blocking=False), atomics.release
         )
-        return Part(self.header, self.memory.address, self.memory.nbytes, lock)
+        return Part(self.header, self.memory.held.view(-1).view(torch.uint8), lock, self.lend)
 
 
 _windows: dict[int, list[_OwnPart | None]] = {}

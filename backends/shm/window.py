@@ -7,7 +7,6 @@ on the header, which end with the process that holds them.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import struct
@@ -78,21 +77,18 @@ def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[
         descriptor = OwnedDescriptor(os.open(f"/proc/{pid}/fd/{header_number}", os.O_RDWR | os.O_CLOEXEC))
         held.callback(descriptor.close)
         header = _words(held, descriptor, 8 * header_words(size))
-        address = 0
+        bytes_ = torch.empty(0, dtype=torch.uint8, device="cpu")
         if nbytes:
             memory = os.open(f"/proc/{pid}/fd/{memory_number}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 whole = map_file(memory, offset + nbytes)
             finally:
                 os.close(memory)
-            held.callback(whole.release)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(whole)) + offset
+            bytes_ = torch.frombuffer(whole.obj, dtype=torch.uint8, count=nbytes, offset=offset)
     except OSError as error:
         raise unopenable_file("shm", rank, "window", error) from error
     lock = _FileLock(descriptor)
-    return Part(
-        header, address, nbytes, WindowLock(rank, me, header, holder_word(size), lock.try_acquire, lock.release)
-    )
+    return Part(header, bytes_, WindowLock(rank, me, header, holder_word(size), lock.try_acquire, lock.release))
 
 
 def _words(held: ExitStack, descriptor: int, nbytes: int) -> Words:

@@ -6,11 +6,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import ClassVar, Literal, final
 
 import torch
 
-from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
+from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.system.cpu_wait import yield_cpu
 
 Tensor = torch.Tensor
@@ -22,6 +22,8 @@ _SLEEP_SECONDS = 0.0002
 class WindowMemory(ABC):
     """Reads and writes the exposed bytes of other ranks. Offsets are in bytes; the caller has checked them."""
 
+    access: ClassVar[Literal["mapped", "rdma", "messages"]] = "messages"
+    """How other ranks' memory is reached: mapped into this process, by the network's hardware, or by their answers."""
     sizes: Sequence[int]
     """The size of each rank's window, in bytes."""
     leaving = False
@@ -87,6 +89,10 @@ class WindowMemory(ABC):
                 return False
             self._consumed[rank] += 1
             return True
+
+    def map(self, rank: int) -> Tensor:
+        """The bytes of a rank's window, which the tensor keeps mapped. Raises `RegionGone`. Only if "mapped"."""
+        raise Unsupported(f"map of a window that is reached by {self.access}", "use get and put")
 
     @abstractmethod
     def flush(self, rank: int | None, deadline: float) -> None:

@@ -49,7 +49,7 @@ class Conformance:
         part = getattr(item, "function", _applies_always).__module__.rpartition(".")[2]
         if part == "planes":
             return able.memory_plane
-        if part in ("windows", "window_ends"):
+        if part in ("windows", "window_calls", "window_ends"):
             atomic = "fetch_add" in item.name or "compare_swap" in item.name
             return able.windows and (able.atomics or not atomic)
         return info.connect is not None

@@ -13,6 +13,7 @@ from holdfast.harness.conformance.failures import *  # noqa: F403
 from holdfast.harness.conformance.planes import *  # noqa: F403
 from holdfast.harness.conformance.plugin import KIT
 from holdfast.harness.conformance.reductions import *  # noqa: F403
+from holdfast.harness.conformance.window_calls import *  # noqa: F403
 from holdfast.harness.conformance.window_ends import *  # noqa: F403
 from holdfast.harness.conformance.windows import *  # noqa: F403
 

@@ -12,6 +12,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar, Literal
 
 import torch
 
@@ -30,6 +31,8 @@ They pass through memory of the window, so those of an abandoned get never reach
 
 class FarWindow(RegisteredWindow):
     """See the module."""
+
+    access: ClassVar[Literal["mapped", "rdma", "messages"]] = "rdma"
 
     def __init__(self, side: OneSidedWorker, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
         self._dirty = [False] * side.size

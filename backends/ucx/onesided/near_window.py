@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -37,6 +37,8 @@ _MOVING_SECONDS = 1.0
 
 class NearWindow(RegisteredWindow):
     """See the module."""
+
+    access: ClassVar[Literal["mapped", "rdma", "messages"]] = "rdma"
 
     def __init__(self, side: OneSidedWorker, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
         self._lock_word, self._busy = 2 * side.size, 2 * side.size + 1 + side.rank

@@ -13,7 +13,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 
@@ -38,16 +39,25 @@ def holder_word(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part: its header words, its memory, and its lock for atomic updates."""
+    """One rank's part: its header words, its bytes, and its lock for atomic updates.
+
+    `lend` is called before the bytes are given to a user: the owner may have to leave them at the end.
+    """
 
     header: Words
-    address: int
-    nbytes: int
+    memory: torch.Tensor
     lock: WindowLock
+    lend: Callable[[], None] = lambda: None
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.memory.data_ptr())
 
 
 class MappedWindow(WindowMemory):
     """A window of ranks that share memory. `check` raises what ended the communicator; `dead` names the dead."""
+
+    access: ClassVar[Literal["mapped", "rdma", "messages"]] = "mapped"
 
     def __init__(
         self,
@@ -58,7 +68,7 @@ class MappedWindow(WindowMemory):
         release: Callable[[], None],
     ) -> None:
         super().__init__(len(parts))
-        self.sizes = [part.nbytes for part in parts]
+        self.sizes = [part.memory.nbytes for part in parts]
         self._rank, self._parts = rank, list(parts)
         self._dead, self._check, self._release = dead, check, release
         self.check_waiting = check
@@ -104,6 +114,12 @@ class MappedWindow(WindowMemory):
 
     def count_signals(self, rank: int) -> int:
         return self._parts[rank].header[1 + self._rank]
+
+    def map(self, rank: int) -> torch.Tensor:
+        part = self._live(rank)
+        part.lend()
+        self._live(rank)  # not closed between these: else the owner may not know that its memory is lent
+        return part.memory
 
     def flush(self, rank: int | None, deadline: float) -> None:
         """Check that the targets are live; copies are complete when they return."""

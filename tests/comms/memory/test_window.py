@@ -22,6 +22,7 @@ from holdfast.comms.algorithms.shared_memory.mapped_window import MappedWindow
 from holdfast.comms.algorithms.window_lock import WindowLock
 from holdfast.comms.transport.liveness import is_gone, is_stopped
 from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.window_calls import *  # noqa: F403
 from holdfast.harness.conformance.window_ends import *  # noqa: F403
 from holdfast.harness.conformance.windows import *  # noqa: F403
 from support.waiting import eventually
