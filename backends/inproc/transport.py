@@ -13,10 +13,9 @@ import torch
 from holdfast.comms._native import Words
 from holdfast.comms.algorithms.shared_memory.board import HINTS, Board, layout_of
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
-from holdfast.comms.algorithms.shared_memory.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
-from holdfast.comms.algorithms.window_lock import WindowLock
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.onesided.mapped import OPEN, MappedWindow, Part, WindowLock, header_words, holder_word
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -67,7 +66,7 @@ class InprocTransport(DirectTransport):
         found = [part.as_part(rank, self.rank, self.size) for rank, part in enumerate(parts) if part is not None]
         self.barrier(deadline)
         _windows.pop(int(number), None)
-        window = MappedWindow(self.rank, found, dead=tuple, check=self._board.check, release=mine.withdraw)
+        window = MappedWindow(self.rank, found, check=lambda _: self._board.check(), release=mine.withdraw)
         window.check_waiting = self._board.check_waiting
         return window
 

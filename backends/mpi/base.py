@@ -6,6 +6,7 @@ cannot be cancelled, and would block its caller for as long as the process is st
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
+from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.mpi.buffers import buffer_of
 from holdfast.backends.mpi.handshake import create_group, duplicate
 from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
@@ -22,11 +24,17 @@ from holdfast.backends.mpi.window import MpiWindow, WindowService
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.onesided.host_window import try_window
+from holdfast.comms.onesided.mapped import MappedWindow
+from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.window_memory import WindowMemory
 
 Tensor = torch.Tensor
+
+_log = logging.getLogger("holdfast.backends")
 
 _SPINS, _CROWDED_SPINS = 2000, 50
 """Checks before the first yield: with more ranks than cores, the others need the processor."""
@@ -99,6 +107,7 @@ class MpiMessages(MessageTransport):
         self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
         self._peers = context.peers
         self._service: WindowService | None = None
+        self._watch = PeerWatch(self._liveness, self._check_live)
         mailbox.open(self._token)
         mailbox.send(StatusMessage(self._token, self.rank, "built"), self._others)
 
@@ -241,19 +250,26 @@ class MpiMessages(MessageTransport):
 
     # -- windows
 
-    def window(self, tensor: Tensor, deadline: float) -> MpiWindow:
+    def window(self, tensor: Tensor, deadline: float) -> WindowMemory:
+        if len({peer.host for peer in self._peers}) == 1:
+            permit_peers()
+            window = try_window("mpi", self, self._peers, tensor, deadline, self._watch.check)
+            if isinstance(window, MappedWindow):
+                return window
+            _log.warning("rank %d reaches windows by messages, since it cannot map them: %s", self.rank, window)
         if self._service is None:
             comm = duplicate(self._comm, deadline, self._liveness, self._check_live)
-            self._service = WindowService(comm, self._peers, self.rank, self._check_live, abandon)
+            self._service = WindowService(comm, self._watch, abandon)
         return MpiWindow(self._service, self, tensor, deadline)
 
-    def _check_live(self) -> None:
+    def _check_live(self) -> Sequence[int]:
         """Raise if this communicator has ended, here or on another rank."""
         if self._error is not None:
             raise self._error.again()
         self._read_messages()
         if self._aborted or self._comm.Is_revoked():
             raise self._look(0, ()) or Revoked(self._epoch, "another rank aborted it")
+        return ()
 
     # -- the end
 

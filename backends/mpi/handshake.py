@@ -76,7 +76,7 @@ def create_group(context: Context, liveness: Liveness) -> MpiGroup:
         everybody.Free()
 
 
-def duplicate(comm: MPI.Intracomm, deadline: float, liveness: Liveness, check: Callable[[], None]) -> MPI.Intracomm:
+def duplicate(comm: MPI.Intracomm, deadline: float, liveness: Liveness, check: Callable[[], object]) -> MPI.Intracomm:
     """Make another communicator of the same ranks; collective. Raises `OpTimeout`, `PeerFailed`, and what `check` does.
 
     It is made from `comm`, whose ranks all live: other processes of the job may have failed.

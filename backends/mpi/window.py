@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import secrets
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from mpi4py import MPI
@@ -38,10 +37,10 @@ from holdfast.backends.mpi.window_server import (
     reply_tag,
 )
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
+from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.tensors.exposed import ExposedMemory
-from holdfast.comms.transport.base import Peer, Transport
-from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.base import Transport
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
 CHUNK_BYTES = 1 << 20
@@ -60,24 +59,13 @@ _SLEEP_SECONDS = 0.0001
 class WindowService:
     """The state that all windows of a communicator share.
 
-    `comm` has the same ranks, and nothing else uses it. `check_live` raises what ended the communicator; `abandon`
-    keeps a request that was given up, and the memory that MPI may still access.
+    `comm` has the same ranks, and nothing else uses it. `abandon` keeps a request that was given up, and the memory
+    that MPI may still access.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        peers: Sequence[Peer],
-        rank: int,
-        check_live: Callable[[], None],
-        abandon: Callable[[MPI.Request, object], None],
-    ) -> None:
-        self.comm, self.abandon = comm, abandon
+    def __init__(self, comm: MPI.Intracomm, watch: PeerWatch, abandon: Callable[[MPI.Request, object], None]) -> None:
+        self.comm, self.abandon, self.check = comm, abandon, watch.check
         self.numbers, self.windows = itertools.count(secrets.randbits(62)), itertools.count(1)
-        self._check_live = check_live
-        self._checking, self._next_check = threading.Lock(), 0.0
-        self._dead: tuple[int, ...] = ()
-        self._liveness = Liveness(peers, rank)
         self.server = WindowServer(comm)
 
     def send(self, request: WindowRequest, rank: int, data: bytes = b"") -> None:
@@ -87,20 +75,9 @@ class WindowService:
         if not sent.Test():
             self.abandon(sent, frame)
 
-    def check(self, rank: int) -> None:
-        """Raise if the communicator has ended, or the process of `rank` (as of a millisecond ago at most)."""
-        if time.monotonic() >= self._next_check:
-            self._check_live()
-            with self._checking:
-                self._dead = self._liveness.dead()
-                self._next_check = time.monotonic() + _LOOK_SECONDS
-        if rank in self._dead:
-            raise RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
-
     def close(self) -> None:
         for request, kept in self.server.close():
             self.abandon(request, kept)
-        self._liveness.close()
 
 
 class _Reply:

@@ -97,7 +97,7 @@ def bounded(
     task: Callable[[], T],
     deadline: float,
     liveness: Liveness | None = None,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], object] = lambda: None,
 ) -> T:
     """Run `task()` in a thread; return or raise its result by `deadline`, or soon after `liveness` has seen a death.
 

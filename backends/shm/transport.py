@@ -14,12 +14,13 @@ import torch
 from holdfast.backends.common.process_memory import permit_peers, read_process
 from holdfast.backends.common.process_memory import probe as probe_copies
 from holdfast.backends.shm.segment import SegmentAddress, SharedSegment, decode_address
-from holdfast.backends.shm.window import make_window
 from holdfast.comms.algorithms.shared_memory.board import HINTS, Board
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
-from holdfast.comms.algorithms.shared_memory.mapped_window import MappedWindow
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.onesided.host_window import make_window
+from holdfast.comms.onesided.mapped import MappedWindow
+from holdfast.comms.onesided.peer_watch import gone
 from holdfast.comms.plugins.kernel_calls import refused
 from holdfast.comms.plugins.spec import (
     API_VERSION,
@@ -84,9 +85,14 @@ class ShmTransport(DirectTransport):
             raise PeerFailed((rank,), f"its memory can be read up to byte {copied} of {nbytes} alone")
 
     def window(self, tensor: torch.Tensor, deadline: float) -> MappedWindow:
-        window = make_window(self, self._processes, tensor, deadline, self._liveness.dead, self._board.check)
+        window = make_window("shm", self, self._processes, tensor, deadline, self._check_window)
         window.check_waiting = self._board.check_waiting
         return window
+
+    def _check_window(self, rank: int) -> None:
+        if rank in self._liveness.dead():
+            raise gone(rank)
+        self._board.check()
 
     def withdraw(self) -> None:
         """Undo `enter`, and close: this rank guessed the wrong segment."""

@@ -16,18 +16,20 @@ from typing import cast
 
 import torch
 
+from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.endpoints import Connections, PeerLink
 from holdfast.backends.ucx.farewells import ABORTED, CLOSED, Notices, Tags
 from holdfast.backends.ucx.onesided.active_window import ActiveSide, ActiveWindow
 from holdfast.backends.ucx.onesided.far_window import FarWindow
-from holdfast.backends.ucx.onesided.near_window import NearWindow
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.journal import Journal
+from holdfast.comms.onesided.host_window import make_window
+from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import Liveness
@@ -91,6 +93,7 @@ class UcxTransport(MessageTransport):
         assert worker.event_fd is not None
         self._events.register(worker.event_fd, select.POLLIN)
         self.liveness = Liveness(context.peers, context.rank)
+        self._watch = PeerWatch(self.liveness, self._check_live)
         self._tags = Tags(context.epoch)
         connections.begin(self._tags)
         self.notices = Notices(worker, context.rank, self._tags)
@@ -290,13 +293,15 @@ class UcxTransport(MessageTransport):
     # -- windows
 
     def window(self, tensor: torch.Tensor, deadline: float) -> WindowMemory:
+        if self._worker.over.local:
+            permit_peers()
+            return make_window("ucx", self, self._peers, tensor, deadline, self._watch.check)
         if self._side is None:
             side = ActiveSide if self._worker.over.emulated else OneSidedWorker
-            self._side = side(self, self._peers, self._worker.over, self._check_live, deadline)
+            self._side = side(self, self._worker.over, self._watch, deadline)
         if isinstance(self._side, ActiveSide):
             return ActiveWindow(self._side, self, tensor, deadline)
-        kind = NearWindow if self._side.local else FarWindow
-        return kind(self._side, self, tensor, deadline)
+        return FarWindow(self._side, self, tensor, deadline)
 
     def _check_live(self) -> Iterable[int]:
         """The ranks that lost their connection. Raises if this communicator has ended, here or elsewhere."""

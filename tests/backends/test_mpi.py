@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from holdfast import comms
 from holdfast.comms import (
@@ -272,6 +273,34 @@ def test_prepared_sums_end_with_their_communicator(tmp_path: Path) -> None:
         assert max(cluster.run(body)) < 8192, "KiB"
 
 
+def reach_by_messages(comm: Communicator) -> None:
+    """Let windows be made as between hosts."""
+    peers = tuple(replace(peer, host=f"host {rank}") for rank, peer in enumerate(comm.peers))
+    comm.transport._peers = peers  # type: ignore[attr-defined]
+
+
+def test_windows_between_hosts_are_reached_by_messages(two: LocalCluster) -> None:
+    def body(comm: Communicator) -> None:
+        reach_by_messages(comm)
+        mine, peer = torch.zeros(3_000_000, dtype=torch.int64), 1 - comm.rank
+        with comm.window(mine) as window:
+            assert window.info.access == "messages"
+            with pytest.raises(Unsupported, match="map"):
+                window.map(peer)
+            arrived = window.wait_signal(peer, async_op=True)
+            window.put(torch.full((3_000_000,), comm.rank + 5), peer, async_op=True)
+            window.signal(peer, async_op=True)
+            arrived.wait(30.0)
+            got = torch.empty(3_000_000, dtype=torch.int64)
+            window.get(got, peer)
+            assert got.eq(comm.rank + 5).all() and mine.eq(peer + 5).all()
+            comm.barrier()
+            assert window.fetch_add(peer, 0, 1) == comm.rank + 5
+            comm.barrier()
+
+    two.run(body)
+
+
 class ClosedFirst:
     """The lock of a window; the answering thread has to wait for it until the window is closed."""
 
@@ -294,6 +323,7 @@ class ClosedFirst:
 def test_a_put_that_comes_while_a_window_is_closed_writes_nothing(two: LocalCluster) -> None:
     def body(comm: Communicator) -> list[float]:
         mine = torch.zeros(4)
+        reach_by_messages(comm)
         window, lock = comm.window(mine), ClosedFirst()
         if comm.rank == 0:
             window._memory._mine.lock = lock  # type: ignore[attr-defined]
@@ -367,6 +397,7 @@ def test_window_requests_that_are_wrong_are_refused_and_the_server_goes_on(two: 
         from holdfast.backends.mpi.window import MpiWindow
 
         memory = torch.zeros(4, dtype=torch.int64)
+        reach_by_messages(comm)
         world, own, outcomes = MPI.COMM_WORLD, bytearray(3), []
         with comm.window(memory) as window:
             comm.barrier()

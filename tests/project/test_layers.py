@@ -26,7 +26,7 @@ LAYERS = {
         hooks
         reproducible quantised execution
         memory_plane
-        algorithms
+        onesided algorithms
         collectives objects window
         communicator
         connect

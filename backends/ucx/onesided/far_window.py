@@ -1,5 +1,7 @@
 """Windows over a network that reads and writes memory in hardware; the target's progress thread does the rest.
 
+Every rank registers its tensor, and a header: memory allocated by UCX, which holds what the others write to its rank.
+
 A target may compute or sleep, but a stopped one may delay gets, atomics and flushes until they time out. Puts and
 signals return when they have left; `flush` returns when they have arrived. A rank that closes its window writes so to
 all ranks, and they check that word. The bytes of a get arrive after the word, so a get never returns bytes from after
@@ -11,15 +13,19 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import msgspec
 import torch
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.onesided.mapped_window import RegisteredWindow, RemotePart
-from holdfast.backends.ucx.onesided.worker import OneSidedWorker
+from holdfast.backends.ucx.onesided.regions import Mapping
+from holdfast.backends.ucx.onesided.window import UcxWindow
+from holdfast.backends.ucx.onesided.worker import OneSidedWorker, exchange
 from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.system.cpu_wait import words_at
 from holdfast.comms.transport.base import Transport
 
 BOUNCE_BYTES = 1 << 20
@@ -29,14 +35,67 @@ They pass through memory of the window, so those of an abandoned get never reach
 """
 
 
-class FarWindow(RegisteredWindow):
+class _PartAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The addresses of a rank's header and memory. `key` is empty for a window without elements."""
+
+    header: int
+    header_key: bytes
+    memory: int
+    key: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePart:
+    """A rank's part, as this rank accesses it."""
+
+    endpoint: Any
+    header: int
+    header_key: Any
+    memory: int
+    key: Any
+    nbytes: int
+
+
+class FarWindow(UcxWindow[OneSidedWorker, RemotePart]):
     """See the module."""
 
     access: ClassVar[Literal["mapped", "rdma", "messages"]] = "rdma"
 
-    def __init__(self, side: OneSidedWorker, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
-        self._dirty = [False] * side.size
-        super().__init__(side, transport, tensor, deadline)
+    def _prepare(self) -> None:
+        self._side.sweep()
+        self._dirty = [False] * self._size
+        self._plain = self._worker.plain
+        self._memory: Mapping | None = None
+        words = 2 * self._size
+        with self._side.lock:
+            self._header = Mapping(self._worker, 8 * words, None)
+        ctypes.memset(self._header.address, 0, 8 * words)
+        self._mine = words_at(self._header.address, words)
+
+    def _open(self, transport: Transport, deadline: float) -> None:
+        exposed = self._exposed
+        with self._side.lock:
+            if exposed.nbytes:
+                self._memory = Mapping(self._worker, exposed.nbytes, exposed.address)
+        memory = self._memory
+        card = _PartAddress(
+            self._header.address,
+            self._header.key,
+            memory.address if memory else 0,
+            memory.key if memory else b"",
+            exposed.nbytes,
+        )
+        cards = exchange(transport, msgspec.msgpack.encode(card), deadline)
+        for rank, text in enumerate(cards):
+            self._parts.append(self._reach(rank, msgspec.msgpack.decode(text, type=_PartAddress)))
+
+    def _reach(self, rank: int, card: _PartAddress) -> RemotePart:
+        side = self._side
+        with side.lock:
+            header_key = side.unpack(rank, card.header_key)
+            key = side.unpack(rank, card.key) if card.key else None
+        return RemotePart(side.endpoints[rank], card.header, header_key, card.memory, key, card.nbytes)
 
     # -- put and get
 
@@ -171,3 +230,18 @@ class FarWindow(RegisteredWindow):
     def _all_closed(self) -> bool:
         """Whether nothing can arrive from the others any more: each sends its close after all else."""
         return all(self._mine[2 * rank] for rank in range(self._size))
+
+    def _release_memory(self) -> None:
+        with self._side.lock:
+            for part in self._parts:
+                for key in (part.header_key, part.key):
+                    if key is not None:
+                        self._call.ucp_rkey_destroy(key)
+        super()._release_memory()
+
+    def _unmap(self) -> None:
+        """Release the registered memory."""
+        with self._side.lock:
+            for mapping in (self._memory, self._header):
+                if mapping is not None:
+                    mapping.close()

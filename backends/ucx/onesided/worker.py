@@ -1,8 +1,7 @@
 """A rank's worker for one-sided access, beside that for messages, connected to all other ranks.
 
-It is separate so that a window's ops do not wait while another thread is inside a collective, nor the reverse. Over
-shared memory no op needs the target. Where the target has to help (TCP), its progress thread does: it may compute or
-sleep, but not be stopped.
+It is separate so that a window's ops do not wait while another thread is inside a collective, nor the reverse. Where
+the target has to help (TCP), its progress thread does: it may compute or sleep, but not be stopped.
 """
 
 from __future__ import annotations
@@ -10,23 +9,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker, explain
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
+from holdfast.comms.onesided.peer_watch import PeerWatch, gone
 from holdfast.comms.system.cpu_wait import yield_cpu
-from holdfast.comms.transport.base import Peer, Transport
-from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.base import Transport
 
 FEATURES = libucp.FEATURE_RMA | libucp.FEATURE_AMO32 | libucp.FEATURE_AMO64
 _CARD_BYTES = 4096
-_LOOK_SECONDS = 0.001
 _TURNS = 64
 """Progress calls between two checks of clock and peers, with the lock held."""
 _YIELDS, _CROWDED_YIELDS = 220, 200
@@ -34,30 +31,17 @@ _YIELDS, _CROWDED_YIELDS = 220, 200
 _SLEEP_SECONDS = 0.0001
 
 
-CheckLive = Callable[[], Iterable[int]]
-"""Raises what ended the communicator; else returns the ranks with a connection that is known to be broken."""
-
-
 class OneSidedWorker:
     """The one-sided side of a communicator's rank."""
 
-    def __init__(
-        self, transport: Transport, peers: Sequence[Peer], over: Transports, check_live: CheckLive, deadline: float
-    ) -> None:
-        self.rank, self.size, self.peers = transport.rank, transport.size, peers
-        self.local = over.local
+    def __init__(self, transport: Transport, over: Transports, watch: PeerWatch, deadline: float) -> None:
+        self.rank, self.size, self._watch = transport.rank, transport.size, watch
         self.lock = threading.RLock()
-        self._check_live = check_live
-        self._checking = threading.Lock()
-        self._next_check = 0.0
-        self._dead: frozenset[int] = frozenset()
         self._kept: list[Callable[[bool], bool]] = []
         self._crowded = transport.size > len(os.sched_getaffinity(0))
         self._progress: ProgressThread | None = None
-        permit_peers()
         self._broken: set[int] = set()
         self.worker = self._make_worker(over)
-        self._liveness = Liveness(peers, transport.rank)
         try:
             self._connect(transport, deadline)
         except BaseException:
@@ -76,28 +60,24 @@ class OneSidedWorker:
                 self.endpoints.append(self.worker.connect(address, rank))
             except libucp.UcxError as error:
                 raise explain(error, rank, self.worker.over) from error
-        if not self.local:
-            self._progress = ProgressThread(self.worker, self.lock, eager=not self._crowded)
-            for rank in range(self.size):
-                self.flush(rank, deadline, "window")
+        self._progress = ProgressThread(self.worker, self.lock, eager=not self._crowded)
+        for rank in range(self.size):
+            self.flush(rank, deadline, "window")
         transport.barrier(deadline)
 
     # -- liveness
 
     def check(self, rank: int, now: bool = False) -> None:
         """Raise if the communicator has ended, or `rank`'s process (as of a millisecond ago at most, or now)."""
-        if now or time.monotonic() >= self._next_check:
-            self.find_dead()
-        if rank in self._dead:
+        if now:
+            self._watch.look()
+        self._watch.check(rank)
+        if rank in self._broken:
             raise gone(rank)
 
     def find_dead(self) -> frozenset[int]:
         """The dead ranks, as of now. Raises if the communicator has ended."""
-        broken = self._check_live()
-        with self._checking:
-            self._dead = frozenset(self._liveness.dead()).union(broken, self._broken)
-            self._next_check = time.monotonic() + _LOOK_SECONDS
-        return self._dead
+        return self._watch.look() | self._broken
 
     # -- requests
 
@@ -203,11 +183,6 @@ class OneSidedWorker:
             self._progress.close()
             self._progress = None
         self.worker.close(self._release)
-        self._liveness.close()
-
-
-def gone(rank: int) -> RegionGone:
-    return RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
 
 
 def exchange(transport: Transport, card: bytes, deadline: float) -> list[bytes]:

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, OpTimeout, RegionGone, Unsupported, Window
 from holdfast.comms._native import ActiveCalls, WindowBounds, Words
-from holdfast.comms.algorithms.shared_memory.mapped_window import MappedWindow
-from holdfast.comms.algorithms.window_lock import WindowLock
+from holdfast.comms.onesided.mapped import MappedWindow, WindowLock
 from holdfast.comms.transport.liveness import is_gone, is_stopped
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.window_calls import *  # noqa: F403
@@ -75,13 +74,9 @@ def test_signals_of_several_threads_all_count() -> None:
 def hold(window: Window, target: int, then: signal.Signals) -> None:
     """Send this process a signal inside an atomic."""
     memory = window._memory
-    if isinstance(memory, MappedWindow):
-        with memory._parts[target].lock.held(time.monotonic() + 5.0, lambda: None):
-            os.kill(os.getpid(), then)
-        return
-    memory._take_lock(target, memory._parts[target], time.monotonic() + 5.0)  # type: ignore[attr-defined]
-    os.kill(os.getpid(), then)
-    memory._words[target][memory._lock_word] = 0  # type: ignore[attr-defined]
+    assert isinstance(memory, MappedWindow)
+    with memory._parts[target].lock.held(time.monotonic() + 5.0, lambda: None):
+        os.kill(os.getpid(), then)
 
 
 @pytest.mark.parametrize("backend", ["shm", "ucx"])

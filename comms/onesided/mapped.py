@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 
 from holdfast.comms._native import Words, copy
-from holdfast.comms.algorithms.window_lock import WindowLock
-from holdfast.comms.errors import RegionGone
+from holdfast.comms.errors import OpTimeout
+from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
 OPEN, CLOSED = 1, 2
+_YIELDS = 200
+_SLEEP_SECONDS = 0.0002
 
 
 def header_words(size: int) -> int:
@@ -35,6 +39,55 @@ def header_words(size: int) -> int:
 def holder_word(size: int) -> int:
     """The word of a header that names the holder of its rank's lock: see `WindowLock`."""
     return 1 + size
+
+
+class WindowLock:
+    """The lock for atomics on `target`'s part, for rank `me`. A wait for it ends, and names its holder.
+
+    A stopped holder keeps the lock for as long as it is stopped. So a waiter yields, checks whether it still has to
+    wait, and at the deadline names the holder, which has written its rank into the header.
+
+    The backend supplies `try_acquire()`, which returns whether it took the lock, and `release()`. The lock must end
+    with its holder's process. Word `holder` of `header` is the rank that holds it, plus one.
+    """
+
+    def __init__(
+        self,
+        target: int,
+        me: int,
+        header: Words,
+        holder: int,
+        try_acquire: Callable[[], bool],
+        release: Callable[[], None],
+    ) -> None:
+        self._target, self._me = target, me
+        self._header, self._holder = header, holder
+        self._try_acquire, self._release = try_acquire, release
+
+    @contextmanager
+    def held(self, deadline: float, look: Callable[[], object]) -> Iterator[None]:
+        """Hold the lock. Raises `OpTimeout`, and what `look()` raises, which is called while waiting."""
+        began, turns = time.monotonic(), 0
+        while not self._try_acquire():
+            now = time.monotonic()
+            if now >= deadline:
+                raise OpTimeout("atomic", 0, now - began, (self._held_by(),))
+            look()
+            turns += 1
+            if turns < _YIELDS:
+                yield_cpu()
+            else:
+                time.sleep(_SLEEP_SECONDS)
+        self._header[self._holder] = self._me + 1
+        try:
+            yield
+        finally:
+            self._header[self._holder] = 0
+            self._release()
+
+    def _held_by(self) -> int:
+        """The rank that holds the lock, if it has written its rank already; else the rank that owns the lock."""
+        return (self._header[self._holder] or self._target + 1) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +108,7 @@ class Part:
 
 
 class MappedWindow(WindowMemory):
-    """A window of ranks that share memory. `check` raises what ended the communicator; `dead` names the dead."""
+    """A window of ranks that share memory. `check(rank)` raises `gone(rank)`, or what ended the communicator."""
 
     access: ClassVar[Literal["mapped", "rdma", "messages"]] = "mapped"
 
@@ -63,16 +116,15 @@ class MappedWindow(WindowMemory):
         self,
         rank: int,
         parts: Sequence[Part],
-        dead: Callable[[], Sequence[int]],
-        check: Callable[[], None],
+        check: Callable[[int], object],
         release: Callable[[], None],
     ) -> None:
         super().__init__(len(parts))
         self.sizes = [part.memory.nbytes for part in parts]
         self._rank, self._parts = rank, list(parts)
-        self._dead, self._check, self._release = dead, check, release
-        self.check_waiting = check
-        """As `check`; called in waits, where it may take longer."""
+        self._check, self._release = check, release
+        self.check_waiting: Callable[[], object] = lambda: None
+        """Called in waits beside `check`, where it may take longer."""
         self._signalling = threading.Lock()
         self._closed = False
 
@@ -136,9 +188,7 @@ class MappedWindow(WindowMemory):
         part = self._parts[rank]
         if part.header[0] != OPEN:
             raise closed_there(rank)
-        if rank != self._rank and rank in self._dead():
-            raise RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
-        self._check()
+        self._check(rank)
         return part
 
     def close(self) -> None:

@@ -11,16 +11,16 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from holdfast.comms._native import Words
-from holdfast.comms.algorithms.shared_memory.mapped_window import OPEN, MappedWindow, Part, header_words, holder_word
-from holdfast.comms.algorithms.window_lock import WindowLock
+from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.onesided.mapped import OPEN, MappedWindow, Part, WindowLock, header_words, holder_word
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.local_causes import unopenable_file
+from holdfast.comms.system.local_causes import check_shared_memory, unopenable_file
 from holdfast.comms.system.mappings import map_file
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer, Transport
@@ -31,47 +31,92 @@ _FLOCK = "hhqqi4x"
 
 
 def make_window(
+    backend: str,
     transport: Transport,
     peers: Sequence[Peer],
     tensor: torch.Tensor,
     deadline: float,
-    dead: Callable[[], Sequence[int]],
-    check: Callable[[], None],
+    check: Callable[[int], object],
 ) -> MappedWindow:
-    """Expose `tensor`, and map the parts of all ranks; collective over the ranks of `transport`."""
+    """Expose `tensor`, and map the parts of all ranks; collective over the ranks of `transport`, all on this host.
+
+    Raises `BackendUnavailable`, or what this rank lacks, on all ranks if one of them cannot.
+    """
+    window = try_window(backend, transport, peers, tensor, deadline, check)
+    if not isinstance(window, MappedWindow):
+        raise window
+    return window
+
+
+def try_window(
+    backend: str,
+    transport: Transport,
+    peers: Sequence[Peer],
+    tensor: torch.Tensor,
+    deadline: float,
+    check: Callable[[int], object],
+) -> MappedWindow | Exception:
+    """As `make_window`; returns the error if a rank cannot share its memory or map that of the others."""
     rank, size = transport.rank, transport.size
-    held = ExitStack()
+    held, failure, parts = ExitStack(), list[Exception](), list[Part]()
+    place = bytearray(_PLACE.pack(-1, -1, 0, 0))
     try:
-        header_fd = OwnedDescriptor(os.memfd_create("holdfast-window", os.MFD_CLOEXEC))
-        held.callback(header_fd.close)
-        os.fchmod(header_fd, 0o600)
-        os.ftruncate(header_fd, 8 * header_words(size))
-        memory_fd, offset = _share(tensor) if tensor.nbytes else (-1, 0)
+        with _noting(failure):
+            header_fd = OwnedDescriptor(os.memfd_create("holdfast-window", os.MFD_CLOEXEC))
+            held.callback(header_fd.close)
+            os.fchmod(header_fd, 0o600)
+            os.ftruncate(header_fd, 8 * header_words(size))
+            memory_fd, offset = _share(tensor) if tensor.nbytes else (-1, 0)
+            place[:] = _PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes)
         exposed = ExposedMemory(tensor)
-        place = bytearray(_PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes))
         places = [torch.zeros(_PLACE.size, dtype=torch.uint8, device="cpu") for _ in range(size)]
         transport.all_gather(places, torch.frombuffer(place, dtype=torch.uint8), deadline)
-        parts = [_map(held, peers[r].pid, r, rank, size, _PLACE.unpack(bytes(places[r].numpy()))) for r in range(size)]
-        parts[rank].header[0] = OPEN
-        transport.barrier(deadline)
+        with _noting(failure):
+            for peer, of_peer in enumerate(places):
+                if not failure:
+                    where = _PLACE.unpack(bytes(of_peer.numpy()))
+                    parts.append(_map(backend, held, peers[peer].pid, peer, rank, size, where))
+            if not failure:
+                parts[rank].header[0] = OPEN
+        failed = [torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(size)]
+        transport.all_gather(failed, torch.tensor([len(failure)], dtype=torch.uint8, device="cpu"), deadline)
     except BaseException:
         held.close()
         raise
+    for peer, flag in enumerate(failed):
+        if flag:
+            held.close()
+            return (
+                failure[0]
+                if failure
+                else BackendUnavailable(backend, f"rank {peer} cannot share or map a window", "its error says why")
+            )
 
     def release() -> None:
         held.close()
         exposed.vacate()
 
-    return MappedWindow(rank, parts, dead, check, release)
+    return MappedWindow(rank, parts, check, release)
+
+
+@contextmanager
+def _noting(failure: list[Exception]) -> Iterator[None]:
+    """Note an error, which all ranks have to know before one raises it."""
+    try:
+        yield
+    except Exception as error:
+        failure.append(error)
 
 
 def _share(tensor: torch.Tensor) -> tuple[int, int]:
     """Move the tensor's storage into shared memory; returns its descriptor, and the tensor's byte offset in it."""
+    if not tensor.untyped_storage().is_shared():
+        check_shared_memory(tensor.untyped_storage().nbytes(), "a window", "give the container more, or use gloo")
     descriptor, _ = tensor.untyped_storage()._share_fd_cpu_()
     return int(descriptor), int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[int, ...]) -> Part:
+def _map(backend: str, held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[int, ...]) -> Part:
     header_number, memory_number, offset, nbytes = place
     try:
         descriptor = OwnedDescriptor(os.open(f"/proc/{pid}/fd/{header_number}", os.O_RDWR | os.O_CLOEXEC))
@@ -86,7 +131,7 @@ def _map(held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[
                 os.close(memory)
             bytes_ = torch.frombuffer(whole.obj, dtype=torch.uint8, count=nbytes, offset=offset)
     except OSError as error:
-        raise unopenable_file("shm", rank, "window", error) from error
+        raise unopenable_file(backend, rank, "window", error) from error
     lock = _FileLock(descriptor)
     return Part(header, bytes_, WindowLock(rank, me, header, holder_word(size), lock.try_acquire, lock.release))
 

@@ -1,0 +1,1 @@
+"""One-sided access between the ranks of a communicator: mapped memory, or requests and replies."""
