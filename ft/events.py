@@ -93,7 +93,7 @@ class ViewInstalled(Event, frozen=True, tag="installed"):
 
     epoch: int
     members: tuple[str, ...]
-    rank: int | None
+    rank: int | None = None
     reason: str = ""
     min_size: int | UnsetType = UNSET
 

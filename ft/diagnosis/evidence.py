@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time, this_host
+from holdfast.ft.events import Event
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState
 
 
@@ -108,7 +108,7 @@ class JobEvidence:
 
     recordings: tuple[Recording, ...]
     lives: Mapping[str, ProcessState]
-    events: Sequence[Mapping[str, Any]]
+    events: Sequence[Event]
     now: float
     bad: tuple[str, ...] = ()
     offsets: Mapping[str, float] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class JobEvidence:
         """The time of the latest evidence, on the clock of the first host."""
         offset = {r.identity: self.offsets.get(r.process.host, 0.0) for r in self.recordings}
         moments = [(r.identity, moment) for r in self.recordings for moment in (r.ended, r.opened, *_moments(r))]
-        moments += [(str(event["process"]), float(event["time"])) for event in self.events]
+        moments += [(event.process, event.time) for event in self.events]
         return max((moment + offset.get(identity, 0.0) for identity, moment in moments), default=self.now)
 
     def left(self, track: Track, op: OpRecord) -> float:

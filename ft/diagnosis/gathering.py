@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.diagnosis.clocks import offsets
 from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, life
+from holdfast.ft.events import Event
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.ft.telemetry.flight import BadRecording, Recording, find, read
 
@@ -29,7 +29,7 @@ def gather(logs: Path, now: float) -> JobEvidence:
 def assemble(
     recordings: Iterable[Recording],
     lives: Mapping[str, ProcessState],
-    events: Sequence[Mapping[str, Any]],
+    events: Sequence[Event],
     now: float,
     bad: Iterable[str] = (),
 ) -> JobEvidence:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from holdfast.ft.console.units import counted
 from holdfast.ft.diagnosis.evidence import ProcessState, life
 from holdfast.ft.diagnosis.jobs import JobFiles
+from holdfast.ft.events import (
+    CommunicatorBuilt,
+    EpochRevoked,
+    Event,
+    SpareWaits,
+    StepCommitted,
+    StepsFinished,
+    ViewInstalled,
+)
 from holdfast.ft.membership.view import View
 from holdfast.ft.telemetry.event_reader import EventTail
 from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
@@ -73,7 +81,7 @@ class Watcher:
         self._tail = EventTail(files.logs)
         self._commits: dict[str, deque[float]] = {}
         self._steps: dict[str, int] = {}
-        self._installed: Mapping[str, Any] | None = None
+        self._installed: ViewInstalled | None = None
         self._spares: set[str] = set()
         self._pids: dict[str, int] = {}
         self._revoked: dict[int, tuple[float, str]] = {}
@@ -103,7 +111,7 @@ class Watcher:
         return JobState(
             name=view.job.name if view is not None else next((r.job for r in recordings.values()), ""),
             phase=view.phase if view is not None else "finished" if finished else "unknown",
-            epoch=view.epoch if view is not None else int((self._installed or {}).get("epoch", 0)),
+            epoch=view.epoch if view is not None else 0 if self._installed is None else self._installed.epoch,
             members=len(members),
             backend=view.job.backend if view is not None else self._backend(recordings),
             step=max(self._steps.values(), default=-1),
@@ -116,36 +124,35 @@ class Watcher:
 
     # What the logs say --------------------------------------------------------------------------------------------
 
-    def _hear(self, event: Mapping[str, Any]) -> None:
-        process, at = str(event.get("process")), float(event["time"])
-        self._pids[process] = int(event.get("pid", 0))
-        match event["kind"]:
-            case "installed":
-                if self._installed is None or event["epoch"] >= self._installed["epoch"]:
+    def _hear(self, event: Event) -> None:
+        process, at = event.process, event.time
+        self._pids[process] = event.pid
+        match event:
+            case ViewInstalled(epoch=epoch):
+                if self._installed is None or epoch >= self._installed.epoch:
                     self._installed = event
                 self._spares.discard(process)
-            case "spare":
+            case SpareWaits():
                 self._spares.add(process)
-            case "committed":
+            case StepCommitted(step=step, epoch=epoch):
                 times = self._commits.setdefault(process, deque())
                 times.append(at)
                 while times and times[0] < at - WINDOW:
                     times.popleft()
-                self._steps[process] = int(event["step"])
-                self._resumed.setdefault(int(event["epoch"]), at)
-            case "revoked":
-                self._revoked.setdefault(int(event["epoch"]), (at, str(event.get("reason", ""))))
-            case "rebuilt":
-                epoch = int(event["epoch"])
+                self._steps[process] = step
+                self._resumed.setdefault(epoch, at)
+            case EpochRevoked(epoch=epoch, reason=reason):
+                self._revoked.setdefault(epoch, (at, reason))
+            case CommunicatorBuilt(epoch=epoch):
                 self._rebuilt[epoch] = max(at, self._rebuilt.get(epoch, 0.0))
-            case "finished":
+            case StepsFinished():
                 self._finished = True
 
     def _members(self, view: View | None) -> list[str]:
         """The members' names in rank order."""
         if view is not None and view.phase != "forming":
             return [member.id for member in view.members]
-        return list((self._installed or {}).get("members", ()))
+        return [] if self._installed is None else list(self._installed.members)
 
     def _faults(self, finished: bool) -> list[int]:
         """The revoked epochs, without the last one of a finished job, which was its end."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.ft.diagnosis.evidence import JobEvidence, RankGroup, Track
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 Event = dict[str, Any]
@@ -112,13 +113,15 @@ def _instants(evidence: JobEvidence, numbers: Mapping[str, int]) -> Iterator[Eve
         r.identity: (numbers[r.identity], evidence.offsets.get(r.process.host, 0.0)) for r in evidence.recordings
     }
     for event in evidence.events:
-        where = hosts.get(str(event.get("process")))
-        if where is None or event.get("kind") not in _INSTANTS:
+        where = hosts.get(event.process)
+        if where is None or event.kind not in _INSTANTS:
             continue
         pid, offset = where
-        extra = {name: value for name, value in event.items() if name not in ("time", "process", "pid", "kind")}
-        at = float(event["time"]) + offset
-        yield {"ph": "i", "s": "t", "name": event["kind"], "pid": pid, "tid": 2, "ts": at, "args": extra}
+        extra = {
+            name: value for name, value in to_record(event).items() if name not in ("time", "process", "pid", "kind")
+        }
+        at = event.time + offset
+        yield {"ph": "i", "s": "t", "name": event.kind, "pid": pid, "tid": 2, "ts": at, "args": extra}
 
 
 def _us(seconds: float) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.comms.errors import Mismatch
 from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, RankGroup, Track
 from holdfast.ft.diagnosis.finding import Finding, Kind
 from holdfast.ft.diagnosis.waits import End, Why, edges, ends
+from holdfast.ft.events import DeathsDetected, Event, MemberFenced, MemberStalled, MemberUnreachable
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
 PATIENCE = 1.0
@@ -76,28 +76,28 @@ class _Report:
     fenced: bool = False
     stalled: bool = False
     error: str = ""
+    detected: bool = False
 
 
-def _report(events: Sequence[Mapping[str, Any]], group: RankGroup, track: Track) -> _Report:
+def _report(events: Sequence[Event], group: RankGroup, track: Track) -> _Report:
     """The members' report of a rank; an empty one unless the rank's last op was on this communicator."""
     me = track.recording.identity
     if track.recording.ops[-1].number != track.last.number:
         return _Report()
-    about = [event for event in events if event.get("member") == me]
-    for event in about:
-        if event.get("kind") == "fenced":
-            return _Report(str(event.get("reason", "")), fenced=True)
-    stalled = any(event.get("kind") == "stalled" for event in about)
+    stalled = any(isinstance(event, MemberStalled) and event.member == me for event in events)
+    found = _Report()
     for event in events:
-        members = event.get("members", ())
-        if event.get("kind") == "detected" and me in members:
-            errors = event.get("errors", ())
-            error = errors[members.index(me)] if len(errors) == len(members) else ""
-            return _Report(str(event.get("evidence", "")), stalled=stalled, error=str(error))
-    for event in about:
-        if event.get("kind") == "condemned":
-            return _Report(str(event.get("evidence", "")), stalled=stalled)
-    return _Report()
+        match event:
+            case MemberFenced(member=member, reason=reason) if member == me:
+                return _Report(reason, fenced=True)
+            case DeathsDetected(members=members, errors=errors) if me in members and not found.detected:
+                error = errors[members.index(me)] if len(errors) == len(members) else ""
+                found = _Report(event.evidence, stalled=stalled, error=error, detected=True)
+            case MemberUnreachable(member=member, evidence=evidence) if member == me and not (
+                found.detected or found.evidence
+            ):
+                found = _Report(evidence, stalled=stalled)
+    return found
 
 
 # By the waits between ranks -------------------------------------------------------------------------------------------

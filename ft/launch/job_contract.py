@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from holdfast.comms.system.keys import create_key
 from holdfast.comms.system.paths import url_of
+from holdfast.ft.events import Event
 from holdfast.ft.runtime.register import Register
 from holdfast.ft.telemetry.event_reader import read_events
 
@@ -99,6 +99,6 @@ class LocalContract:
         """Open the job's register; close it after use."""
         return Register.open(self.register_url)
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """The events that all processes have logged so far, by time."""
         return read_events(self.events_directory)

@@ -34,6 +34,7 @@ from holdfast.ft.console.output import LineSplitter
 from holdfast.ft.console.units import counted
 from holdfast.ft.console.visible import visible, visible_but_colours
 from holdfast.ft.environment.listen_address import LOOPBACK
+from holdfast.ft.events import JoinRequested
 from holdfast.ft.launch import run_report
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.guarded_process import GuardedProcess
@@ -236,7 +237,7 @@ class Launcher:
         members = () if view is None else view.members
         text = f"after {waited:.0f} s {counted(len(members), 'rank')} of {self._plan.size} joined the job; missing:"
         self._console.print(Text(f"holdfast run: {text}", "bold yellow"), soft_wrap=True)
-        joined = {event["pid"] for event in self._contract.events() if event["kind"] == "joined"}
+        joined = {event.pid for event in self._contract.events() if isinstance(event, JoinRequested)}
         for number, process in enumerate(self._processes):
             if process.returncode is not None:
                 continue
@@ -389,7 +390,7 @@ class Launcher:
 
     def _failures(self) -> list[run_report.ProcessFailure]:
         """The processes that ended with an error."""
-        events = (event for event in self._contract.events() if event["time"] >= self._began)
+        events = (event for event in self._contract.events() if event.time >= self._began)
         ranks = run_report.last_ranks(events)
         return [
             run_report.ProcessFailure(ranks.get(process.pid), process.pid, process.returncode, str(self._words[number]))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from holdfast.comms.transport.liveness import read_proc_stat
+from holdfast.ft.events import Event, ViewInstalled
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.telemetry import event_logger
 
@@ -52,11 +52,10 @@ class ProcessFailure:
     words: str
 
 
-def last_ranks(events: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+def last_ranks(events: Iterable[Event]) -> dict[int, int]:
     """The last rank of each process that had a rank, by pid."""
-    return {
-        event["pid"]: event["rank"] for event in events if event["kind"] == "installed" and event["rank"] is not None
-    }
+    installed = (event for event in events if isinstance(event, ViewInstalled))
+    return {event.pid: event.rank for event in installed if event.rank is not None}
 
 
 def table(failures: Sequence[ProcessFailure]) -> list[str]:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
-
-import msgspec
+from typing import NoReturn
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.telemetry.event import Event, event_of
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+from holdfast.ft.event_lines import decode_event
+from holdfast.ft.events import Event
 
 
 class EventTail:
@@ -26,16 +23,16 @@ class EventTail:
         self._lines: dict[Path, int] = {}
         self._told: set[Path] = set()
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[Event]:
         """The events since the last call, by their `time`."""
         try:
             paths = sorted(self._folder.glob("*.jsonl"))
         except OSError:  # the folder went with its job
             return []
         events = [event for path in paths for event in self.new_in(path)]
-        return sorted(events, key=lambda event: float(event["time"]))
+        return sorted(events, key=lambda event: event.time)
 
-    def new_in(self, path: Path) -> list[dict[str, Any]]:
+    def new_in(self, path: Path) -> list[Event]:
         """The events of one log since the last call, in the order of its lines."""
         at = self._read.get(path, 0)
         try:
@@ -51,11 +48,11 @@ class EventTail:
         self._lines[path] = first - 1 + len(lines)
         events = []
         for number, line in enumerate(lines, start=first):
-            event = _event(line)
-            if event is not None:
-                events.append(event)
-            elif line:
-                self._tell(path, f"event log {path}: line {number} is no event of a job")
+            try:
+                events.append(decode_event(line))
+            except CorruptData:
+                if line:
+                    self._tell(path, f"event log {path}: line {number} is no event of a job")
         return events
 
     def _tell(self, path: Path, reason: str) -> None:
@@ -64,14 +61,14 @@ class EventTail:
             self._bad(reason)
 
 
-def read_events(directory: Path, bad: Callable[[str], object] = lambda reason: None) -> list[dict[str, Any]]:
+def read_events(directory: Path, bad: Callable[[str], object] = lambda reason: None) -> list[Event]:
     """The events of all logs in `directory`, by their `time`; `bad` as in `EventTail`."""
     return EventTail(directory, bad).new()
 
 
 def read_log(path: Path) -> list[Event]:
     """The events of one process. Raises `CorruptData` for a line that is no event."""
-    return [event_of(event) for event in EventTail(path.parent, _refuse).new_in(path)]
+    return EventTail(path.parent, _refuse).new_in(path)
 
 
 def read_directory(directory: Path) -> list[Event]:
@@ -86,13 +83,3 @@ def merge(logs: Iterable[Iterable[Event]]) -> list[Event]:
 
 def _refuse(reason: str) -> NoReturn:
     raise CorruptData(reason)
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """The event in a line; None if it is no event."""
-    try:
-        event = _decode(line)
-        event_of(event)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, CorruptData):
-        return None
-    return event if isinstance(event.get("members", []), list) else None

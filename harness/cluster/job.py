@@ -21,6 +21,7 @@ from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.ft.console.output import Echo, last_stack
 from holdfast.ft.console.units import counted
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
@@ -28,7 +29,6 @@ from holdfast.ft.membership.view import View
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess
-from holdfast.ft.telemetry.event import event_of
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterSettings
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
@@ -121,7 +121,7 @@ class Job:
 
     def events(self) -> list[dict[str, Any]]:
         """The event logs of all processes so far, by time: dicts with `time`, `process`, `pid`, `kind` and more."""
-        return self._contract.events()
+        return list(map(to_record, self._contract.events()))
 
     def wait_for(self, kind: str, timeout: float = 30.0, **fields: Any) -> dict[str, Any]:
         """Wait for the first event of this kind with these fields, and return it. Raises `TimeoutError`."""
@@ -141,7 +141,7 @@ class Job:
         """
         wanted = self._count - self._settings.size
         deadline = time.monotonic() + seconds(timeout)
-        while (found := len(standing_by(map(event_of, self.events())))) < wanted:
+        while (found := len(standing_by(self._contract.events()))) < wanted:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{found} of {wanted} spares stand by after {timeout:.3g} s\n" + self._where())
             self._collect(0.01)

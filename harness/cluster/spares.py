@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft.events import Event, SpareWaits, SpareWelcomed
 
 
 def standing_by(events: Iterable[Event]) -> set[str]:
@@ -15,8 +15,8 @@ def standing_by(events: Iterable[Event]) -> set[str]:
     told: dict[str, tuple[str, ...]] = {}
     heard: set[tuple[str, str]] = set()
     for event in events:
-        if event.kind == "spare":
-            told.setdefault(event.process, event.names("to"))
-        elif event.kind == "welcomed":
-            heard.add((event.text("spare"), event.process))
+        if isinstance(event, SpareWaits):
+            told.setdefault(event.process, event.to)
+        elif isinstance(event, SpareWelcomed):
+            heard.add((event.spare, event.process))
     return {spare for spare, members in told.items() if all((spare, member) in heard for member in members)}

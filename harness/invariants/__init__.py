@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.ft.telemetry.event import Event, event_of
+from holdfast.ft.event_lines import event_of
+from holdfast.ft.events import Event
 from holdfast.ft.telemetry.event_reader import merge, read_directory, read_log
 from holdfast.harness.invariants.checker import Bounds, Checker, CheckResult, Violation
 from holdfast.harness.invariants.commits import Commits

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft.events import Event
 
 
 @dataclass(frozen=True, slots=True)

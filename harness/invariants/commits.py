@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -19,43 +20,43 @@ class Commits(Checker):
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
         self._newest: dict[str, int] = {}
-        self._finished: dict[str, Event] = {}
-        self._most: Event | None = None
+        self._finished: dict[str, events.StepsFinished] = {}
+        self._most: events.StepCommitted | None = None
         self._first: int | None = None
         self._went_back: set[int] = set()
 
     def observe(self, event: Event) -> None:
-        match event.kind:
-            case "synced":
+        match event:
+            case events.StateReceived():
                 self._synced(event)
-            case "restored" if event.text("source") == "checkpoint":
-                self._newest[event.process] = event.integer("step")
-                self._went_back.add(event.integer("step"))
-            case "committed":
+            case events.StateRestored(source="checkpoint"):
+                self._newest[event.process] = event.step
+                self._went_back.add(event.step)
+            case events.StepCommitted():
                 self._committed(event)
-            case "finished" if event.process in self._newest:
+            case events.StepsFinished() if event.process in self._newest:
                 self._finished[event.process] = event
 
     def finish(self) -> None:
         if self._most is None:
             return
         for process, event in self._finished.items():
-            if self._newest[process] != self._most.integer("step"):
+            if self._newest[process] != self._most.step:
                 self.violated(
                     event,
                     f"finished after step {self._newest[process]}, but {self._most.process} committed step "
-                    f"{self._most.integer('step')}",
+                    f"{self._most.step}",
                 )
 
-    def _synced(self, event: Event) -> None:
-        step, newest = event.integer("step"), self._newest.get(event.process)
+    def _synced(self, event: events.StateReceived) -> None:
+        step, newest = event.step, self._newest.get(event.process)
         self.looked += 1
         if newest is not None and step < newest and step not in self._went_back:
             self.violated(event, f"took over the state after step {step}, having committed step {newest}")
         self._newest[event.process] = step
 
-    def _committed(self, event: Event) -> None:
-        step = event.integer("step")
+    def _committed(self, event: events.StepCommitted) -> None:
+        step = event.step
         self.looked += 1
         if self._first is None:
             self._first = step
@@ -65,5 +66,5 @@ class Commits(Checker):
         elif step != newest + 1:
             self.violated(event, f"committed step {step} after step {newest}: those between are lost")
         self._newest[event.process] = max(step, newest)
-        if self._most is None or step > self._most.integer("step"):
+        if self._most is None or step > self._most.step:
             self._most = event

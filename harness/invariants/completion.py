@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
-ENDED = ("died", "error", "finished", "broken")
+ENDED = events.ProcessDied | events.SessionFailed | events.StepsFinished | events.CoreBroken
 
 
 class CompletionChecker(Checker):
@@ -19,25 +20,25 @@ class CompletionChecker(Checker):
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
-        self._open: dict[str, Event] = {}
+        self._open: dict[str, events.ViewInstalled | events.SpareWaits] = {}
         self._members: set[str] = set()
         self._finished = False
 
     def observe(self, event: Event) -> None:
-        if event.kind in ("installed", "spare"):
+        if isinstance(event, events.ViewInstalled | events.SpareWaits):
             self._open[event.process] = event
-            if event.kind == "installed":
+            if isinstance(event, events.ViewInstalled):
                 self._members.add(event.process)
-        elif event.kind in ENDED:
+        elif isinstance(event, ENDED):
             self._open.pop(event.process, None)
-            self._finished |= event.kind == "finished"
-        elif event.kind == "horizon":
+            self._finished |= isinstance(event, events.StepsFinished)
+        elif isinstance(event, events.SimulationEnds):
             self.looked += 1
             for process, last in self._open.items():
                 if process in self._members or self._finished:
                     self.violated(
                         event,
-                        f"{process} has not ended {event.number('seconds'):.3g} s after the last fault was over; "
+                        f"{process} has not ended {event.seconds:.3g} s after the last fault was over; "
                         f"the last "
-                        f"it said: {last.kind} epoch {last.integer('epoch')} at {last.time:.3g} s",
+                        f"it said: {last.kind} epoch {last.epoch} at {last.time:.3g} s",
                     )

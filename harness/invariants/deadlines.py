@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from msgspec import UNSET
+
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -16,35 +19,39 @@ class Deadlines(Checker):
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
-        self._open: dict[str, Event] = {}
+        self._open: dict[str, events.StepBegun] = {}
         self._now = 0.0
         self._gone: set[str] = set()
         self._stopped: dict[str, float] = {}
 
     def observe(self, event: Event) -> None:
         self._now = event.time
-        if event.kind == "fault":
-            if event.text("what") in ("pause", "stop"):
-                self._stopped[event.text("target")] = event.time
-            elif event.text("what") in ("kill", "host-lost"):
-                self._gone.add(event.text("target"))
-        elif event.kind == "died":
-            self._gone.add(event.process)
-        elif event.kind == "detected":
-            self._gone.update(event.names("members"))
-        elif event.kind == "condemned":
-            self._gone.add(event.text("member"))
-        elif event.kind == "op":
-            self.looked += 1
-            taken = event.number("seconds")
-            limit = event.number("timeout") if "timeout" in event.fields else self.bounds.operation
-            if taken > limit + self.bounds.slack and not self._was_stopped(event.process, event.time - taken):
-                self.violated(event, f"{event.text('op')} took {taken:.3g} s, its limit is {limit:.3g} s")
-        elif event.kind in ("attempt", "committed", "aborted_step", "finished", "error"):
-            self._close(event.process)
-            if event.kind == "attempt":
+        match event:
+            case events.FaultInjected(what="pause" | "stop", target=str(target)):
+                self._stopped[target] = event.time
+            case events.FaultInjected(what="kill" | "host-lost", target=str(target)):
+                self._gone.add(target)
+            case events.ProcessDied():
+                self._gone.add(event.process)
+            case events.DeathsDetected(members=members):
+                self._gone.update(members)
+            case events.MemberUnreachable(member=member):
+                self._gone.add(member)
+            case events.OpEnded():
+                self._check_op(event)
+            case events.StepBegun():
+                self._close(event.process)
                 self.looked += 1
                 self._open[event.process] = event
+            case events.StepCommitted() | events.StepAborted() | events.StepsFinished() | events.SessionFailed():
+                self._close(event.process)
+
+    def _check_op(self, event: events.OpEnded) -> None:
+        self.looked += 1
+        limit = self.bounds.operation if event.timeout is UNSET else event.timeout
+        if event.seconds <= limit + self.bounds.slack or self._was_stopped(event.process, event.time - event.seconds):
+            return
+        self.violated(event, f"{event.op} took {event.seconds:.3g} s, its limit is {limit:.3g} s")
 
     def finish(self) -> None:
         for process in tuple(self._open):
@@ -57,7 +64,7 @@ class Deadlines(Checker):
             return
         taken = self._now - begun.time
         if taken > self.bounds.operation + self.bounds.slack:
-            self.violated(begun, f"the attempt at step {begun.integer('step')} was open for {taken:.3g} s")
+            self.violated(begun, f"the attempt at step {begun.step} was open for {taken:.3g} s")
 
     def _was_stopped(self, process: str, since: float) -> bool:
         return self._stopped.get(process, -1.0) >= since

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -17,13 +18,13 @@ class EpochsForward(Checker):
         self._installed: dict[str, int] = {}
 
     def observe(self, event: Event) -> None:
-        if event.kind not in ("installed", "attempt", "prepared"):
+        if not isinstance(event, events.ViewInstalled | events.StepBegun | events.StepPrepared):
             return
         self.looked += 1
-        epoch, newest = event.integer("epoch"), self._installed.get(event.process, 0)
-        if event.kind == "installed":
+        epoch, newest = event.epoch, self._installed.get(event.process, 0)
+        if isinstance(event, events.ViewInstalled):
             if epoch <= newest:
                 self.violated(event, f"installs epoch {epoch} after {newest}")
             self._installed[event.process] = max(epoch, newest)
         elif epoch != newest:
-            self.violated(event, f"{event.kind} of step {event.integer('step')} in epoch {epoch}, while in {newest}")
+            self.violated(event, f"{event.kind} of step {event.step} in epoch {epoch}, while in {newest}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -17,10 +18,16 @@ class EqualBits(Checker):
         self._digests: dict[int, tuple[str, str]] = {}
 
     def observe(self, event: Event) -> None:
-        if "digest" not in event.fields or "step" not in event.fields:
-            return
+        match event:
+            case (
+                events.StateDigested(step=step, digest=str(digest))
+                | events.StepCommitted(step=step, digest=str(digest))
+                | events.StateReceived(step=step, digest=str(digest))
+            ):
+                self._compare(event, step, digest)
+
+    def _compare(self, event: Event, step: int, digest: str) -> None:
         self.looked += 1
-        step, digest = event.integer("step"), event.text("digest")
         first, agreed = self._digests.setdefault(step, (event.process, digest))
         if digest != agreed:
             self.violated(event, f"step {step} has digest {digest} here, and {agreed} on {first}")

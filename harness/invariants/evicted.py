@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -24,20 +25,20 @@ class NoEvictedCommits(Checker):
         super().__init__(bounds)
         self._epoch = 0
         self._members: frozenset[str] = frozenset()
-        self._late: dict[int, Event] = {}
+        self._late: dict[int, events.StepCommitted] = {}
         self._aborted: dict[int, int] = {}
         self._committed = -1
 
     def observe(self, event: Event) -> None:
-        match event.kind:
-            case "installed" if event.integer("epoch") > self._epoch:
-                self._epoch, self._members = event.integer("epoch"), frozenset(event.names("members"))
-            case "aborted_step":
-                step = event.integer("step")
-                self._aborted[step] = max(event.integer("epoch"), self._aborted.get(step, 0))
+        match event:
+            case events.ViewInstalled() if event.epoch > self._epoch:
+                self._epoch, self._members = event.epoch, frozenset(event.members)
+            case events.StepAborted():
+                step = event.step
+                self._aborted[step] = max(event.epoch, self._aborted.get(step, 0))
                 if step in self._late:
                     self._undone(self._late.pop(step))
-            case "committed" if self._epoch:
+            case events.StepCommitted() if self._epoch:
                 self._commits(event)
 
     def finish(self) -> None:
@@ -45,19 +46,19 @@ class NoEvictedCommits(Checker):
             if step > self._committed:
                 self._undone(event)
 
-    def _commits(self, event: Event) -> None:
+    def _commits(self, event: events.StepCommitted) -> None:
         self.looked += 1
-        step = event.integer("step")
+        step = event.step
         if event.process in self._members:
             self._committed = max(self._committed, step)
-        elif step > self._committed and self._aborted.get(step, 0) > event.integer("epoch"):
+        elif step > self._committed and self._aborted.get(step, 0) > event.epoch:
             self._undone(event)
         elif step > self._committed:
             self._late[step] = event
 
-    def _undone(self, event: Event) -> None:
+    def _undone(self, event: events.StepCommitted) -> None:
         self.violated(
             event,
-            f"committed step {event.integer('step')} of epoch {event.integer('epoch')}, after epoch "
+            f"committed step {event.step} of epoch {event.epoch}, after epoch "
             f"{self._epoch} had begun without it, and the others did not commit it",
         )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 WINDOW = 1.5
 """Seconds for which a retracted suspicion may still count: the retraction may be cut off."""
-GONE = ("died", "error", "finished", "evicted", "broken", "resigned")
+ENDED = (
+    events.ProcessDied
+    | events.SessionFailed
+    | events.StepsFinished
+    | events.WasEvicted
+    | events.CoreBroken
+    | events.ResignedItself
+)
 
 
 class EvictionsJustified(Checker):
@@ -35,31 +43,30 @@ class EvictionsJustified(Checker):
         self._stopped: dict[str, float] = {}
         self._doubts: dict[str, dict[str, tuple[float, float]]] = {}
         self._observers: dict[str, int] = {}
-        self._condemned: set[str] = set()
+        self._failed: set[str] = set()
 
     def observe(self, event: Event) -> None:
-        match event.kind:
-            case "simulated":
+        match event:
+            case events.SimulationBegun():
                 self._knows = True
-            case "installed" if self._knows and event.integer("epoch") > self._epoch:
+            case events.ViewInstalled() if self._knows and event.epoch > self._epoch:
                 self._installed(event)
-            case "stopped":
-                self._stopped[event.process] = event.time + event.number("seconds")
-            case "suspected" if "of" in event.fields:
-                member = event.text("member")
+            case events.ProcessStopped():
+                self._stopped[event.process] = event.time + event.seconds
+            case events.MemberSuspected(member=member, of=int(of)):
                 self._doubts.setdefault(member, {})[event.process] = (event.time, float("inf"))
-                self._observers[member] = event.integer("of")
-            case "cleared":
-                doubts = self._doubts.get(event.text("member"), {})
+                self._observers[member] = of
+            case events.SuspicionCleared():
+                doubts = self._doubts.get(event.member, {})
                 if event.process in doubts:
                     doubts[event.process] = (doubts[event.process][0], event.time)
-            case "condemned":
-                self._condemned.add(event.text("member"))
-            case kind if kind in GONE:
+            case events.MemberUnreachable():
+                self._failed.add(event.member)
+            case _ if isinstance(event, ENDED):
                 self._gone.add(event.process)
 
-    def _installed(self, event: Event) -> None:
-        epoch, members = event.integer("epoch"), event.names("members")
+    def _installed(self, event: events.ViewInstalled) -> None:
+        epoch, members = event.epoch, event.members
         known = set(members)
         left = [who for who in self._members if who not in known] if epoch == self._epoch + 1 else []
         self._epoch, self._members = epoch, members
@@ -69,7 +76,7 @@ class EvictionsJustified(Checker):
                 self.violated(event, f"{who} is not in epoch {epoch} any more, though it lives and can be heard")
 
     def _justified(self, who: str, now: float) -> bool:
-        if who in self._gone or who in self._condemned or self._stopped.get(who, -1e9) >= now - WINDOW:
+        if who in self._gone or who in self._failed or self._stopped.get(who, -1e9) >= now - WINDOW:
             return True
         doubters = sum(until >= now - WINDOW for _, until in self._doubts.get(who, {}).values())
         return 2 * doubters >= max(1, self._observers.get(who, 0))

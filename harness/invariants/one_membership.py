@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -21,16 +22,16 @@ class OneMembership(Checker):
         """The object last found equal to the first: processes share the object of a view from one message."""
 
     def observe(self, event: Event) -> None:
-        if event.kind != "installed":
+        if not isinstance(event, events.ViewInstalled):
             return
         self.looked += 1
-        epoch, members = event.integer("epoch"), event.names("members")
+        epoch, members = event.epoch, event.members
         first, agreed = self._first.setdefault(epoch, (event.process, members))
         if members is not agreed and members is not self._equal.get(epoch):
             if members == agreed:
                 self._equal[epoch] = members
             else:
                 self.violated(event, f"epoch {epoch} has members {members} here, and {agreed} on {first}")
-        rank = event.integer("rank")
-        if not (0 <= rank < len(members) and members[rank] == event.process):
+        rank = event.rank
+        if rank is None or not (0 <= rank < len(members) and members[rank] == event.process):
             self.violated(event, f"is rank {rank} of epoch {epoch}, whose members are {members[:8]}")

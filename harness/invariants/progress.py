@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -19,12 +20,12 @@ class ProgressResumes(Checker):
 
     def observe(self, event: Event) -> None:
         self._now = event.time
-        if event.kind in ("fault", "detected"):
+        if isinstance(event, events.FaultInjected | events.DeathsDetected):
             self.looked += 1
             self._overdue()
-            if event.kind == "fault" or self._fault is None:
+            if isinstance(event, events.FaultInjected) or self._fault is None:
                 self._fault = event
-        elif event.kind in ("committed", "finished"):
+        elif isinstance(event, events.StepCommitted | events.StepsFinished):
             self._overdue()
             self._fault = None
 

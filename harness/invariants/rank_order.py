@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from msgspec import UNSET
+
+from holdfast.ft import events
 from holdfast.ft.console.units import counted
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -22,18 +25,16 @@ class RankOrder(Checker):
         self._newest: tuple[int, tuple[str, ...]] = (0, ())
 
     def observe(self, event: Event) -> None:
-        if event.kind != "installed" or event.integer("epoch") <= self._newest[0]:
+        if not isinstance(event, events.ViewInstalled) or event.epoch <= self._newest[0]:
             return
         self.looked += 1
-        (before, old), (epoch, new) = self._newest, (event.integer("epoch"), event.names("members"))
+        (before, old), (epoch, new) = self._newest, (event.epoch, event.members)
         self._newest = (epoch, new)
         known = set(new)
         if len(known) != len(new):
             self.violated(event, f"somebody has two ranks of epoch {epoch}: {_few(new)}")
-        if "min_size" in event.fields and len(new) < event.integer("min_size"):
-            self.violated(
-                event, f"epoch {epoch} has {counted(len(new), 'member')}, the job needs {event.integer('min_size')}"
-            )
+        if event.min_size is not UNSET and len(new) < event.min_size:
+            self.violated(event, f"epoch {epoch} has {counted(len(new), 'member')}, the job needs {event.min_size}")
         if before == 0 or epoch != before + 1:
             return
         were = set(old)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 BY_ALL = "normal"
@@ -23,14 +24,14 @@ class RevokedEffects(Checker):
         self._revoked: dict[str, int] = {}
 
     def observe(self, event: Event) -> None:
-        if event.kind == "revoked":
+        if isinstance(event, events.EpochRevoked):
             newest = self._revoked.get(event.process, 0)
-            self._revoked[event.process] = max(newest, event.integer("epoch"))
+            self._revoked[event.process] = max(newest, event.epoch)
             return
-        if event.kind not in ("attempt", "prepared", "committed"):
+        if not isinstance(event, events.StepBegun | events.StepPrepared | events.StepCommitted):
             return
         self.looked += 1
-        epoch, revoked = event.integer("epoch"), self._revoked.get(event.process, 0)
-        if epoch > revoked or (event.kind == "committed" and event.text("how", BY_ALL) != BY_ALL):
+        epoch, revoked = event.epoch, self._revoked.get(event.process, 0)
+        if epoch > revoked or (isinstance(event, events.StepCommitted) and event.how != BY_ALL):
             return
-        self.violated(event, f"{event.kind} of step {event.integer('step')} in epoch {epoch}, revoked up to {revoked}")
+        self.violated(event, f"{event.kind} of step {event.step} in epoch {epoch}, revoked up to {revoked}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker
 
 
@@ -19,30 +20,29 @@ class StoreVersions(Checker):
         super().__init__(bounds)
         self._published: set[int] = set()
         self._retired: dict[int, float] = {}
-        self._fetched: dict[str, Event] = {}
+        self._fetched: dict[str, events.VersionFetched] = {}
 
     def observe(self, event: Event) -> None:
-        if event.kind not in ("published", "fetched", "retired", "lost"):
-            return
-        self.looked += 1
-        version = event.integer("version")
-        match event.kind:
-            case "published":
+        match event:
+            case events.VersionPublished(version=version):
                 newest = max(self._published, default=-1)
                 if version < newest and version not in self._published:
                     self.violated(event, f"published version {version} after {newest}")
                 self._published.add(version)
                 self._retired.pop(version, None)
-            case "fetched":
-                self._check_fetched(event, version)
-            case "retired":
+            case events.VersionFetched():
+                self._check_fetched(event)
+            case events.VersionRetired(version=version):
                 self._retired[version] = event.time
-            case "lost":
+            case events.VersionLost(version=version):
                 self.violated(event, f"version {version} is lost: no holder has it any more")
+            case _:
+                return
+        self.looked += 1
 
-    def _check_fetched(self, event: Event, version: int) -> None:
-        last = self._fetched.get(event.process)
-        before, began = (-1, 0.0) if last is None else (last.integer("version"), last.time)
+    def _check_fetched(self, event: events.VersionFetched) -> None:
+        version, last = event.version, self._fetched.get(event.process)
+        before, began = (-1, 0.0) if last is None else (last.version, last.time)
         if version not in self._published:
             self.violated(event, f"fetched version {version}, which nobody had published")
         if self._retired.get(version, event.time) < began:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft import events
+from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Checker
 
 STATE_APART = ("come apart", "call steps() alike")
@@ -16,8 +17,10 @@ class Unbroken(Checker):
     meaning: ClassVar[str] = "No process fails by its own membership core, and ranks never come apart in their state."
 
     def observe(self, event: Event) -> None:
-        if event.kind == "installed":
-            self.looked += 1
-        apart = event.kind == "error" and any(words in event.text("error") for words in STATE_APART)
-        if apart or event.kind == "broken":
-            self.violated(event, event.text("error"))
+        match event:
+            case events.ViewInstalled():
+                self.looked += 1
+            case events.SessionFailed(error=error) if any(words in error for words in STATE_APART):
+                self.violated(event, error)
+            case events.CoreBroken(error=error):
+                self.violated(event, error)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from holdfast.ft import events
 from holdfast.ft.console.units import counted
 from holdfast.harness.invariants import Event, Violation
 from holdfast.harness.simulate.core.schedule import Schedule
 
 LONGEST = 160
 TOLD = (
-    "fault",
-    "died",
-    "stopped",
-    "proposed",
-    "evicted",
-    "fenced",
-    "register_away",
-    "cut_off",
-    "resigned",
-    "condemned",
+    events.ProcessDied
+    | events.ProcessStopped
+    | events.ViewProposed
+    | events.WasEvicted
+    | events.MemberFenced
+    | events.RegisterUnreachable
+    | events.LostMajority
+    | events.ResignedItself
+    | events.MemberUnreachable
+    | events.StepAborted
+    | events.SessionFailed
+    | events.CoreBroken
+    | events.StepsFinished
 )
 
 
@@ -26,42 +30,34 @@ class RunSummary:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        self._epochs: dict[int, tuple[float, str, list[str], str]] = {}
+        self._epochs: set[int] = set()
         self._steps: dict[int, int] = {}
         self._doubts: set[tuple[str, str]] = set()
 
     def hear(self, event: Event) -> None:
         """Handle the next event."""
-        kind, who = event.kind, event.process
-        match kind:
-            case "installed":
+        who = event.process
+        match event:
+            case events.ViewInstalled():
                 self._installed(event)
-            case "committed":
-                self._steps[event.integer("step")] = self._steps.get(event.integer("step"), 0) + 1
-            case "suspected" if (event.text("member"), who) not in self._doubts:
-                self._doubts.add((event.text("member"), who))
-                self._say(event.time, f"{who} does not hear {event.text('member')} any more")
-            case "cleared":
-                self._doubts.discard((event.text("member"), who))
-                self._say(event.time, f"{who} hears {event.text('member')} again")
-            case "aborted_step":
-                self._say(event.time, f"{who} undoes its attempt at step {event.integer('step')}")
-            case "error" | "broken":
-                self._say(event.time, f"{who} ends: {event.text('error')}")
-            case "finished":
-                self._say(event.time, f"{who} has finished after step {event.integer('step')}")
-            case _ if kind in TOLD:
-                words = ", ".join(
-                    f"{name} {value}" for name, value in event.fields.items() if name not in ("what", "phase")
-                )
-                self._say(event.time, f"{event.text('what') or who + ' ' + kind}: {words}".strip())
+            case events.StepCommitted(step=step):
+                self._steps[step] = self._steps.get(step, 0) + 1
+            case events.MemberSuspected(member=member):
+                if (member, who) not in self._doubts:
+                    self._doubts.add((member, who))
+                    self._say(event.time, f"{who} does not hear {member} any more")
+            case events.SuspicionCleared(member=member):
+                self._doubts.discard((member, who))
+                self._say(event.time, f"{who} hears {member} again")
+            case events.FaultInjected():
+                self._say(event.time, str(event))
+            case _ if isinstance(event, TOLD):
+                self._say(event.time, f"{who}: {event}")
 
-    def _installed(self, event: Event) -> None:
-        epoch = event.integer("epoch")
-        if epoch not in self._epochs:
-            self._epochs[epoch] = (event.time, ", ".join(event.names("members")), [], event.text("reason"))
-            self._say(event.time, f"epoch {epoch} begins with {self._epochs[epoch][1]}: {event.text('reason')}")
-        self._epochs[epoch][2].append(event.process)
+    def _installed(self, event: events.ViewInstalled) -> None:
+        if event.epoch not in self._epochs:
+            self._epochs.add(event.epoch)
+            self._say(event.time, f"epoch {event.epoch} begins with {', '.join(event.members)}: {event.reason}")
 
     def _say(self, time: float, words: str) -> None:
         self._lines.append(f"{time:9.4f} s  {words[:LONGEST]}")

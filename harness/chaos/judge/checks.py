@@ -6,6 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import ClassVar
 
+from msgspec import UNSET
+
+from holdfast.ft import events
 from holdfast.ft.console.units import counted
 from holdfast.harness.invariants import Bounds, Checker, CheckResult, Event, Violation
 
@@ -37,13 +40,12 @@ class EverySampleOnce(Checker):
         """Whether logs may lack the last lines of dead processes: the disk was full."""
 
     def observe(self, event: Event) -> None:
-        if event.kind == "installed":
-            self._members[event.integer("epoch")] = len(event.names("members"))
-        elif event.kind == "samples":
-            shards = tuple(int(shard) for shard in event.names("shards"))
-            self._taken[event.integer("step")][event.integer("epoch")].append((event.process, shards))
-        elif event.kind == "committed":
-            self._committed.setdefault(event.integer("step"), event)
+        if isinstance(event, events.ViewInstalled):
+            self._members[event.epoch] = len(event.members)
+        elif isinstance(event, events.SamplesTaken):
+            self._taken[event.step][event.epoch].append((event.process, event.shards))
+        elif isinstance(event, events.StepCommitted):
+            self._committed.setdefault(event.step, event)
 
     def finish(self) -> None:
         everything = {
@@ -77,14 +79,15 @@ class OnlyFaultyMembersLeave(Checker):
         self._members: frozenset[str] = frozenset()
 
     def observe(self, event: Event) -> None:
-        if event.kind == "fault":
-            self._struck.add(event.text("target"))
-        elif event.kind == "installed" and event.integer("epoch") > self._epoch:
-            members = frozenset(event.names("members"))
+        if isinstance(event, events.FaultInjected):
+            if event.target is not UNSET:
+                self._struck.add(event.target)
+        elif isinstance(event, events.ViewInstalled) and event.epoch > self._epoch:
+            members = frozenset(event.members)
             self.looked += 1
             for member in sorted(self._members - members - self._struck):
-                self.violated(event, f"epoch {event.integer('epoch')} is without {member}, which no fault has struck")
-            self._epoch, self._members = event.integer("epoch"), members
+                self.violated(event, f"epoch {event.epoch} is without {member}, which no fault has struck")
+            self._epoch, self._members = event.epoch, members
 
 
 class RegisterAwayBreaksNothing(Checker):
@@ -99,18 +102,18 @@ class RegisterAwayBreaksNothing(Checker):
         self._struck = False
 
     def observe(self, event: Event) -> None:
-        if event.kind == "fault" and event.text("what") == "register-away":
-            self._away.add(event.integer("number"))
-        elif event.kind == "fault":
+        if isinstance(event, events.FaultInjected) and event.what == "register-away":
+            self._away.add(event.number)
+        elif isinstance(event, events.FaultInjected):
             self._struck = True
-        elif event.kind == "healed":
-            self._away.discard(event.integer("number"))
+        elif isinstance(event, events.FaultHealed):
+            self._away.discard(event.number)
         elif not self._away or self._struck:
             return
-        elif event.kind == "committed":
+        elif isinstance(event, events.StepCommitted):
             self.looked += 1
-        elif event.kind == "revoked":
-            self.violated(event, f"epoch {event.integer('epoch')} ended while the register was away")
+        elif isinstance(event, events.EpochRevoked):
+            self.violated(event, f"epoch {event.epoch} ended while the register was away")
 
 
 class RightBytes(Checker):
@@ -120,10 +123,10 @@ class RightBytes(Checker):
     meaning: ClassVar[str] = "Every byte that a reader fetched is that of the version that it was told it has."
 
     def observe(self, event: Event) -> None:
-        if event.kind == "fetched":
+        if isinstance(event, events.VersionFetched):
             self.looked += 1
-        elif event.kind == "wrong":
-            self.violated(event, f"fetched version {event.integer('version')} with other bytes than were published")
+        elif isinstance(event, events.VersionWrong):
+            self.violated(event, f"fetched version {event.version} with other bytes than were published")
 
 
 def same_weights(digests: Mapping[str, str], reference: str) -> CheckResult:
@@ -148,18 +151,18 @@ SLACK = {"descriptors": 12, "threads": 4}
 """How much may come and go: connections of an unfinished rebuild, a thread that ends later."""
 
 
-def growth(events: list[Event], least_rebuilds: int = 3) -> CheckResult:
+def growth(logged: list[Event], least_rebuilds: int = 3) -> CheckResult:
     """Find leaks in processes that lived through several rebuilds.
 
     Compares the most in the first third of their time after the second rebuild with the least in the last third.
     Connections to members and spares that come and go are in both.
     """
     rebuilt: dict[str, int] = defaultdict(int)
-    used: dict[str, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.kind == "rebuilt":
+    used: dict[str, list[events.ResourcesUsed]] = defaultdict(list)
+    for event in logged:
+        if isinstance(event, events.CommunicatorBuilt):
             rebuilt[event.process] += 1
-        elif event.kind == "resources" and rebuilt[event.process] >= 2:
+        elif isinstance(event, events.ResourcesUsed) and rebuilt[event.process] >= 2:
             used[event.process].append(event)
     looked, violations = 0, []
     for process, all_of_it in used.items():
@@ -168,25 +171,25 @@ def growth(events: list[Event], least_rebuilds: int = 3) -> CheckResult:
             continue
         looked += 1
         for name, slack in SLACK.items():
-            before = max(event.integer(name) for event in all_of_it[:third])
-            after = min(event.integer(name) for event in all_of_it[-third:])
+            before = max(getattr(event, name) for event in all_of_it[:third])
+            after = min(getattr(event, name) for event in all_of_it[-third:])
             if after > before + slack:
                 text = f"{name} grew from {before} to {after} over {counted(rebuilt[process], 'rebuild')}"
                 violations.append(Violation(LEAKS, process, all_of_it[-1].time, text))
     return CheckResult(LEAKS, _MEANING[LEAKS], looked, tuple(violations))
 
 
-def examine(events: list[Event], bounds: Bounds) -> list[CheckResult]:
+def examine(logged: list[Event], bounds: Bounds) -> list[CheckResult]:
     """The results of the checkers of this file that looked at any event."""
     samples = EverySampleOnce(bounds)
-    samples.torn = any(event.kind == "fault" and event.text("what") == "disk-full" for event in events)
+    samples.torn = any(isinstance(event, events.FaultInjected) and event.what == "disk-full" for event in logged)
     checkers: list[Checker] = [
         samples,
         OnlyFaultyMembersLeave(bounds),
         RegisterAwayBreaksNothing(bounds),
         RightBytes(bounds),
     ]
-    for event in events:
+    for event in logged:
         for checker in checkers:
             checker.observe(event)
     for checker in checkers:

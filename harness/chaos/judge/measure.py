@@ -7,13 +7,20 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from holdfast.ft import events
 from holdfast.harness.chaos.judge.record import InjectedFault, Percentiles, Speed
 from holdfast.harness.chaos.run.scenario_run import FaultOutcome, RawRun
 from holdfast.harness.invariants import Event
 from holdfast.harness.report.model import RecoveryStage, Span
 
-DETECTED = frozenset(
-    ["detected", "suspected", "fenced", "holders_died", "host_away", "replica_corrupt", "process_lost"]
+DETECTED = (
+    events.DeathsDetected
+    | events.MemberSuspected
+    | events.MemberFenced
+    | events.HoldersDied
+    | events.HostAway
+    | events.ReplicaCorrupt
+    | events.RoleLost
 )
 """Events that show that a process knows of a fault."""
 
@@ -23,21 +30,21 @@ made again; the next step is committed.
 """
 
 
-def speed(events: Iterable[Event]) -> Speed:
+def speed(logged: Iterable[Event]) -> Speed:
     """How many steps were committed, and how many a second."""
     first: dict[int, float] = {}
-    for event in events:
-        if event.kind == "committed":
-            first.setdefault(event.integer("step"), event.time)
+    for event in logged:
+        if isinstance(event, events.StepCommitted):
+            first.setdefault(event.step, event.time)
     times = sorted(first.values())
     if len(times) < 2 or times[-1] <= times[0]:
         return Speed(steps=len(times), rate=0.0)
     return Speed(steps=len(times), rate=(len(times) - 1) / (times[-1] - times[0]))
 
 
-def rebuilds(events: Iterable[Event]) -> int:
+def rebuilds(logged: Iterable[Event]) -> int:
     """How often a communicator replaced another: the epochs with a rebuild, but the first."""
-    return max(0, len({event.integer("epoch") for event in events if event.kind == "rebuilt"}) - 1)
+    return max(0, len({event.epoch for event in logged if isinstance(event, events.CommunicatorBuilt)}) - 1)
 
 
 def injected_faults(raw: RawRun) -> tuple[InjectedFault, ...]:
@@ -68,14 +75,14 @@ def injected_faults(raw: RawRun) -> tuple[InjectedFault, ...]:
     return tuple(found)
 
 
-def _stages(fault: FaultOutcome, events: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
+def _stages(fault: FaultOutcome, logged: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
     """The stages between the fault and the next one; where two overlap, those of the recovery from both."""
     assert fault.time is not None
     at = fault.time
-    later = [event for event in events if event.time > at]
-    last_commit = max((event.time for event in later if event.kind == "committed"), default=at)
+    later = [event for event in logged if event.time > at]
+    last_commit = max((event.time for event in later if isinstance(event, events.StepCommitted)), default=at)
     mine = [event for event in later if event.time < min(until, last_commit)]  # the end is full of farewells
-    detected = next((event for event in mine if event.kind in DETECTED), None)
+    detected = next((event for event in mine if isinstance(event, DETECTED)), None)
     resumed_from = at
     if detected is not None:
         yield RecoveryStage("detected", detected.time - at)
@@ -83,7 +90,9 @@ def _stages(fault: FaultOutcome, events: Sequence[Event], until: float) -> Itera
         if rebuilt is not None:
             yield RecoveryStage("rebuilt", rebuilt - at)
             resumed_from = rebuilt
-    resumed = next((event for event in later if event.kind == "committed" and event.time >= resumed_from), None)
+    resumed = next(
+        (event for event in later if isinstance(event, events.StepCommitted) and event.time >= resumed_from), None
+    )
     if resumed is not None:
         yield RecoveryStage("resumed", resumed.time - at)
 
@@ -94,15 +103,17 @@ def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> flo
     Or another process does the work of the dead one. None if nothing had to be rebuilt: the death of a spare ends no
     epoch. `mine` are the events up to the next fault, which may fall into the rebuild.
     """
-    replica = next((event for event in mine if event.kind == "replica_made" and event.time > since), None)
+    replica = next((event for event in mine if isinstance(event, events.ReplicaMade) and event.time > since), None)
     if replica is not None:
         return replica.time
-    replaced = next((event.time for event in later if event.kind == "process_replaced" and event.time > since), None)
-    if not any(event.kind == "revoked" for event in mine):
+    replaced = next(
+        (event.time for event in later if isinstance(event, events.RoleReplaced) and event.time > since), None
+    )
+    if not any(isinstance(event, events.EpochRevoked) for event in mine):
         return replaced
-    rebuilt = [event for event in later if event.kind == "rebuilt" and event.time > since]
+    rebuilt = [event for event in later if isinstance(event, events.CommunicatorBuilt) and event.time > since]
     # only those in a row: after a resumed driver the epochs begin again
-    of_epoch = itertools.takewhile(lambda event: event.integer("epoch") == rebuilt[0].integer("epoch"), rebuilt)
+    of_epoch = itertools.takewhile(lambda event: event.epoch == rebuilt[0].epoch, rebuilt)
     return max((event.time for event in of_epoch), default=None)
 
 
@@ -147,28 +158,35 @@ def spans(raw: RawRun, names: Mapping[int, str]) -> tuple[Span, ...]:
 
 def _closed(event: Event, open_at: dict[tuple[int, str], Event]) -> Iterator[tuple[str, float, str]]:
     """The spans that end with an event."""
-    if event.kind in ("attempt", "prepared", "revoked"):
-        open_at[event.pid, event.kind] = event
-    if event.kind in ("prepared", "revoked") and (begun := open_at.pop((event.pid, "attempt"), None)):
-        yield "step", begun.time, str(begun.integer("step"))
-    if event.kind in ("committed", "revoked") and (begun := open_at.pop((event.pid, "prepared"), None)):
-        yield "commit", begun.time, str(begun.integer("step"))
-    elif event.kind == "committed" and event.text("how") == "normal" and (event.pid, "attempt") not in open_at:
-        before = open_at.get((event.pid, "published"))
-        if before is not None:
-            yield "publish", before.time, str(event.integer("step"))
-        open_at[event.pid, "published"] = event
-    if event.kind == "rebuilt":
-        revoked = open_at.pop((event.pid, "revoked"), None)
-        start = event.time - event.number("seconds") if revoked is None else revoked.time
-        yield "rebuild", start, str(event.integer("epoch"))
-    if event.kind == "synced" and "seconds" in event.fields:
-        yield "sync", event.time - event.number("seconds"), str(event.integer("step"))
-    if event.kind == "fetched":
-        before = open_at.get((event.pid, "fetched"))
-        if before is not None:
-            yield "fetch", before.time, str(event.integer("version"))
-        open_at[event.pid, "fetched"] = event
+    pid, now = event.pid, event.time
+    match event:
+        case events.StepBegun():
+            open_at[pid, "step"] = event
+        case events.StepPrepared(step=step):
+            if begun := open_at.pop((pid, "step"), None):
+                yield "step", begun.time, str(step)
+            open_at[pid, "commit"] = event
+        case events.EpochRevoked():
+            for name in ("step", "commit"):
+                if isinstance(begun := open_at.pop((pid, name), None), events.StepBegun | events.StepPrepared):
+                    yield name, begun.time, str(begun.step)
+            open_at[pid, "rebuild"] = event
+        case events.StepCommitted(step=step, how=how):
+            if begun := open_at.pop((pid, "commit"), None):
+                yield "commit", begun.time, str(step)
+            elif how == "normal" and (pid, "step") not in open_at:
+                if before := open_at.get((pid, "publish")):
+                    yield "publish", before.time, str(step)
+                open_at[pid, "publish"] = event
+        case events.CommunicatorBuilt(epoch=epoch, seconds=seconds):
+            revoked = open_at.pop((pid, "rebuild"), None)
+            yield "rebuild", now - seconds if revoked is None else revoked.time, str(epoch)
+        case events.StateReceived(step=step, seconds=seconds) if seconds:
+            yield "sync", now - seconds, str(step)
+        case events.VersionFetched(version=version):
+            if before := open_at.get((pid, "fetch")):
+                yield "fetch", before.time, str(version)
+            open_at[pid, "fetch"] = event
 
 
 POINTS = 400
@@ -180,8 +198,8 @@ def progress(raw: RawRun) -> tuple[tuple[float, int], ...]:
     found: list[tuple[float, int]] = []
     newest = -1
     for event in raw.events:
-        if event.kind == "committed" and event.integer("step") > newest:
-            newest = event.integer("step")
+        if isinstance(event, events.StepCommitted) and event.step > newest:
+            newest = event.step
             found.append((event.time - raw.began, newest + 1))
     if len(found) <= POINTS:
         return tuple(found)

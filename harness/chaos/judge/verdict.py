@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from holdfast.ft.console.units import counted
+from holdfast.ft.event_lines import to_record
+from holdfast.ft.events import FaultInjected, SessionFailed
 from holdfast.harness.chaos.judge.checks import OnlyFaultyMembersLeave
 from holdfast.harness.chaos.judge.record import InjectedFault, Speed
 from holdfast.harness.chaos.judge.training import held_out
@@ -49,7 +51,8 @@ def failures(
         found += [f"a process failed: {error.splitlines()[0]}" for error in raw.results.errors]
         found += _lost(raw)
         if raw.results.errors or LEFT in violated(findings):
-            told = ((event.process, event.text("error").splitlines()) for event in raw.events if event.kind == "error")
+            failed = [event for event in raw.events if isinstance(event, SessionFailed)]
+            told = ((event.process, event.error.splitlines()) for event in failed)
             found += [f"{process} ended with {lines[0]}" for process, lines in told if lines]
     elif not raw.results.errors:
         found.append("the job finished, and it was expected that it does not")
@@ -72,7 +75,8 @@ def failures(
         if rate < expect.held_out:
             found.append(f"held-out reward is {rate:.1%} at the end, expected is {expect.held_out:.0%}")
     if expect.caught:
-        text = raw.output + " ".join(str(event.fields) + event.kind for event in raw.events if event.kind != "fault")
+        logged = [event for event in raw.events if not isinstance(event, FaultInjected)]
+        text = raw.output + " ".join(str(to_record(event)) for event in logged)
         if not any(words in text for words in expect.caught):
             found.append(f"nobody noticed: none of {list(expect.caught)} is in the logs")
     return found

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
-from holdfast.harness.invariants import Event, event_of
+from holdfast.ft.event_lines import decode_event
+from holdfast.ft.events import Event
 
 
 class LogTail:
@@ -28,7 +27,5 @@ class LogTail:
                 data = file.read()
             complete = data[: data.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(complete)
-            events += [
-                event_of(msgspec.json.decode(line, type=dict[str, object])) for line in complete.splitlines() if line
-            ]
+            events += [decode_event(line) for line in complete.splitlines() if line]
         return sorted(events, key=lambda event: event.time)

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.events import FaultHealed
+from holdfast.ft.events import (
+    FaultHealed,
+    FaultInjected,
+    JoinRequested,
+    ProcessDied,
+    ProcessStopped,
+    SpareWaits,
+    SpareWelcomed,
+    StepBegun,
+    StepCommitted,
+    stamped,
+)
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
@@ -224,13 +235,13 @@ class ScenarioRun:
         """Read what the processes have logged since the last call."""
         new = processes.new_events()
         for event in new:
-            if event.kind == "committed":
-                self._newest_step = max(self._newest_step, event.integer("step"))
-            elif event.kind == "joined":
-                self._addresses.add(event.text("address"))
-            elif event.kind in ("spare", "welcomed") and not self._complete:
+            if isinstance(event, StepCommitted):
+                self._newest_step = max(self._newest_step, event.step)
+            elif isinstance(event, JoinRequested):
+                self._addresses.add(event.address)
+            elif isinstance(event, SpareWaits | SpareWelcomed) and not self._complete:
                 self._standby.append(event)
-            if not self._raw.started and event.kind in ("attempt", "committed"):
+            if not self._raw.started and isinstance(event, StepBegun | StepCommitted):
                 self._raw.started = event.time
         if self._links is not None:
             self._links.control_endpoints(self._addresses)
@@ -305,22 +316,21 @@ FOR_GOOD = 1e6
 
 def _within(events: Sequence[Event], fates: Sequence[Event]) -> list[Event]:
     """The events of `fates` that belong to a job, by the processes that its events name."""
-    mine = {event.process for event in events} | {event.text("target") for event in events if event.kind == "fault"}
+    mine = {event.process for event in events} | {event.target for event in events if isinstance(event, FaultInjected)}
     return [each for each in fates if each.process in mine]
 
 
 def _fates(faults: Sequence[FaultOutcome]) -> list[Event]:
     """Events of the killed and paused processes, which log nothing themselves: checkers need them."""
-    found = []
+    found: list[Event] = []
     for each in faults:
         for noted in each.noted:
             for victim in noted.victims:
-                fields: dict[str, object]
                 if noted.what in KILLED:
-                    kind, fields = "died", {"why": "SIGKILL"}
+                    fate: Event = ProcessDied(why="SIGKILL")
                 elif noted.what == "pause":
-                    kind, fields = "stopped", {"seconds": each.planned.lasts or FOR_GOOD}
+                    fate = ProcessStopped(seconds=each.planned.lasts or FOR_GOOD)
                 else:
                     continue
-                found.append(Event(noted.time, victim.name, victim.process.pid, kind, fields))
+                found.append(stamped(fate, victim.name, victim.process.pid, noted.time))
     return found

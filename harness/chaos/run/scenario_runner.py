@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.events import StepBegun, StepCommitted
 from holdfast.harness.chaos.judge import checks, measure, training, verdict
 from holdfast.harness.chaos.judge.host_loss import host_losses
 from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, Speed
@@ -281,7 +282,7 @@ def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
         if noted.what in (*KILLED, "pause", "cut", "partition", "link-cut")
         for victim in noted.victims
     }
-    working = {event.pid for event in raw.events if event.kind in ("attempt", "committed")}
+    working = {event.pid for event in raw.events if isinstance(event, StepBegun | StepCommitted)}
     found = []
     for life in raw.lives:
         well = not life.ended or life.how == EXITED_WELL

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.ft import events
 from holdfast.ft.console.output import tail
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness.chaos.run.fault_context import NoTargetProcess, Victim
@@ -169,7 +170,7 @@ class TrainingProcesses(DrivenProcessSet):
                 self._logs.append(LogTail(self._run.sessions / str(number)))
         new = [event for log in self._logs for event in log.new()]
         for event in new:
-            if event.kind == "attempt":
+            if isinstance(event, events.StepBegun):
                 self._identities[event.pid] = event.process
         return self._updates(new)
 
@@ -184,13 +185,16 @@ class TrainingProcesses(DrivenProcessSet):
         for number, (driver, end) in enumerate(zip(self._drivers, ends, strict=True)):
             mine = [each for each in faults if driver.started.born <= each.time < end]
             pid = driver.started.process.pid
-            death = min((each.time for each in mine if each.fields.get("target_pid") == pid), default=float("inf"))
+            death = min(
+                (each.time for each in mine if isinstance(each, events.FaultInjected) and each.target_pid == pid),
+                default=float("inf"),
+            )
             logged = self._updates(read_directory(self._run.sessions / str(number)))
             mine += [each for each in logged if each.time < death]
             mine += [event for each in driver.events for event in _fate(each, driver.zero, number)]
             if death < end:
                 ended = max(death, driver.started.ended)
-                mine.append(Event(ended, driver.started.name, pid, "process_lost", {"role": "driver"}))
+                mine.append(events.stamped(events.RoleLost(role="driver"), driver.started.name, pid, ended))
             found.append(sorted(mine, key=lambda event: event.time))
         return found
 
@@ -261,9 +265,9 @@ class TrainingProcesses(DrivenProcessSet):
             if each.ended and not each.how:
                 each.how = how
 
-    def _updates(self, events: Sequence[Event]) -> list[Event]:
+    def _updates(self, logged: Sequence[Event]) -> list[Event]:
         """The events without those of the attempt after the last update, which publishes the last weights."""
-        return [each for each in events if "step" not in each.fields or each.integer("step") < self._config.steps]
+        return [each for each in logged if getattr(each, "step", -1) < self._config.steps]
 
     def _until_gone(self) -> tuple[str, ...]:
         """Wait until all processes of the run are gone; returns those that are not."""
@@ -281,11 +285,11 @@ def _fate(event: run_events.Event, zero: float, driver: int) -> Iterator[Event]:
     time = zero + event.time
     match event:
         case run_events.ProcessLost() if event.role != "trainer":
-            yield Event(time, _numbered(event.name, driver), event.pid, "process_lost", {"role": event.role})
+            yield events.stamped(events.RoleLost(role=event.role), _numbered(event.name, driver), event.pid, time)
         case run_events.ProcessStarted() if event.replaces and event.role != "trainer":
-            yield Event(time, _numbered(event.name, driver), event.pid, "process_replaced", {"role": event.role})
+            yield events.stamped(events.RoleReplaced(role=event.role), _numbered(event.name, driver), event.pid, time)
         case run_events.RunResumed():
-            yield Event(time, _numbered("driver", driver), 0, "process_replaced", {"role": "driver"})
+            yield events.stamped(events.RoleReplaced(role="driver"), _numbered("driver", driver), 0, time)
 
 
 def _numbered(name: str, driver: int) -> str:

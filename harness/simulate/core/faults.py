@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.ft.events import FaultInjected, ProcessDied, ProcessStopped
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
     BlockRegister,
@@ -95,7 +96,7 @@ def pause(world: World, process: SimulatedProcess, seconds: float) -> None:
     if not process.alive:
         return
     process.paused_until = max(process.paused_until, world.now + seconds)
-    world.say(process.member.id, process.number, "stopped", {"seconds": seconds})
+    world.emit(process, ProcessStopped(seconds=seconds))
     world.after(seconds, world.resume, process)
 
 
@@ -106,10 +107,9 @@ def _say(world: World, fault: Fault, target: str = "") -> None:
     if isinstance(fault, CutPath | DelayPath):
         target += f" to host {fault.target}"
     what = type(fault).__struct_config__.tag
-    fields = {name: getattr(fault, name) for name in fault.__struct_fields__ if name != "at"}
-    world.say(
-        "harness", 0, "fault", {"what": what, "target": target, **{k: w for k, w in fields.items() if k != "target"}}
-    )
+    fields = [name for name in fault.__struct_fields__ if name not in ("at", "target")]
+    details = ", ".join(f"{name} {getattr(fault, name)}" for name in fields)
+    world.say("harness", 0, FaultInjected(what=str(what), target=target, details=details))
 
 
 def _kill_hosts(world: World, hosts: list[int]) -> None:
@@ -119,7 +119,7 @@ def _kill_hosts(world: World, hosts: list[int]) -> None:
         process.alive = False
         process.backlog.clear()
     for process in doomed:
-        world.say(process.member.id, process.number, "died", {"why": "its host is gone"})
+        world.emit(process, ProcessDied(why="its host is gone"))
 
 
 def _slow(process: SimulatedProcess, delay: float) -> None:

@@ -177,7 +177,7 @@ class SimulatedProcess:
             case Revoke():
                 self._revoke(effect)
             case Propose(expected, view):
-                world.emit(self, "proposed", epoch=view.epoch, phase=view.phase, reason=view.reason)
+                world.emit(self, events.ViewProposed(epoch=view.epoch, phase=view.phase, reason=view.reason))
                 self.reach("rebuild.before_propose", lambda: self._ask_register(expected, view))
             case Announce(view, to, change):
                 told: Event = (
@@ -199,17 +199,17 @@ class SimulatedProcess:
             case AnnounceSelf(view, to):
                 if not self.was_spare:
                     self.was_spare = True
-                    world.emit(self, "spare", epoch=view.epoch)
+                    world.emit(self, events.SpareWaits(epoch=view.epoch))
                 world.send_all(self, to, SpareAnnounced(self.member))
             case Install(view):
                 self._install(view)
             case Evicted(view, reason):
-                world.emit(self, "evicted", epoch=view.epoch, reason=reason)
+                world.emit(self, events.WasEvicted(epoch=view.epoch, reason=reason))
                 self.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
             case Refused(reason):
                 self.end(Mismatch(f"cannot join: {reason}"))
             case Fence(member, reason):
-                world.emit(self, "fenced", member=member.id, reason=reason)
+                world.emit(self, events.MemberFenced(member=member.id, reason=reason))
                 world.after(world.network.local, world.kill_member, member.id, f"fenced: {reason}")
 
     def _revoke(self, effect: Revoke) -> None:
@@ -228,7 +228,7 @@ class SimulatedProcess:
 
     def revoked(self, epoch: int, reason: str) -> None:
         """Called by the guard once it has revoked the epoch."""
-        self.world.emit(self, "revoked", epoch=epoch, reason=reason)
+        self.world.emit(self, events.EpochRevoked(epoch=epoch, reason=reason))
 
     def _install(self, view: View) -> None:
         if view.phase == "failed":
@@ -257,7 +257,7 @@ class SimulatedProcess:
             return
         self.proposal += 1
         if isinstance(event, CasFailed):
-            self.world.emit(self, "register_away", reason=event.reason)
+            self.world.emit(self, events.RegisterUnreachable(reason=event.reason))
         if isinstance(event, CasWon):
             self.reach("rebuild.after_propose", lambda: self._won(event))
         else:
@@ -352,13 +352,9 @@ class SimulatedProcess:
             self.worker.interrupted = epoch
 
     def _note(self, event: events.Event) -> None:
-        fields = msgspec.structs.asdict(event)
-        for name in ("time", "process", "pid"):
-            del fields[name]
-        fields = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
         if isinstance(event, events.MemberSuspected):
-            fields["of"] = self.world.living_observers(self, event.member)
-        self.world.emit(self, event.kind, **fields)
+            event = msgspec.structs.replace(event, of=self.world.living_observers(self, event.member))
+        self.world.emit(self, event)
 
     def prove(self, deaths: tuple[Death, ...]) -> None:
         """Handle the kernel's report that these processes have ended."""
@@ -378,7 +374,7 @@ class SimulatedProcess:
         """Handle a finding of a detector of this or another process."""
         if isinstance(event, ProvenDeaths):
             ids = tuple(death.id for death in event.deaths)
-            self.world.emit(self, "detected", ids=ids, evidence=event.deaths[0].evidence)
+            self.world.emit(self, events.DeathsDetected(members=ids, evidence=event.deaths[0].evidence))
         elif self.observing is not None:
             if isinstance(event, Suspicion) and event.observer != self.member.id:
                 self.observing.testified(event.observer, event.member, event.evidence, self.local())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft import events
 from holdfast.ft.commit.commit_state import CommitState
 from holdfast.ft.commit.decision import Decision, Vote, decide
 from holdfast.ft.membership.events import LocalFinished
@@ -67,7 +68,7 @@ class SimulatedSession:
             return
         self.stage = "over"
         why = self._process.guard.why_over(self.epoch)
-        self._process.world.emit(self._process, "error", error=str(why))
+        self._process.world.emit(self._process, events.SessionFailed(error=str(why)))
 
     # Building an epoch ----------------------------------------------------------------------------------------
 
@@ -105,9 +106,9 @@ class SimulatedSession:
         if decision.committed:
             self._note_commit("recovered")
         self.commits.settle(decision)
-        me.world.emit(me, "rebuilt", epoch=self.epoch)
+        me.world.emit(me, events.CommunicatorBuilt(epoch=self.epoch))
         if self._failed_step == self.commits.done:
-            me.world.emit(me, "aborted_step", step=self._failed_step, epoch=self.epoch)
+            me.world.emit(me, events.StepAborted(step=self._failed_step, epoch=self.epoch))
         self._failed_step = -1
         self._ready()
 
@@ -119,9 +120,9 @@ class SimulatedSession:
                 if self.commits.finishes():
                     self._note_commit("finished")
             except HoldfastError as error:
-                me.world.emit(me, "error", error=str(error))
+                me.world.emit(me, events.SessionFailed(error=str(error)))
                 return
-        me.world.emit(me, "finished", step=self.commits.done - 1)
+        me.world.emit(me, events.StepsFinished(step=self.commits.done - 1))
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class SimulatedSession:
         def load() -> None:
             done, self.digest = state
             self.commits.take_over(done)
-            me.world.emit(me, "synced", step=done - 1, epoch=self.epoch, digest=f"{self.digest:x}")
+            me.world.emit(me, events.StateReceived(step=done - 1, epoch=self.epoch, digest=f"{self.digest:x}"))
             self._reach("sync.after_load", self._state_transferred)
 
         self._reach("sync.before_load", load)
@@ -180,7 +181,7 @@ class SimulatedSession:
             me = self._process
             try:
                 with me.guard.held(self.epoch):
-                    me.world.emit(me, "attempt", step=self.commits.done, epoch=self.epoch)
+                    me.world.emit(me, events.StepBegun(step=self.commits.done, epoch=self.epoch))
             except HoldfastError:
                 self._fail()
                 return
@@ -202,7 +203,7 @@ class SimulatedSession:
             with me.guard.held(self.epoch):
                 self.commits.prepare()
                 self._attempt = (self.commits.done, self.epoch)
-                me.world.emit(me, "prepared", step=self.commits.done, epoch=self.epoch)
+                me.world.emit(me, events.StepPrepared(step=self.commits.done, epoch=self.epoch))
         except HoldfastError:
             self._fail()
             return
@@ -224,7 +225,8 @@ class SimulatedSession:
         me, step = self._process, self.commits.done
         of = self._attempt[1] if self._attempt[0] == step else 0
         self.digest = ((self.digest ^ (step << 20 | of)) * PRIME) & MASK
-        me.world.emit(me, "committed", step=step, epoch=self.epoch, how=how, digest=f"{self.digest:x}")
+        digest = f"{self.digest:x}"
+        me.world.emit(me, events.StepCommitted(step=step, epoch=self.epoch, how=how, digest=digest))
         self.commits.commit()
         self._trying = False
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from holdfast.comms.transport.base import Peer
+from holdfast.ft import events
 from holdfast.ft.console.units import counted
 from holdfast.ft.membership.events import LEFT, CasFailed, Death, EpochHeard, ProvenDeaths, Started, ViewRead
 from holdfast.ft.membership.events import Event as MembershipEvent
@@ -32,7 +34,7 @@ from holdfast.harness.simulate.core.worker import SimulatedSession
 
 PROOF_SECONDS = 0.0004
 """The median time that the kernel takes to report the end of a process."""
-UNTOLD = ("members", "min_size")
+UNTOLD = ("members", "min_size", "time", "process", "pid")
 """Fields of events that the trace omits, because they follow from the rest."""
 EARLY_BEATS = 3
 """How many heartbeat intervals before a fault a quiet world begins to send heartbeats."""
@@ -77,7 +79,7 @@ class World:
 
     def _begin(self) -> None:
         layout = self.layout
-        self.say("harness", 0, "simulated", {"ranks": layout.ranks, "hosts": layout.hosts})
+        self.say("harness", 0, events.SimulationBegun(ranks=layout.ranks, hosts=layout.hosts))
         members = [self._new_member(number, layout.host_of(number)) for number in range(layout.ranks + layout.spares)]
         view: View | None = None
         if not layout.form:
@@ -212,37 +214,32 @@ class World:
         """The hash of all events so far."""
         return self._trace.hash()
 
-    def emit(self, process: SimulatedProcess, kind: str, **fields: Any) -> None:
+    def emit(self, process: SimulatedProcess, event: Event) -> None:
         """Emit an event as the process would log it."""
-        self.say(process.member.id, process.number, kind, fields)
+        self.say(process.member.id, process.number, event)
 
-    def say(self, who: str, pid: int, kind: str, fields: dict[str, Any]) -> None:
+    def say(self, who: str, pid: int, event: Event) -> None:
         words = ""
-        for name, value in fields.items():
-            if name not in UNTOLD:
+        for name in event.__struct_fields__:
+            if name not in UNTOLD and (value := getattr(event, name)) is not UNSET:
                 words += f"{name}={value} "
-        self.trace(kind, who, words)
+        self.trace(event.kind, who, words)
         if self._observe is not None:
-            self._observe(Event(self.now, who, pid, kind, fields))
+            self._observe(events.stamped(event, who, pid, self.now))
 
     def installed(self, process: SimulatedProcess, view: View) -> None:
         ids = view.__dict__.get("_ids")
         if ids is None:
             ids = view.__dict__["_ids"] = tuple(member.id for member in view.members)
         rank = view.rank_of(process.member.id)
-        self.emit(
-            process,
-            "installed",
-            epoch=view.epoch,
-            members=ids,
-            rank=rank,
-            min_size=view.job.min_size,
-            reason=view.reason,
+        installed = events.ViewInstalled(
+            epoch=view.epoch, members=ids, rank=rank, min_size=view.job.min_size, reason=view.reason
         )
+        self.emit(process, installed)
 
     def broken(self, process: SimulatedProcess, error: Exception) -> None:
         """Record that the core of a process raised an error: a bug."""
-        self.emit(process, "broken", error=f"{type(error).__name__}: {error}")
+        self.emit(process, events.CoreBroken(error=f"{type(error).__name__}: {error}"))
         self.kill(process, "its core is broken")
 
     # Processes ------------------------------------------------------------------------------------------------
@@ -273,7 +270,7 @@ class World:
             return
         process.alive = False
         process.backlog.clear()
-        self.say(process.member.id, process.number, "died", {"why": why})
+        self.emit(process, events.ProcessDied(why=why))
         watchers = self._watchers_here(process)
         for other in watchers:
             self.prove(other, (process.member.id,))
@@ -293,7 +290,7 @@ class World:
 
     def leave(self, process: SimulatedProcess, why: str) -> None:
         """End a process with a farewell, as a session does when it cannot go on."""
-        self.emit(process, "error", error=why)
+        self.emit(process, events.SessionFailed(error=why))
         proof = ProvenDeaths((Death(process.member.id, LEFT + why),))
         self.send_all(process, [self._by_id[who].member for who in {**process.watched, **process.followers}], proof)
         self.after(0.0, self.kill, process, LEFT + why)

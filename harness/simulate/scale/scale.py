@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from holdfast.ft import events
 from holdfast.ft.membership.view import View
 from holdfast.harness.invariants import Bounds, Event, Violation
 from holdfast.harness.simulate.core.schedule import Schedule
@@ -70,11 +71,15 @@ class _RecoveryTimes:
 
     def observe(self, event: Event) -> None:
         self._judges.observe(event)
-        if event.kind == "fault" and self.struck is None:
+        if isinstance(event, events.FaultInjected) and self.struck is None:
             self.struck = event.time
-        elif event.kind in ("suspected", "detected") and self.detected is None and self.struck is not None:
+        elif (
+            isinstance(event, events.MemberSuspected | events.DeathsDetected)
+            and self.detected is None
+            and self.struck is not None
+        ):
             self.detected = event.time
-        elif event.kind == "installed":
+        elif isinstance(event, events.ViewInstalled):
             self.installed = event.time
 
 

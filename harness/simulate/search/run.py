@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import msgspec
 
+from holdfast.ft import events
 from holdfast.harness.invariants import CHECKERS, Bounds, Checker, Event, Violation
+from holdfast.harness.invariants.completion import ENDED
 from holdfast.harness.invariants.deadlines import Deadlines
 from holdfast.harness.invariants.progress import ProgressResumes
 from holdfast.harness.simulate.core.schedule import Schedule
 from holdfast.harness.simulate.core.trace import TraceWriter
 from holdfast.harness.simulate.core.world import World
 
-ENDS = ("finished", "error", "died", "broken")
 LIMIT_EVENTS = 2_000_000
 MOST_PENDING = 1000
 """The most pending events for each rank: beyond it messages multiply without end, and the run is stopped."""
@@ -52,12 +53,12 @@ class InvariantChecks:
     def observe(self, event: Event) -> None:
         if self._also is not None:
             self._also(event)
-        if event.kind in ("installed", "spare"):
+        if isinstance(event, events.ViewInstalled | events.SpareWaits):
             self._open.add(event.process)
-        elif event.kind in ENDS:
+        elif isinstance(event, ENDED):
             self._open.discard(event.process)
-        elif event.kind == "committed":
-            self.steps = max(self.steps, event.integer("step") + 1)
+        elif isinstance(event, events.StepCommitted):
+            self.steps = max(self.steps, event.step + 1)
         if self.violation is None:
             for checker in self.checkers:
                 checker.observe(event)
@@ -97,7 +98,7 @@ def simulate(
 
     world.run(horizon, over)
     if checks.violation is None and not checks.all_ended():
-        world.say("harness", 0, "horizon", {"seconds": world.now - struck})
+        world.say("harness", 0, events.SimulationEnds(seconds=world.now - struck))
     checks.finish()
     return SimulationResult(
         seed=schedule.seed,

@@ -19,11 +19,13 @@ from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState
 from holdfast.ft.diagnosis.gathering import assemble
 from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
 from holdfast.ft.diagnosis.perfetto import trace
+from holdfast.ft.events import Event
 from holdfast.ft.telemetry.flight import FlightRecorder, read
 from holdfast.harness.blame.score.cases import KINDS, generated
 from holdfast.harness.blame.score.injected import injected
 from holdfast.harness.blame.score.model import ModelCall, ModelWorld
 from holdfast.harness.cli.app import app
+from support.event_records import an_event
 
 SUM = ModelCall("all_reduce", torch.empty(4, device="meta"), "sum")
 
@@ -57,15 +59,15 @@ def recorder_of(folder: Path, rank: int, **options: Any) -> FlightRecorder:
     return FlightRecorder(folder / f"p{rank}.flight", f"p{rank}", "job", capacity=16, **options)
 
 
-def evidence_of(folder: Path, now: float, events: Sequence[dict[str, Any]] = (), **gone: ProcessState) -> JobEvidence:
+def evidence_of(folder: Path, now: float, events: Sequence[Event] = (), **gone: ProcessState) -> JobEvidence:
     """The evidence of the recordings of two processes, which run."""
     recordings = [read(folder / f"p{rank}.flight") for rank in range(2)]
     return assemble(recordings, {each.identity: ProcessState.RUNNING for each in recordings} | gone, list(events), now)
 
 
-def detected(evidence: str, **fields: Any) -> dict[str, Any]:
+def detected(evidence: str, **fields: Any) -> Event:
     """What p0 reports of p1."""
-    return {"kind": "detected", "members": ["p1"], "evidence": evidence, "time": 1.0, "process": "p0", **fields}
+    return an_event("detected", "p0", members=["p1"], evidence=evidence, **fields)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,7 +220,7 @@ def test_recordings_of_containers_with_one_pid_have_tracks_of_their_own(tmp_path
 def test_no_time_of_a_trace_is_negative(tmp_path: Path) -> None:
     """The trace begins with the first event log entry, before the first op."""
     evidence = job(tmp_path, 2, 5)
-    early = {"kind": "installed", "process": "p0", "pid": 1, "time": 5.0, "epoch": 1}
+    early = an_event("installed", "p0", 5.0, members=["p0"])
     events = trace(assemble(evidence.recordings, evidence.lives, [early], evidence.now))["traceEvents"]
     times = [event["ts"] for event in events if "ts" in event]
     assert min(times) == 0.0

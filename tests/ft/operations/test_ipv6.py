@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.comms.system.keys import create_key
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.hosts.host_agent import HostPlan
 from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRegistry
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
@@ -61,7 +62,7 @@ def test_an_etcd_register_and_a_job_of_a_host(tmp_path: Path, capfd: pytest.Capt
         plan = LaunchPlan(python_command(str(tmp_path / "script.py"), ()), 2, backend="gloo", here=2)
         host = HostPlan(1, f"{etcd.url}/job", tmp_path / "key", "n0", LOOPBACK)
         assert launch(plan, tmp_path / "logs", host) == 0, capfd.readouterr().out
-    joined = [event["address"] for event in read_events(tmp_path / "logs") if event["kind"] == "joined"]
+    joined = [event["address"] for event in map(to_record, read_events(tmp_path / "logs")) if event["kind"] == "joined"]
     assert len(joined) == 2 and all(address.startswith(f"[{LOOPBACK}]:") for address in joined)
 
 

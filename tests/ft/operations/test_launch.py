@@ -20,6 +20,7 @@ from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.local_launcher import Launcher, LaunchPlan, launch, python_command
 from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ranks, table, whereabouts
 from holdfast.ft.telemetry.flight import find
+from support.event_records import an_event
 from support.waiting import PATIENCE, becomes_true, next_line
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
@@ -136,7 +137,7 @@ def test_run_names_each_rank_that_has_not_joined_after_a_while(
 
     def name_and_go_on(launcher: Launcher, waited: float) -> None:
         late = launcher._late
-        joined = any(event["kind"] == "joined" for event in launcher._contract.events())
+        joined = any(event.kind == "joined" for event in launcher._contract.events())
         name_missing(launcher, waited if joined else 0.0)
         if launcher._late != late:
             go.touch()
@@ -191,8 +192,7 @@ def test_the_table_has_ranks_first_and_spares_last() -> None:
         "spare  7    exited with status 1  x",
     ]
     assert table([]) == []
-    installed = {"kind": "installed", "pid": 5}
-    assert last_ranks([{**installed, "rank": 0}, {**installed, "rank": None}, {**installed, "rank": 2}]) == {5: 2}
+    assert last_ranks([an_event("installed", pid=5, members=[], rank=rank) for rank in (0, None, 2)]) == {5: 2}
 
 
 # -- checks

@@ -23,6 +23,7 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.system.keys import create_key, load_key
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.environment.placement import Placement
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.hosts import host_registry
 from holdfast.ft.launch.hosts.host_agent import host_name
 from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRegistry, check_view
@@ -73,7 +74,7 @@ def script(tmp_path: Path, text: str = STEPS) -> str:
 
 
 def events(logs: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(logs) if event["kind"] == kind] if logs.is_dir() else []
+    return [event for event in map(to_record, read_events(logs)) if event["kind"] == kind] if logs.is_dir() else []
 
 
 def until(done: Callable[[], bool], what: str) -> None:

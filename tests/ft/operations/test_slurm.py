@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from holdfast.comms.system.keys import create_key
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.testbed import slurm
 from holdfast.harness.testbed.etcd import EtcdCluster
@@ -55,7 +56,9 @@ class SlurmJob:
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
         if not self.logs.is_dir():
             return []
-        return [event for event in read_events(self.logs) if event["kind"] == kind and event["time"] > since]
+        return [
+            event for event in map(to_record, read_events(self.logs)) if event["kind"] == kind and event["time"] > since
+        ]
 
     def sizes(self, since: float = 0.0) -> list[int]:
         """The sizes of the epochs that were built, in the order of time: a requeued job counts from 1 again."""

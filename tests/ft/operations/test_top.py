@@ -123,11 +123,11 @@ def test_logs_are_followed_line_by_whole_line(tmp_path: Path) -> None:
     tail = EventTail(tmp_path)
     process = b'"process":"p1","pid":7'
     log.write_bytes(b'{"time":2,"kind":"b",%b}\n{"time":1,"kind":"a",%b}\n{"time":3,%b,' % (process, process, process))
-    assert [event["kind"] for event in tail.new()] == ["a", "b"]
+    assert [event.kind for event in tail.new()] == ["a", "b"]
     assert tail.new() == []
     with log.open("ab") as file:
         file.write(b'"kind":"c"}\nrubbish\n[]\n{"kind":"no time"}\n{"time":4,"kind":"no process"}\n')
-    assert [event["kind"] for event in tail.new()] == ["c"]
+    assert [event.kind for event in tail.new()] == ["c"]
 
 
 def test_the_screen_shows_members_steps_and_failures() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from holdfast.comms.system.keys import create_key
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.hosts.host_registry import HostRanks, HostRegistry
 from holdfast.ft.launch.torch_environment import TorchEnvironment
@@ -175,7 +176,7 @@ class TorchrunAgents:
         return self.folder / f"logs-{host}"
 
     def events(self, host: int, kind: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self._logs(host)) if event["kind"] == kind]
+        return [event for event in map(to_record, read_events(self._logs(host))) if event["kind"] == kind]
 
     def sizes(self, host: int) -> list[int]:
         """The sizes of the epochs that the host's worker built."""

@@ -47,6 +47,7 @@ from holdfast.harness.invariants import Bounds, CheckResult, Event, read_log
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import RecoveryStage
 from support.browser import dom, needs_chromium, screenshot
+from support.event_records import an_event
 from support.source_tree import ROOT
 
 LIBRARY = "HOLDFAST_CHAOS_LIBRARY"
@@ -376,7 +377,7 @@ def history(*lines: tuple[float, str, dict[str, Any]]) -> RawRun:
     for number, moment in enumerate((1.0, 5.0), start=1):
         planned = Planned(number=number, type="kill", when=Trigger(seconds=moment), what=kill)
         faults.append(FaultOutcome(planned, time=moment, noted=(FaultNote(number, "kill", (), moment),)))
-    return RawRun(0.0, events=[Event(at, "a", 1, kind, fields) for at, kind, fields in lines], faults=faults)
+    return RawRun(0.0, events=[an_event(kind, time=at, **fields) for at, kind, fields in lines], faults=faults)
 
 
 def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:
@@ -438,16 +439,12 @@ def test_a_workload_that_fails_without_a_fault_is_reported_in_a_line(
 # -- the checkers of workloads
 
 
-def event(kind: str, process: str = "a", **fields: Any) -> Event:
-    return Event(1.0, process, 1, kind, fields)
-
-
 def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
     checker = EverySampleOnce(Bounds())
     for step, (mine, yours) in enumerate([([0], [1]), ([0], []), ([0, 1], [1])]):
-        checker.observe(event("samples", "a", step=step, epoch=1, shards=mine))
-        checker.observe(event("samples", "b", step=step, epoch=1, shards=yours))
-        checker.observe(event("committed", "a", step=step, epoch=1))
+        checker.observe(an_event("samples", "a", step=step, epoch=1, shards=mine))
+        checker.observe(an_event("samples", "b", step=step, epoch=1, shards=yours))
+        checker.observe(an_event("committed", "a", step=step, epoch=1))
     checker.finish()
     assert [violation.message for violation in checker.violations] == [
         "step 1 was committed without shards [1]",
@@ -457,20 +454,20 @@ def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
 
 def test_an_eviction_without_a_fault_is_found() -> None:
     checker = OnlyFaultyMembersLeave(Bounds())
-    checker.observe(event("installed", epoch=1, members=["a", "b", "c"]))
-    checker.observe(event("fault", what="kill", target="b"))
-    checker.observe(event("installed", epoch=2, members=["a", "c"]))
-    checker.observe(event("installed", epoch=3, members=["a"]))
+    checker.observe(an_event("installed", epoch=1, members=["a", "b", "c"]))
+    checker.observe(an_event("fault", what="kill", target="b"))
+    checker.observe(an_event("installed", epoch=2, members=["a", "c"]))
+    checker.observe(an_event("installed", epoch=3, members=["a"]))
     assert [violation.message for violation in checker.violations] == [
         "epoch 3 is without c, which no fault has struck"
     ]
 
 
 def after_rebuilds(descriptors: list[int]) -> list[Event]:
-    events = [event("rebuilt", epoch=1)]
+    events = [an_event("rebuilt", epoch=1)]
     for number, count in enumerate(descriptors):
-        events.append(event("rebuilt", epoch=2 + number))
-        events.append(event("resources", descriptors=count, threads=5, resident=0))
+        events.append(an_event("rebuilt", epoch=2 + number))
+        events.append(an_event("resources", descriptors=count, threads=5, resident=0))
     return events
 
 

@@ -17,7 +17,8 @@ from holdfast.harness.chaos.run.registers import EtcdServer, TcpServer
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.scenario import BadScenario, JobSpec, Scenario, parse
 from holdfast.harness.cluster.view_cache import ViewCache
-from holdfast.harness.invariants import Bounds, Event
+from holdfast.harness.invariants import Bounds
+from support.event_records import an_event
 from support.waiting import eventually
 
 AWAY = """
@@ -123,21 +124,17 @@ def test_a_leader_of_etcd_that_was_killed_comes_back(etcd: None, tmp_path: Path)
 # -- the invariant
 
 
-def event(kind: str, **fields: Any) -> Event:
-    return Event(1.0, "a", 1, kind, fields)
-
-
 def test_an_epoch_that_ends_because_the_register_is_away_is_found() -> None:
     checker = RegisterAwayBreaksNothing(Bounds())
-    checker.observe(event("revoked", epoch=1))
-    checker.observe(event("fault", what="register-away", number=1))
-    checker.observe(event("committed", step=4))
-    checker.observe(event("revoked", epoch=2))
-    checker.observe(event("healed", number=1))
-    checker.observe(event("revoked", epoch=3))
-    checker.observe(event("fault", what="register-away", number=2))
-    checker.observe(event("fault", what="kill", number=3))
-    checker.observe(event("revoked", epoch=4))
+    checker.observe(an_event("revoked", epoch=1))
+    checker.observe(an_event("fault", what="register-away", number=1))
+    checker.observe(an_event("committed", step=4))
+    checker.observe(an_event("revoked", epoch=2))
+    checker.observe(an_event("healed", number=1))
+    checker.observe(an_event("revoked", epoch=3))
+    checker.observe(an_event("fault", what="register-away", number=2))
+    checker.observe(an_event("fault", what="kill", number=3))
+    checker.observe(an_event("revoked", epoch=4))
     assert checker.looked == 1
     assert [each.message for each in checker.violations] == ["epoch 2 ended while the register was away"]
 

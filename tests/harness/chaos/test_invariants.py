@@ -25,6 +25,7 @@ from holdfast.harness.invariants import (
     read_directory,
     read_log,
 )
+from support.event_records import an_event
 
 
 class Run:
@@ -34,9 +35,9 @@ class Run:
         self.events: list[Event] = []
         self.now = 100.0
 
-    def add(self, process: str, kind: str, **fields: object) -> Run:
+    def add(self, process: str, kind: str, **fields: Any) -> Run:
         self.now += 0.001
-        self.events.append(Event(self.now, process, ord(process[-1]), kind, fields))
+        self.events.append(an_event(kind, process, self.now, ord(process[-1]), **fields))
         return self
 
     def install(self, epoch: int, *members: str) -> Run:
@@ -69,7 +70,7 @@ def good_run() -> Run:
     run.add("a", "revoked", epoch=1, reason="c is gone").add("b", "revoked", epoch=1, reason="c is gone")
     run.add("a", "proposed", epoch=2).install(2, "a", "b", "d")
     run.add("a", "committed", step=3, epoch=1, how="recovered").add("b", "committed", step=3, epoch=1, how="recovered")
-    run.add("d", "synced", step=3, epoch=2, source="a").step(4, 2, "a", "b", "d")
+    run.add("d", "synced", step=3, epoch=2, source=0).step(4, 2, "a", "b", "d")
     run.add("a", "published", version=4).add("d", "fetched", version=4).add("a", "retired", version=2)
     for member in "abd":
         run.add(member, "finished", steps=4)
@@ -186,7 +187,7 @@ BREAKING: dict[str, tuple[str, Callable[[Run], object]]] = {
         "committed steps are kept",
         lambda run: run.add("a", "committed", step=5, epoch=2, how="normal").add("a", "finished").add("b", "finished"),
     ),
-    "synced back": ("committed steps are kept", lambda run: run.add("a", "synced", step=2, epoch=2, source="b")),
+    "synced back": ("committed steps are kept", lambda run: run.add("a", "synced", step=2, epoch=2, source=1)),
     "no progress": (
         "progress resumes",
         lambda run: (_no_progress(run), run.wait(60).add("a", "detected", members=["b"])),
@@ -328,10 +329,10 @@ def _line(time: float, process: str, kind: str, **fields: object) -> str:
 
 def test_logs_of_all_processes_are_merged_by_time(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(_line(1.0, "a", "joined") + _line(3.0, "a", "finished"))
-    (tmp_path / "b.jsonl").write_text(_line(2.0, "b", "joined", host="h"))
+    (tmp_path / "b.jsonl").write_text(_line(2.0, "b", "joined", address="h:1"))
     events = read_directory(tmp_path)
     assert [(event.process, event.kind) for event in events] == [("a", "joined"), ("b", "joined"), ("a", "finished")]
-    assert events[1].text("host") == "h"
+    assert events[1].address == "h:1"
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out_and_one_broken_in_the_middle_is_an_error(tmp_path: Path) -> None:
@@ -358,11 +359,11 @@ def test_a_line_that_is_no_event_is_refused(line: dict[str, object]) -> None:
 
 def test_a_field_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(CorruptData, match="step"):
-        check([Event(1.0, "a", 1, "committed", {"epoch": 1, "step": "one"})])
+        an_event("committed", step="one")
 
 
 def test_events_of_one_process_keep_their_order_at_equal_times() -> None:
-    first, second = Event(1.0, "a", 1, "attempt", {}), Event(1.0, "a", 1, "prepared", {})
+    first, second = an_event("attempt", step=1), an_event("prepared", step=1)
     assert merge([[first, second], []]) == [first, second]
 
 

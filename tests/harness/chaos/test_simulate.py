@@ -226,7 +226,7 @@ def test_faults_at_points_of_the_protocol_are_injected_there() -> None:
     schedule = Schedule(faults=(AtPoint(at=0.3, point="commit.after_barrier", nth=3),))
     outcome = run(schedule, also=lambda event: died.append(event) if event.kind == "died" else None)
     assert outcome.violation is None
-    assert [event.text("why") for event in died] == ["SIGKILL at commit.after_barrier"]
+    assert [event.why for event in died] == ["SIGKILL at commit.after_barrier"]
 
 
 # Bugs are found ---------------------------------------------------------------------------------------------------

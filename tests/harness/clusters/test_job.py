@@ -11,9 +11,10 @@ import torch
 
 from holdfast.comms import Unsupported
 from holdfast.ft import Session, Timeouts
-from holdfast.ft.telemetry.event import Event
+from holdfast.ft.events import Event
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
 from holdfast.harness.cluster.spares import standing_by
+from support.event_records import an_event
 
 QUICK = {"timeouts": Timeouts(heartbeat=0.1, suspect=1.0, operation=10.0, rebuild=5.0, join=10.0)}
 
@@ -185,11 +186,11 @@ def test_closing_ends_a_running_job() -> None:
 
 # -- spares, from the events of a job
 
-TOLD = Event(1.0, "spare", 3, "spare", {"epoch": 2, "to": ["first", "second"]})
+TOLD = an_event("spare", "spare", epoch=2, to=["first", "second"])
 
 
 def welcomed(by: str) -> Event:
-    return Event(2.0, by, 1, "welcomed", {"spare": "spare"})
+    return an_event("welcomed", by, 2.0, spare="spare")
 
 
 def test_a_spare_stands_by_once_all_members_that_it_told_have_welcomed_it() -> None:

@@ -18,11 +18,12 @@ import torch
 
 from holdfast.comms import OpTimeout, StaleEpoch
 from holdfast.ft import Session, Timeouts
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.ft.registers import RegisterAway
-from holdfast.harness.invariants import check, event_of
+from holdfast.harness.invariants import check
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
@@ -104,7 +105,11 @@ class Hosts:
     def events(self, kind: str, host: int | None = None) -> list[dict[str, Any]]:
         """The events of a kind so far, of all processes or of those on one host."""
         pids = {process.pid for process in self.processes[2 * host : 2 * host + 2]} if host is not None else None
-        return [e for e in self._contract.events() if e["kind"] == kind and (pids is None or e["pid"] in pids)]
+        return [
+            e
+            for e in map(to_record, self._contract.events())
+            if e["kind"] == kind and (pids is None or e["pid"] in pids)
+        ]
 
     def until(self, done: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
         in_time = becomes_true(done, seconds, interval=0.02)
@@ -125,7 +130,9 @@ class Hosts:
 
     def story(self) -> str:
         quiet = ("attempt", "prepared", "committed")
-        return "\n".join(json.dumps(e) for e in self._contract.events() if e["kind"] not in quiet)[-20_000:]
+        return "\n".join(json.dumps(e) for e in map(to_record, self._contract.events()) if e["kind"] not in quiet)[
+            -20_000:
+        ]
 
     def left_out(self, *hosts: int) -> list[dict[str, Any]]:
         """The sessions on these hosts that ended because the others went on without them."""
@@ -138,7 +145,7 @@ class Hosts:
         expected = [float(sum((s + 1) * (shard + 1) for s in range(LAST + 2) for shard in range(SHARDS)))] * 5
         ends: list[tuple[int, list[float]]] = [process.channel.recv(30.0) for process in self.processes]
         assert [result for _, result in ends] == [expected] * 6
-        broken = check([event_of(event) for event in self._contract.events()])
+        broken = check(self._contract.events())
         # the checker of evictions knows nothing of cables
         assert [each for each in broken if each.invariant != "nobody healthy is evicted"] == []
         return [sessions for sessions, _ in ends]

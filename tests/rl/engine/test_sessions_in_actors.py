@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.job_contract import LocalContract
 from support.source_tree import ROOT
 from support.waiting import becomes_true
@@ -29,7 +30,7 @@ def test_an_actor_with_a_session_is_killed_and_the_others_go_on(tmp_path: Path) 
     program = [sys.executable, str(ROOT / "examples" / "stack" / "monarch" / "sessions.py"), "3", "250"]
 
     def events(kind: str) -> list[dict[str, Any]]:
-        return [event for event in contract.events() if event["kind"] == kind]
+        return [event for event in map(to_record, contract.events()) if event["kind"] == kind]
 
     driver = subprocess.Popen(program, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
