@@ -5,6 +5,7 @@ comm = comms.connect("shm")
 comm.all_reduce(tensor)
 """
 
+from holdfast.comms import experts
 from holdfast.comms.communicator import Communicator, CommunicatorInfo
 from holdfast.comms.connect import connect, connect_members
 from holdfast.comms.errors import (
@@ -64,6 +65,7 @@ __all__ = [
     "backends",
     "connect",
     "connect_members",
+    "experts",
     "memory",
     "mesh",
     "register",

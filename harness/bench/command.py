@@ -265,6 +265,54 @@ def quantised(
     typer.echo(f"other processes used {bench.others:.2f} CPUs")
 
 
+@app.command("experts")
+def experts(
+    contestants: Annotated[
+        str, typer.Option(help="What to measure, in turns: switch:BACKEND and all_to_all:BACKEND, with commas.")
+    ] = "switch:shm,switch:gloo,all_to_all:shm,all_to_all:gloo,all_to_all:mpi",
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in a step.")] = 256,
+    hidden: Annotated[int, typer.Option(min=1, help="Floats of a token.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20,
+    kills: Annotated[int, typer.Option(min=0, help="Then kill a rank so often, at random.")] = 20,
+    kill_backend: Annotated[str, typer.Option(help="The backend of the kills.")] = "shm",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure an exchange for experts that outlives a rank beside all_to_all_single; then kill ranks in it.
+
+    [bold]Examples[/bold]
+
+        holdfast bench experts --kills 200
+    """
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.ft.console.console import console, print_json, working
+    from holdfast.harness.bench.experts import Load, run
+
+    names = [name.strip() for name in contestants.split(",") if name.strip()]
+    load = Load(tokens, hidden, 4 * ranks)
+    try:
+        with working(console(stderr=True), f"{counted(len(names), 'contestant')}, in turns") as progress:
+            bench = run(names, ranks, load, rounds, steps, kills, kill_backend, progress)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except HoldfastError as error:
+        raise _failed("experts", error) from error
+    if json:
+        print_json(bench)
+        return
+    for exchange in bench.exchanges:
+        typer.echo(f"{exchange.contestant}: {exchange.ms:.2f} ms a step, {exchange.gb_per_s:.2f} GB/s a rank")
+    for absent in bench.absent:
+        typer.echo(f"not measured: {absent}")
+    if (died := bench.kills) is not None:
+        typer.echo(
+            f"{counted(died.kills, 'kill')} over {died.backend}, all results right; SIGKILL to the survivors' combined "
+            f"result: median {died.median_ms:.1f} ms, {died.best_ms:.1f} to {died.worst_ms:.1f}"
+        )
+    typer.echo(f"other processes used {bench.others:.2f} CPUs")
+
+
 @app.command("recovery")
 def recovery(
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 4,

@@ -1,0 +1,240 @@
+"""How frames pass between two ranks of a switch: through a window where the backend has windows, else as messages.
+
+Each pair of ranks stands alone: the end of one is reported by the links to it, and disturbs no other. Frames from one
+rank arrive in the order in which it sent them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import permutations
+
+import torch
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.work import Work
+
+Tensor = torch.Tensor
+
+OUT, BACK, REPORT, DECISION, ABORT = range(5)
+"""The kinds of frames: rows to experts, rows back, and what `MaskAgreement` sends; or that the switch is over."""
+
+_FENCED = -1
+_PENDING_SECONDS = 3600.0
+"""How long a message may wait for a peer that computes. The peer's own waits end much earlier."""
+_LEAVE_SECONDS = 0.5
+
+
+class LinkGone(Exception):
+    """The rank at the other end has ended, left or been fenced: it takes part in no later step."""
+
+
+class Links(ABC):
+    """The links of one rank to the others. A frame is a tensor of int64: a head of fixed size, then a payload."""
+
+    @abstractmethod
+    def frame(self, words: int) -> Tensor:
+        """Memory for a frame. It may be reused once the frame was sent."""
+
+    @abstractmethod
+    def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
+        """Send a frame. Raises `LinkGone`, `OpTimeout`."""
+
+    @abstractmethod
+    def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
+        """Wait for the next frame of `rank`, which is of this kind. Raises `LinkGone`, `OpTimeout`.
+
+        The frame is valid until that rank has been sent the report of the step. Raises `Revoked` if the rank aborted.
+        """
+
+    @abstractmethod
+    def abort(self, rank: int) -> None:
+        """Make the waits of `rank` for this rank raise `Revoked`, as far as it can be reached."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave: the others' links to this rank raise `LinkGone`."""
+
+    def commit(self, step: int) -> bool:
+        """Record that this rank has decided `step`; False if it was fenced before."""
+        return True
+
+    def fence(self, rank: int, step: int) -> bool:
+        """Exclude a silent rank unless it has decided `step`; whether it is excluded now."""
+        raise NotImplementedError
+
+    def is_fenced(self, rank: int) -> bool:
+        """Whether a rank has fenced `rank`."""
+        return False
+
+
+def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> Links:
+    """Open links for frames of `head` words and up to `payload` more; collective."""
+    capabilities = registry().backends[comm.backend].capabilities
+    if fences and capabilities.passive_target != "none":
+        raise Unsupported(
+            f"silence='mask' over {comm.backend!r}",
+            "a stopped rank cannot be fenced there, and might go on alone later; use silence='raise', or shm",
+        )
+    if capabilities.windows:
+        return WindowLinks(comm, head, payload, fences, timeout)
+    return MessageLinks(comm, head + payload, timeout)
+
+
+class WindowLinks(Links):
+    """Each rank exposes, for each other one, a slot a kind of frame. A frame is a put and a signal.
+
+    A slot is free again when its next frame can come: see `Switch`. Element 0 of a rank's window is the last step that
+    it decided, or `_FENCED`. Either is set by compare-and-swap, so a rank decides a step or is fenced, never both.
+    """
+
+    def __init__(self, comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> None:
+        self._rank, self._epoch, self._fences, self._timeout = comm.rank, comm.epoch, fences, timeout
+        whole = head + payload
+        self._sizes = [whole, whole, head, head, 1]
+        self._starts = [sum(self._sizes[:kind]) for kind in range(5)]
+        self._slot = sum(self._sizes)
+        self._memory = torch.zeros(1 + comm.size * self._slot, dtype=torch.int64, device="cpu")
+        self._staging = torch.zeros(whole, dtype=torch.int64, device="cpu")
+        self._window = comm.window(self._memory, timeout)
+
+    def frame(self, words: int) -> Tensor:
+        return self._staging[:words]
+
+    def _place(self, owner: int, kind: int) -> int:
+        """The first element of the slot for `owner`'s frames."""
+        return 1 + owner * self._slot + self._starts[kind]
+
+    def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
+        with self._reported(rank):
+            self._window.put(frame, rank, self._place(self._rank, kind), timeout)
+            self._window.signal(rank, timeout)
+
+    def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
+        with self._reported(rank):
+            self._window.wait_signal(rank, timeout)
+        if self._memory[self._place(rank, ABORT)]:
+            raise _aborted(self._epoch, rank)
+        start = self._place(rank, kind)
+        return self._memory[start : start + self._sizes[kind]]
+
+    @contextlib.contextmanager
+    def _reported(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RegionGone as error:
+            if self._window.closed:
+                raise
+            raise LinkGone(str(error)) from error
+
+    def commit(self, step: int) -> bool:
+        if not self._fences:
+            return True
+        return self._window.compare_swap(self._rank, 0, step - 1, step, self._timeout) != _FENCED
+
+    def fence(self, rank: int, step: int) -> bool:
+        while _FENCED < (decided := self._decided(rank)) < step:
+            with self._reported(rank):
+                self._window.compare_swap(rank, 0, decided, _FENCED, self._timeout)
+        return decided == _FENCED
+
+    def is_fenced(self, rank: int) -> bool:
+        return self._fences and self._decided(rank) == _FENCED
+
+    def _decided(self, rank: int) -> int:
+        word = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with self._reported(rank):
+            self._window.get(word, rank, 0, self._timeout)
+        return int(word)
+
+    def abort(self, rank: int) -> None:
+        with contextlib.suppress(HoldfastError):
+            one = torch.ones(1, dtype=torch.int64, device="cpu")
+            self._window.put(one, rank, self._place(self._rank, ABORT), _LEAVE_SECONDS)
+            self._window.signal(rank, _LEAVE_SECONDS)
+
+    def close(self) -> None:
+        self._window.close()
+
+
+class MessageLinks(Links):
+    """A communicator for each direction of each pair, so a dead rank ends those towards it alone.
+
+    Two, because the ops of a communicator run in order: a large frame on its way out would hold up those that come in.
+    """
+
+    def __init__(self, comm: Communicator, most: int, timeout: float) -> None:
+        self._comm, self._most = comm, most
+        self._to: dict[int, Communicator] = {}
+        self._from: dict[int, Communicator] = {}
+        self._sent: dict[int, Work] = {}
+        try:
+            for source, target in permutations(range(comm.size), 2):  # all ranks in one order: no two wait crosswise
+                if source == comm.rank:
+                    self._to[target] = comm.split([source, target], timeout)
+                elif target == comm.rank:
+                    self._from[source] = comm.split([source, target], timeout)
+        except BaseException:
+            self._close_all()
+            raise
+
+    def frame(self, words: int) -> Tensor:
+        return torch.zeros(words, dtype=torch.int64, device="cpu")
+
+    def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
+        channel = self._to[rank]
+        with self._reported(channel):
+            size = torch.tensor([kind, len(frame)], device="cpu")
+            channel.send(size, 1, async_op=True, timeout=_PENDING_SECONDS)
+            self._sent[rank] = channel.send(frame, 1, async_op=True, timeout=_PENDING_SECONDS)
+
+    def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
+        channel, size = self._from[rank], torch.zeros(2, dtype=torch.int64, device="cpu")
+        with self._reported(channel):
+            channel.recv(size, 0, timeout=timeout)
+            got, words = size.tolist()
+            if got == ABORT:
+                raise _aborted(self._comm.epoch, rank)
+            if got != kind or not 0 <= words <= self._most:
+                raise LinkGone(f"rank {rank} announced a frame of kind {got} and {words} words; expected was {kind}")
+            frame = self.frame(words)
+            channel.recv(frame, 0, timeout=timeout)
+        return frame
+
+    @contextlib.contextmanager
+    def _reported(self, channel: Communicator) -> Iterator[None]:
+        try:
+            yield
+        except PeerFailed as error:
+            raise LinkGone(str(error)) from error
+        except Revoked as error:
+            over = channel.over
+            if self._comm.over is None and isinstance(over, Revoked) and over.failure is PeerFailed:
+                raise LinkGone(str(error)) from error  # an earlier message failed, in the background
+            raise
+
+    def abort(self, rank: int) -> None:
+        with contextlib.suppress(HoldfastError):
+            word = torch.tensor([ABORT, 0], device="cpu")
+            self._sent[rank] = self._to[rank].send(word, 1, async_op=True, timeout=_PENDING_SECONDS)
+
+    def close(self) -> None:
+        """Give the last frames a moment to arrive: a peer may still need the decision of the last step."""
+        for work in self._sent.values():
+            with contextlib.suppress(HoldfastError):
+                work.wait(_LEAVE_SECONDS)
+        self._close_all()
+
+    def _close_all(self) -> None:
+        for channel in (*self._to.values(), *self._from.values()):
+            channel.close()
+
+
+def _aborted(epoch: int, rank: int) -> Revoked:
+    return Revoked(
+        epoch, f"rank {rank} has ended the switch: it did not hear a rank in time, and raised that", OpTimeout
+    )

@@ -1,0 +1,578 @@
+"""`Switch`: dispatch tokens to the experts of all ranks, and combine what they return, whoever dies meanwhile.
+
+One step is an exchange of rows and an agreement. `dispatch` sends each token to its experts' ranks (frames OUT). In
+`combine` the results return (frames BACK), and the living agree on the ranks that no one uses in this step: see
+`MaskAgreement`. The backward pass is a step of its own: the gradients of the results go out, those of the tokens back.
+
+A frame's memory may be written again when its reader has read it. OUT: the reader sends BACK after it has read all OUT.
+BACK: it reports after it has read all BACK. Its sender writes the next one only after it has heard that report.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import torch
+
+from holdfast.comms.communicator import Communicator
+from holdfast.comms.errors import Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported
+from holdfast.comms.experts import links as frames
+from holdfast.comms.experts.agreement import REPORT, MaskAgreement
+from holdfast.comms.experts.links import LinkGone, open_links
+from holdfast.comms.quantities import integer_in, seconds
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_REFUSED = -1
+"""Rows of a BACK frame to a rank whose OUT frame was refused."""
+_SLICE_SECONDS = 0.05
+"""How often a wait checks whether another rank has fenced the silent one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What `dispatch` returns: the rows for this rank's experts, in the order of `Switch.local_experts`.
+
+    `counts[i]` is the number of rows for `local_experts[i]`; rows of one expert are in the order of their source ranks.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+
+    def split(self) -> tuple[Tensor, ...]:
+        """The rows of each local expert."""
+        return _split(self.tokens, self.counts.tolist())
+
+
+@dataclass(slots=True)
+class _Routing:
+    """Where the rows of one dispatch went, and where those that came are from."""
+
+    experts: Tensor
+    owners: Tensor
+    order: Tensor
+    sent: list[slice]
+    """For each rank, the part of `order` that it was sent."""
+    sent_counts: list[list[int]]
+    came: dict[int, list[int]] = field(default_factory=dict)
+    """For each rank that has sent rows, how many for each local expert."""
+
+    def rows_from(self, rank: int) -> int:
+        return sum(self.came.get(rank, ()))
+
+
+class Switch:
+    """An exchange of tokens between the experts of a communicator's ranks that outlives a rank.
+
+    Each rank calls `dispatch`, runs its experts on what it received, and calls `combine`. If a rank dies, the others'
+    combine returns as soon as its death is seen: its experts are masked, `alive` says who is left, and the following
+    steps go on without it, in the same epoch. All living ranks leave out the same ranks in each step. A rank that
+    closes its switch is masked like one that died.
+
+    A rank that is silent for `timeout` seconds (stopped, or cut off) is not known to be dead. `silence="raise"`, the
+    default, ends the switch on all ranks: `OpTimeout` names the silent one, the others raise `Revoked`. With
+    `silence="mask"` the silent rank is fenced and masked, and raises `StaleEpoch` if it comes back. That takes memory
+    that can be written while its owner is stopped: shm and inproc. Elsewhere both sides of a cut could go on.
+
+    It is collective to make one. Not for several threads at once. Gradients pass through both calls; every living rank
+    must then run the backward pass, in the same order.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        experts: int | Sequence[int | Sequence[int]],
+        *,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.float32,
+        renormalise: bool = False,
+        silence: str = "raise",
+        timeout: float = 30.0,
+    ) -> None:
+        """`experts` is their number, in equal blocks on the ranks, or the rank of each expert.
+
+        An expert with several ranks has copies there: its tokens go to the first that lives. `max_tokens` is the most
+        that one rank dispatches. `renormalise` scales the weights of a token's living experts to the sum of all.
+        """
+        if comm.device.type != "cpu":
+            raise Unsupported(f"experts on {comm.device}", "use a communicator of a CPU device")
+        if dtype not in DTYPES:
+            raise ValueError(f"{dtype} is no dtype of tokens: use one of {', '.join(map(str, DTYPES))}")
+        if silence not in ("raise", "mask"):
+            raise ValueError(f"silence={silence!r}: it is 'raise' or 'mask'")
+        self.rank, self.size, self.epoch = comm.rank, comm.size, comm.epoch
+        self.top_k = integer_in(top_k, "top_k", 1)
+        self.hidden, self.max_tokens = integer_in(hidden, "hidden", 1), integer_in(max_tokens, "max_tokens", 1)
+        self.dtype, self.renormalise, self._masks_silent = dtype, bool(renormalise), silence == "mask"
+        self._placement = _placement(experts, comm.size)
+        if self.top_k > len(self._placement):
+            raise ValueError(f"top_k={top_k}, and there are {len(self._placement)} experts")
+        self._hosted = [[e for e, at in enumerate(self._placement) if r in at] for r in range(comm.size)]
+        self.timeout = seconds(timeout)
+        self._rows = self.max_tokens * self.top_k
+        self._head = 3 + max(comm.size, *(len(hosted) for hosted in self._hosted))
+        self._check_alike(comm, silence)
+        payload = math.ceil(self._rows * self.hidden * dtype.itemsize / 8)
+        self._links = open_links(comm, self._head, payload, self._masks_silent, self.timeout)
+        self._payload_words = payload
+        self._participants = frozenset(range(comm.size))
+        self._gone: set[int] = set()
+        self._unread = [0] * comm.size
+        """For each rank, its decisions that this rank has not read, since it did not need them."""
+        self._unreadable: set[int] = set()
+        """The ranks whose OUT frame of this step did not come, or cannot be true."""
+        self._step = 0
+        self._routing: _Routing | None = None
+        self._weights: Tensor | None = None
+        self._linked: Tensor | None = None
+        self._over: Exception | None = None
+        self._deadline = 0.0
+        self._choose_owners()
+
+    def _check_alike(self, comm: Communicator, silence: str) -> None:
+        mine = [self._placement, self.top_k, self.hidden, self.max_tokens, str(self.dtype), self.renormalise, silence]
+        for rank, theirs in enumerate(comm.all_gather_object(mine, timeout=self.timeout)):
+            if theirs != _as_received(mine):
+                raise Mismatch(f"rank {rank} makes a switch of {theirs}, rank {comm.rank} one of {_as_received(mine)}")
+
+    # -- who is there
+
+    @property
+    def alive(self) -> tuple[bool, ...]:
+        """Whether each rank takes part: the same on all living ranks after each step. A rank never comes back."""
+        return tuple(rank in self._participants for rank in range(self.size))
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """The experts of this rank."""
+        return tuple(self._hosted[self.rank])
+
+    @property
+    def reachable(self) -> tuple[bool, ...]:
+        """Whether each expert has a living rank."""
+        return tuple(owner >= 0 for owner in self._owners.tolist())
+
+    def _choose_owners(self) -> None:
+        """For each expert, the first living rank that has it, or -1; and its place among the rows sent to all ranks."""
+        owners = [next((r for r in ranks if r in self._participants), -1) for ranks in self._placement]
+        self._owners = torch.tensor(owners, device="cpu")
+        widest = max(len(hosted) for hosted in self._hosted)
+        keys = [o * widest + self._hosted[o].index(e) if o >= 0 else self.size * widest for e, o in enumerate(owners)]
+        self._keys, self._width = torch.tensor(keys, device="cpu"), widest
+
+    # -- the calls
+
+    def dispatch(self, tokens: Tensor, expert_ids: Tensor, weights: Tensor) -> Received:
+        """Send each token to its experts; return the rows for the experts of this rank.
+
+        `tokens` is (n, hidden), `expert_ids` and `weights` are (n, top_k). Raises ValueError before anything moves if
+        they do not fit: the call may then be repeated.
+        """
+        self._check_usable()
+        if self._routing is not None:
+            raise Mismatch("dispatch was called again before combine: each dispatch needs its combine")
+        self._check_tokens(tokens, expert_ids, weights)
+        routing = self._route(expert_ids)
+        if torch.is_grad_enabled() and not tokens.requires_grad:
+            tokens = tokens.detach().requires_grad_()  # so the backward pass is the same on all ranks
+        rows = cast(Tensor, _Out.apply(tokens, self, routing))  # type: ignore[no-untyped-call]
+        self._routing, self._weights, self._linked = routing, weights, rows
+        counts = [sum(came[i] for came in routing.came.values()) for i in range(len(self.local_experts))]
+        return Received(rows, torch.tensor(counts, dtype=torch.int64, device="cpu"))
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Return the experts' outputs to their tokens, and add them up by weight, in the order of `expert_ids`.
+
+        `outputs` has a row for each row of `Received.tokens`. The sum is computed in float32 (float64 for float64). A
+        token with no living expert gets zeros.
+        """
+        self._check_usable()
+        routing, weights, linked = self._routing, self._weights, self._linked
+        if routing is None or weights is None or linked is None:
+            raise Mismatch("combine was called without a dispatch before it")
+        if outputs.shape != linked.shape or outputs.dtype != self.dtype or not outputs.is_cpu:
+            raise ValueError(
+                f"combine needs {self.dtype} on cpu of shape {tuple(linked.shape)}, as dispatch returned: "
+                f"not {outputs.dtype} on {outputs.device} of {tuple(outputs.shape)}"
+            )
+        self._routing = self._weights = self._linked = None
+        rows = cast(Tensor, _Back.apply(outputs, linked, self, routing))  # type: ignore[no-untyped-call]
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        wide_weights = weights.to(wide)
+        live = torch.tensor([*self.alive, False], device="cpu")[routing.owners]
+        used = wide_weights * live
+        if self.renormalise:
+            total = used.sum(1, keepdim=True)
+            used = used * (wide_weights.sum(1, keepdim=True) / torch.where(total == 0, 1.0, total))
+        per_token = rows.view(-1, self.top_k, self.hidden).to(wide)
+        return torch.bmm(used[:, None, :], per_token).squeeze(1).to(self.dtype)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Add up `tensor` over the living ranks, in place, in rank order; all get equal bits, and agree on who is in.
+
+        For what all ranks have, such as the gradients of a router. Divide by `sum(switch.alive)` for a mean.
+        """
+        self._check_usable()
+        if self._routing is not None:
+            raise Mismatch("all_reduce was called between dispatch and combine")
+        if tensor.dtype not in DTYPES or not tensor.is_cpu:
+            raise ValueError(f"all_reduce takes floating-point tensors on cpu, not {tensor.dtype} on {tensor.device}")
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        mine = tensor.detach().to(wide).reshape(-1).contiguous()
+        theirs = {rank: torch.zeros_like(mine) for rank in self._participants if rank != self.rank}
+        room = self._payload_words * 8 // wide.itemsize
+        for start in range(0, max(mine.numel(), 1), room):
+            part = slice(start, min(start + room, mine.numel()))
+            self._exchange_equal(mine[part], {rank: whole[part] for rank, whole in theirs.items()})
+        theirs[self.rank] = mine
+        total = torch.zeros_like(mine)
+        for rank in sorted(self._participants):
+            total += theirs[rank]
+        with torch.no_grad():
+            tensor.copy_(total.view_as(tensor))
+        return tensor
+
+    def close(self) -> None:
+        """Leave: the others mask this rank. Idempotent; not collective."""
+        if self._over is None:
+            self._over = Revoked(self.epoch, "this rank has closed the switch", own=True)
+        self._links.close()
+
+    def __enter__(self) -> Switch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- checks
+
+    def _check_usable(self) -> None:
+        if self._over is not None:
+            raise Revoked(self.epoch, f"the switch has ended: {self._over}") from self._over
+
+    def _check_tokens(self, tokens: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        if tokens.dim() != 2 or tokens.shape[1] != self.hidden or tokens.dtype != self.dtype or not tokens.is_cpu:
+            raise ValueError(
+                f"tokens are {self.dtype} on cpu of shape (n, {self.hidden}), "
+                f"not {tokens.dtype} on {tokens.device} of {tuple(tokens.shape)}"
+            )
+        if len(tokens) > self.max_tokens:
+            raise ValueError(f"{len(tokens)} tokens, and the switch was made for max_tokens={self.max_tokens}")
+        for name, tensor in (("expert_ids", expert_ids), ("weights", weights)):
+            if tuple(tensor.shape) != (len(tokens), self.top_k) or not tensor.is_cpu:
+                raise ValueError(
+                    f"{name} must be of shape ({len(tokens)}, {self.top_k}) on cpu, "
+                    f"not {tuple(tensor.shape)} on {tensor.device}"
+                )
+        if expert_ids.dtype not in (torch.int64, torch.int32) or not weights.is_floating_point():
+            raise ValueError(f"expert_ids are integers, weights are floats: not {expert_ids.dtype}, {weights.dtype}")
+        if expert_ids.numel() and not (int(expert_ids.min()) >= 0 and int(expert_ids.max()) < len(self._placement)):
+            raise ValueError(
+                f"expert numbers are 0 to {len(self._placement) - 1}, "
+                f"not {int(expert_ids.min())} to {int(expert_ids.max())}"
+            )
+
+    # -- one step
+
+    def _route(self, expert_ids: Tensor) -> _Routing:
+        experts = expert_ids.detach().reshape(-1).long()
+        keys = self._keys[experts]
+        order = keys.argsort(stable=True)
+        counts = torch.bincount(keys, minlength=self.size * self._width + 1)[:-1].view(self.size, self._width).tolist()
+        sent, at = [], 0
+        for rank in range(self.size):
+            rows = sum(counts[rank])
+            sent.append(slice(at, at + rows))
+            at += rows
+        return _Routing(experts, self._owners[experts].view(-1, self.top_k), order, sent, counts)
+
+    def _others(self) -> list[int]:
+        """The other participants, from the next rank on: ranks then send to different ones at a time."""
+        ranks = [(self.rank + i) % self.size for i in range(1, self.size)]
+        return [rank for rank in ranks if rank in self._participants]
+
+    def _send_rows(self, rank: int, kind: int, head: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Send the rows of `parts`, one after the other, as one frame."""
+        elements = sum(part.numel() for part in parts)
+        words = math.ceil(elements * parts[0].dtype.itemsize / 8) if parts else 0
+        frame = self._frame(kind, head, words)
+        if elements:
+            torch.cat([part.reshape(-1) for part in parts], out=self._payload(frame, elements, parts[0].dtype))
+        self._send(rank, kind, frame)
+
+    def _frame(self, kind: int, head: Sequence[int], words: int) -> Tensor:
+        frame = self._links.frame(self._head + words)
+        line = [kind, self._step, *head]
+        frame[: len(line)] = torch.tensor(line, device="cpu")
+        return frame
+
+    def _send(self, rank: int, kind: int, frame: Tensor) -> None:
+        """Send a frame to a rank, unless that is gone."""
+        if rank in self._gone:
+            return
+        try:
+            self._links.send(rank, kind, frame, self._left())
+        except LinkGone:
+            self._gone.add(rank)
+        except OpTimeout as error:
+            self._give_up(rank, error)
+
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def _receive(self, rank: int, kind: int) -> Tensor | None:
+        """The next frame of a rank that this rank needs; None if that rank is gone."""
+        while self._unread[rank]:
+            if self._wait(rank, frames.DECISION) is None:
+                return None
+            self._unread[rank] -= 1
+        return self._wait(rank, kind)
+
+    def _wait(self, rank: int, kind: int) -> Tensor | None:
+        has_decided = False
+        while True:
+            left = self._left()
+            try:
+                return self._links.receive(rank, kind, min(left, _SLICE_SECONDS) if self._masks_silent else left)
+            except LinkGone:
+                self._gone.add(rank)
+                return None
+            except Revoked as error:
+                self._over = error
+                raise
+            except OpTimeout as error:
+                if not self._masks_silent or has_decided:
+                    self._give_up(rank, error)
+                if self._exclude(rank, last=not left):
+                    return None
+                has_decided = not left  # else it would be fenced now: what it sent has arrived meanwhile
+
+    def _exclude(self, rank: int, last: bool) -> bool:
+        """Fence a silent rank if this was the last wait for it, or find that another rank has; whether it is out.
+
+        A rank that was stopped itself finds here that the others have fenced it.
+        """
+        try:
+            fenced = self._links.fence(rank, self._step) if last else self._links.is_fenced(rank)
+            if not fenced and self._links.is_fenced(self.rank):
+                self._raise_masked()
+        except LinkGone:
+            fenced = True
+        except OpTimeout as error:
+            self._give_up(rank, error)
+        if fenced:
+            self._gone.add(rank)
+            self._begin()  # the others may have waited for the same rank, and need as long for the rest
+        return fenced
+
+    def _begin(self) -> None:
+        self._deadline = time.monotonic() + self.timeout
+
+    def _give_up(self, rank: int, error: OpTimeout) -> NoReturn:
+        """End the switch on all ranks: `rank` is silent, which is no proof that it is gone."""
+        failure = OpTimeout(f"step {self._step} of a switch", self._step, self.timeout, (rank,))
+        self._over = failure
+        for other in self._others():
+            self._links.abort(other)
+        raise failure from error
+
+    def out(self, routing: _Routing, source: Tensor, per_token: int) -> Tensor:
+        """Send rows of `source` to experts; `per_token` entries of the order share one row. Returns those that came."""
+        self._check_usable()
+        self._begin()
+        self._step += 1
+        self._unreadable = set()
+        for rank in self._others():
+            index = routing.order[routing.sent[rank]]
+            counts = routing.sent_counts[rank]
+            rows = source.index_select(0, index // per_token if per_token > 1 else index)
+            self._send_rows(rank, frames.OUT, [len(index), *counts], [rows] if len(index) else [])
+        own = routing.order[routing.sent[self.rank]]
+        blocks = {self.rank: source.index_select(0, own // per_token if per_token > 1 else own)}
+        came = {self.rank: routing.sent_counts[self.rank][: len(self.local_experts)]}
+        for rank in self._others():
+            frame = self._receive(rank, frames.OUT)
+            announced = None if frame is None else self._counts_of(frame, routing.came.get(rank))
+            if frame is None or announced is None:
+                self._unreadable.add(rank)
+                continue
+            came[rank] = announced
+            blocks[rank] = self._payload(frame, sum(announced) * self.hidden, self.dtype).view(-1, self.hidden)
+        if not routing.came:
+            routing.came = dict(sorted(came.items()))
+        for rank, counts in routing.came.items():
+            if rank not in blocks:  # gone since: its rows have no gradient
+                blocks[rank] = torch.zeros(sum(counts), self.hidden, dtype=self.dtype, device="cpu")
+        pieces = {rank: _split(blocks[rank], counts) for rank, counts in routing.came.items()}
+        in_order = [pieces[rank][i] for i in range(len(self.local_experts)) for rank in routing.came]
+        return torch.cat(in_order) if in_order else torch.zeros(0, self.hidden, dtype=self.dtype, device="cpu")
+
+    def _counts_of(self, frame: Tensor, before: Sequence[int] | None) -> list[int] | None:
+        """The counts that the head of an OUT frame announces; None if they cannot be true."""
+        kind, step, rows, *words = frame[: self._head].tolist()
+        counts, rest = words[: len(self.local_experts)], words[len(self.local_experts) : self._width]
+        fits = min([rows, *counts]) >= 0 and sum(counts) == rows <= self._rows and not any(rest)
+        fits = fits and (len(frame) - self._head) * 8 >= rows * self.hidden * self.dtype.itemsize
+        if (kind, step) != (frames.OUT, self._step) or not fits or (before is not None and before != counts):
+            return None
+        return counts
+
+    def back(self, routing: _Routing, outputs: Tensor) -> Tensor:
+        """Return `outputs` to the ranks of their tokens, and agree. Rows of masked ranks are zeros."""
+        self._check_usable()
+        self._begin()
+        sizes = [counts[i] for i in range(len(self.local_experts)) for counts in routing.came.values()]
+        blocks = _split(outputs, sizes)
+        ranks = list(routing.came)
+        parts = {rank: blocks[i :: len(ranks)] for i, rank in enumerate(ranks) if rank not in self._unreadable}
+        for rank in self._others():
+            rows = routing.rows_from(rank) if rank in parts else _REFUSED
+            self._send_rows(rank, frames.BACK, [rows], parts.get(rank, ()))
+        order = routing.order
+        result = torch.zeros(len(order), self.hidden, dtype=self.dtype, device="cpu")
+        if parts[self.rank]:
+            result.index_copy_(0, order[routing.sent[self.rank]], torch.cat(parts[self.rank]))
+        lost: set[int] = set()
+        for rank in self._others():
+            expected = order[routing.sent[rank]]
+            frame = self._receive(rank, frames.BACK)
+            rows_in_frame = self._rows_of(frame)
+            if rows_in_frame == _REFUSED:  # it could not read what this rank sent
+                lost.add(self.rank)
+            elif frame is None or rows_in_frame != len(expected):
+                lost.add(rank)
+            else:
+                values = self._payload(frame, len(expected) * self.hidden, self.dtype)
+                result.index_copy_(0, expected, values.view(-1, self.hidden))
+        for rank in self._agree(lost):
+            result[order[routing.sent[rank]]] = 0
+        return result
+
+    def _rows_of(self, frame: Tensor | None) -> int | None:
+        """The number of rows, or of elements, in a BACK frame; None if it is not of this step."""
+        if frame is None:
+            return None
+        kind, step, rows = frame[:3].tolist()
+        return int(rows) if (kind, step) == (frames.BACK, self._step) else None
+
+    def _payload(self, frame: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        """The first elements of a frame's payload."""
+        return frame[self._head :].view(dtype)[:elements]
+
+    def _exchange_equal(self, mine: Tensor, theirs: dict[int, Tensor]) -> None:
+        """Send `mine` to all, take theirs, and agree on who is in."""
+        self._begin()
+        self._step += 1
+        for rank in self._others():
+            self._send_rows(rank, frames.BACK, [mine.numel()], [mine])
+        lost: set[int] = set()
+        for rank in self._others():
+            frame = self._receive(rank, frames.BACK)
+            if frame is None or self._rows_of(frame) != mine.numel():
+                lost.add(rank)
+            else:
+                theirs[rank].copy_(self._payload(frame, mine.numel(), mine.dtype))
+        self._agree(lost)
+
+    def _agree(self, lost: set[int]) -> frozenset[int]:
+        """Agree with the living on the ranks to mask; mask them, and return them."""
+        agreement = MaskAgreement(self.rank, self._participants, lost)
+        others = self._others()
+        self._tell(others, frames.REPORT, agreement.lost)
+        read = set()
+        while (awaited := agreement.awaited) is not None:
+            rank, kind = awaited
+            frame = self._receive(rank, frames.REPORT if kind == REPORT else frames.DECISION)
+            if kind != REPORT:
+                read.add(rank)
+            agreement.hear(None if frame is None else self._named(frame))
+        masked = agreement.decision
+        assert masked is not None
+        self._tell(others, frames.DECISION, masked)
+        for rank in others:
+            self._unread[rank] += rank not in read
+        if self.rank in masked or not self._links.commit(self._step):
+            self._raise_masked()
+        if masked:
+            self._participants -= masked
+            self._choose_owners()
+        return masked
+
+    def _raise_masked(self) -> NoReturn:
+        self._over = StaleEpoch(
+            f"rank {self.rank} is masked: the others did not hear it in time, or could not read what it sent; "
+            "they go on without it, so rebuild and rejoin in the next epoch"
+        )
+        raise self._over
+
+    def _tell(self, ranks: Sequence[int], kind: int, named: frozenset[int]) -> None:
+        """Send the ranks in `named` to others."""
+        for rank in ranks:
+            frame = self._frame(kind, [0, *(other in named for other in range(self.size))], 0)
+            self._send(rank, kind, frame)
+
+    def _named(self, frame: Tensor) -> list[int]:
+        """The ranks that a frame names."""
+        _, _, _, *flags = frame[: 3 + self.size].tolist()
+        return [rank for rank, flag in enumerate(flags) if flag]
+
+
+class _Out(torch.autograd.Function):
+    """Rows to experts. The gradients of the rows come back, and those of a token's rows are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, switch: Switch, routing: _Routing) -> Tensor:
+        ctx.switch, ctx.routing = switch, routing
+        return switch.out(routing, tokens, switch.top_k)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None]:
+        rows = ctx.switch.back(ctx.routing, gradients.contiguous())
+        return rows.view(-1, ctx.switch.top_k, ctx.switch.hidden).sum(1), None, None
+
+
+class _Back(torch.autograd.Function):
+    """Results to tokens. `linked` joins the graph to `dispatch`, also where no expert had a row."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, linked: Tensor, switch: Switch, routing: _Routing) -> Tensor:
+        ctx.switch, ctx.routing, ctx.linked = switch, routing, linked.shape
+        return switch.back(routing, outputs.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows = ctx.switch.out(ctx.routing, gradients.contiguous(), 1)
+        return rows, rows.new_zeros(ctx.linked), None, None
+
+
+def _split(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """`tensor` in parts of so many rows."""
+    return torch.split(tensor, list(sizes)) if sizes else ()
+
+
+def _as_received(value: list[Any]) -> list[Any]:
+    """`value` as it arrives elsewhere: sequences are lists."""
+    return [[list(ranks) for ranks in item] if isinstance(item, tuple) else item for item in value]
+
+
+def _placement(experts: int | Sequence[int | Sequence[int]], size: int) -> tuple[tuple[int, ...], ...]:
+    """For each expert, the ranks that have it, the first to be used first."""
+    if isinstance(experts, int):
+        number = integer_in(experts, "experts", size)
+        return tuple((expert * size // number,) for expert in range(number))
+    placement = []
+    for expert, at in enumerate(experts):
+        ranks = (at,) if isinstance(at, int) else tuple(at)
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"expert {expert} is placed on {list(ranks)}: it needs ranks that differ")
+        placement.append(tuple(integer_in(rank, f"the rank of expert {expert}", 0, size - 1) for rank in ranks))
+    if not placement:
+        raise ValueError("a switch needs an expert at least")
+    return tuple(placement)

@@ -1,0 +1,90 @@
+"""A mixture of experts that trains on when a rank dies: in the same epoch, and no step is lost.
+
+    python examples/train_moe.py
+
+Three processes hold two experts each, and each has its own part of the batch. Amid step 20 rank 1 kills itself, between
+dispatch and combine. The others finish that step without its experts, and train on at once with the four that are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+import torch
+from torch.nn import functional
+
+from holdfast.comms import Communicator
+from holdfast.comms.experts import Switch
+from holdfast.harness import LocalCluster
+
+EXPERTS, TOP_K, FEATURES, TOKENS = 6, 2, 16, 64
+KILLED, KILL_STEP = 1, 20
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank learns from in a step: points, and a function of them that has a kink in each coordinate."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    points = torch.randn(TOKENS, FEATURES, generator=generator)
+    return points, points.abs() - 0.5 * points.roll(1, dims=1)
+
+
+def train(comm: Communicator, steps: int) -> list[tuple[float, int]]:
+    """Train; return each step's loss on this rank, and how many ranks were alive after it."""
+    torch.manual_seed(comm.rank)
+    history = []
+    with Switch(
+        comm, EXPERTS, top_k=TOP_K, hidden=FEATURES, max_tokens=TOKENS, renormalise=True, timeout=10.0
+    ) as switch:
+        router = torch.nn.Linear(FEATURES, EXPERTS)
+        torch.nn.init.zeros_(router.weight)  # the same on all ranks
+        torch.nn.init.zeros_(router.bias)
+        experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(FEATURES, 64), torch.nn.ReLU(), torch.nn.Linear(64, FEATURES))
+            for _ in switch.local_experts
+        )
+        optimizer = torch.optim.Adam([*router.parameters(), *experts.parameters()], lr=0.01)
+        for step in range(steps):
+            points, targets = batch(comm.rank, step)
+            scores = router(points) + 0.1 * torch.randn(TOKENS, EXPERTS)
+            scores = scores.masked_fill(~torch.tensor(switch.reachable), float("-inf"))  # choose among the living
+            weights, chosen = functional.softmax(scores, dim=1).topk(TOP_K)
+
+            received = switch.dispatch(points, chosen, weights)
+            outputs = torch.cat([expert(rows) for expert, rows in zip(experts, received.split(), strict=True)])
+            if (comm.rank, step) == (KILLED, KILL_STEP):
+                os.kill(os.getpid(), signal.SIGKILL)
+            predicted = switch.combine(outputs)
+
+            loss = functional.mse_loss(predicted, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in router.parameters():  # the experts' own gradients are complete: all tokens came to them
+                assert parameter.grad is not None
+                switch.all_reduce(parameter.grad).div_(sum(switch.alive))
+            optimizer.step()
+            history.append((float(loss.detach()), sum(switch.alive)))
+    return history
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default="shm", help="shm, gloo, ucx or mpi")
+    parser.add_argument("--steps", type=int, default=60)
+    given = parser.parse_args()
+    with LocalCluster(3, given.backend) as cluster:
+        for outcome in cluster.outcomes(train, given.steps):
+            if outcome.error is not None:
+                print(f"rank {outcome.rank}: {str(outcome.error).splitlines()[0]}")
+                continue
+            first, last = outcome.value[0][0], outcome.value[-1][0]
+            degraded = sum(alive < 3 for _, alive in outcome.value)
+            print(
+                f"rank {outcome.rank}: {len(outcome.value)} steps, {degraded} of them without rank {KILLED}; "
+                f"loss {first:.3f} -> {last:.3f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

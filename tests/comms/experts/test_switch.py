@@ -1,0 +1,473 @@
+"""A switch gives what a dense reference gives, of the ranks that live: whoever dies, wherever in its calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.comms import Communicator, Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported
+from holdfast.comms.experts import Received, Switch
+from holdfast.comms.experts import links as frames
+from holdfast.harness import LocalCluster
+from support.waiting import PATIENCE
+
+SIZE, EXPERTS, TOP_K, HIDDEN, STEPS = 3, 7, 2, 5, 2
+CALLS = 60
+"""About as many calls of its links as a rank makes in a test's steps; each is a point at which it may die."""
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[LocalCluster]:
+    with LocalCluster(SIZE, "inproc", timeout=4 * PATIENCE) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["inproc", "shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
+def processes(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Killed(Exception):
+    """The rank is dead, as far as the others can tell."""
+
+
+class MortalLinks:
+    """Links that end their rank at a call: 0 is the first. What was sent before has arrived."""
+
+    def __init__(self, links: frames.Links, point: int) -> None:
+        self._links, self._left = links, point
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("send", "receive"):
+            if self._left == 0:
+                self._links.close()
+                raise Killed
+            self._left -= 1
+        return getattr(self._links, name)
+
+
+def experts() -> list[Tensor]:
+    """The weights of the experts, the same on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(EXPERTS)]
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts and weights: uneven, and none on one rank in step 1."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    number = 0 if (rank, step) == (1, 1) else 4 + 3 * rank
+    tokens = torch.randn(number, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    weights, chosen = torch.rand(number, EXPERTS, generator=generator).softmax(1).topk(TOP_K)
+    return tokens, chosen, weights
+
+
+def run_experts(switch: Switch, received: Received, weights: Sequence[Tensor]) -> Tensor:
+    parts = zip(received.split(), switch.local_experts, strict=True)
+    return torch.cat([rows @ weights[expert].to(rows.dtype) for rows, expert in parts])
+
+
+def reference(
+    switch: Switch, tokens: Tensor, chosen: Tensor, gates: Tensor, alive: Sequence[bool], renormalise: bool = False
+) -> Tensor:
+    """The combined outputs, computed densely in float64, of the experts of the ranks in `alive`."""
+    weights = torch.stack(experts())
+    owners = torch.tensor([expert * SIZE // EXPERTS for expert in range(EXPERTS)])
+    used = gates.double() * torch.tensor(alive)[owners][chosen]
+    if renormalise:
+        total = used.sum(1, keepdim=True)
+        used = used * gates.double().sum(1, keepdim=True) / torch.where(total == 0, 1.0, total)
+    results = torch.einsum("nh,nkhj->nkj", tokens.double(), weights[chosen])
+    return (used[:, :, None] * results).sum(1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw: for each step, who was alive after it; whether its results were the reference's."""
+
+    alive: list[tuple[bool, ...]]
+    right: list[bool]
+
+
+def mortal_steps(
+    comm: Communicator, deaths: Sequence[int | None], meeting: threading.Barrier, renormalise: bool
+) -> Outcome | None:
+    """Steps with a forward and a backward pass; `deaths[rank]` is the call at which a rank dies. None if it did."""
+    outcome, weights = Outcome([], []), experts()
+    with Switch(
+        comm, EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=12, dtype=torch.float64, renormalise=renormalise
+    ) as switch:
+        point = deaths[comm.rank]
+        if point is not None:
+            switch._links = MortalLinks(switch._links, point)  # type: ignore[assignment]
+        try:
+            for step in range(STEPS):
+                tokens, chosen, gates = batch(comm.rank, step)
+                tokens.requires_grad_()
+                gates.requires_grad_()
+                received = switch.dispatch(tokens, chosen, gates)
+                combined = switch.combine(run_experts(switch, received, weights))
+                outcome.alive.append(switch.alive)
+                expected = reference(switch, tokens, chosen, gates, switch.alive, renormalise)
+                outcome.right.append(torch.allclose(combined, expected, rtol=1e-12, atol=1e-12))
+                combined.sum().backward()  # type: ignore[no-untyped-call]
+                outcome.alive.append(switch.alive)
+                assert tokens.grad is not None
+                assert gates.grad is not None
+                outcome.right.append(bool(tokens.grad.isfinite().all() and gates.grad.isfinite().all()))
+                if outcome.alive[-1] == outcome.alive[-2]:
+                    (gradient,) = torch.autograd.grad(expected.sum(), tokens)
+                    outcome.right.append(torch.allclose(tokens.grad, gradient, rtol=1e-12, atol=1e-12))
+        except Killed:
+            return None
+        finally:
+            meeting.wait(PATIENCE)
+    return outcome
+
+
+def check_outcomes(outcomes: Sequence[Outcome | None]) -> None:
+    """The living agree in each step, mask no living rank, and have the reference's results."""
+    living = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
+    survivors = [outcome for outcome in outcomes if outcome is not None]
+    for outcome in survivors:
+        assert outcome.alive == survivors[0].alive
+        assert all(outcome.right)
+        assert all(outcome.alive[-1][rank] for rank in living)
+
+
+@given(st.tuples(*[st.none() | st.integers(0, CALLS + 4)] * SIZE), st.booleans())
+def test_the_living_have_the_results_of_the_living(
+    threads: LocalCluster, deaths: tuple[int | None, ...], renormalise: bool
+) -> None:
+    check_outcomes(threads.run(mortal_steps, deaths, threading.Barrier(SIZE), renormalise))
+
+
+def test_a_rank_may_die_at_every_point(threads: LocalCluster) -> None:
+    def every_point(comm: Communicator, meetings: Sequence[threading.Barrier]) -> list[Outcome | None]:
+        return [
+            mortal_steps(comm, [point if rank == point % SIZE else None for rank in range(SIZE)], meeting, False)
+            for point, meeting in enumerate(meetings)
+        ]
+
+    outcomes = threads.run(every_point, [threading.Barrier(SIZE) for _ in range(CALLS)])
+    assert [None in of_point for of_point in zip(*outcomes, strict=True)] == [True] * CALLS
+    for of_point in zip(*outcomes, strict=True):
+        check_outcomes(of_point)
+
+
+# -- on every backend
+
+
+def alike(gradient: Tensor | None, expected: Tensor | None) -> bool:
+    assert gradient is not None and expected is not None
+    return torch.allclose(gradient, expected, rtol=1e-6, atol=1e-9)
+
+
+def dense_steps(comm: Communicator) -> list[bool]:
+    """Whether outputs and all gradients are those of a dense computation on the tokens of all ranks."""
+    own = [weight.requires_grad_() for weight in experts()]
+    dense = [weight.requires_grad_() for weight in experts()]
+    right = []
+    with Switch(comm, EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=12, dtype=torch.float64) as switch:
+        for step in range(STEPS):
+            tokens, chosen, gates = batch(comm.rank, step)
+            tokens.requires_grad_()
+            gates.requires_grad_()
+            received = switch.dispatch(tokens, chosen, gates)
+            combined = switch.combine(run_experts(switch, received, own))
+            (combined**2).sum().backward()  # type: ignore[no-untyped-call]
+            for rank in range(SIZE):
+                rows, ids, weights = batch(rank, step)
+                if rank == comm.rank:
+                    rows, weights = rows.requires_grad_(), weights.requires_grad_()
+                results = torch.einsum("nh,nkhj->nkj", rows, torch.stack(dense)[ids])
+                output = (weights.double()[:, :, None] * results).sum(1)
+                (output**2).sum().backward()  # type: ignore[no-untyped-call]
+                if rank == comm.rank:
+                    right.append(torch.allclose(combined, output, rtol=1e-12, atol=1e-12))
+                    right += [alike(mine.grad, there.grad) for mine, there in ((tokens, rows), (gates, weights))]
+        right += [alike(own[expert].grad, dense[expert].grad) for expert in switch.local_experts]
+        right.append(switch.alive == (True,) * SIZE)
+        comm.barrier()
+    return right
+
+
+def test_outputs_and_gradients_are_those_of_a_dense_model(backend: str) -> None:
+    with LocalCluster(SIZE, backend, timeout=4 * PATIENCE) as cluster:
+        assert all(right for rank in cluster.run(dense_steps) for right in rank)
+
+
+def steps_with_a_kill(comm: Communicator, victim: int) -> list[tuple[tuple[bool, ...], bool]]:
+    """Three steps. The victim kills itself between dispatch and combine of the second."""
+    seen, weights = [], experts()
+    with Switch(comm, EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=12, dtype=torch.float64) as switch:
+        for step in range(3):
+            tokens, chosen, gates = batch(comm.rank, step)
+            received = switch.dispatch(tokens, chosen, gates)
+            if (comm.rank, step) == (victim, 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            combined = switch.combine(run_experts(switch, received, weights))
+            expected = reference(switch, tokens, chosen, gates, switch.alive)
+            seen.append((switch.alive, torch.allclose(combined, expected, rtol=1e-12, atol=1e-12)))
+        total = switch.all_reduce(torch.full((100,), 2.0**comm.rank))
+        alive = sum(2.0**rank for rank in range(SIZE) if switch.alive[rank])
+        seen.append((switch.alive, bool((total == alive).all())))
+    return seen
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_killed_and_the_others_go_on_in_the_same_epoch(processes: str, victim: int) -> None:
+    with LocalCluster(SIZE, processes, timeout=4 * PATIENCE) as cluster:
+        outcomes = cluster.outcomes(steps_with_a_kill, victim)
+    everyone, living = (True,) * SIZE, tuple(rank != victim for rank in range(SIZE))
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.error is None, outcome.error
+            assert outcome.value == [(everyone, True), (living, True), (living, True), (living, True)]
+
+
+# -- copies, sums, precision
+
+
+def test_the_tokens_of_a_dead_rank_go_to_the_copies_of_its_experts(threads: LocalCluster) -> None:
+    def with_copies(comm: Communicator, meeting: threading.Barrier) -> list[Tensor]:
+        outputs: list[Tensor] = []
+        with Switch(comm, [(0, 1), (1, 2), (2, 0)], top_k=2, hidden=1, max_tokens=3) as switch:
+            for _ in range(3):
+                received = switch.dispatch(torch.ones(3, 1), torch.tensor([[0, 1], [1, 2], [2, 0]]), torch.ones(3, 2))
+                if comm.rank == 2 and len(outputs) == 1:
+                    break
+                factors = [
+                    rows * 10.0**expert for rows, expert in zip(received.split(), switch.local_experts, strict=True)
+                ]
+                outputs.append(switch.combine(torch.cat(factors)).flatten())
+        meeting.wait(PATIENCE)
+        return outputs
+
+    whole, degraded = torch.tensor([11.0, 110.0, 101.0]), torch.tensor([11.0, 10.0, 1.0])
+    for rank, outputs in enumerate(threads.run(with_copies, threading.Barrier(SIZE))):
+        expected = [whole] if rank == 2 else [whole, degraded, whole]
+        assert [output.tolist() for output in outputs] == [output.tolist() for output in expected]
+
+
+def test_a_sum_that_is_larger_than_a_frame_has_whole_ranks(threads: LocalCluster) -> None:
+    def add(comm: Communicator, meeting: threading.Barrier, point: int) -> list[float] | None:
+        with Switch(comm, SIZE, top_k=1, hidden=4, max_tokens=4) as switch:
+            if comm.rank == 1:
+                switch._links = MortalLinks(switch._links, point)  # type: ignore[assignment]
+            try:
+                return sorted(set(switch.all_reduce(torch.full((50,), 2.0**comm.rank)).tolist()))
+            except Killed:
+                return None
+            finally:
+                meeting.wait(PATIENCE)
+
+    for point in (0, 1, 3, 7, 12, 17, 23):
+        results = threads.run(add, threading.Barrier(SIZE), point)
+        assert results[0] == results[2] in ([5.0], [7.0])
+
+
+def test_bfloat16_is_added_up_in_float32(threads: LocalCluster) -> None:
+    def add(comm: Communicator) -> float:
+        with Switch(comm, 9, top_k=9, hidden=1, max_tokens=1, dtype=torch.bfloat16) as switch:
+            ids, weights = torch.arange(9)[None], torch.tensor([[1.0] + [1 / 512] * 8])
+            received = switch.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), ids, weights)
+            return float(switch.combine(received.tokens).detach())
+
+    assert threads.run(add) == [1 + 8 / 512] * SIZE  # in bfloat16 each of the small ones would vanish
+
+
+# -- what is refused
+
+
+def test_bad_input_moves_nothing_and_the_call_may_be_repeated(threads: LocalCluster) -> None:
+    def wrong_then_right(comm: Communicator) -> list[str]:
+        messages = []
+        with Switch(comm, 6, top_k=2, hidden=4, max_tokens=3) as switch:
+            ids, gates, rows = torch.tensor([[0, 5]]), torch.ones(1, 2), torch.ones(1, 4)
+            for bad in (
+                (rows, torch.tensor([[0, 6]]), gates),
+                (rows, torch.tensor([[-1, 0]]), gates),
+                (torch.ones(4, 4), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)),
+                (rows.double(), ids, gates),
+                (torch.ones(1, 5), ids, gates),
+                (rows, ids[:, :1], gates),
+                (rows, ids, torch.ones(2, 2)),
+                (rows, ids, gates.long()),
+            ):
+                if comm.rank == 1:
+                    with pytest.raises(ValueError) as refused:
+                        switch.dispatch(*bad)
+                    messages.append(str(refused.value))
+            with pytest.raises(Mismatch, match="without a dispatch"):
+                switch.combine(rows)
+            received = switch.dispatch(rows, ids, gates)
+            with pytest.raises(Mismatch, match="before combine"):
+                switch.dispatch(rows, ids, gates)
+            with pytest.raises(ValueError, match="combine needs"):
+                switch.combine(torch.ones(len(received.tokens) + 1, 4))
+            assert switch.combine(received.tokens).tolist() == [[2.0] * 4]
+            comm.barrier()
+            return messages
+
+    messages = threads.run(wrong_then_right)[1]
+    assert "0 to 5" in messages[0] and "not 0 to 6" in messages[0]
+    assert "max_tokens=3" in messages[2]
+
+
+def test_switches_that_differ_are_refused_on_all_ranks(threads: LocalCluster) -> None:
+    def differ(comm: Communicator) -> str:
+        with pytest.raises(Mismatch) as refused:
+            Switch(comm, 6, top_k=2, hidden=4, max_tokens=3 + (comm.rank == 2))
+        return str(refused.value)
+
+    assert ["rank 2" in message or "rank 0" in message for message in threads.run(differ)] == [True] * SIZE
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"experts": 2},
+        {"experts": [0, 1, 3]},
+        {"experts": [0, 1, (2, 2)]},
+        {"experts": []},
+        {"top_k": 0},
+        {"top_k": 7},
+        {"dtype": torch.int64},
+        {"silence": "ignore"},
+    ],
+)
+def test_arguments_that_make_no_switch(threads: LocalCluster, arguments: dict[str, Any]) -> None:
+    def make(comm: Communicator) -> None:
+        given = {"experts": 6, "top_k": 2, "hidden": 4, "max_tokens": 3} | arguments
+        with pytest.raises(ValueError):
+            Switch(comm, given.pop("experts"), **given)
+
+    threads.run(make)
+
+
+class LyingLinks:
+    """Links that change the heads of frames of one kind as they leave."""
+
+    def __init__(self, links: frames.Links, kind: int, word: int) -> None:
+        self._links, self._kind, self._word = links, kind, word
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._links, name)
+
+    def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
+        if kind == self._kind:
+            frame[self._word] += 1
+        self._links.send(rank, kind, frame, timeout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [(frames.OUT, 1), (frames.OUT, 2), (frames.OUT, 3), (frames.BACK, 1), (frames.BACK, 2)]
+)
+def test_a_rank_whose_counts_cannot_be_true_is_masked_and_told(threads: LocalCluster, kind: int, word: int) -> None:
+    """More rows than counts announce, counts that differ from the rows, another step's: the others are not harmed."""
+
+    def body(comm: Communicator, meeting: threading.Barrier) -> tuple[bool, ...] | str:
+        with Switch(comm, EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=12, dtype=torch.float64) as switch:
+            if comm.rank == 0:
+                switch._links = LyingLinks(switch._links, kind, word)  # type: ignore[assignment]
+            try:
+                for step in range(STEPS):
+                    tokens, chosen, gates = batch(comm.rank, step)
+                    combined = switch.combine(run_experts(switch, switch.dispatch(tokens, chosen, gates), experts()))
+                    expected = reference(switch, tokens, chosen, gates, switch.alive)
+                    assert torch.allclose(combined, expected, rtol=1e-12, atol=1e-12)
+                return switch.alive
+            except StaleEpoch as error:
+                with pytest.raises(Revoked, match="masked"):
+                    switch.dispatch(tokens, chosen, gates)
+                return str(error)
+            finally:
+                meeting.wait(PATIENCE)
+
+    told, *others = threads.run(body, threading.Barrier(SIZE))
+    assert "rank 0 is masked" in str(told)
+    assert others == [(False, True, True)] * 2
+
+
+# -- a rank that is silent, and not known to be dead
+
+
+def silent_step(comm: Communicator, meeting: threading.Barrier, silence: str) -> str | tuple[bool, ...]:
+    """Rank 1 goes silent between dispatch and combine, until the others are done."""
+    with Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, timeout=0.2, silence=silence) as switch:
+        received = switch.dispatch(torch.ones(1, 1), torch.tensor([[1]]), torch.ones(1, 1))
+        try:
+            if comm.rank == 1:
+                meeting.wait(PATIENCE)
+            switch.combine(received.tokens)
+            again = switch.dispatch(torch.ones(1, 1), torch.tensor([[0]]), torch.ones(1, 1))
+            switch.combine(again.tokens)
+            return switch.alive
+        except (OpTimeout, Revoked, StaleEpoch) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if comm.rank != 1:
+                meeting.wait(PATIENCE)
+            comm.barrier()
+
+
+def test_a_silent_rank_ends_the_switch_on_all_ranks(threads: LocalCluster) -> None:
+    messages = [str(message) for message in threads.run(silent_step, threading.Barrier(SIZE), "raise")]
+    assert all(message.startswith(("OpTimeout", "Revoked")) for message in messages)
+    assert any(message.startswith("OpTimeout") and "waiting for rank 1" in message for message in messages)
+    assert messages[1].startswith("Revoked")
+
+
+def test_a_silent_rank_is_masked_if_asked_and_learns_it(threads: LocalCluster) -> None:
+    results = threads.run(silent_step, threading.Barrier(SIZE), "mask")
+    assert results[0] == results[2] == (True, False, True)
+    assert str(results[1]).startswith("StaleEpoch: rank 1 is masked")
+
+
+def test_a_stopped_process_is_masked_if_asked() -> None:
+    def body(comm: Communicator) -> str | tuple[bool, ...]:
+        with Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, timeout=0.5, silence="mask") as switch:
+            pid = comm.peers[1].pid
+            comm.barrier()
+            if comm.rank == 1:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                for _ in range(2):
+                    received = switch.dispatch(torch.ones(1, 1), torch.tensor([[1]]), torch.ones(1, 1))
+                    switch.combine(received.tokens)
+                return switch.alive
+            except StaleEpoch as error:
+                return str(error)
+            finally:
+                if comm.rank == 0:
+                    os.kill(pid, signal.SIGCONT)
+
+    with LocalCluster(SIZE, "shm", timeout=4 * PATIENCE) as cluster:
+        results = cluster.run(body)
+    assert results[0] == results[2] == (True, False, True)
+    assert "rank 1 is masked" in str(results[1])
+
+
+def test_masking_of_silent_ranks_needs_memory_that_a_stopped_rank_cannot_keep_back() -> None:
+    def make(comm: Communicator) -> None:
+        with pytest.raises(Unsupported, match="fenced"):
+            Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, silence="mask")
+
+    with LocalCluster(2, "gloo", timeout=4 * PATIENCE) as cluster:
+        cluster.run(make)
