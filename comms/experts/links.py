@@ -7,6 +7,7 @@ rank arrive in the order in which it sent them.
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import permutations
@@ -15,6 +16,7 @@ import torch
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported
+from holdfast.comms.ops import Send
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.work import Work
 
@@ -26,7 +28,9 @@ OUT, BACK, REPORT, DECISION, ABORT = range(5)
 _FENCED = -1
 _PENDING_SECONDS = 3600.0
 """How long a message may wait for a peer that computes. The peer's own waits end much earlier."""
-_LEAVE_SECONDS = 0.5
+_LEAVE_SECONDS = 0.2
+_PAYLOAD = 1
+"""The tag of payloads."""
 
 
 class LinkGone(Exception):
@@ -82,7 +86,7 @@ def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeou
         )
     if capabilities.windows:
         return WindowLinks(comm, head, payload, fences, timeout)
-    return MessageLinks(comm, head + payload, timeout)
+    return MessageLinks(comm, head, payload, timeout)
 
 
 class WindowLinks(Links):
@@ -167,8 +171,8 @@ class MessageLinks(Links):
     Two, because the ops of a communicator run in order: a large frame on its way out would hold up those that come in.
     """
 
-    def __init__(self, comm: Communicator, most: int, timeout: float) -> None:
-        self._comm, self._most = comm, most
+    def __init__(self, comm: Communicator, head: int, payload: int, timeout: float) -> None:
+        self._comm, self._head, self._most = comm, head, payload
         self._to: dict[int, Communicator] = {}
         self._from: dict[int, Communicator] = {}
         self._sent: dict[int, Work] = {}
@@ -186,23 +190,29 @@ class MessageLinks(Links):
         return torch.zeros(words, dtype=torch.int64, device="cpu")
 
     def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
-        channel = self._to[rank]
-        with self._reported(channel):
-            size = torch.tensor([kind, len(frame)], device="cpu")
-            channel.send(size, 1, async_op=True, timeout=_PENDING_SECONDS)
-            self._sent[rank] = channel.send(frame, 1, async_op=True, timeout=_PENDING_SECONDS)
+        """Send the kind, the size of the payload and the head as one message; then the payload, if there is one."""
+        payload = frame[self._head :]
+        first = torch.cat([torch.tensor([kind, len(payload)], device="cpu"), frame[: self._head]])
+        self._issue(rank, [Send(first, 1)] + ([Send(payload, 1, _PAYLOAD)] if len(payload) else []))
+
+    def _issue(self, rank: int, messages: list[Send]) -> None:
+        with self._reported(self._to[rank]):
+            self._sent[rank] = self._to[rank].batch_send_recv(messages, async_op=True, timeout=_PENDING_SECONDS)
 
     def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
-        channel, size = self._from[rank], torch.zeros(2, dtype=torch.int64, device="cpu")
+        channel, first = self._from[rank], self.frame(2 + self._head)
         with self._reported(channel):
-            channel.recv(size, 0, timeout=timeout)
-            got, words = size.tolist()
-            if got == ABORT:
+            channel.recv(first, 0, timeout=timeout)
+            came, words = first[:2].tolist()
+            if came == ABORT:
                 raise _aborted(self._comm.epoch, rank)
-            if got != kind or not 0 <= words <= self._most:
-                raise LinkGone(f"rank {rank} announced a frame of kind {got} and {words} words; expected was {kind}")
-            frame = self.frame(words)
-            channel.recv(frame, 0, timeout=timeout)
+            if came != kind or not 0 <= words <= self._most:
+                raise LinkGone(f"rank {rank} sent a frame of kind {came} and {words} words; this rank expected {kind}")
+            if not words:
+                return first[2:]
+            frame = self.frame(self._head + words)
+            frame[: self._head] = first[2:]
+            channel.recv(frame[self._head :], 0, _PAYLOAD, timeout=timeout)
         return frame
 
     @contextlib.contextmanager
@@ -218,15 +228,17 @@ class MessageLinks(Links):
             raise
 
     def abort(self, rank: int) -> None:
-        with contextlib.suppress(HoldfastError):
-            word = torch.tensor([ABORT, 0], device="cpu")
-            self._sent[rank] = self._to[rank].send(word, 1, async_op=True, timeout=_PENDING_SECONDS)
+        with contextlib.suppress(HoldfastError, LinkGone):
+            first = self.frame(2 + self._head)
+            first[0] = ABORT
+            self._issue(rank, [Send(first, 1)])
 
     def close(self) -> None:
-        """Give the last frames a moment to arrive: a peer may still need the decision of the last step."""
+        """Give the last frames a moment to arrive: a peer that needs the decision of the last step waits for it now."""
+        until = time.monotonic() + _LEAVE_SECONDS
         for work in self._sent.values():
             with contextlib.suppress(HoldfastError):
-                work.wait(_LEAVE_SECONDS)
+                work.wait(max(until - time.monotonic(), 0.0))
         self._close_all()
 
     def _close_all(self) -> None:
