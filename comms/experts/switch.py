@@ -124,6 +124,8 @@ class Switch:
         self._payload_words = payload
         self._participants = frozenset(range(comm.size))
         self._gone: set[int] = set()
+        self._fenced: set[int] = set()
+        """Those of `_gone` that were fenced."""
         self._unread = [0] * comm.size
         """For each rank, its decisions that this rank has not read, since it did not need them."""
         self._unreadable: set[int] = set()
@@ -329,6 +331,8 @@ class Switch:
 
     def _receive(self, rank: int, kind: int) -> Tensor | None:
         """The next frame of a rank that this rank needs; None if that rank is gone."""
+        if rank in self._fenced:  # it may still send, behind what it has not sent in time
+            return None
         while self._unread[rank]:
             if self._wait(rank, frames.DECISION) is None:
                 return None
@@ -369,6 +373,7 @@ class Switch:
             self._give_up(rank, error)
         if fenced:
             self._gone.add(rank)
+            self._fenced.add(rank)
             self._begin()  # the others may have waited for the same rank, and need as long for the rest
         return fenced
 

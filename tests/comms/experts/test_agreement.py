@@ -33,14 +33,18 @@ class Step:
         self.lost: dict[int, set[int]] = {rank: set() for rank in self.ranks}
         self.decided: dict[int, frozenset[int]] = {}
         self.dead: set[int] = set()
+        self.fenced: set[int] = set()
         self.found_dead: set[tuple[int, int]] = set()
         programs = {rank: self.program(rank) for rank in self.ranks}
         waits = {rank: next(program) for rank, program in programs.items()}
-        while unfinished := [rank for rank in self.ranks if rank not in self.dead and rank not in self.decided]:
+        while unfinished := self.unfinished():
             if len(self.dead) < deaths and random.random() < 0.1:
-                self.dead.add(random.choice([rank for rank in self.ranks if rank not in self.dead]))
+                victim = random.choice([rank for rank in self.ranks if rank not in self.dead])
+                if random.random() < 0.3 and victim not in self.decided:
+                    self.fenced.add(victim)  # it was silent: it goes on, but may not decide, and is not heard any more
+                self.dead.add(victim)
                 continue
-            rank = random.choice(unfinished)
+            rank = random.choice(unfinished + [rank for rank in self.fenced if rank in waits])
             wait, answer = waits[rank], None
             if wait is not None:
                 answer = self.hear(rank, wait)
@@ -50,6 +54,10 @@ class Step:
                 waits[rank] = programs[rank].send(answer)
             except StopIteration:
                 assert rank in self.decided
+                del waits[rank]
+
+    def unfinished(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.dead and rank not in self.decided]
 
     def program(self, rank: int) -> Generator[Wait | None, Message | None, None]:
         """What a rank does: it yields what it waits for, and None after each message sent. It may die there."""
@@ -78,12 +86,16 @@ class Step:
         """The message, None if its sender is found dead, or "later"."""
         other, kind = wait
         link = self.links[other, rank]
+        if other in self.fenced and (other, rank) in self.found_dead:
+            return None
         if link and self.random.random() < 0.7:
             message = link.popleft()
             assert message[0] == kind
             return message
         if other in self.dead and (other, rank) not in self.found_dead and self.random.random() < 0.5:
             self.found_dead.add((other, rank))
+            if other in self.fenced:
+                return None
             for _ in range(self.random.randint(0, len(link))):  # the end of what it sent is lost with it
                 link.pop()
         return None if (other, rank) in self.found_dead and not link else "later"
