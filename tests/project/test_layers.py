@@ -29,7 +29,7 @@ LAYERS = {
         onesided algorithms
         collectives objects window
         communicator
-        connect
+        connect experts
         grids
         torchdist
     """,
