@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported
 from holdfast.comms.experts import links as frames
 from holdfast.comms.experts.agreement import REPORT, MaskAgreement
 from holdfast.comms.experts.links import LinkGone, open_links
@@ -134,7 +134,7 @@ class Switch:
         self._routing: _Routing | None = None
         self._weights: Tensor | None = None
         self._linked: Tensor | None = None
-        self._over: Exception | None = None
+        self._over: HoldfastError | None = None
         self._deadline = 0.0
         self._choose_owners()
 
@@ -349,7 +349,7 @@ class Switch:
                 self._gone.add(rank)
                 return None
             except Revoked as error:
-                self._over = error
+                self._over = error.again()
                 raise
             except OpTimeout as error:
                 if not self._masks_silent or has_decided:
@@ -383,7 +383,7 @@ class Switch:
     def _give_up(self, rank: int, error: OpTimeout) -> NoReturn:
         """End the switch on all ranks: `rank` is silent, which is no proof that it is gone."""
         failure = OpTimeout(f"step {self._step} of a switch", self._step, self.timeout, (rank,))
-        self._over = failure
+        self._over = failure.again()
         for other in self._others():
             self._links.abort(other)
         raise failure from error
@@ -511,11 +511,12 @@ class Switch:
         return masked
 
     def _raise_masked(self) -> NoReturn:
-        self._over = StaleEpoch(
+        masked = StaleEpoch(
             f"rank {self.rank} is masked: the others did not hear it in time, or could not read what it sent; "
             "they go on without it, so rebuild and rejoin in the next epoch"
         )
-        raise self._over
+        self._over = masked.again()
+        raise masked
 
     def _tell(self, ranks: Sequence[int], kind: int, named: frozenset[int]) -> None:
         """Send the ranks in `named` to others."""
