@@ -7,13 +7,14 @@ comm.all_reduce(tensor)
 
 from holdfast.comms import experts
 from holdfast.comms.communicator import Communicator, CommunicatorInfo
-from holdfast.comms.connect import connect, connect_members
+from holdfast.comms.connect import connect, connect_members, unconnected
 from holdfast.comms.errors import (
     BackendUnavailable,
     CorruptData,
     HoldfastError,
     Mismatch,
     NonFinite,
+    NotConnected,
     OpTimeout,
     PeerFailed,
     RegionGone,
@@ -44,6 +45,7 @@ __all__ = [
     "Mesh",
     "Mismatch",
     "NonFinite",
+    "NotConnected",
     "OpTimeout",
     "PeerFailed",
     "PreparedOp",
@@ -69,5 +71,6 @@ __all__ = [
     "memory",
     "mesh",
     "register",
+    "unconnected",
     "unregister",
 ]

@@ -10,11 +10,11 @@ import importlib.metadata
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
 import torch
 
@@ -36,7 +36,7 @@ from holdfast.comms.system import forks
 from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.window_memory import WindowMemory
 from holdfast.comms.window import ATOMIC_DTYPES, Exposure, Window, WindowInfo, check_exposable, shapes_of_all
-from holdfast.comms.work import Work
+from holdfast.comms.work import DONE, Work
 
 Tensor = torch.Tensor
 
@@ -68,6 +68,33 @@ class CommunicatorInfo:
     hints: Mapping[str, Value | None]
 
 
+class Connector(Protocol):
+    """What a communicator needs of `connect`, for its splits and for other members."""
+
+    @property
+    def connect_part(self) -> Callable[..., Communicator]: ...
+
+    @property
+    def make_handle(self) -> Callable[[Communicator], tuple[str, object]]: ...
+
+    @property
+    def check_members_of(self) -> Callable[..., object]: ...
+
+    @property
+    def connect_members_of(self) -> Callable[..., Communicator]: ...
+
+
+class Membership:
+    """What stays of a communicator when it gets other members: what it was asked for, its handle and name."""
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()
+        self.request, self.handle, self.name = "", "", ""
+        self.store: object = None
+        """Where the members meet if this is the first of them. Held, since it ends with its last reference."""
+        self.used: set[int | str] = set()
+
+
 class Communicator(CollectiveCalls):
     """The connected ranks of one epoch. Made by `holdfast.comms.connect`; a context manager.
 
@@ -84,34 +111,40 @@ class Communicator(CollectiveCalls):
         transport: Transport,
         context: Context,
         info: BackendInfo,
-        connect_part: Callable[..., Communicator],
+        connector: Connector,
         *,
         timeout: float,
         check: bool = False,
         on_close: Callable[[], None] | None = None,
         recorder: Recorder | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.device: torch.device = transport.device or context.device
         super().__init__(
             transport,
             ArgumentChecks(context.rank, context.size, self.device, info),
-            Executor(transport, context, timeout, check, on_close, context.journal),
+            Executor(transport, context, timeout, check, on_close, context.journal, hooks),
         )
         self.name: str = context.name
         self.epoch: int = context.epoch
         self.backend: str = info.name
         self._context, self._info = context, info
-        self._connect_part = connect_part
+        self._connector = connector
+        self._membership = Membership()
         self._recorder = recorder
         self._splits: MeetingCounters[tuple[int, ...]] = MeetingCounters()
         self._windowed, self._atomics = info.capabilities.windows, info.capabilities.atomics
         self._windows: list[Window] = []
         self._memories: list[WindowMemory] = []
-        self._dropped = weakref.finalize(self, _dropped, self._executor, self._memories, repr(self))
-        self._dropped.atexit = False
+        self._watch_drop()
         forks.refuse_in_children(
             self, f"communicator {self.name!r}", ("rank", "size", "name", "epoch", "device", "backend")
         )
+
+    def _watch_drop(self) -> None:
+        """Close this communicator if it is garbage-collected unclosed."""
+        self._dropped = weakref.finalize(self, _dropped, self._executor, self._memories, repr(self))
+        self._dropped.atexit = False
 
     def __repr__(self) -> str:
         over = self._executor.over
@@ -337,7 +370,7 @@ class Communicator(CollectiveCalls):
             raise ValueError(f"split: name must be a new one, of 1 to {_MOST_NAME} characters, not {name!r:.80}")
         if self.rank not in members:
             return None
-        part = self._connect_part(
+        part = self._connector.connect_part(
             self,
             members,
             self._splits.of(members),
@@ -351,6 +384,53 @@ class Communicator(CollectiveCalls):
         part._executor.split_from = self.name, members
         self._executor.abort_part_on_end(part._executor)
         return part
+
+    def handle(self) -> str:
+        """This process's handle, for `reconfigure` in the processes that it will be connected with.
+
+        A text of a few hundred bytes, the same for the life of this object. From the first call on this process listens
+        on an address of its own (HOLDFAST_HOST, else loopback) until this object is collected.
+        """
+        membership = self._membership
+        with membership.turn:
+            if not membership.handle:
+                membership.handle, membership.store = self._connector.make_handle(self)
+            return membership.handle
+
+    def reconfigure(
+        self,
+        uuid: int | str,
+        handles: Sequence[str] | Set[str],
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Become the communicator of exactly the processes in `handles`; collective over them.
+
+        All call it within `timeout` seconds. A list is in rank order; a set is sorted, alike in all processes. `uuid`
+        names this change, and is a new one for each. Pending ops raise `Revoked`. A member that is left out learns it
+        from its next op; it joins again when its handle is passed again. This object then has another rank, size, epoch
+        and name; hooks, callbacks and hints stay, but for those in `hints`. It works after an abort, a failed op, a
+        `close`, and the death of members that are left out. The members meet in the process of the first.
+
+        Raises, before anything changes, ValueError for malformed or repeated handles, or if this process's own is
+        missing; `Mismatch` for those of another job, version or device; `BackendUnavailable` if the members have no
+        backend in common; HoldfastError if `uuid` was used before; `PeerFailed` if one of them is gone. After that the
+        errors of `connect`: then this communicator is over, and may be reconfigured again. Returns a work that is done.
+        """
+        membership = self._membership
+        with membership.turn:
+            limit = seconds_or(timeout, self._executor.timeout)
+            fresh = self._connector.connect_members_of(self, uuid, handles, limit, hints)
+            fresh._executor.inherit_callbacks(self._executor)
+            fresh._dropped.detach()
+            self._dropped.detach()
+            self.__dict__.update({**fresh.__dict__, "_membership": membership})
+            self._watch_drop()
+        return DONE
+
+    def check_members(self, uuid: int | str, handles: Sequence[str] | Set[str], hints: Hints | None = None) -> None:
+        """Raise what `reconfigure` with these arguments raises before anything changes."""
+        self._connector.check_members_of(self, uuid, handles, hints)
 
     def in_its_ranks(self, failure: HoldfastError) -> HoldfastError:
         """Translate the ranks in `failure`, an error of this communicator or a split of it, to ranks of this one."""

@@ -8,32 +8,49 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from holdfast.comms import rendezvous as places
+from holdfast.comms.algorithms.message_passing.exchange import Posted
+from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.communicator import Communicator, discard_unconnected
-from holdfast.comms.errors import BackendUnavailable, HoldfastError, Mismatch, OpTimeout, Unsupported, again
+from holdfast.comms.errors import (
+    BackendUnavailable,
+    HoldfastError,
+    Mismatch,
+    OpTimeout,
+    PeerFailed,
+    Unsupported,
+    again,
+)
+from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins.hints import Hints, Value, parse_hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo, Unavailable
 from holdfast.comms.quantities import integer, seconds
+from holdfast.comms.rendezvous import tcp
+from holdfast.comms.rendezvous.handles import VERSION, Members, ProcessHandle, epoch_of, fingerprint, parse_members
+from holdfast.comms.rendezvous.meeting_store import StoreSilent
 from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, MeetingCounters, OfferExchange, connected_nonces
 from holdfast.comms.rendezvous.offers import Offer, shorten
+from holdfast.comms.rendezvous.own_store import LOOPBACK, address_for, own_store
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import flag, own_address
 from holdfast.comms.system.keys import job_key
 from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.comms.system.signal_safety import shared_lock
-from holdfast.comms.transport.base import Context, Peer, Transport
-from holdfast.comms.transport.liveness import this_process
+from holdfast.comms.transport.base import Context, Link, Peer, Transport
+from holdfast.comms.transport.liveness import is_gone, this_host, this_process
 
 log = logging.getLogger("holdfast.comms")
 
@@ -133,7 +150,7 @@ def connect(
         del place
         decide = functools.partial(_choose, rank=exchange.place.rank, name=name)
         with exchange.meeting(offer, decide) as meeting:
-            return _build(
+            communicator = _build(
                 meeting.decision,
                 functools.partial(
                     Context,
@@ -152,6 +169,8 @@ def connect(
                 hints=hints,
                 on_close=functools.partial(_release_rank, identity, exchange.place, offer.nonce),
             )
+            communicator._membership.request = backend
+            return communicator
     except BaseException:
         _release_rank(identity, None, offer.nonce)
         raise
@@ -206,6 +225,144 @@ def connect_part(
         )
 
 
+def unconnected(
+    backend: str = "auto",
+    *,
+    name: str = "default",
+    device: str | torch.device | None = None,
+    timeout: float = 30.0,
+    hints: Hints | None = None,
+) -> Communicator:
+    """Make a communicator without members: its ops raise `NotConnected` until `reconfigure` has been called.
+
+    The arguments are those of `connect`. Its rank is -1 and its size 0. Raises `BackendUnavailable` if this process can
+    run none of the backends.
+    """
+    where = torch.device("cpu" if device is None else device)
+    runnable, unavailable = _runnable_with_hints(backend, where, hints)
+    if not runnable:
+        raise _none_available(backend, unavailable)
+    info = registry().backend(runnable[0]).info
+    context = Context(0, 1, name, 0, where, dist.HashStore(), (this_process(),), 0.0, links=info.links)
+    given = _parse_hints(info.name, hints)
+    communicator = Communicator(
+        Unconnected(context), replace(context, hints=given), info, _CONNECTOR, timeout=seconds(timeout)
+    )
+    communicator.rank, communicator.size = -1, 0
+    communicator._executor.begin_unconnected()
+    communicator._membership.request = backend
+    return communicator
+
+
+def make_handle(communicator: Communicator) -> tuple[str, object]:
+    """This process's handle as a member, and the store that it names, which lives as long as it is held."""
+    device, request = communicator.device, communicator._membership.request
+    runnable, _ = _runnable_with_hints(request or communicator.backend, device, communicator._context.hints)
+    address = address_for(communicator.peers) if own_address() == "" else own_address()
+    store = own_store(address, communicator._executor.timeout)
+    handle = ProcessHandle(
+        VERSION,
+        fingerprint(job_key()),
+        this_process(),
+        next(_handle_numbers),
+        device.type,
+        tuple(runnable),
+        f"{address}:{store.port}",
+    )
+    return handle.encode(), store
+
+
+def check_members_of(
+    communicator: Communicator, uuid: int | str, handles: Sequence[str] | Set[str], hints: Hints | None
+) -> _Reconfiguration:
+    """See `Communicator.check_members`."""
+    epoch, members = epoch_of(uuid), parse_members(handles, communicator.handle())
+    if uuid in communicator._membership.used:
+        raise HoldfastError(f"reconfigure: uuid {uuid!r} was already used; take a new one")
+    if gone := [rank for rank, peer in enumerate(members.peers) if is_gone(peer)]:
+        raise PeerFailed(gone, "its process has ended")
+    chosen = choose_backend(",".join(members.backends), members.peers, communicator.device)
+    return _Reconfiguration(
+        epoch, members, chosen, _parse_hints(chosen, {**communicator._context.hints, **(hints or {})})
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reconfiguration:
+    """What is to become of a communicator."""
+
+    epoch: int
+    members: Members
+    backend: str
+    hints: dict[str, Value]
+
+
+@reraise_local_cause("connecting")
+def connect_members_of(
+    communicator: Communicator,
+    uuid: int | str,
+    handles: Sequence[str] | Set[str],
+    timeout: float,
+    hints: Hints | None,
+) -> Communicator:
+    """See `Communicator.reconfigure`: ends what `communicator` was, and returns what it is to become."""
+    deadline = time.monotonic() + timeout
+    change = check_members_of(communicator, uuid, handles, hints)
+    members, membership = change.members, communicator._membership
+    membership.name = membership.name or communicator.name
+    membership.used.add(uuid)
+    communicator.close()
+    place = _place_of(members, membership.store, timeout)
+    scope = f"reconfigure/{members.handles[0].number}/{uuid}"  # communicators of the first's process share its store
+    exchange = OfferExchange(place, scope, MeetingCounter(), deadline=deadline, timeout=timeout, key=job_key())
+    agreed = {"the handles": f"of digest {members.digest}", **_as_texts(change.hints)}
+    size = len(members.handles)
+    with exchange.meeting(_offer(size, [change.backend], {}, agreed), lambda offers: None) as meeting:
+        return connect_members(
+            change.backend,
+            rank=members.rank,
+            size=size,
+            store=meeting.store,
+            peers=members.peers,
+            epoch=change.epoch,
+            name=f"{membership.name}/{uuid}",
+            device=communicator.device,
+            timeout=max(0.0, deadline - time.monotonic()),
+            op_timeout=communicator._executor.timeout,
+            recorder=communicator._recorder,
+            address=own_address(),
+            hints=change.hints,
+            hooks=communicator.hooks,
+        )
+
+
+def _place_of(members: Members, own: object, timeout: float) -> places.MeetingPlace:
+    """The store of the first member, where all meet."""
+    first = members.handles[0]
+    key = f"own:{first.at}"
+    if members.rank == 0:
+        assert isinstance(own, dist.Store)
+        return places.MeetingPlace(0, len(members.handles), own, key, first.at, served=True, by_rank_0=True)
+
+    def check_first() -> None:
+        if is_gone(first.peer):
+            raise PeerFailed((0,), "its process has ended")
+
+    host, port = first.place
+    if host == LOOPBACK and first.peer.host != this_host():
+        raise HoldfastError(
+            f"the first member listens on {host} alone, and is on another host; set HOLDFAST_HOST there to an address "
+            "that the others reach, or pass another handle first"
+        )
+    began = time.monotonic()
+    try:
+        store = tcp.dial(host, port, timeout, check_abort=check_first)
+    except tcp.NoAnswer as error:
+        check_first()
+        raise StoreSilent(first.at, time.monotonic() - began, (0,)) from error
+    return places.MeetingPlace(members.rank, len(members.handles), store, key, first.at, by_rank_0=True)
+
+
 @contextlib.contextmanager
 def _naming_members(whole: Communicator, members: Sequence[int]) -> Iterator[None]:
     """Let errors of a part, which name its ranks, say which ranks of the whole these are."""
@@ -242,6 +399,7 @@ def connect_members(
     connect_payload: Sequence[int] = (),
     address: str = "",
     hints: Hints | None = None,
+    hooks: Hooks | None = None,
 ) -> Communicator:
     """Connect ranks that know each other already, without negotiation: for the rebuild of an epoch.
 
@@ -250,7 +408,8 @@ def connect_members(
     that `over()` returns, once it returns one. `recorder` makes the journals of this communicator and of its splits.
     `previous` is the communicator of the epoch before, aborted and not closed; the backend may reuse its parts. The
     backend may deliver `connect_payload` to the other ranks (`Communicator.connect_payloads`). `address` is where the
-    other ranks reach this host. `hints` are the backend's, as in `connect`.
+    other ranks reach this host. `hints` are the backend's, as in `connect`;
+    `hooks` go on from a communicator that this one replaces.
     """
     info = registry().backend(backend).info
     connecting = True
@@ -277,6 +436,7 @@ def connect_members(
         check=checks_are_on(),
         hints=hints,
         recorder=recorder,
+        hooks=hooks,
     )
     connecting = False
     return communicator
@@ -308,6 +468,54 @@ def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], di
     return runnable, unavailable
 
 
+def _runnable_with_hints(backend: str, device: torch.device, hints: Hints | None) -> tuple[list[str], dict[str, str]]:
+    """As `runnable_backends`, of those that have all of the hints."""
+    runnable, unavailable = runnable_backends(backend, device)
+    lacking = _without_hints(runnable, unavailable, hints)
+    return [name for name in runnable if name not in lacking], {**unavailable, **lacking}
+
+
+@dataclass(frozen=True, slots=True)
+class _Connector:
+    """See `holdfast.comms.communicator.Connector`."""
+
+    connect_part: Callable[..., Communicator] = connect_part
+    make_handle: Callable[[Communicator], tuple[str, object]] = make_handle
+    check_members_of: Callable[..., object] = check_members_of
+    connect_members_of: Callable[..., Communicator] = connect_members_of
+
+
+_CONNECTOR = _Connector()
+_handle_numbers = itertools.count()
+
+
+class Unconnected(MessageTransport):
+    """The transport of a communicator without members, of which no op is called."""
+
+    medium = "not connected"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, Link(1e-6, 1e9))
+
+    def _agree(self, context: Context, link: Link) -> Link:
+        return link
+
+    def _post_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Posted:
+        raise AssertionError("the executor refuses all ops")
+
+    def _post_recv(self, tensor: torch.Tensor, src: int, tag: int) -> Posted:
+        raise AssertionError("the executor refuses all ops")
+
+    def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
+        raise AssertionError("the executor refuses all ops")
+
+    def abort(self, error: HoldfastError) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 def _build(
     info: BackendInfo,
     make_context: Callable[..., Context],
@@ -323,7 +531,7 @@ def _build(
 
     def build(transport: Transport) -> None:
         discard()
-        built.append(Communicator(transport, context, info, connect_part, timeout=timeout, check=check, **more))
+        built.append(Communicator(transport, context, info, _CONNECTOR, timeout=timeout, check=check, **more))
 
     def discard() -> None:
         while built:

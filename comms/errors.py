@@ -174,6 +174,16 @@ class Revoked(HoldfastError):
         super().__init__(f"the communicator of epoch {epoch} is over: {reason}; use the next one")
 
 
+class NotConnected(HoldfastError):
+    """The communicator has no members yet: it was made by `unconnected`."""
+
+    def __init__(self, communicator: str) -> None:
+        self.communicator = communicator
+        super().__init__(
+            f"communicator {communicator!r} is not connected yet; pass reconfigure() the handles of its members first"
+        )
+
+
 class RegionGone(HoldfastError):
     """The exposed memory was closed, or its process died. Data that was read must not be used."""
 

@@ -25,6 +25,7 @@ from holdfast.comms.arithmetic import SCALED
 from holdfast.comms.errors import (
     ConcurrentCall,
     HoldfastError,
+    NotConnected,
     OpTimeout,
     PeerFailed,
     Revoked,
@@ -73,6 +74,7 @@ class Executor:
         check: bool,
         on_close: Callable[[], None] | None,
         journal: Journal | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.timeout = seconds(timeout)
         self._journal = journal
@@ -81,7 +83,8 @@ class Executor:
         self._peers = context.peers
         self._agreement = Agreement(transport) if check and context.size > 1 else None
         self._on_close = on_close
-        self.hooks = Hooks(context.name, context.epoch, context.rank)
+        self.hooks = hooks or Hooks(context.name, context.epoch, context.rank)
+        self.hooks.move_to(context.name, context.epoch, context.rank)
         self._order = _native.Order()
         self._ending = HandlerLock()
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -296,6 +299,8 @@ class Executor:
 
     def _raise_revoked(self) -> None:
         over = self._over
+        if isinstance(over, NotConnected):
+            raise over.again()
         raise Revoked(self._epoch, over.reason if isinstance(over, Revoked) else str(over)) from over
 
     def _enqueue(self, op: _IssuedOp, body: Body, deadline: float) -> Work:
@@ -389,6 +394,16 @@ class Executor:
 
     def _end_of_whole(self, error: HoldfastError) -> Revoked:
         return Revoked(self._epoch, f"{self._name!r}, which it was split from, is over: {error}")
+
+    def begin_unconnected(self) -> None:
+        """Refuse all ops until this executor is replaced."""
+        self._over, self._order.over = NotConnected(self._name), True
+        self._closed = self._released = True
+
+    def inherit_callbacks(self, earlier: Executor) -> None:
+        """Take over the abort callbacks of the executor before this one, which were not called."""
+        self._abort_callbacks += [each for each in earlier._abort_callbacks if each != self.hooks.aborted]
+        earlier._abort_callbacks.clear()
 
     def close_when_done(self) -> None:
         """Wait for the ops that were issued, then close. For a collected communicator: a work may still be awaited."""

@@ -84,6 +84,10 @@ class Hooks:
         self.plugins_changed()
         return HookHandle(remove)
 
+    def move_to(self, communicator: str, epoch: int, rank: int) -> None:
+        """Go on as the hooks of a communicator that has been reconfigured."""
+        self._identity = communicator, epoch, rank
+
     def plugins_changed(self) -> None:
         """Set `observed` anew."""
         self.observed = self._registry.observed or bool(self._before or self._after)

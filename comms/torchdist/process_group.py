@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
+from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.quantities import time_left
 from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
@@ -32,7 +33,7 @@ from holdfast.comms.torchdist.group_store import group_store
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
-from holdfast.comms.torchdist.reconfigure import check_request, connect_requested, member_handle, parse_request
+from holdfast.comms.torchdist.reconfigure import parse_request
 from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.torchdist.works import ReceivedFrom, TorchWork
 from holdfast.comms.work import DONE, Work
@@ -44,8 +45,6 @@ Issue = Callable[[bool, float], Work]
 
 _RECORDS = hasattr(c10d, "_maybe_attach_flight_recorder")
 """torch from 2.15 on attaches a flight recorder to a new group that has devices, which needs torch's own backend."""
-
-_numbers = itertools.count()
 
 
 def refused(name: str, instead: str) -> Callable[..., Any]:
@@ -94,9 +93,6 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._monitored = self._monitored_barrier("")
         self._name, self._description = "", "undefined"
         self._issued = 0
-        self._number = next(_numbers)
-        self._root = communicator.name
-        self._used: set[int] = set()
         self._hooks = Hooks(communicator.rank, nan_check_is_on())
         self._messages = itertools.count(1)
         self._extension, self._extended = 0.0, list[Work]()
@@ -537,32 +533,30 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     def get_reconfigure_handle(self) -> str:
         """This member's handle, for `reconfigure` on the members of its next group."""
-        return member_handle(self.options.backend, self.communicator.device, self._number)
+        return self.communicator.handle()
 
     def reconfigure(
-        self, given: Any, handles: Sequence[str] | None = None, timeout: timedelta | float | None = None
+        self,
+        given: Any,
+        handles: Sequence[str] | Set[str] | None = None,
+        timeout: timedelta | float | None = None,
+        hints: Hints | None = None,
     ) -> TorchWork:
-        """Continue as the group of the members in `handles`, in rank order; collective over these members.
+        """Continue as the group of the members in `handles`: see `Communicator.reconfigure`; collective over these.
 
-        Takes torch 2.14's `ReconfigureOptions`, or `(uuid, handles, timeout)`. Pending ops raise `Revoked`, or
+        Takes torch 2.14's `ReconfigureOptions`, or `(uuid, handles, timeout, hints)`. Pending ops raise `Revoked`, or
         `PeerFailed` if another member left first; an op that this rank has completed still completes on the others.
-        Rank and size are new when this returns. Works after an abort, and after the death of members that are left
-        out. Raises ValueError (bad handles) and RuntimeError (the uuid was used before), which change nothing; or the
-        errors of `connect`, after which `reconfigure` may be called again.
+        Rank and size are new when this returns.
         """
-        request = parse_request(given, handles, timeout)
+        request = parse_request(given, handles, timeout, hints)
         with self._turn:
-            if request.uuid in self._used:
-                raise HoldfastError(f"reconfigure: uuid {request.uuid} was already used; take a new one")
-            check_request(request, self.get_reconfigure_handle())
-            self._used.add(request.uuid)
-            device = self.communicator.device
-            self.shutdown()
-            own = self.get_reconfigure_handle()
-            self.communicator = connect_requested(request, own, self._store, self._root, device, self._timeout)
-            self._p2p = P2PChannels(self.communicator, self._timeout)
+            communicator, limit = self.communicator, request.timeout or self._timeout
+            communicator.check_members(request.uuid, request.handles, request.hints)
+            self._p2p.close()
+            communicator.reconfigure(request.uuid, request.handles, limit, request.hints)
+            self._p2p = P2PChannels(communicator, self._timeout)
             self._monitored = self._monitored_barrier(f"reconfigured/{request.uuid}")
-            self._hooks.rank = self.communicator.rank
+            self._hooks.rank = communicator.rank
         return TorchWork([DONE], [], self._timeout, self._issued)
 
     def get_error(self) -> Any:

@@ -5,7 +5,7 @@ The session owns the communicator: the group ends with the epoch, and the next e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import Revoked, Unsupported
+from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.untraced import untraced
@@ -54,7 +55,11 @@ class SessionProcessGroup(HoldfastProcessGroup):
         return ours.split(ranks)
 
     def reconfigure(
-        self, given: Any, handles: Sequence[str] | None = None, timeout: timedelta | float | None = None
+        self,
+        given: Any,
+        handles: Sequence[str] | Set[str] | None = None,
+        timeout: timedelta | float | None = None,
+        hints: Hints | None = None,
     ) -> TorchWork:
         raise Unsupported("to reconfigure a session's process group", "the session decides who its members are")
 

@@ -7,10 +7,7 @@ group's own store, which often ends with rank 0, is not asked.
 from __future__ import annotations
 
 import secrets
-import socket
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,26 +17,9 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreSilent
+from holdfast.comms.rendezvous.own_store import address_for, own_store
 from holdfast.comms.rendezvous.seal import Seal
-from holdfast.comms.system import forks
-from holdfast.comms.system.environment import own_address
 from holdfast.comms.system.keys import job_key
-
-_LOOPBACK = "127.0.0.1"
-
-_lock = threading.Lock()
-_serving: weakref.WeakValueDictionary[str, dist.TCPStore] = weakref.WeakValueDictionary()
-"""By address, the store that the groups of this process share."""
-
-
-@forks.run_in_children
-def _begin_child() -> None:
-    """Forget the parent's stores: their threads do not exist in a forked child."""
-    global _lock
-    _lock = threading.Lock()
-    for store in _serving.values():
-        forks.never_destroy(store)
-    _serving.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +42,8 @@ class PairStores:
         self._own: dist.TCPStore | None = None
         self._places: list[tuple[str, int, str]] = []
         if group.size > 1:
-            address = _address(group)
-            self._own = _serve(address, timeout)
+            address = address_for(group.peers)
+            self._own = own_store(address, timeout)
             # The scope is new for each group of a process: its keys are those of no group before.
             self._places = group.all_gather_object((address, self._own.port, secrets.token_hex(8)), timeout)
 
@@ -98,27 +78,3 @@ class PairStores:
     def close(self) -> None:
         """End this process's store, unless another group uses it."""
         self._own = None
-
-
-def _serve(address: str, timeout: float) -> dist.TCPStore:
-    with _lock:
-        store = _serving.get(address)
-        if store is None:
-            store = _serving[address] = tcp.serve(address, 0, timeout)
-        return store
-
-
-def _address(group: Communicator) -> str:
-    """Where the other ranks reach this process: loopback on one host, else what HOLDFAST_HOST or the like says.
-
-    Without that it is what this host's name stands for, as for gloo.
-    """
-    if len({peer.host for peer in group.peers}) == 1:
-        return _LOOPBACK
-    try:
-        return own_address() or socket.gethostbyname(socket.gethostname())
-    except OSError as error:
-        raise HoldfastError(
-            f"this host's name has no address ({error}), and the other ranks are on other hosts; set "
-            "HOLDFAST_INTERFACE to an address that they reach"
-        ) from error

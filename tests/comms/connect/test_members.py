@@ -1,0 +1,306 @@
+"""`handle` and `reconfigure`: a communicator gets other members, without a session, on every transport."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import comms
+from holdfast.comms import (
+    BackendUnavailable,
+    Communicator,
+    HoldfastError,
+    Mismatch,
+    NotConnected,
+    PeerFailed,
+    Revoked,
+)
+from holdfast.comms.rendezvous.handles import epoch_of, parse_members
+from holdfast.harness import LocalCluster
+from support.waiting import PATIENCE
+
+
+def total(comm: Communicator) -> float:
+    tensor = torch.full((3,), comm.rank + 1.0)
+    comm.all_reduce(tensor)
+    assert len(set(tensor.tolist())) == 1
+    return tensor[0].item()
+
+
+class Notes:
+    """What the ranks of a test tell each other beside their communicator: files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, name: str, text: str) -> None:
+        draft = self._folder / f".{name}"
+        draft.write_text(text)
+        draft.rename(self._folder / name)
+
+    def read(self, name: str) -> str:
+        until = time.monotonic() + PATIENCE
+        while not (self._folder / name).exists():
+            assert time.monotonic() < until, f"{name} was not written"
+            time.sleep(0.005)
+        return (self._folder / name).read_text()
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
+def test_three_ranks_become_two_by_a_death_and_three_by_a_new_process(backend: str, tmp_path: Path) -> None:
+    """Rank 0 dies, where the others met. Rank 3 has had no communicator before."""
+    notes = Notes(tmp_path)
+
+    def body(outer: Communicator) -> list[Any]:
+        number, seen = outer.rank, list[Any]()
+        comm = comms.unconnected(backend, timeout=PATIENCE)
+        notes.write(f"handle-{number}", comm.handle())
+        with comm:
+            if number < 3:
+                comm.reconfigure(1, [notes.read(f"handle-{rank}") for rank in range(3)])
+                seen.append((comm.rank, comm.size, total(comm)))
+                if number == 0:
+                    if backend == "inproc":
+                        comm.abort("leaves")
+                        return seen
+                    os.kill(os.getpid(), signal.SIGKILL)
+                with pytest.raises((PeerFailed, Revoked)):
+                    while True:
+                        total(comm)
+                comm.reconfigure("two", {notes.read(f"handle-{rank}") for rank in (1, 2)})
+                in_order = sorted(notes.read(f"handle-{rank}") for rank in (1, 2))
+                assert comm.rank == in_order.index(comm.handle())
+                seen.append((comm.size, total(comm)))
+            comm.reconfigure(3, [notes.read(f"handle-{rank}") for rank in (3, 1, 2)])
+            seen.append((comm.rank, comm.size, comm.epoch, total(comm)))
+            comm.barrier()
+        return seen
+
+    with LocalCluster(4, backend, timeout=60.0) as cluster:
+        outcomes = cluster.outcomes(body)
+    values = [outcome.value for outcome in outcomes]
+    assert values[1:] == [
+        [(1, 3, 6.0), (2, 3.0), (1, 3, 3, 6.0)],
+        [(2, 3, 6.0), (2, 3.0), (2, 3, 3, 6.0)],
+        [(0, 3, 3, 6.0)],
+    ], [outcome.error for outcome in outcomes]
+
+
+def test_a_new_process_joins_by_its_handle_alone(tmp_path: Path) -> None:
+    """The processes share no store, rendezvous or parent's communicator: each gets the handles as texts."""
+    program = (
+        "import sys; from holdfast import comms; import torch\n"
+        "comm = comms.unconnected('shm', timeout=60)\n"
+        "print(comm.handle(), flush=True)\n"
+        "comm.reconfigure(5, [sys.stdin.readline().strip(), comm.handle()])\n"
+        "comm.all_reduce(torch.ones(1)); comm.close()\n"
+    )
+    joiner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert joiner.stdin is not None and joiner.stdout is not None
+        with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting", timeout=PATIENCE) as comm:
+            theirs = joiner.stdout.readline().strip()
+            joiner.stdin.write(comm.handle() + "\n")
+            joiner.stdin.flush()
+            comm.reconfigure(5, [comm.handle(), theirs])
+            ones = torch.ones(1)
+            comm.all_reduce(ones)
+            assert (comm.size, comm.name, ones.item()) == (2, "default/5", 2.0)
+        assert joiner.wait(PATIENCE) == 0
+    finally:
+        joiner.kill()
+        joiner.communicate()
+
+
+def alone(path: Path, **named: Any) -> Communicator:
+    return comms.connect("shm", rank=0, size=1, rendezvous=f"file://{path}/meeting", **named)
+
+
+def test_an_unconnected_communicator_says_so_until_it_has_members() -> None:
+    with comms.unconnected("shm", hints={"spins": 5}) as comm:
+        assert (comm.rank, comm.size, comm.info.transport) == (-1, 0, "not connected")
+        for call in (lambda: comm.all_reduce(torch.ones(1)), comm.barrier, lambda: comm.all_gather_object(1)):
+            with pytest.raises(NotConnected, match="reconfigure"):
+                call()
+        assert isinstance(comm.over, NotConnected)
+        comm.reconfigure(1, [comm.handle()]).wait()
+        assert (comm.rank, comm.size, total(comm), comm.over) == (0, 1, 1.0, None)
+        assert comm.info.hints["spins"] == 5
+    with pytest.raises(BackendUnavailable):
+        comms.unconnected("no_such")
+    with pytest.raises(ValueError, match="unknown hint"):
+        comms.unconnected("shm", hints={"no_such": 1})
+
+
+def test_handles_are_short_texts_that_stay(tmp_path: Path) -> None:
+    with alone(tmp_path) as comm, comm.split([0]) as other:
+        handle = comm.handle()
+        assert len(handle) < 600 and json.loads(handle)["peer"]["pid"] == os.getpid()
+        assert handle == comm.handle() != other.handle()
+        comm.reconfigure(1, [handle])
+        assert comm.handle() == handle
+
+
+def changed(handle: str, **fields: Any) -> str:
+    return json.dumps({**json.loads(handle), **fields})
+
+
+def bad_handles(own: str) -> list[tuple[Any, type[BaseException], str]]:
+    other = changed(own, number=999_999)
+    return [
+        ([], ValueError, "0 handles"),
+        ([other], ValueError, "own handle is not among the 1"),
+        ([own, own], ValueError, "rank 0 and rank 1 are the same"),
+        ([own, "{}"], ValueError, "no handle of a process"),
+        ([own, "x" * 10_000], ValueError, "10000 characters"),
+        ([own, changed(own, at="nowhere")], ValueError, "no handle of a process"),
+        ([own, changed(own, more=1)], ValueError, "no handle of a process"),
+        ([own, 7], TypeError, "a handle is a text"),
+        (own, TypeError, "a list or a set"),
+        ([own, changed(other, version=2)], Mismatch, "version 2, this process reads 1"),
+        ([own, changed(other, job="another")], Mismatch, r"rank 1 is of another job .*HOLDFAST_KEY_FILE"),
+        ([own, changed(other, device="cuda")], Mismatch, "another device"),
+        ([own, changed(other, backends=["mpi"])], BackendUnavailable, "none in common"),
+        ([own, changed(other, peer={**json.loads(own)["peer"], "started": 1})], PeerFailed, "has ended"),
+    ]
+
+
+def test_bad_handles_change_nothing(tmp_path: Path) -> None:
+    with alone(tmp_path) as comm:
+        reasons: list[HoldfastError] = []
+        comm.add_abort_callback(reasons.append)
+        for handles, error, said in bad_handles(comm.handle()):
+            with pytest.raises(error, match=said):
+                comm.reconfigure(1, handles)
+            assert total(comm) == 1.0
+        with pytest.raises(ValueError, match="unknown hint"):
+            comm.reconfigure(1, [comm.handle()], hints={"no_such": 1})
+        comm.reconfigure(1, [comm.handle()])
+        with pytest.raises(HoldfastError, match="uuid 1 was already used"):
+            comm.reconfigure(1, [comm.handle()])
+        for uuid, wrong in ((1.5, TypeError), (True, TypeError), ("", ValueError), ("u" * 201, ValueError)):
+            with pytest.raises(wrong, match="uuid"):
+                comm.reconfigure(uuid, [comm.handle()])  # type: ignore[arg-type]
+        assert (total(comm), reasons) == (1.0, [])
+
+
+def test_all_processes_put_a_set_into_one_order() -> None:
+    with comms.unconnected("shm") as first, comms.unconnected("shm") as second:
+        handles = {first.handle(), second.handle()}
+        orders = [parse_members(handles, each.handle()) for each in (first, second)]
+    assert orders[0].handles == orders[1].handles and {each.rank for each in orders} == {0, 1}
+    assert epoch_of(7) == 7 and epoch_of("seven") == epoch_of("seven") != epoch_of("eight")
+    assert 0 <= epoch_of(-3) < 1 << 48 and 0 <= epoch_of(1 << 63) < 1 << 48
+
+
+def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
+    results: list[Any] = [None] * len(bodies)
+
+    def run(number: int, body: Callable[[], Any]) -> None:
+        try:
+            results[number] = body()
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(bodies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return results
+
+
+def test_members_that_pass_other_handles_or_hints_are_told() -> None:
+    with comms.unconnected("inproc", timeout=3.0) as first, comms.unconnected("inproc", timeout=3.0) as second:
+        one, two = first.handle(), second.handle()
+        three = changed(two, number=999_999)
+        errors = in_threads(lambda: first.reconfigure(1, [one, two]), lambda: second.reconfigure(1, [one, three, two]))
+        assert any(isinstance(error, Mismatch) for error in errors), errors
+        errors = in_threads(
+            lambda: first.reconfigure(2, [one, two], hints={"spins": 1}),
+            lambda: second.reconfigure(2, [one, two], hints={"spins": 2}),
+        )
+        assert any(isinstance(error, Mismatch) and "hint 'spins'" in str(error) for error in errors), errors
+        in_threads(lambda: first.reconfigure(3, [one, two]), lambda: second.reconfigure(3, [one, two]))
+        assert in_threads(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
+
+
+def test_pending_ops_end_and_hooks_and_callbacks_go_on() -> None:
+    """A member that is left out learns it from its op."""
+    with (
+        comms.unconnected("inproc", timeout=PATIENCE) as first,
+        comms.unconnected("inproc", timeout=PATIENCE) as second,
+    ):
+        handles = [first.handle(), second.handle()]
+        in_threads(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
+        ops, reasons = list[str](), list[HoldfastError]()
+        first.hooks.after_op(lambda event: ops.append(f"{event.communicator} {event.op}"))
+        first.add_abort_callback(reasons.append)
+        pending = first.recv(torch.empty(1), 1, async_op=True)
+        late = second.barrier(async_op=True)
+        first.reconfigure(2, handles[:1])
+        with pytest.raises(Revoked):
+            pending.wait(PATIENCE)
+        with pytest.raises((PeerFailed, Revoked)):
+            late.wait(PATIENCE)
+        first.barrier()
+        assert ops[-1] == "default/2 barrier" and reasons == []
+        first.abort("enough")
+        assert len(reasons) == 1 and "enough" in str(reasons[0])
+        first.reconfigure(4, handles[:1])
+        assert total(first) == 1.0
+
+
+def test_a_first_member_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with comms.unconnected("shm") as absent, alone(tmp_path) as comm:
+        with pytest.raises(comms.OpTimeout) as late:
+            comm.reconfigure(1, [absent.handle(), comm.handle()], timeout=0.3)
+        assert late.value.missing_ranks == (0,)
+        with pytest.raises(Revoked):
+            total(comm)
+        comm.reconfigure(2, [comm.handle()])
+        assert total(comm) == 1.0
+
+
+def test_a_job_with_a_key_meets_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.comms.system.keys import create_key
+
+    key = tmp_path / "key"
+    create_key(key)
+    with comms.unconnected("inproc", timeout=PATIENCE) as stranger:
+        without = stranger.handle()
+    monkeypatch.setenv("HOLDFAST_KEY_FILE", str(key))
+    with (
+        comms.unconnected("inproc", timeout=PATIENCE) as first,
+        comms.unconnected("inproc", timeout=PATIENCE) as second,
+    ):
+        handles = [first.handle(), second.handle()]
+        with pytest.raises(Mismatch, match="another job"):
+            first.reconfigure(1, [*handles, without])
+        in_threads(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
+        assert in_threads(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
+
+
+def test_the_store_of_a_handle_ends_with_its_communicator() -> None:
+    comm = comms.unconnected("shm")
+    host, _, port = json.loads(comm.handle())["at"].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE):
+        pass
+    comm.close()
+    del comm
+    gc.collect()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=PATIENCE)
