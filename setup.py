@@ -23,13 +23,17 @@ if not shutil.which(compiler):
     needed.append("ziglang")
 
 
-def extension(name: str, source: str) -> Extension:
+NATIVE = ("comms/native", "store/native")
+
+
+def extension(name: str, sources: list[str]) -> Extension:
     return Extension(
         name,
-        sources=[source],
-        include_dirs=["comms/native"],
-        depends=[str(header) for header in Path("comms/native").rglob("*.h")],
-        extra_compile_args=["-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-function"],
+        sources=sources,
+        include_dirs=[*NATIVE],
+        depends=[str(header) for folder in NATIVE for header in sorted(Path(folder).rglob("*.h"))],
+        define_macros=[("_GNU_SOURCE", "1"), ("Py_LIMITED_API", "0x030B0000")],
+        extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"],
         py_limited_api=True,
     )
 
@@ -44,8 +48,11 @@ setup(
     packages=packages(),
     setup_requires=needed,
     ext_modules=[
-        extension("holdfast.comms._native", "comms/native/module.c"),
-        extension("holdfast.backends.ucx.onesided._near", "backends/ucx/onesided/near.c"),
+        extension(
+            "holdfast.comms._native",
+            [str(source) for folder in NATIVE for source in sorted(Path(folder).rglob("*.c"))],
+        ),
+        extension("holdfast.backends.ucx.onesided._near", ["backends/ucx/onesided/near.c"]),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

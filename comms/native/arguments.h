@@ -6,7 +6,8 @@
 #include <Python.h>
 #include <stdint.h>
 
-static int parse_numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected, uint64_t *into) {
+static inline int parse_numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected,
+                                uint64_t *into) {
     if (count != expected) {
         PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
         return 0;
@@ -20,10 +21,11 @@ static int parse_numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t exp
 }
 
 /* Check that `nbytes` bytes can lie at `address`; if not, set a Python error and return 0. */
-static int is_memory(uint64_t address, uint64_t nbytes) {
+static inline int is_memory(uint64_t address, uint64_t nbytes) {
     if (address || !nbytes)
         return 1;
-    PyErr_Format(PyExc_ValueError, "%llu bytes at no address: a tensor without memory of its own", (unsigned long long)nbytes);
+    PyErr_Format(PyExc_ValueError, "%llu bytes at no address: a tensor without memory of its own",
+                 (unsigned long long)nbytes);
     return 0;
 }
 

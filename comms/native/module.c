@@ -1,10 +1,9 @@
 /* holdfast.comms._native: waits, small and large ops on a board of shared memory, without the interpreter.
  *
- * This module makes no decisions: Python chooses the ops and their algorithms, and decides what a missing rank means.
- * Everything that may take longer than a microsecond releases the GIL. */
+ * This module makes no decisions: Python chooses the ops and their algorithms, and decides what a missing
+ * rank means. Everything that may take longer than a microsecond releases the GIL. */
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
 #include "board/board_type.h"
@@ -15,8 +14,8 @@
 #include "calls/prepared_op.h"
 #include "calls/request_call.h"
 #include "calls/window.h"
-#include "kernels/digest_copy.h"
-#include "kernels/element_diff.h"
+#include "digest_copy.h"
+#include "element_diff.h"
 #include "kernels/exact_sum.h"
 #include "kernels/float8_blocks.h"
 #include "process_copy.h"
@@ -29,11 +28,7 @@ static PyObject *kind(PyObject *module, PyObject *args) {
     const char *dtype, *op;
     if (!PyArg_ParseTuple(args, "ss", &dtype, &op))
         return NULL;
-    for (long row = 0; row < DTYPES; row++)
-        for (long column = 0; column < OPS; column++)
-            if (!strcmp(all_kernels[row].dtype, dtype) && !strcmp(op_names[column], op) && all_kernels[row].ops[column])
-                return PyLong_FromLong(row * OPS + column);
-    return PyLong_FromLong(-1);
+    return PyLong_FromLong(kind_of(dtype, op));
 }
 
 /* combine(kind, out, a, b, count): out = a op b, for `count` numbers at these addresses. */
@@ -56,59 +51,8 @@ static PyObject *combine_(PyObject *module, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-#define MOST_INPUTS 256
-
-/* sum_exactly(dtype, out, count, inputs): the correctly rounded sums of the numbers at several addresses. Returns how
- * many were computed: it stops before a chunk that needs more than two doubles, or has a number that is not finite. */
-static PyObject *sum_exactly(PyObject *module, PyObject *args) {
-    (void)module;
-    const char *dtype;
-    unsigned long long out, count;
-    PyObject *addresses;
-    const void *inputs[MOST_INPUTS];
-    if (!PyArg_ParseTuple(args, "sKKO!", &dtype, &out, &count, &PyTuple_Type, &addresses))
-        return NULL;
-    Py_ssize_t number = PyTuple_Size(addresses);
-    const floats *kind = floats_of(dtype);
-    if (!kind || number < 1 || number > MOST_INPUTS) {
-        PyErr_SetString(PyExc_ValueError, "floats, and from 1 to 256 inputs, are needed");
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < number; i++) {
-        inputs[i] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, i));
-        if (PyErr_Occurred() || !is_memory((uintptr_t)inputs[i], count))
-            return NULL;
-    }
-    if (!is_memory(out, count))
-        return NULL;
-    size_t done;
-    Py_BEGIN_ALLOW_THREADS;
-    done = kind->sum_exactly((void *)(uintptr_t)out, inputs, (size_t)number, count);
-    Py_END_ALLOW_THREADS;
-    return PyLong_FromSize_t(done);
-}
-
-/* make_nans_alike(dtype, address, count): replace every NaN by torch's own. */
-static PyObject *make_nans_alike(PyObject *module, PyObject *args) {
-    (void)module;
-    const char *dtype;
-    unsigned long long address, count;
-    if (!PyArg_ParseTuple(args, "sKK", &dtype, &address, &count))
-        return NULL;
-    const floats *kind = floats_of(dtype);
-    if (!kind) {
-        PyErr_SetString(PyExc_ValueError, "floats are needed");
-        return NULL;
-    }
-    if (!is_memory(address, count))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    kind->make_nans_alike((void *)(uintptr_t)address, count);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-/* pieces(address, nbytes, count[, but]): a flat tuple of `count` adjacent pieces of `nbytes` each; piece `but` is empty. */
+/* pieces(address, nbytes, count[, but]): a flat tuple of `count` adjacent pieces of `nbytes` each; piece
+ * `but` is empty. */
 static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[4] = {0, 0, 0, UINT64_MAX};
@@ -118,7 +62,8 @@ static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t coun
     for (Py_ssize_t i = 0; flat && i < (Py_ssize_t)a[2]; i++) {
         PyObject *address = PyLong_FromUnsignedLongLong(a[0] + (uint64_t)i * a[1]);
         PyObject *nbytes = PyLong_FromUnsignedLongLong((uint64_t)i == a[3] ? 0 : a[1]);
-        if (!address || !nbytes || PyTuple_SetItem(flat, 2 * i, address) || PyTuple_SetItem(flat, 2 * i + 1, nbytes))
+        if (!address || !nbytes || PyTuple_SetItem(flat, 2 * i, address) ||
+            PyTuple_SetItem(flat, 2 * i + 1, nbytes))
             Py_CLEAR(flat);
     }
     return flat;
@@ -135,29 +80,13 @@ static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
-/* digest_copies(jobs, count, copies, sums, threads): see digest_copy.h; all but `count` and `threads` are addresses. */
-static PyObject *digest_copies(PyObject *module, PyObject *const *args, Py_ssize_t number) {
-    (void)module;
-    uint64_t a[5], nbytes = 0;
-    if (!parse_numbers(args, number, 5, a) || !is_memory(a[0], a[1]) || !is_memory(a[3], a[1]))
-        return NULL;
-    digest_work work = {(const digest_job *)(uintptr_t)a[0], (const row_copy *)(uintptr_t)a[2], (uint64_t *)(uintptr_t)a[3], a[1], 0, 0};
-    for (uint64_t i = 0; i < work.count; i++)
-        nbytes += work.jobs[i].nbytes;
-    work.stream = nbytes >= STREAM_BYTES;
-    Py_BEGIN_ALLOW_THREADS;
-    digest_copy_all(&work, a[4]);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
 /* -- tensors */
 
 static tensors *known_to(PyObject *module) { return &((state *)PyModule_GetState(module))->known; }
 
-/* register_tensor_type(example, storage_nbytes, storage_offset, scalar_type, locate): set the tensor type for which
- * `plain` and `span` are fast, the addresses of torch's functions for its storage and dtype, and the function that
- * locates all other tensors. */
+/* register_tensor_type(example, storage_nbytes, storage_offset, scalar_type, locate): set the tensor type for
+ * which `plain` and `span` are fast, the addresses of torch's functions for its storage and dtype, and the
+ * function that locates all other tensors. */
 static PyObject *register_tensor_type(PyObject *module, PyObject *args) {
     PyObject *example, *locate;
     unsigned long long storage_nbytes, storage_offset, scalar_type;
@@ -167,8 +96,8 @@ static PyObject *register_tensor_type(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* plain(tensor[, kind, number]): whether it is dense memory of that device (the CPU) in row-major order that can be used
- * directly. */
+/* plain(tensor[, kind, number]): whether it is dense memory of that device (the CPU) in row-major order that
+ * can be used directly. */
 static PyObject *plain(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     dlpack_tensor where;
     dlpack_device device = on_cpu;
@@ -187,10 +116,14 @@ static PyObject *plain(PyObject *module, PyObject *const *args, Py_ssize_t count
 }
 
 /* span(tensor): (address, nbytes). */
-static PyObject *span_(PyObject *module, PyObject *tensor) { return span_of_tensor(known_to(module), tensor); }
+static PyObject *span_(PyObject *module, PyObject *tensor) {
+    return span_of_tensor(known_to(module), tensor);
+}
 
 /* describe(list): (spans, forms) of plain tensors; None if one is not plain. */
-static PyObject *describe(PyObject *module, PyObject *list) { return describe_tensors(known_to(module), list); }
+static PyObject *describe(PyObject *module, PyObject *list) {
+    return describe_tensors(known_to(module), list);
+}
 
 static PyMethodDef module_methods[] = {
     {"kind", kind, METH_VARARGS, NULL},
@@ -229,13 +162,15 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyObj
 
 static int module_exec(PyObject *module) {
     state *made = PyModule_GetState(module);
-    return add_type(module, "Board", &board_spec, &made->board) || add_type(module, "Order", &order_spec, &made->order) ||
+    return add_type(module, "Board", &board_spec, &made->board) ||
+                   add_type(module, "Order", &order_spec, &made->order) ||
                    add_type(module, "FastPath", &fast_spec, &made->fast_path) ||
                    add_type(module, "PreparedOp", &prepared_spec, NULL) ||
                    add_type(module, "GroupCall", &group_call_spec, NULL) ||
                    add_type(module, "RequestCall", &request_call_spec, NULL) ||
                    add_type(module, "PersistentCall", &persistent_call_spec, NULL) ||
-                   add_type(module, "ActiveCalls", &calls_spec, NULL) || add_type(module, "WindowBounds", &bounds_spec, NULL) ||
+                   add_type(module, "ActiveCalls", &calls_spec, NULL) ||
+                   add_type(module, "WindowBounds", &bounds_spec, NULL) ||
                    add_type(module, "Words", &words_spec, NULL)
                ? -1
                : 0;

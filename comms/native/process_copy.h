@@ -1,5 +1,6 @@
-/* Copies between this process and another, by the kernel. One system call moves at most MOST_AT_ONCE bytes, and may
- * move less without an error, so `copy_pieces` repeats it until all bytes are moved. All copies go through it. */
+/* Copies between this process and another, by the kernel. One system call moves at most MOST_AT_ONCE bytes,
+ * and may move less without an error, so `copy_pieces` repeats it until all bytes are moved. All copies go
+ * through it. */
 
 #ifndef HOLDFAST_PROCESS_COPY_H
 #define HOLDFAST_PROCESS_COPY_H
@@ -16,78 +17,14 @@
 #define MOST_AT_ONCE 0x7ffff000u /* MAX_RW_COUNT of a kernel with pages of 4 KiB */
 enum { MOST_PIECES = 8 };
 
-/* Copy `count` pieces in order, the same sizes on both sides, from process `pid`, or to it if `writes`; at most `most`
- * bytes a system call. Returns the bytes moved. If that is not all, `failed` tells why: ESRCH, EPERM, or EFAULT for
- * memory that is not mapped. */
-static uint64_t copy_pieces(int pid, int writes, struct iovec *here, struct iovec *there, size_t count, uint64_t most,
-                            int *failed) {
-    uint64_t done = 0;
-    *failed = 0;
-    while (count) {
-        if (!here->iov_len) {
-            here++, there++, count--;
-            continue;
-        }
-        uint64_t room = most;
-        size_t whole = 0;
-        while (whole < count && here[whole].iov_len <= room)
-            room -= here[whole++].iov_len;
-        size_t pieces = whole + (whole < count && room), cut = whole < pieces ? here[whole].iov_len : 0;
-        if (cut)
-            here[whole].iov_len = there[whole].iov_len = room;
-        long got = syscall(writes ? SYS_process_vm_writev : SYS_process_vm_readv, pid, here, pieces, there, pieces, 0);
-        if (cut)
-            here[whole].iov_len = there[whole].iov_len = cut;
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got <= 0) {
-            *failed = got < 0 ? errno : EFAULT;
-            return done;
-        }
-        done += (uint64_t)got;
-        for (size_t left = (size_t)got; left;) {
-            size_t of_this = left < here->iov_len ? left : here->iov_len;
-            here->iov_base = (char *)here->iov_base + of_this, here->iov_len -= of_this;
-            there->iov_base = (char *)there->iov_base + of_this, there->iov_len -= of_this;
-            left -= of_this;
-            if (!here->iov_len)
-                here++, there++, count--;
-        }
-    }
-    return done;
-}
+/* Copy `count` pieces in order, the same sizes on both sides, from process `pid`, or to it if `writes`; at
+ * most `most` bytes a system call. Returns the bytes moved. If that is not all, `failed` tells why: ESRCH,
+ * EPERM, or EFAULT for memory that is not mapped. */
+uint64_t copy_pieces(int pid, int writes, struct iovec *here, struct iovec *there, size_t count,
+                     uint64_t most, int *failed);
 
-/* copy_process(pid, writes, most, here, there, nbytes, ...): see `copy_pieces`. OSError if nothing could be moved. */
-static PyObject *copy_process(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    uint64_t a[3 + 3 * MOST_PIECES], wanted = 0, done;
-    struct iovec here[MOST_PIECES], there[MOST_PIECES];
-    size_t pieces = count > 3 ? (size_t)(count - 3) / 3 : 0;
-    int failed;
-    if (pieces > MOST_PIECES || count != 3 + 3 * (Py_ssize_t)pieces) {
-        PyErr_Format(PyExc_TypeError, "at most %d pieces are needed, of three numbers each", MOST_PIECES);
-        return NULL;
-    }
-    if (!parse_numbers(args, count, count, a))
-        return NULL;
-    for (size_t i = 0; i < pieces; i++) {
-        const uint64_t *piece = a + 3 + 3 * i;
-        here[i] = (struct iovec){(void *)(uintptr_t)piece[0], piece[2]};
-        there[i] = (struct iovec){(void *)(uintptr_t)piece[1], piece[2]};
-        wanted += piece[2];
-    }
-    if (!a[2]) {
-        PyErr_SetString(PyExc_ValueError, "at least one byte must go at once");
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS;
-    done = copy_pieces((int)a[0], a[1] != 0, here, there, pieces, a[2], &failed);
-    Py_END_ALLOW_THREADS;
-    if (wanted && !done) {
-        errno = failed;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    return PyLong_FromUnsignedLongLong(done);
-}
+/* copy_process(pid, writes, most, here, there, nbytes, ...): see `copy_pieces`. OSError if nothing could be
+ * moved. */
+PyObject *copy_process(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 #endif

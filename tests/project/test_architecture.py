@@ -50,6 +50,9 @@ DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.quantities", "holdfast.com
 
 LONGEST = 800
 
+WIDEST = 110
+"""Columns of a line of C."""
+
 
 def nodes(*packages: str) -> Iterator[tuple[Path, ast.AST]]:
     """Every node of the syntax trees of these packages, or of all, with the path of its file."""
@@ -199,6 +202,18 @@ def test_files_stay_small() -> None:
     lengths = {path: len((ROOT / path).read_text().splitlines()) for path in modules()}
     long = [f"{path}: {length} lines" for path, length in lengths.items() if length > LONGEST]
     assert not long, f"more than {LONGEST} lines; split by idea: " + ", ".join(long)
+
+
+def test_c_has_short_lines_and_functions_apart_from_declarations() -> None:
+    """A header declares, and defines what is inlined; all else stands in a .c file."""
+    sources = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.[ch]")]
+    assert any(path.suffix == ".c" for path in sources)
+    for path in sources:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            where = f"{path.relative_to(ROOT)}:{number}"
+            assert len(line) <= WIDEST, f"{where} has {len(line)} columns"
+            defines = path.suffix == ".h" and line.endswith(") {") and not line[0].isspace()
+            assert not defines or line.startswith("static inline "), f"{where} defines a function"
 
 
 def test_tests_find_the_source_tree_by_one_module() -> None:

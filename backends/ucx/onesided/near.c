@@ -1,8 +1,10 @@
-/* holdfast.backends.ucx.onesided._near: a get or a put of libucp in one call from Python, where cffi takes four.
+/* holdfast.backends.ucx.onesided._near: a get or a put of libucp in one call from Python, where cffi takes
+ * four.
  *
- * libucp.py loads the library and passes the addresses of its functions; nothing here is linked to it. A transfer of a
- * few bytes between processes of one host is complete after one progress call at most: that is tried here, and Python
- * waits for longer ones. Everything that may take more than a few microseconds releases the GIL. */
+ * libucp.py loads the library and passes the addresses of its functions; nothing here is linked to it. A
+ * transfer of a few bytes between processes of one host is complete after one progress call at most: that is
+ * tried here, and Python waits for longer ones. Everything that may take more than a few microseconds
+ * releases the GIL. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -12,15 +14,15 @@
 
 #include "../../../comms/native/arguments.h"
 
-typedef intptr_t (*transfer)(void *endpoint, uintptr_t buffer, size_t count, uint64_t remote, void *key, const void *param);
+typedef intptr_t (*transfer)(void *endpoint, uintptr_t buffer, size_t count, uint64_t remote, void *key,
+                             const void *param);
 
 enum { CLOSED = 1, OK = 0 }; /* distinct from requests, which are addresses, and errors, which are negative */
 enum { AT_ONCE = 1 << 14 };  /* bytes up to which the GIL is kept */
 enum { BLOCK = 1 << 22 };    /* the most bytes of one copy, between two checks of the deadline */
 
 typedef struct {
-    PyObject_HEAD
-    transfer get, put;
+    PyObject_HEAD transfer get, put;
     unsigned (*progress)(void *worker);
     int8_t (*status)(intptr_t request);
     void (*free)(intptr_t request);
@@ -38,11 +40,12 @@ static int near_init(PyObject *object, PyObject *args, PyObject *named) {
     Near *self = (Near *)object;
     static char *names[] = {"get", "put", "progress", "status", "free", "worker", "param", NULL};
     unsigned long long at[7];
-    if (!PyArg_ParseTupleAndKeywords(args, named, "KKKKKKK", names, at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6))
+    if (!PyArg_ParseTupleAndKeywords(args, named, "KKKKKKK", names, at, at + 1, at + 2, at + 3, at + 4,
+                                     at + 5, at + 6))
         return -1;
     self->get = (transfer)(uintptr_t)at[0], self->put = (transfer)(uintptr_t)at[1];
     self->progress = (unsigned (*)(void *))(uintptr_t)at[2];
-    self->status = (int8_t(*)(intptr_t))(uintptr_t)at[3];
+    self->status = (int8_t (*)(intptr_t))(uintptr_t)at[3];
     self->free = (void (*)(intptr_t))(uintptr_t)at[4];
     self->worker = (void *)(uintptr_t)at[5], self->param = (const void *)(uintptr_t)at[6];
     return 0;
@@ -61,22 +64,24 @@ static PyType_Slot near_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec near_spec = {"holdfast.backends.ucx._near.Near", sizeof(Near), 0, Py_TPFLAGS_DEFAULT, near_slots};
+static PyType_Spec near_spec = {"holdfast.backends.ucx._near.Near", sizeof(Near), 0, Py_TPFLAGS_DEFAULT,
+                                near_slots};
 
 /* -- the memory of one rank */
 
 typedef struct {
-    PyObject_HEAD
-    Near *near;
+    PyObject_HEAD Near *near;
     void *endpoint, *key;
     uint64_t memory;
     _Atomic uint64_t *closed, *busy; /* words: it has closed its window; this rank writes into it */
 } Part;
 
 /* OK if done, else a request that is under way, or a negative status. */
-static intptr_t attempt(const Part *self, transfer function, uint64_t address, uint64_t nbytes, uint64_t offset) {
+static intptr_t attempt(const Part *self, transfer function, uint64_t address, uint64_t nbytes,
+                        uint64_t offset) {
     const Near *near = self->near;
-    intptr_t request = function(self->endpoint, address, nbytes, self->memory + offset, self->key, near->param);
+    intptr_t request =
+        function(self->endpoint, address, nbytes, self->memory + offset, self->key, near->param);
     if (request <= 0)
         return request;
     near->progress(near->worker);
@@ -100,11 +105,13 @@ static intptr_t transfer_block(const Part *self, transfer function, const uint64
 
 static PyObject *part_get(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
-    return parse_numbers(args, count, 3, a) && is_memory(a[0], a[1]) ? PyLong_FromSsize_t(transfer_block(self, self->near->get, a)) : NULL;
+    return parse_numbers(args, count, 3, a) && is_memory(a[0], a[1])
+               ? PyLong_FromSsize_t(transfer_block(self, self->near->get, a))
+               : NULL;
 }
 
-/* put: sets `busy` before the write and clears it after. A rank that closes its window sets `closed` before it reads the
- * `busy` words, so one of the two sees the other. */
+/* put: sets `busy` before the write and clears it after. A rank that closes its window sets `closed` before
+ * it reads the `busy` words, so one of the two sees the other. */
 static PyObject *part_put(Part *self, PyObject *const *args, Py_ssize_t count) {
     uint64_t a[3];
     if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[1]))
@@ -163,14 +170,16 @@ static PyType_Slot part_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec part_spec = {"holdfast.backends.ucx._near.NearPart", sizeof(Part), 0, Py_TPFLAGS_DEFAULT, part_slots};
+static PyType_Spec part_spec = {"holdfast.backends.ucx._near.NearPart", sizeof(Part), 0, Py_TPFLAGS_DEFAULT,
+                                part_slots};
 
 static int module_exec(PyObject *module) {
     state *made = PyModule_GetState(module);
     made->near = PyType_FromSpec(&near_spec);
     PyObject *part = made->near ? PyType_FromModuleAndSpec(module, &part_spec, NULL) : NULL;
     int failed = !part || PyModule_AddObjectRef(module, "Near", made->near) ||
-                 PyModule_AddObjectRef(module, "NearPart", part) || PyModule_AddIntConstant(module, "CLOSED", CLOSED) ||
+                 PyModule_AddObjectRef(module, "NearPart", part) ||
+                 PyModule_AddIntConstant(module, "CLOSED", CLOSED) ||
                  PyModule_AddIntConstant(module, "BLOCK", BLOCK);
     Py_XDECREF(part);
     return failed ? -1 : 0;

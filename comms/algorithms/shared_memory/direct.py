@@ -1,7 +1,7 @@
 """Collectives for ranks that share memory: every op publishes, waits for the others, and takes its part.
 
 Each op is a *plan* (its signature and reduction, made once) with the addresses of this rank's inputs and outputs.
-Compiled code runs it (`comms/native/board/run_op.h`) and returns if a peer is late. Python then waits, looking at the
+Compiled code runs it (`comms/native/board/run_op.c`) and returns if a peer is late. Python then waits, looking at the
 deadline and at the peers, and resumes it.
 
 Each op has a number k and two phases: 4k+1 "my inputs are published" and 4k+3 "I have taken all I need". Small inputs
@@ -43,7 +43,7 @@ _STARTED = 3
 """The phase of a rank after op 0, which connects."""
 
 _WAITS, _UNREADABLE, _OTHER_OP = 1, 2, 3
-"""Why an op has halted: see run_op.h."""
+"""Why an op has halted: see run_op.c."""
 
 
 class DirectTransport(Transport):

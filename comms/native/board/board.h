@@ -1,15 +1,13 @@
-/* A board: memory that all ranks map, one row a rank. The layout is in comms/algorithms/shared_memory/board.py.
+/* A board: memory that all ranks map, one row a rank. The layout is in
+ * comms/algorithms/shared_memory/board.py.
  *
- * Each rank writes its own flags with release; the others read them with acquire. To lose no wake-up, a rank sets
- * ASLEEP before its last check of the flags, and a rank that raises a flag checks ASLEEP afterwards; a full fence
- * stands between the two steps on both sides. */
+ * Each rank writes its own flags with release; the others read them with acquire. To lose no wake-up, a rank
+ * sets ASLEEP before its last check of the flags, and a rank that raises a flag checks ASLEEP afterwards; a
+ * full fence stands between the two steps on both sides. */
 
 #ifndef HOLDFAST_BOARD_H
 #define HOLDFAST_BOARD_H
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -24,7 +22,9 @@ enum { ASLEEP = 8, FUTEX = 16, STATE = 24, EPOCH = 26, LINES = 32, PROBE = 128, 
 enum { ABORTED = 2 }; /* a rank in this state, or a higher one, ends the waits of the others */
 enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* given instead of a flag; the value is then an op number */
 
-enum { SLEEP_NANOSECONDS = 2000000 }; /* nanoseconds of one sleep; after it the rank checks its deadline and its peers */
+enum {
+    SLEEP_NANOSECONDS = 2000000
+}; /* nanoseconds of one sleep; after it the rank checks its deadline and its peers */
 
 typedef struct {
     char *at;
@@ -32,22 +32,24 @@ typedef struct {
 } span;
 
 typedef struct {
-    uint64_t current, previous; /* nanoseconds of the slowest probe: in this op, in the last one that published it */
+    uint64_t current,
+        previous; /* nanoseconds of the slowest probe: in this op, in the last one that published it */
 } read_latency;
 
 typedef struct {
     char *base;
     size_t nbytes;
     int rank, size;
-    uint64_t ready;                                 /* value of EPOCH in a row that is ready for this board */
-    uint64_t row, table, places, slots, slot, stage, block; /* bytes; places, slots, stage: from the start of a row */
-    const int32_t *pids;                            /* process id of each rank; NULL: the kernel may not read their memory */
-    int depth;                                      /* blocks that a rank may be ahead of another in a staged op */
-    long spins, yields;                             /* checks of a wait before it yields the processor, and after */
-    uint32_t futex_value;                           /* value of the futex word in `prepare_wait` */
-    uint64_t all_finished;                          /* the newest op that all ranks are known to have finished */
+    uint64_t ready; /* value of EPOCH in a row that is ready for this board */
+    uint64_t row, table, places, slots, slot, stage,
+        block;             /* bytes; places, slots, stage: from the start of a row */
+    const int32_t *pids;   /* process id of each rank; NULL: the kernel may not read their memory */
+    int depth;             /* blocks that a rank may be ahead of another in a staged op */
+    long spins, yields;    /* checks of a wait before it yields the processor, and after */
+    uint32_t futex_value;  /* value of the futex word in `prepare_wait` */
+    uint64_t all_finished; /* the newest op that all ranks are known to have finished */
     atomic_int stopped;
-    _Atomic uint64_t no_yield_below;                /* waits for smaller values do not yield */
+    _Atomic uint64_t no_yield_below; /* waits for smaller values do not yield */
     read_latency latency;
 } board;
 
@@ -67,8 +69,8 @@ static inline char *staged(const board *b, int src, int dst, uint64_t step) {
     return b->base + (uint64_t)src * b->row + b->stage + place * b->block;
 }
 
-/* All ranks sleep on one futex word, so one system call wakes any number of them. With one call each, the first rank
- * woken could preempt the waker before it wakes the others. */
+/* All ranks sleep on one futex word, so one system call wakes any number of them. With one call each, the
+ * first rank woken could preempt the waker before it wakes the others. */
 static inline word *futex_of(const board *b) { return word_of(b, 0, FUTEX); }
 
 static inline uint32_t bit_of(int rank) { return (uint32_t)1 << (rank & 31); }
@@ -103,7 +105,9 @@ static inline void relax(void) {
 }
 
 /* The line on which `rank` publishes a tiny op. Its first word is the op number. */
-static inline word *line_at(const board *b, int rank, uint64_t op) { return word_of(b, rank, LINES + 8 * (int)(op & 1)); }
+static inline word *line_at(const board *b, int rank, uint64_t op) {
+    return word_of(b, rank, LINES + 8 * (int)(op & 1));
+}
 
 static inline int published_on_line(const board *b, int rank, uint64_t op) {
     return atomic_load_explicit(line_at(b, rank, op), memory_order_acquire) == op;
@@ -113,8 +117,9 @@ static inline int published(const board *b, int rank, uint64_t op) {
     return published_on_line(b, rank, op) || flag_of(b, rank, FLAG) >= 4 * op + 1;
 }
 
-/* Whether `rank` has raised `flag` to `value`, or published op `value`. PUBLISHED_ON_LINE also reads the flag, on
- * another cache line, once in 16 turns: a rank that publishes a different op may raise only its flag. */
+/* Whether `rank` has raised `flag` to `value`, or published op `value`. PUBLISHED_ON_LINE also reads the
+ * flag, on another cache line, once in 16 turns: a rank that publishes a different op may raise only its
+ * flag. */
 static inline int has_reached(const board *b, int rank, int flag, uint64_t value, long turn) {
     switch (flag) {
     case PUBLISHED:
@@ -126,9 +131,9 @@ static inline int has_reached(const board *b, int rank, int flag, uint64_t value
     }
 }
 
-/* Wait by polling until `rank` (-1: every other rank) has reached `value`: first spin, then yield between checks.
- * Returns a rank that has not, or -1. Returns early once the board is stopped, or instead of yielding if `phase` is
- * below `no_yield_below`. */
+/* Wait by polling until `rank` (-1: every other rank) has reached `value`: first spin, then yield between
+ * checks. Returns a rank that has not, or -1. Returns early once the board is stopped, or instead of yielding
+ * if `phase` is below `no_yield_below`. */
 static inline int spin_wait(const board *b, int rank, int flag, uint64_t value, long spins, long yields) {
     int at = rank < 0 ? 0 : rank, end = rank < 0 ? b->size : rank + 1;
     uint64_t phase = flag < 0 ? 4 * value + 1 : value;
@@ -186,53 +191,17 @@ static inline void finish_wait(board *b) {
     atomic_store_explicit(word_of(b, b->rank, ASLEEP), 0, memory_order_relaxed);
 }
 
-/* Sleep until `rank` (-1: every other rank) has reached `value`. Returns like `spin_wait`, after SLEEP_NANOSECONDS at
- * most, and as soon as the board is over. */
-static int sleep_wait(board *b, int rank, int flag, uint64_t value) {
-    uint64_t until = nanoseconds() + SLEEP_NANOSECONDS;
-    int missing;
-    for (;;) {
-        prepare_wait(b);
-        missing = spin_wait(b, rank, flag == PUBLISHED_ON_LINE ? PUBLISHED : flag, value, 0, 0);
-        if (missing < 0 || nanoseconds() >= until || atomic_load_explicit(&b->stopped, memory_order_relaxed) || is_over(b))
-            break;
-        futex_wait(b, until);
-    }
-    finish_wait(b);
-    return missing;
-}
+/* Sleep until `rank` (-1: every other rank) has reached `value`. Returns like `spin_wait`, after
+ * SLEEP_NANOSECONDS at most, and as soon as the board is over. */
+int sleep_wait(board *b, int rank, int flag, uint64_t value);
 
-/* `memmove`, split into small pieces where one call is slow. On AMD's Zen 3 and 4, `rep movsb` (which glibc uses from
- * 2 KiB on) is 16 times slower if the target lies 1 to 15 bytes further into its page than the source. */
-static void copy_bytes(void *to, const void *from, uint64_t nbytes) {
-    char *into = to;
-    const char *at = from;
-    uint64_t ahead = (uintptr_t)into - (uintptr_t)at, behind = (uintptr_t)at - (uintptr_t)into;
-    if ((ahead & 4095) - 1 < 15 && ahead >= nbytes && behind >= nbytes)
-        for (uint64_t piece = 1024; nbytes > piece; into += piece, at += piece, nbytes -= piece)
-            memmove(into, at, piece);
-    memmove(into, at, nbytes);
-}
+/* `memmove`, split into small pieces where one call is slow. On AMD's Zen 3 and 4, `rep movsb` (which glibc
+ * uses from 2 KiB on) is 16 times slower if the target lies 1 to 15 bytes further into its page than the
+ * source. */
+void copy_bytes(void *to, const void *from, uint64_t nbytes);
 
-/* Copy into this rank's row with stores that bypass the caches, for a reader that may share no cache with this core
- * (see core_locality.h). A rank that sees a flag raised afterwards sees the data. */
-static void stream(char *to, const char *from, uint64_t nbytes) {
-    uint64_t i = 0;
-#ifdef __SSE2__
-    if (!((uintptr_t)to & 15)) {
-        for (; i + 64 <= nbytes; i += 64) {
-            __m128i a = _mm_loadu_si128((const __m128i *)(from + i)), b = _mm_loadu_si128((const __m128i *)(from + i + 16)),
-                    c = _mm_loadu_si128((const __m128i *)(from + i + 32)),
-                    d = _mm_loadu_si128((const __m128i *)(from + i + 48));
-            _mm_stream_si128((__m128i *)(to + i), a);
-            _mm_stream_si128((__m128i *)(to + i + 16), b);
-            _mm_stream_si128((__m128i *)(to + i + 32), c);
-            _mm_stream_si128((__m128i *)(to + i + 48), d);
-        }
-        _mm_sfence();
-    }
-#endif
-    copy_bytes(to + i, from + i, nbytes - i);
-}
+/* Copy into this rank's row with stores that bypass the caches, for a reader that may share no cache with
+ * this core (see core_locality.h). A rank that sees a flag raised afterwards sees the data. */
+void stream(char *to, const char *from, uint64_t nbytes);
 
 #endif

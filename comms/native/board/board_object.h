@@ -1,4 +1,4 @@
-/* The `Board` type of Python: its fields, creation and release, its flags and waits. */
+/* What a `Board` of Python holds, and its waits. */
 
 #ifndef HOLDFAST_BOARD_OBJECT_H
 #define HOLDFAST_BOARD_OBJECT_H
@@ -16,229 +16,19 @@ typedef struct {
 } halted;
 
 typedef struct {
-    PyObject_HEAD
-    Py_buffer memory;
+    PyObject_HEAD Py_buffer memory;
     board b;
     pipeline p;
     halted halted;
-    uint64_t number;  /* the newest op that is complete */
-    uint64_t begun;   /* the newest op that was published */
-    const char *from; /* address of its first input */
-    uint64_t signature; /* what it was published as, without `roots` */
-    int copied;       /* whether its inputs were copied into the slot */
+    uint64_t number;              /* the newest op that is complete */
+    uint64_t begun;               /* the newest op that was published */
+    const char *from;             /* address of its first input */
+    uint64_t signature;           /* what it was published as, without `roots` */
+    int copied;                   /* whether its inputs were copied into the slot */
     uint64_t roots, roots_before; /* of all ops so far; of those before the newest one: see `with_roots` */
 } Board;
 
-/* Set the process id of each rank. An empty tuple means that no rank's memory can be read. */
-static int set_pids(Board *self, PyObject *pids) {
-    Py_ssize_t count = PyTuple_Size(pids);
-    if (count && count != self->b.size) {
-        PyErr_SetString(PyExc_ValueError, "a process for each rank is needed, or none");
-        return -1;
-    }
-    int32_t *all = count ? PyMem_Calloc((size_t)count, sizeof *all) : NULL;
-    self->b.pids = all;
-    for (Py_ssize_t rank = 0; rank < count && all; rank++)
-        all[rank] = (int32_t)PyLong_AsLong(PyTuple_GetItem(pids, rank));
-    if (count && !all)
-        PyErr_NoMemory();
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int board_init(PyObject *object, PyObject *args, PyObject *named) {
-    Board *self = (Board *)object;
-    static char *names[] = {"memory", "rank",  "size",  "epoch", "row",    "table", "places", "slots",
-                            "slot",   "stage", "block", "depth", "spins",  "yields", "pids",  NULL};
-    PyObject *memory, *pids;
-    board b = {0};
-    unsigned long long epoch;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OiiKKKKKKKKillO!", names, &memory, &b.rank, &b.size, &epoch, &b.row, &b.table,
-                                     &b.places, &b.slots, &b.slot, &b.stage, &b.block, &b.depth, &b.spins, &b.yields,
-                                     &PyTuple_Type, &pids))
-        return -1;
-    b.ready = epoch + 1;
-    if (b.size < 1 || b.rank < 0 || b.rank >= b.size || b.depth < 1 || !b.block) {
-        PyErr_SetString(PyExc_ValueError, "no such rank, or no stage");
-        return -1;
-    }
-    if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
-        return -1;
-    b.base = self->memory.buf, b.nbytes = (size_t)self->memory.len;
-    self->b = b;
-    self->p.give = PyMem_Calloc((size_t)b.size, sizeof(span));
-    self->p.take = PyMem_Calloc((size_t)b.size, sizeof(span));
-    if (b.row * (uint64_t)b.size > b.nbytes) {
-        PyErr_SetString(PyExc_ValueError, "the memory is smaller than the board");
-        return -1;
-    }
-    if (!self->p.give || !self->p.take) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    self->p.b = &self->b;
-    return set_pids(self, pids);
-}
-
-static PyObject *release(Board *self, PyObject *nothing) {
-    (void)nothing;
-    self->b.size = 0;
-    if (self->memory.obj)
-        PyBuffer_Release(&self->memory);
-    Py_RETURN_NONE;
-}
-
-static void board_dealloc(PyObject *object) {
-    Board *self = (Board *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    if (self->memory.obj)
-        PyBuffer_Release(&self->memory);
-    PyMem_Free(self->p.give);
-    PyMem_Free(self->p.take);
-    PyMem_Free(self->p.scratch);
-    PyMem_Free((void *)self->b.pids);
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(object);
-    Py_DECREF(type);
-}
-
-/* -- arguments */
-
-static int check_rank(const Board *self, uint64_t rank) {
-    if (rank < (uint64_t)self->b.size)
-        return 1;
-    PyErr_SetString(PyExc_ValueError, self->b.size ? "no such rank" : "the board was released");
-    return 0;
-}
-
-/* Parse a flat tuple of (address, nbytes) pairs into `spans`; the remaining entries become empty. */
-static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
-    Py_ssize_t count = PyTuple_Size(flat);
-    if (count < 0)
-        return -1;
-    if (count % 2 || count / 2 > most) {
-        PyErr_SetString(PyExc_ValueError, "pairs of address and size are needed, one for each rank at most");
-        return -1;
-    }
-    memset(spans, 0, (size_t)most * sizeof(span));
-    for (Py_ssize_t i = 0; i < count / 2; i++) {
-        spans[i].at = PyLong_AsVoidPtr(PyTuple_GetItem(flat, 2 * i));
-        spans[i].nbytes = PyLong_AsUnsignedLongLong(PyTuple_GetItem(flat, 2 * i + 1));
-        if (PyErr_Occurred() || !is_memory((uintptr_t)spans[i].at, spans[i].nbytes))
-            return -1;
-    }
-    return count / 2;
-}
-
 /* `spin_wait`, then `sleep_wait`; without the GIL unless the first check succeeds. */
-static int wait_for(Board *self, int rank, int flag, uint64_t value) {
-    board *b = &self->b;
-    int missing = spin_wait(b, rank, flag, value, 0, 0);
-    if (missing >= 0 && b->spins + b->yields > 0) {
-        Py_BEGIN_ALLOW_THREADS;
-        missing = spin_wait(b, rank, flag, value, b->spins, b->yields);
-        if (missing >= 0)
-            missing = sleep_wait(b, rank, flag, value);
-        Py_END_ALLOW_THREADS;
-    }
-    return missing;
-}
-
-/* -- flags */
-
-static PyObject *board_raise(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[2];
-    if (!parse_numbers(args, count, 2, a) || !check_rank(self, 0))
-        return NULL;
-    raise_flag(&self->b, (int)a[1], a[0]);
-    Py_RETURN_NONE;
-}
-
-/* Convert a rank argument: the size of the board means every other rank (-1). Returns -2 with a Python error. */
-static int peer_argument(const Board *self, uint64_t rank) {
-    if (rank == (uint64_t)self->b.size && rank)
-        return -1;
-    return check_rank(self, rank) ? (int)rank : -2;
-}
-
-static PyObject *board_sleep_wait(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[3];
-    int rank, missing;
-    if (!parse_numbers(args, count, 3, a) || (rank = peer_argument(self, a[0])) < -1)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    missing = sleep_wait(&self->b, rank, (int)a[2], a[1]);
-    Py_END_ALLOW_THREADS;
-    return PyBool_FromLong(missing < 0);
-}
-
-static PyObject *board_is_over(Board *self, PyObject *nothing) {
-    (void)nothing;
-    return PyBool_FromLong(is_over(&self->b));
-}
-
-static PyObject *board_stop(Board *self, PyObject *nothing) {
-    (void)nothing;
-    atomic_store(&self->b.stopped, 1);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_stop_spinning(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[1];
-    if (!parse_numbers(args, count, 1, a))
-        return NULL;
-    atomic_store(&self->b.no_yield_below, a[0]);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_wake(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[1];
-    if (!parse_numbers(args, count, 1, a) || !check_rank(self, a[0]))
-        return NULL;
-    atomic_thread_fence(memory_order_seq_cst);
-    if (flag_of(&self->b, (int)a[0], ASLEEP))
-        futex_wake(&self->b, bit_of((int)a[0]));
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_wake_all(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (self->b.size)
-        futex_wake(&self->b, ~(uint32_t)0);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_prepare_wait(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!check_rank(self, 0))
-        return NULL;
-    prepare_wait(&self->b);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_futex_wait(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!check_rank(self, 0))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    futex_wait(&self->b, nanoseconds() + SLEEP_NANOSECONDS);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_finish_wait(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!check_rank(self, 0))
-        return NULL;
-    finish_wait(&self->b);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_yield_cpu(Board *self, PyObject *nothing) {
-    (void)self, (void)nothing;
-    Py_BEGIN_ALLOW_THREADS;
-    sched_yield();
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
+int wait_for(Board *self, int rank, int flag, uint64_t value);
 
 #endif

@@ -1,10 +1,10 @@
-/* Choose how a large op moves data: STAGED, where the ranks copy every byte twice, or IN_PLACE, where the kernel
- * copies it once but looks up every page. The faster mode depends on processor, kernel and size: on AMD's Zen 3 one
- * wins by up to two thirds, on Intel's Ice Lake the other by as much.
+/* Choose how a large op moves data: STAGED, where the ranks copy every byte twice, or IN_PLACE, where the
+ * kernel copies it once but looks up every page. The faster mode depends on processor, kernel and size: on
+ * AMD's Zen 3 one wins by up to two thirds, on Intel's Ice Lake the other by as much.
  *
- * Every rank times its ops by class (kind and size) and publishes the mode it prefers for the next op of that class. A
- * rank that gives data uses the mode that all others prefer. The other mode is retried now and then, since machines
- * change. */
+ * Every rank times its ops by class (kind and size) and publishes the mode it prefers for the next op of that
+ * class. A rank that gives data uses the mode that all others prefer. The other mode is retried now and then,
+ * since machines change. */
 
 #ifndef HOLDFAST_COPY_MODE_H
 #define HOLDFAST_COPY_MODE_H
@@ -28,8 +28,8 @@ static inline int class_of(int kind, uint64_t nbytes) {
     return kind * SIZES + size;
 }
 
-/* Record the time of one more op of this class, and publish the preferred mode. `took` is 0 if this rank took nothing,
- * or used both modes. */
+/* Record the time of one more op of this class, and publish the preferred mode. `took` is 0 if this rank took
+ * nothing, or used both modes. */
 static inline void record_time(board *b, class_times *of, int bit, int mode, uint64_t took) {
     uint64_t *best = of->best;
     of->ops++;
@@ -46,6 +46,8 @@ static inline void record_time(board *b, class_times *of, int bit, int mode, uin
 }
 
 /* Whether all others prefer to read in place. They published that before they began this op. */
-static inline int all_prefer_in_place(const board *b, int bit) { return all_have_bits(b, IN_PLACE_BITS, (uint64_t)1 << bit); }
+static inline int all_prefer_in_place(const board *b, int bit) {
+    return all_have_bits(b, IN_PLACE_BITS, (uint64_t)1 << bit);
+}
 
 #endif

@@ -1,6 +1,7 @@
-/* Read the inputs of other ranks where they lie: by `memcpy` between threads of one process, else by the kernel's copy
- * between processes. A rank returns from the op only after all readers are done, unless it fails. Then it aborts the
- * board first, so a rank that is still reading can tell that its data may be from a later use of the memory. */
+/* Read the inputs of other ranks where they lie: by `memcpy` between threads of one process, else by the
+ * kernel's copy between processes. A rank returns from the op only after all readers are done, unless it
+ * fails. Then it aborts the board first, so a rank that is still reading can tell that its data may be from a
+ * later use of the memory. */
 
 #ifndef HOLDFAST_IN_PLACE_READ_H
 #define HOLDFAST_IN_PLACE_READ_H
@@ -8,7 +9,8 @@
 #include "board/board.h"
 #include "process_copy.h"
 
-/* The word in which `rank` publishes the address of its piece for `to`; with `to` = `rank`, of its piece for all. */
+/* The word in which `rank` publishes the address of its piece for `to`; with `to` = `rank`, of its piece for
+ * all. */
 static inline word *place_of(const board *b, int rank, int to) {
     return (word *)(b->base + (uint64_t)rank * b->row + b->places + 8 * (uint64_t)to);
 }

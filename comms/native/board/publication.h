@@ -1,9 +1,10 @@
-/* Small ops: a rank publishes an op and its inputs in its row, and takes the inputs of the others from theirs.
+/* Small ops: a rank publishes an op and its inputs in its row, and takes the inputs of the others from
+ * theirs.
  *
- * An op uses one of two tables of a row: its signature, then the place and size of each input. Small inputs lie in one
- * of two slots. A single input of up to 40 bytes, or none, goes on one line instead, with the signature and the op
- * number: then only one cache line crosses between cores, which is most of what such an op costs. The flag is raised
- * as well, for ranks that read it. */
+ * An op uses one of two tables of a row: its signature, then the place and size of each input. Small inputs
+ * lie in one of two slots. A single input of up to 40 bytes, or none, goes on one line instead, with the
+ * signature and the op number: then only one cache line crosses between cores, which is most of what such an
+ * op costs. The flag is raised as well, for ranks that read it. */
 
 #ifndef HOLDFAST_PUBLICATION_H
 #define HOLDFAST_PUBLICATION_H
@@ -13,7 +14,7 @@
 
 #define INLINED ((uint64_t)1 << 63)
 enum { LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 40 };
-#define STREAMED (1 << 14) /* inputs of this size bypass the caches if ranks are far apart */
+#define STREAMED (1 << 14)                /* inputs of this size bypass the caches if ranks are far apart */
 enum { TAKEN_ALL = -1, NOT_COPIED = -2 }; /* given instead of a rank */
 
 static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
@@ -27,39 +28,6 @@ static inline char *slot_of(const board *b, int rank, uint64_t op) {
 /* The line of `rank` if it holds this op, else NULL. */
 static inline const uint64_t *line_of(const board *b, int rank, uint64_t op) {
     return published_on_line(b, rank, op) ? (const uint64_t *)line_at(b, rank, op) : NULL;
-}
-
-/* Publish an op. 1 if its inputs were copied, 0 if they are too large. All ranks must have finished op - 2. */
-static int publish(board *b, uint64_t op, uint64_t signature, const span *inputs, int count) {
-    uint64_t *table = table_of(b, b->rank, op), total = 0;
-    table[0] = signature;
-    for (int i = 0; i < count; i++)
-        total += table[2 + 2 * i] = inputs[i].nbytes;
-    int fits = total <= b->slot;
-    if (count <= 1 && total <= LINE_INPUT_BYTES) {
-        uint64_t *line = (uint64_t *)line_at(b, b->rank, op);
-        line[LINE_SIGNATURE] = signature, line[LINE_NBYTES] = total;
-        if (count)
-            memcpy(line + LINE_INPUT, inputs->at, total);
-        atomic_store_explicit(line_at(b, b->rank, op), op, memory_order_release);
-    } else {
-        char *slot = slot_of(b, b->rank, op);
-        int near = 1;
-        if (fits && total >= STREAMED)
-            probe_write(b), near = all_near(b);
-        for (int i = 0; i < count; i++) {
-            table[1 + 2 * i] = fits ? (uint64_t)(slot - b->base) | INLINED : 0;
-            if (fits) {
-                if (near || inputs[i].nbytes < STREAMED)
-                    copy_bytes(slot, inputs[i].at, inputs[i].nbytes);
-                else
-                    stream(slot, inputs[i].at, inputs[i].nbytes);
-                slot += inputs[i].nbytes;
-            }
-        }
-    }
-    raise_flag(b, FLAG, 4 * op + 1);
-    return fits;
 }
 
 /* Whether `rank`, which has published an op, published the same one as this rank. */
@@ -89,45 +57,16 @@ static inline void probe_large_input(board *b, int rank, uint64_t nbytes) {
         probe_read(b, rank);
 }
 
-/* Copy input `index` of every other rank to its piece of `into` (NULL: nowhere). Returns TAKEN_ALL, NOT_COPIED if some inputs
- * were too large for slots, or a rank with an input of another size. */
-static int collect(board *b, uint64_t op, uint64_t index, const span *into) {
-    uint64_t nbytes;
-    int all = 1;
-    for (int rank = 0; rank < b->size; rank++)
-        all &= input(b, rank, op, 0, &nbytes) != NULL;
-    for (int rank = 0; rank < b->size && into; rank++)
-        if (rank != b->rank && (input(b, rank, op, index, &nbytes), nbytes != into[rank].nbytes))
-            return rank;
-    if (!all)
-        return NOT_COPIED;
-    for (int i = 1; i < b->size && into; i++) {
-        int rank = (b->rank + i) % b->size;
-        const char *at = input(b, rank, op, index, &nbytes);
-        if (at) {
-            probe_large_input(b, rank, nbytes);
-            copy_bytes(into[rank].at, at, nbytes);
-        }
-    }
-    publish_locality(b);
-    return TAKEN_ALL;
-}
+/* Publish an op. 1 if its inputs were copied, 0 if they are too large. All ranks must have finished op - 2.
+ */
+int publish(board *b, uint64_t op, uint64_t signature, const span *inputs, int count);
+
+/* Copy input `index` of every other rank to its piece of `into` (NULL: nowhere). Returns TAKEN_ALL,
+ * NOT_COPIED if some inputs were too large for slots, or a rank with an input of another size. */
+int collect(board *b, uint64_t op, uint64_t index, const span *into);
 
 /* Reduce input `index` of all ranks in rank order, by reduction `kind`. Returns TAKEN_ALL, or a rank with
  * an input of another size. */
-static int reduce_inputs(board *b, uint64_t op, uint64_t index, long kind, span into) {
-    uint64_t nbytes;
-    for (int rank = 0; rank < b->size; rank++)
-        if (!input(b, rank, op, index, &nbytes) || nbytes != into.nbytes)
-            return rank;
-    const char *first = input(b, 0, op, index, &nbytes);
-    for (int rank = 1; rank < b->size; rank++) {
-        const char *theirs = input(b, rank, op, index, &nbytes);
-        probe_large_input(b, rank == b->rank ? 0 : rank, nbytes);
-        kernel_of(kind)(into.at, rank == 1 ? first : into.at, theirs, nbytes / itemsize_of(kind));
-    }
-    publish_locality(b);
-    return TAKEN_ALL;
-}
+int reduce_inputs(board *b, uint64_t op, uint64_t index, long kind, span into);
 
 #endif

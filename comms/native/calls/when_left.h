@@ -1,4 +1,5 @@
-/* Calls to make once the calls under way have ended: a close that a signal's handler asked for inside one of them. */
+/* Calls to make once the calls under way have ended: a close that a signal's handler asked for inside one of
+ * them. */
 
 #ifndef HOLDFAST_WHEN_LEFT_H
 #define HOLDFAST_WHEN_LEFT_H
@@ -6,33 +7,10 @@
 #include <Python.h>
 
 /* Add a call to the list in `left`, which is made for the first one. True, or NULL with a Python error. */
-static PyObject *add_when_left(PyObject **left, PyObject *call) {
-    if (!*left && !(*left = PyList_New(0)))
-        return NULL;
-    return PyList_Append(*left, call) < 0 ? NULL : Py_NewRef(Py_True);
-}
+PyObject *add_when_left(PyObject **left, PyObject *call);
 
-/* Make the calls, and forget them. None, or NULL with the Python error of the last one that failed. An error that is
- * set when this begins stays set, unless one of the calls fails. */
-static PyObject *run_when_left(PyObject **left) {
-    if (!*left)
-        Py_RETURN_NONE;
-    PyObject *calls = *left, *type, *error, *traceback;
-    int failed = 0;
-    *left = NULL;
-    PyErr_Fetch(&type, &error, &traceback);
-    for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {
-        PyObject *done = PyObject_CallNoArgs(PyList_GetItem(calls, i));
-        if (!done) {
-            Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(traceback);
-            PyErr_Fetch(&type, &error, &traceback);
-            failed = 1;
-        }
-        Py_XDECREF(done);
-    }
-    Py_DECREF(calls);
-    PyErr_Restore(type, error, traceback);
-    return failed ? NULL : Py_NewRef(Py_None);
-}
+/* Make the calls, and forget them. None, or NULL with the Python error of the last one that failed. An error
+ * that is set when this begins stays set, unless one of the calls fails. */
+PyObject *run_when_left(PyObject **left);
 
 #endif

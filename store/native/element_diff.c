@@ -1,12 +1,5 @@
-/* Elements that differ between two memories of equal size, by their bits: found, written as records, applied.
- *
- * Memory is cut into pieces, a piece into blocks of 65536 elements. The record of a piece has the number of changes of
- * each block (32 bits each), then the places of all changes within their blocks (16 bits each, ascending), then the new
- * elements; each of the three starts at a multiple of 8 bytes, after zeros. All numbers are little-endian. The format is
- * that of holdfast/store/delta/records.py. */
-
-#ifndef HOLDFAST_ELEMENT_DIFF_H
-#define HOLDFAST_ELEMENT_DIFF_H
+#define PY_SSIZE_T_CLEAN
+#include "element_diff.h"
 
 #include <Python.h>
 #include <stddef.h>
@@ -14,16 +7,17 @@
 #include <string.h>
 
 #include "arguments.h"
-#include "kernels/digest_copy.h"
+#include "digest_copy.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 #define DIFF_BLOCK 65536
-#define DIFF_GROUP 64                        /* elements that are compared at once */
+#define DIFF_GROUP 64 /* elements that are compared at once */
 #define LAST_BIT ((uint64_t)1 << 63)
-#define DIFF_SLACK (2 * DIFF_BLOCK + 64)     /* bytes that a record may overrun its limit by, before it is given up */
+#define DIFF_SLACK                                                                                           \
+    (2 * DIFF_BLOCK + 64) /* bytes that a record may overrun its limit by, before it is given up */
 #define TOO_MANY_CHANGES 0xffffffffu
 
 /* A piece of the two memories: addresses, and `itemsize` bytes of an element: 1, 2, 4 or 8. */
@@ -31,7 +25,8 @@ typedef struct {
     uint64_t base, changed, nbytes, itemsize;
 } diff_piece;
 
-/* A piece to make from `base` at `into` (which may be `base`) with a record of `size` bytes: none, if that is 0. */
+/* A piece to make from `base` at `into` (which may be `base`) with a record of `size` bytes: none, if that is
+ * 0. */
 typedef struct {
     uint64_t base, into, nbytes, itemsize, record, size;
 } patch_piece;
@@ -48,17 +43,17 @@ static inline uint64_t record_bytes(uint64_t blocks, uint64_t changes, uint64_t 
 
 typedef uint64_t (*group_diff)(const uint8_t *a, const uint8_t *b);
 
-#define PORTABLE_GROUP(BITS)                                                                                           \
-    static uint64_t differ_##BITS(const uint8_t *a, const uint8_t *b) {                                                \
-        uint##BITS##_t left[DIFF_GROUP], right[DIFF_GROUP];                                                            \
-        uint64_t mask = 0;                                                                                             \
-        if (!memcmp(a, b, sizeof left))                                                                                \
-            return 0;                                                                                                  \
-        memcpy(left, a, sizeof left);                                                                                  \
-        memcpy(right, b, sizeof right);                                                                                \
-        for (int i = 0; i < DIFF_GROUP; i++)                                                                           \
-            mask |= (uint64_t)(left[i] != right[i]) << i;                                                              \
-        return mask;                                                                                                   \
+#define PORTABLE_GROUP(BITS)                                                                                 \
+    static uint64_t differ_##BITS(const uint8_t *a, const uint8_t *b) {                                      \
+        uint##BITS##_t left[DIFF_GROUP], right[DIFF_GROUP];                                                  \
+        uint64_t mask = 0;                                                                                   \
+        if (!memcmp(a, b, sizeof left))                                                                      \
+            return 0;                                                                                        \
+        memcpy(left, a, sizeof left);                                                                        \
+        memcpy(right, b, sizeof right);                                                                      \
+        for (int i = 0; i < DIFF_GROUP; i++)                                                                 \
+            mask |= (uint64_t)(left[i] != right[i]) << i;                                                    \
+        return mask;                                                                                         \
     }
 
 PORTABLE_GROUP(8)
@@ -75,11 +70,13 @@ static inline __attribute__((always_inline)) uint8_t *put_place(uint8_t *places,
     return places + 2;
 }
 
-static inline __attribute__((always_inline)) size_t diff_block_with(group_diff differ, size_t itemsize, const uint8_t *a,
-                                                                    const uint8_t *b, size_t elements, uint8_t *places) {
+static inline __attribute__((always_inline)) size_t diff_block_with(group_diff differ, size_t itemsize,
+                                                                    const uint8_t *a, const uint8_t *b,
+                                                                    size_t elements, uint8_t *places) {
     uint8_t *end = places;
     size_t done = 0;
-    for (; done + DIFF_GROUP <= elements; done += DIFF_GROUP, a += DIFF_GROUP * itemsize, b += DIFF_GROUP * itemsize) {
+    for (; done + DIFF_GROUP <= elements;
+         done += DIFF_GROUP, a += DIFF_GROUP * itemsize, b += DIFF_GROUP * itemsize) {
         uint64_t mask = differ(a, b);
         uint8_t *next = end + 2 * __builtin_popcountll(mask);
         do { /* four at a time, wanted or not: a branch for each would often be mispredicted */
@@ -94,9 +91,9 @@ static inline __attribute__((always_inline)) size_t diff_block_with(group_diff d
     return (size_t)(end - places) / 2;
 }
 
-#define BLOCK_DIFF(NAME, DIFFER, ITEMSIZE, TARGET)                                                                     \
-    TARGET static size_t NAME(const uint8_t *a, const uint8_t *b, size_t elements, uint8_t *places) {                  \
-        return diff_block_with(DIFFER, ITEMSIZE, a, b, elements, places);                                              \
+#define BLOCK_DIFF(NAME, DIFFER, ITEMSIZE, TARGET)                                                           \
+    TARGET static size_t NAME(const uint8_t *a, const uint8_t *b, size_t elements, uint8_t *places) {        \
+        return diff_block_with(DIFFER, ITEMSIZE, a, b, elements, places);                                    \
     }
 
 #define NO_TARGET
@@ -163,26 +160,30 @@ static block_diff block_diff_of(uint64_t itemsize, int portable) {
 #else
     (void)portable;
 #endif
-    return itemsize == 1 ? diff_block_8 : itemsize == 2 ? diff_block_16 : itemsize == 4 ? diff_block_32 : diff_block_64;
+    return itemsize == 1   ? diff_block_8
+           : itemsize == 2 ? diff_block_16
+           : itemsize == 4 ? diff_block_32
+                           : diff_block_64;
 }
 
 /* -- records */
 
 /* From `from` to `into`: `gather` takes elements at `places` to adjacent ones, the other way is `scatter`. */
-#define MOVE_ELEMENTS(ITEMSIZE)                                                                                        \
-    static void gather_##ITEMSIZE(uint8_t *into, const uint8_t *from, const uint8_t *places, size_t count) {           \
-        for (size_t i = 0; i < count; i++) {                                                                           \
-            uint16_t place;                                                                                            \
-            memcpy(&place, places + 2 * i, 2);                                                                         \
-            memcpy(into + ITEMSIZE * i, from + (size_t)ITEMSIZE * place, ITEMSIZE);                                    \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void scatter_##ITEMSIZE(uint8_t *into, const uint8_t *from, const uint8_t *places, size_t count) {          \
-        for (size_t i = 0; i < count; i++) {                                                                           \
-            uint16_t place;                                                                                            \
-            memcpy(&place, places + 2 * i, 2);                                                                         \
-            memcpy(into + (size_t)ITEMSIZE * place, from + ITEMSIZE * i, ITEMSIZE);                                    \
-        }                                                                                                              \
+#define MOVE_ELEMENTS(ITEMSIZE)                                                                              \
+    static void gather_##ITEMSIZE(uint8_t *into, const uint8_t *from, const uint8_t *places, size_t count) { \
+        for (size_t i = 0; i < count; i++) {                                                                 \
+            uint16_t place;                                                                                  \
+            memcpy(&place, places + 2 * i, 2);                                                               \
+            memcpy(into + ITEMSIZE * i, from + (size_t)ITEMSIZE * place, ITEMSIZE);                          \
+        }                                                                                                    \
+    }                                                                                                        \
+    static void scatter_##ITEMSIZE(uint8_t *into, const uint8_t *from, const uint8_t *places,                \
+                                   size_t count) {                                                           \
+        for (size_t i = 0; i < count; i++) {                                                                 \
+            uint16_t place;                                                                                  \
+            memcpy(&place, places + 2 * i, 2);                                                               \
+            memcpy(into + (size_t)ITEMSIZE * place, from + ITEMSIZE * i, ITEMSIZE);                          \
+        }                                                                                                    \
     }
 
 MOVE_ELEMENTS(1)
@@ -205,11 +206,13 @@ static inline size_t elements_of_block(uint64_t elements, uint64_t block) {
     return left < DIFF_BLOCK ? (size_t)left : DIFF_BLOCK;
 }
 
-/* Write the record of a piece to `record`, of which `most + DIFF_SLACK` bytes may be written to. Returns its size; 0 if
- * nothing differs, TOO_MANY_CHANGES if it would take more than `most` bytes. */
+/* Write the record of a piece to `record`, of which `most + DIFF_SLACK` bytes may be written to. Returns its
+ * size; 0 if nothing differs, TOO_MANY_CHANGES if it would take more than `most` bytes. */
 static uint32_t diff_piece_into(const diff_piece *piece, uint64_t most, uint8_t *record, int portable) {
-    const uint8_t *base = (const uint8_t *)(uintptr_t)piece->base, *changed = (const uint8_t *)(uintptr_t)piece->changed;
-    uint64_t itemsize = piece->itemsize, elements = piece->nbytes / itemsize, blocks = blocks_of(elements), total = 0;
+    const uint8_t *base = (const uint8_t *)(uintptr_t)piece->base,
+                  *changed = (const uint8_t *)(uintptr_t)piece->changed;
+    uint64_t itemsize = piece->itemsize, elements = piece->nbytes / itemsize, blocks = blocks_of(elements),
+             total = 0;
     uint64_t head = to_eight(4 * blocks);
     block_diff diff = block_diff_of(itemsize, portable);
     if (head > most)
@@ -217,7 +220,8 @@ static uint32_t diff_piece_into(const diff_piece *piece, uint64_t most, uint8_t 
     memset(record, 0, head);
     for (uint64_t block = 0; block < blocks; block++) {
         uint64_t start = block * DIFF_BLOCK * itemsize;
-        size_t found = diff(base + start, changed + start, elements_of_block(elements, block), record + head + 2 * total);
+        size_t found = diff(base + start, changed + start, elements_of_block(elements, block),
+                            record + head + 2 * total);
         uint32_t count = (uint32_t)found;
         memcpy(record + 4 * block, &count, 4);
         total += found;
@@ -320,10 +324,10 @@ static inline int is_whole_number(uint64_t nbytes, uint64_t itemsize) {
     return known && nbytes % itemsize == 0 && nbytes <= (uint64_t)1 << 30;
 }
 
-/* Write the records of pieces one after the other, and their sizes, as long as there is room for the next; returns how
- * many pieces are done. A record takes at most half of the bytes of its piece. */
-static uint64_t diff_pieces_into(const diff_piece *pieces, uint64_t count, uint8_t *records, uint64_t room, uint32_t *sizes,
-                                 int portable) {
+/* Write the records of pieces one after the other, and their sizes, as long as there is room for the next;
+ * returns how many pieces are done. A record takes at most half of the bytes of its piece. */
+static uint64_t diff_pieces_into(const diff_piece *pieces, uint64_t count, uint8_t *records, uint64_t room,
+                                 uint32_t *sizes, int portable) {
     uint64_t used = 0;
     for (uint64_t i = 0; i < count; i++) {
         uint64_t most = pieces[i].nbytes / 2;
@@ -335,8 +339,9 @@ static uint64_t diff_pieces_into(const diff_piece *pieces, uint64_t count, uint8
     return count;
 }
 
-/* Make pieces from their bases, with the checksums of those of DIGEST_LEAST bytes or more, which are taken while the bytes
- * are in the cache; returns how many are done: it stops before a piece that fails `has_own_record`. */
+/* Make pieces from their bases, with the checksums of those of DIGEST_LEAST bytes or more, which are taken
+ * while the bytes are in the cache; returns how many are done: it stops before a piece that fails
+ * `has_own_record`. */
 static uint64_t patch_pieces_into(const patch_piece *pieces, uint64_t count, uint64_t *sums) {
     for (uint64_t i = 0; i < count; i++) {
         const patch_piece *piece = &pieces[i];
@@ -354,38 +359,45 @@ static uint64_t patch_pieces_into(const patch_piece *pieces, uint64_t count, uin
 
 /* -- for Python */
 
-/* diff_pieces(pieces, count, records, room, sizes, portable): see element_diff.h; all but the counts are addresses. */
-static PyObject *diff_pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+/* diff_pieces(pieces, count, records, room, sizes, portable): see element_diff.h; all but the counts are
+ * addresses. */
+PyObject *diff_pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[6], done;
-    if (!parse_numbers(args, count, 6, a) || !is_memory(a[0], a[1]) || !is_memory(a[2], a[3]) || !is_memory(a[4], a[1]))
+    if (!parse_numbers(args, count, 6, a) || !is_memory(a[0], a[1]) || !is_memory(a[2], a[3]) ||
+        !is_memory(a[4], a[1]))
         return NULL;
     const diff_piece *pieces = (const diff_piece *)(uintptr_t)a[0];
     for (uint64_t i = 0; i < a[1]; i++)
-        if (!is_whole_number(pieces[i].nbytes, pieces[i].itemsize) || !is_memory(pieces[i].base, pieces[i].nbytes) ||
-            !is_memory(pieces[i].changed, pieces[i].nbytes)) {
+        if (!is_whole_number(pieces[i].nbytes, pieces[i].itemsize) ||
+            !is_memory(pieces[i].base, pieces[i].nbytes) || !is_memory(pieces[i].changed, pieces[i].nbytes)) {
             if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "a piece is not a whole number of elements of 1, 2, 4 or 8 bytes");
+                PyErr_SetString(PyExc_ValueError,
+                                "a piece is not a whole number of elements of 1, 2, 4 or 8 bytes");
             return NULL;
         }
     Py_BEGIN_ALLOW_THREADS;
-    done = diff_pieces_into(pieces, a[1], (uint8_t *)(uintptr_t)a[2], a[3], (uint32_t *)(uintptr_t)a[4], (int)a[5]);
+    done = diff_pieces_into(pieces, a[1], (uint8_t *)(uintptr_t)a[2], a[3], (uint32_t *)(uintptr_t)a[4],
+                            (int)a[5]);
     Py_END_ALLOW_THREADS;
     return PyLong_FromUnsignedLongLong(done);
 }
 
-/* patch_pieces(pieces, count, sums): make `count` pieces, described at address `pieces`, from their bases and records. */
-static PyObject *patch_pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+/* patch_pieces(pieces, count, sums): make `count` pieces, described at address `pieces`, from their bases and
+ * records. */
+PyObject *patch_pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[3], done;
     if (!parse_numbers(args, count, 3, a) || !is_memory(a[0], a[1]) || !is_memory(a[2], a[1]))
         return NULL;
     const patch_piece *pieces = (const patch_piece *)(uintptr_t)a[0];
     for (uint64_t i = 0; i < a[1]; i++)
-        if (!is_whole_number(pieces[i].nbytes, pieces[i].itemsize) || !is_memory(pieces[i].base, pieces[i].nbytes) ||
-            !is_memory(pieces[i].into, pieces[i].nbytes) || !is_memory(pieces[i].record, pieces[i].size)) {
+        if (!is_whole_number(pieces[i].nbytes, pieces[i].itemsize) ||
+            !is_memory(pieces[i].base, pieces[i].nbytes) || !is_memory(pieces[i].into, pieces[i].nbytes) ||
+            !is_memory(pieces[i].record, pieces[i].size)) {
             if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "a piece is not a whole number of elements of 1, 2, 4 or 8 bytes");
+                PyErr_SetString(PyExc_ValueError,
+                                "a piece is not a whole number of elements of 1, 2, 4 or 8 bytes");
             return NULL;
         }
     Py_BEGIN_ALLOW_THREADS;
@@ -393,5 +405,3 @@ static PyObject *patch_pieces(PyObject *module, PyObject *const *args, Py_ssize_
     Py_END_ALLOW_THREADS;
     return PyLong_FromUnsignedLongLong(done);
 }
-
-#endif

@@ -1,10 +1,7 @@
-/* Copies memory and computes the XXH3 checksum (64 bits) of each piece in the same pass, by several threads.
- *
- * XXH3 after Y. Collet, xxhash 0.8 (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md), for inputs of more than
- * 240 bytes. Bytes are stored as they are read for the checksum, so that verification costs no pass over memory. */
+#define PY_SSIZE_T_CLEAN
+#include "digest_copy.h"
 
-#ifndef HOLDFAST_DIGEST_COPY_H
-#define HOLDFAST_DIGEST_COPY_H
+#include "arguments.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -16,12 +13,11 @@
 #include <immintrin.h>
 #endif
 
-#define DIGEST_LEAST 241 /* bytes of the smallest piece that this computes */
 #define STREAM_BYTES ((uint64_t)16 << 20) /* copies of more bytes than this leave the caches alone */
 #define MOST_THREADS 256
 
-/* A piece: its checksum goes to the job's place in `sums`. It is copied whole to `target` unless that is 0; then `count`
- * copies out of it, from number `first` on, are made. */
+/* A piece: its checksum goes to the job's place in `sums`. It is copied whole to `target` unless that is 0;
+ * then `count` copies out of it, from number `first` on, are made. */
 typedef struct {
     uint64_t source, nbytes, target, first, count;
 } digest_job;
@@ -57,7 +53,8 @@ static const uint8_t xxh3_secret[192] __attribute__((aligned(64))) = {
 #define STRIPE 64
 #define STRIPES_OF_BLOCK 16
 
-static const uint64_t xxh3_start[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+static const uint64_t xxh3_start[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
+                                       PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
 
 static inline uint64_t read64(const void *from) {
     uint64_t value;
@@ -73,7 +70,8 @@ static inline uint64_t multiply_and_fold(uint64_t a, uint64_t b) {
 static uint64_t xxh3_finish(const uint64_t *lanes, uint64_t nbytes) {
     uint64_t sum = nbytes * PRIME64_1;
     for (int i = 0; i < 4; i++)
-        sum += multiply_and_fold(lanes[2 * i] ^ read64(xxh3_secret + 11 + 16 * i), lanes[2 * i + 1] ^ read64(xxh3_secret + 19 + 16 * i));
+        sum += multiply_and_fold(lanes[2 * i] ^ read64(xxh3_secret + 11 + 16 * i),
+                                 lanes[2 * i + 1] ^ read64(xxh3_secret + 19 + 16 * i));
     sum ^= sum >> 37;
     sum *= 0x165667919E3779F9ULL;
     return sum ^ (sum >> 32);
@@ -114,7 +112,8 @@ static uint64_t digest_copy_portable(const uint8_t *source, uint8_t *target, uin
 #if defined(__x86_64__)
 #define LOAD(address) _mm256_loadu_si256((const __m256i *)(address))
 
-__attribute__((target("avx2"))) static inline __m256i mix_half(__m256i lanes, __m256i data, const uint8_t *secret) {
+__attribute__((target("avx2"))) static inline __m256i mix_half(__m256i lanes, __m256i data,
+                                                               const uint8_t *secret) {
     __m256i key = _mm256_xor_si256(data, LOAD(secret));
     __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
     return _mm256_add_epi64(product, _mm256_add_epi64(lanes, _mm256_shuffle_epi32(data, 0x4e)));
@@ -127,7 +126,8 @@ __attribute__((target("avx2"))) static inline __m256i scramble_half(__m256i lane
     return _mm256_add_epi64(_mm256_mul_epu32(key, prime), high);
 }
 
-__attribute__((target("avx2"))) static uint64_t digest_copy_avx2(const uint8_t *source, uint8_t *target, uint64_t nbytes, int stream) {
+__attribute__((target("avx2"))) static uint64_t digest_copy_avx2(const uint8_t *source, uint8_t *target,
+                                                                 uint64_t nbytes, int stream) {
     __m256i low = LOAD(xxh3_start), high = LOAD(xxh3_start + 4);
     uint64_t stripes = (nbytes - 1) / STRIPE, lanes[8];
     const uint8_t *data = source;
@@ -168,9 +168,7 @@ __attribute__((target("avx2"))) static uint64_t digest_copy_avx2(const uint8_t *
 #undef LOAD
 #endif
 
-/* The checksum of `nbytes` (DIGEST_LEAST or more) bytes at `source`, which are copied to `target` unless that is NULL.
- * With `stream` the copy bypasses the caches. */
-static uint64_t digest_copy_piece(const uint8_t *source, uint8_t *target, uint64_t nbytes, int stream) {
+uint64_t digest_copy_piece(const uint8_t *source, uint8_t *target, uint64_t nbytes, int stream) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2"))
         return digest_copy_avx2(source, target, nbytes, stream);
@@ -212,8 +210,8 @@ static void *run_digest_jobs(void *given) {
     return NULL;
 }
 
-/* Do all jobs, with up to `threads` threads, the calling one among them. Pieces of fewer than DIGEST_LEAST bytes get no
- * checksum. */
+/* Do all jobs, with up to `threads` threads, the calling one among them. Pieces of fewer than DIGEST_LEAST
+ * bytes get no checksum. */
 static void digest_copy_all(digest_work *work, uint64_t threads) {
     pthread_t started[MOST_THREADS];
     uint64_t helpers = 0;
@@ -225,4 +223,25 @@ static void digest_copy_all(digest_work *work, uint64_t threads) {
         pthread_join(started[--helpers], NULL);
 }
 
-#endif
+/* -- a function of Python */
+
+/* digest_copies(jobs, count, copies, sums, threads): all but `count` and `threads` are addresses. */
+PyObject *digest_copies(PyObject *module, PyObject *const *args, Py_ssize_t number) {
+    (void)module;
+    uint64_t a[5], nbytes = 0;
+    if (!parse_numbers(args, number, 5, a) || !is_memory(a[0], a[1]) || !is_memory(a[3], a[1]))
+        return NULL;
+    digest_work work = {(const digest_job *)(uintptr_t)a[0],
+                        (const row_copy *)(uintptr_t)a[2],
+                        (uint64_t *)(uintptr_t)a[3],
+                        a[1],
+                        0,
+                        0};
+    for (uint64_t i = 0; i < work.count; i++)
+        nbytes += work.jobs[i].nbytes;
+    work.stream = nbytes >= STREAM_BYTES;
+    Py_BEGIN_ALLOW_THREADS;
+    digest_copy_all(&work, a[4]);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
