@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
+from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.errors import EnvironmentDied, EnvironmentFailed, EnvironmentRefused
@@ -40,13 +41,22 @@ def ask_peer(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+@contextmanager
+def started() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server of OpenEnv that begins to start, and its port."""
+    with ReservedPort("127.0.0.1") as port:
+        process = subprocess.Popen([PEER, PROGRAM, "serve", str(port.number)])
+        try:
+            yield process, port.number
+        finally:
+            process.kill()
+            process.wait(30.0)
+
+
 @pytest.fixture(scope="module")
 def openenv_server() -> Iterator[str]:
     """The URL of a server of OpenEnv."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([PEER, PROGRAM, "serve", str(port)])
-    try:
+    with started() as (process, port):
         deadline = time.monotonic() + 90.0
         while True:
             try:
@@ -56,9 +66,6 @@ def openenv_server() -> Iterator[str]:
                 assert process.poll() is None and time.monotonic() < deadline, "openenv's server does not start"
                 time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(30.0)
 
 
 async def episode(session: EnvironmentSession, seed: int) -> list[Any]:
@@ -106,18 +113,12 @@ async def test_openenvs_refusals_are_typed(openenv_server: str) -> None:
 
 
 async def test_a_death_of_openenvs_server_ends_our_session() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([PEER, PROGRAM, "serve", str(port)])
-    try:
+    with started() as (process, port):
         async with EnvironmentPool([f"ws://127.0.0.1:{port}"], wait=90.0) as pool, pool.session() as session:
             await session.reset(3)  # waits for the start
             process.kill()
             with pytest.raises(EnvironmentDied):
                 await session.step(Action(fields={"number": 1}))
-    finally:
-        process.kill()
-        await asyncio.to_thread(process.wait, 30.0)
 
 
 @pytest.mark.timeout(300)
