@@ -109,6 +109,8 @@ def connect(
     rendezvous), `KeyRefused`, ValueError.
     """
     timeout = seconds(timeout)
+    if _is_peerless(backend):
+        return _connect_alone(backend, rank, size, name, device, timeout, hints)
     deadline = time.monotonic() + timeout
     rank = None if rank is None else integer(rank, "rank")
     size = None if size is None else integer(size, "size")
@@ -174,6 +176,41 @@ def connect(
     except BaseException:
         _release_rank(identity, None, offer.nonce)
         raise
+
+
+def _is_peerless(backend: str) -> bool:
+    """Whether `backend` connects without other ranks. Raises `Unsupported` for a list with such a backend."""
+    known = registry().backends
+    named = [name.strip() for name in backend.split(",")]
+    found = [name for name in named if name in known and known[name].capabilities.peerless]
+    if found and len(named) > 1:
+        raise Unsupported(f"{found[0]!r} in a preference list", "it moves nothing: ask for it alone")
+    return bool(found)
+
+
+def _connect_alone(
+    backend: str,
+    rank: int | None,
+    size: int | None,
+    name: str,
+    device: str | torch.device | None,
+    timeout: float,
+    hints: Hints | None,
+) -> Communicator:
+    """Connect to a backend that needs no other ranks."""
+    rank, size = places.rank_and_size(rank, size)
+    return connect_members(
+        backend,
+        rank=rank,
+        size=size,
+        store=dist.HashStore(),
+        peers=[this_process()] * size,
+        epoch=0,
+        name=name,
+        device=device,
+        timeout=timeout,
+        hints=hints,
+    )
 
 
 @reraise_local_cause("connecting")

@@ -81,7 +81,8 @@ class Capabilities:
     sleep or be stopped), "thread" (a thread of the backend answers: it may compute or sleep, but not be stopped), or ""
     without one-sided access. `tcp` says when all bytes between processes of one host go over TCP, where a proxy can
     delay, cut or corrupt them: "always", "" (never), or the environment variable that turns it on with the value
-    "tcp,self" ("UCX_TLS").
+    "tcp,self" ("UCX_TLS"). A `peerless` backend has no other ranks: it connects alone, moves nothing, is only taken by
+    its name, and the conformance kit does not apply.
     """
 
     reduces: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Capabilities:
     finds_failures: bool = True
     launcher: str = ""
     tcp: str = ""
+    peerless: bool = False
 
     def widens(self, device: str) -> frozenset[str]:
         """The dtypes that the communicator reduces as float32 and rounds back, since the backend does not."""

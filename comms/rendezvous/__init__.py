@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from holdfast.comms.rendezvous.fetching import fetch, fetch_as
-from holdfast.comms.rendezvous.meeting_place import MeetingPlace, meet
+from holdfast.comms.rendezvous.meeting_place import MeetingPlace, meet, rank_and_size
 
-__all__ = ["MeetingPlace", "fetch", "fetch_as", "meet"]
+__all__ = ["MeetingPlace", "fetch", "fetch_as", "meet", "rank_and_size"]

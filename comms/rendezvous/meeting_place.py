@@ -68,10 +68,7 @@ def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeo
     `OpTimeout` when the store's server does not answer in `timeout` seconds, `HoldfastError` for a place that cannot be
     used here.
     """
-    rank = _number("rank", "RANK", rank)
-    size = _number("size", "WORLD_SIZE", size)
-    if size < 1 or not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is out of range for size {size}: ranks are 0 to size - 1")
+    rank, size = rank_and_size(rank, size)
     if isinstance(rendezvous, dist.Store):
         return MeetingPlace(rank, size, rendezvous, f"store:{_number_of(rendezvous)}", type(rendezvous).__name__)
     scheme = rendezvous.partition("://")[0]
@@ -96,6 +93,15 @@ def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeo
     if scheme == "file":
         return _in_file(path_of(rendezvous, "file", _FILE), rank, size)
     raise ValueError(f"rendezvous {rendezvous!r} is none of env://, tcp://host:port, file:///path or a Store")
+
+
+def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+    """`rank` and `size`, by default RANK and WORLD_SIZE of the environment. Raises ValueError."""
+    rank = _number("rank", "RANK", rank)
+    size = _number("size", "WORLD_SIZE", size)
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is out of range for size {size}: ranks are 0 to size - 1")
+    return rank, size
 
 
 def _number_of(store: dist.Store) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.errors import BackendUnavailable, Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.harness.conformance.plugin import CheckOutcome, Conformance
 
@@ -24,6 +24,10 @@ def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> 
     """
     if (missing := registry().backend(backend).missing) is not None:
         raise BackendUnavailable(backend, missing.reason, missing.install_hint)
+    if registry().backend(backend).info.capabilities.peerless:
+        raise Unsupported(
+            f"conformance of {backend!r}", "it has no other ranks and moves nothing: there is no check of it"
+        )
     pytest.register_assert_rewrite(*(f"holdfast.harness.conformance.{name}" for name in _CHECKS))
     os.environ["HOLDFAST_CHECK"] = "1"
     suite = Path(__file__).with_name("suite.py")

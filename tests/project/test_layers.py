@@ -35,7 +35,7 @@ LAYERS = {
     """,
     "backends": """
         common
-        inproc shm gloo nccl mpi ucx nixl
+        fake inproc shm gloo nccl mpi ucx nixl
     """,
     "ft": """
         timeouts fault_gate faultpoints console on_demand environment
