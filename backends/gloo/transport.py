@@ -24,10 +24,13 @@ from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.gloo import message_headers
 from holdfast.backends.gloo.connecting import THREADS, abandoned_groups, connect_group
 from holdfast.backends.gloo.errors import meaning_of
+from holdfast.backends.gloo.onesided import TcpChannel
 from holdfast.backends.gloo.sockets import are_lost, shut_down, sockets
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS
+from holdfast.comms.onesided.peer_watch import PeerWatch
+from holdfast.comms.onesided.requests import RequestService
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.hints import Hint
@@ -45,6 +48,7 @@ from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.window_memory import WindowMemory
 
 Tensor = torch.Tensor
 Message = tuple[Tensor, int, int]
@@ -94,6 +98,7 @@ class GlooTransport(TorchGroup):
     def __init__(self, context: Context) -> None:
         self._sockets: list[OwnedDescriptor] = []
         self._options: dict[tuple[Any, ...], Any] = {}
+        self._service: RequestService | None = None
         super().__init__(context)
         try:
             connected = connect_group(context, self._liveness)
@@ -108,6 +113,25 @@ class GlooTransport(TorchGroup):
         """Close the connections in a forked child: otherwise they would stay up when its parent dies."""
         inodes = {os.fstat(each).st_ino for each in self._sockets if each.ours}
         forks.replace_by_dev_null(number for number, inode in sockets() if inode in inodes)
+
+    # -- windows
+
+    def window(self, tensor: Tensor, deadline: float) -> WindowMemory:
+        if self._service is None:
+            watch = PeerWatch(self._liveness, self._check_live)
+            open_channel = partial(TcpChannel, self, self._sockets, watch, deadline)
+            self._service = RequestService(self.rank, self.size, self._epoch, watch, open_channel)
+        return self._service.window(self, tensor, deadline)
+
+    def _check_live(self) -> Sequence[int]:
+        if self._error is not None:
+            raise self._error.again()
+        return ()
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
+        super().close()
 
     # -- running and ending an op
 
@@ -233,6 +257,8 @@ class GlooTransport(TorchGroup):
         return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
 
     def _end_group(self) -> None:
+        if self._service is not None:
+            self._service.channel.shut_down()
         for each in list(self._sockets):
             shut_down(each)
 
@@ -420,6 +446,9 @@ def holdfast_backends() -> list[BackendInfo]:
             capabilities=Capabilities(
                 reduces={"cpu": names(arithmetic.REDUCIBLE)},
                 moves={"cpu": names(DTYPES)},
+                windows=True,
+                atomics=True,
+                passive_target="thread",
                 tcp="always",
             ),
             probe=probe,

@@ -26,7 +26,7 @@ from holdfast.harness.conformance.window_ends import *  # noqa: F403
 from holdfast.harness.conformance.windows import *  # noqa: F403
 from support.waiting import eventually
 
-SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-1", "ucx-3", "mpi-1", "mpi-3"]
+SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-1", "ucx-3", "mpi-1", "mpi-3", "gloo-1", "gloo-3"]
 
 
 @pytest.fixture(scope="module", params=SIZED)
@@ -37,12 +37,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         yield cluster
 
 
-@pytest.fixture(params=["inproc", "shm", "ucx", "mpi"])
+@pytest.fixture(params=["inproc", "shm", "ucx", "mpi", "gloo"])
 def windowed(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["shm", "ucx", "mpi"])
+@pytest.fixture(params=["shm", "ucx", "mpi", "gloo"])
 def windowed_processes(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -144,10 +144,11 @@ def test_a_killed_holder_of_a_lock_does_not_block_others(backend: str) -> None:
 
 def test_a_backend_without_windows_says_so() -> None:
     def body(comm: Communicator) -> None:
+        comm._windowed = False
         with pytest.raises(Unsupported, match=r"comms\.memory"):
             comm.window(torch.zeros(1))
 
-    with LocalCluster(1, "gloo") as cluster:
+    with LocalCluster(1, "inproc") as cluster:
         cluster.run(body)
 
 

@@ -93,13 +93,14 @@ def test_a_forked_child_cannot_use_a_communicator_of_threads(tmp_path: Path) -> 
 @on_processes
 def test_a_forked_child_ends_no_communicator_of_its_parent(two_ranks: LocalCluster) -> None:
     def body(comm: Communicator) -> object:
-        window = None if comm.backend == "gloo" else comm.window(torch.zeros(4))
+        window = comm.window(torch.zeros(4))
+        waiting = window.wait_signal(1 - comm.rank, async_op=True)
 
         def child() -> str:
-            if window is not None:
-                assert "a window of rank" in refusal(lambda: window.put(torch.ones(1), 0))
-                window.close()
-                window.__exit__(None, None, None)
+            assert "a window of rank" in refusal(lambda: window.put(torch.ones(1), 0))
+            assert "a call of a window" in refusal(waiting.wait)
+            window.close()
+            window.__exit__(None, None, None)
             comm.abort("a child ends")
             comm.close()
             comm.__exit__(ValueError, ValueError("raised in a child"), None)
@@ -107,10 +108,11 @@ def test_a_forked_child_ends_no_communicator_of_its_parent(two_ranks: LocalClust
             return "ended"
 
         assert in_child(child) == "ended"
-        if window is not None:
-            window.put(torch.ones(1), 1 - comm.rank)
-            comm.barrier()
-            window.close()
+        window.put(torch.ones(1), 1 - comm.rank)
+        window.signal(1 - comm.rank)
+        waiting.wait(30.0)
+        comm.barrier()
+        window.close()
         tensor = torch.ones(4)
         comm.all_reduce(tensor)
         return tensor.tolist()
@@ -194,7 +196,7 @@ used = []
 for backend in ("shm", "gloo", "ucx"):
     comm = comms.connect(backend, rank=0, size=1, rendezvous="file://" + sys.argv[1], name=backend)
     comm.all_reduce(torch.ones(4))
-    used.append((comm, comm.window(torch.ones(4)) if backend != "gloo" else None))
+    used.append((comm, comm.window(torch.ones(4))))
 plane = comms.memory("shm"); region = plane.expose(torch.ones(4))
 child = os.fork()
 if child:

@@ -1,0 +1,238 @@
+"""Connections for windows over gloo, beside gloo's own: gloo's receives cannot be polled or given up.
+
+Each pair of ranks has a TCP connection on the interface of gloo's connections. A rank accepts those that know the
+secret which it told the others over gloo. One thread receives; a caller sends at once what the kernel takes, and the
+thread sends the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from holdfast.comms.errors import CorruptData, OpTimeout
+from holdfast.comms.onesided.peer_watch import PeerWatch
+from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel
+from holdfast.comms.system import forks
+from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.transport.base import Transport
+
+_CARD = struct.Struct("=46s16sH")
+"""Address, secret and port of a rank's listener."""
+_HELLO = struct.Struct("=16sI")
+_BODY = struct.Struct("=I")
+_GOODBYE = 0xFFFFFFFF
+_READS = 64
+"""The number of reads from one rank before it is the turn of the others."""
+_LOOK_SECONDS = 0.05
+
+Received = Callable[[int, bytes, bytearray], None]
+
+
+class TcpChannel(Channel):
+    """See the module."""
+
+    def __init__(
+        self, transport: Transport, connections: Sequence[OwnedDescriptor], watch: PeerWatch, deadline: float,
+        received: Received,
+    ) -> None:  # fmt: skip
+        self.broken: set[int] = set()
+        self._received = received
+        self._poll = select.epoll()
+        self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._poll.register(self._wake, select.EPOLLIN)
+        self._links: dict[int, _Link] = {}
+        self._ended = False
+        self._thread: threading.Thread | None = None
+        try:
+            for rank, connection in _connect(transport, connections, watch, deadline).items():
+                self._links[rank] = _Link(rank, connection, self._poll)
+        except BaseException:
+            self.close()
+            raise
+        self._of = {link.socket.fileno(): link for link in self._links.values()}
+        self._thread = threading.Thread(target=self._run, name="holdfast-gloo-windows", daemon=True)
+        self._thread.start()
+
+    def send(self, rank: int, head: bytes, body: bytes | memoryview = b"") -> None:
+        self._links[rank].send(_BODY.pack(len(body)) + head, body)
+
+    def _run(self) -> None:
+        while not self._ended:
+            for number, mask in self._poll.poll():
+                if (link := self._of.get(number)) is None:
+                    continue  # to look at `_ended`
+                if mask & select.EPOLLOUT:
+                    link.flush()
+                if mask & ~select.EPOLLOUT and not link.receive(self._received):
+                    self._poll.unregister(number)
+                    if not link.said_goodbye:
+                        self.broken.add(link.rank)
+
+    def shut_down(self) -> None:
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.send(_BODY.pack(_GOODBYE))
+        self._ended = True
+        if self._thread is not None:
+            self._wake.wake()
+            self._thread.join()
+        self._poll.close()
+        self._wake.close()
+        for link in self._links.values():
+            link.socket.close()
+
+
+class _Link:
+    """The connection to one rank: frames that leave, and the one that arrives."""
+
+    def __init__(self, rank: int, connection: socket.socket, poll: select.epoll) -> None:
+        self.rank, self.socket, self.said_goodbye = rank, connection, False
+        self._poll, self._lock = poll, threading.RLock()
+        self._leaving: deque[memoryview] = deque()
+        self._watched = select.EPOLLIN
+        self._prefix = bytearray(_BODY.size + HEAD.size)
+        self._body: bytearray | None = None
+        self._filled = 0
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        forks.release_socket_in_children(connection)
+        poll.register(connection, self._watched)
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        with self._lock:
+            self._leaving += [memoryview(part) for part in parts if len(part)]
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what the kernel takes, and watch for room for the rest."""
+        with self._lock:
+            try:
+                while self._leaving:
+                    sent = self.socket.sendmsg([self._leaving[0], *list(self._leaving)[1:4]])
+                    while self._leaving and sent >= len(self._leaving[0]):
+                        sent -= len(self._leaving.popleft())
+                    if sent:
+                        self._leaving[0] = self._leaving[0][sent:]
+            except BlockingIOError:
+                pass
+            except OSError:  # the rank is gone: the receiving side notices
+                self._leaving.clear()
+            watched = select.EPOLLIN | (select.EPOLLOUT if self._leaving else 0)
+            if watched != self._watched:
+                with contextlib.suppress(OSError, ValueError):  # unregistered, since the rank is gone
+                    self._poll.modify(self.socket, watched)
+                    self._watched = watched
+
+    def receive(self, received: Received) -> bool:
+        """Take what has arrived; False once no more can come."""
+        try:
+            for _ in range(_READS):
+                target = self._prefix if self._body is None else self._body
+                if self._filled < len(target):
+                    count = self.socket.recv_into(memoryview(target)[self._filled :])
+                    if not count:
+                        return False
+                    self._filled += count
+                    if self._body is None and self._filled >= _BODY.size and self._said_goodbye():
+                        return False
+                if self._filled == len(target):
+                    self._take(received)
+        except BlockingIOError:
+            pass
+        except (OSError, CorruptData):
+            return False
+        return True
+
+    def _said_goodbye(self) -> bool:
+        self.said_goodbye = _BODY.unpack_from(self._prefix)[0] == _GOODBYE
+        return self.said_goodbye
+
+    def _take(self, received: Received) -> None:
+        """Go on to the body of a frame, or pass the frame on."""
+        self._filled = 0
+        if self._body is None:
+            (nbytes,) = _BODY.unpack_from(self._prefix)
+            if nbytes > PIECE_BYTES:
+                raise CorruptData(f"a window message of {nbytes} bytes")
+            self._body = bytearray(nbytes)
+            if nbytes:
+                return
+        body, self._body = self._body, None
+        received(self.rank, bytes(self._prefix[_BODY.size :]), body)
+
+
+def _connect(
+    transport: Transport, connections: Sequence[OwnedDescriptor], watch: PeerWatch, deadline: float
+) -> dict[int, socket.socket]:
+    """Connect all ranks with each other; collective: each rank connects to those below it."""
+    if transport.size == 1:
+        return {}
+    made: dict[int, socket.socket] = {}
+    secret = secrets.token_bytes(16)
+    with contextlib.closing(_listener(connections, transport.size)) as listener:
+        host, port = listener.getsockname()[:2]
+        card = bytearray(_CARD.pack(host.encode(), secret, port))
+        cards = [torch.zeros(_CARD.size, dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
+        transport.all_gather(cards, torch.frombuffer(card, dtype=torch.uint8), deadline)
+        try:
+            for rank in range(transport.rank):
+                address, theirs, their_port = _CARD.unpack(bytes(cards[rank].numpy()))
+                left = max(deadline - time.monotonic(), 0.001)
+                made[rank] = socket.create_connection((address.rstrip(b"\0").decode(), their_port), left)
+                made[rank].sendall(_HELLO.pack(theirs, transport.rank))
+            while len(made) < transport.size - 1:
+                _accept(listener, secret, made, transport.rank)
+                watch.look()
+                if time.monotonic() >= deadline and len(made) < transport.size - 1:
+                    missing = [rank for rank in range(transport.size) if rank not in {*made, transport.rank}]
+                    raise OpTimeout("window", 0, 0.0, missing)
+        except BaseException:
+            for connection in made.values():
+                connection.close()
+            raise
+    return made
+
+
+def _listener(connections: Sequence[OwnedDescriptor], size: int) -> socket.socket:
+    """A listener on the address of gloo's own connections."""
+    with contextlib.closing(socket.socket(fileno=os.dup(connections[0]))) as own:
+        family, address = own.family, own.getsockname()
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((address[0], 0, *address[2:]))
+    listener.listen(size)
+    listener.settimeout(_LOOK_SECONDS)
+    return listener
+
+
+def _accept(listener: socket.socket, secret: bytes, made: dict[int, socket.socket], rank: int) -> None:
+    """Accept a connection, if one comes soon, of a rank above this one that knows the secret."""
+    try:
+        connection, _ = listener.accept()
+    except TimeoutError:
+        return
+    try:
+        connection.settimeout(1.0)
+        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        told, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if hmac.compare_digest(told, secret) and peer > rank and peer not in made:
+            made[peer] = connection
+            return
+    except OSError:
+        pass
+    connection.close()
