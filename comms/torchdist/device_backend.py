@@ -76,9 +76,10 @@ class HoldfastBackend(c10d.Backend):
     def options(self) -> Any:
         return c10d.Backend.Options(self.group.name(), timedelta(seconds=self.group.timeout))
 
-    new_window = HoldfastProcessGroup.new_window
-    register_abort_hook = HoldfastProcessGroup.register_abort_hook
-    unregister_abort_hook = HoldfastProcessGroup.unregister_abort_hook
+    new_window = refused("new_window of one device's backend", "use a group that is holdfast's as a whole")
+    register_abort_hook = unregister_abort_hook = refused(
+        "register_abort_hook of one device's backend", "use a group that is holdfast's as a whole"
+    )
     get_reconfigure_handle = refused("get_reconfigure_handle of one device's backend", "use a group that is holdfast's")
     reconfigure = refused("reconfigure of one device's backend", "use a group that is holdfast's as a whole")
     split = refused("split of one device's backend", "call new_group()")

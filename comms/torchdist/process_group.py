@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed import distributed_c10d as c10d
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
 from holdfast.comms.plugins.hints import Hints
+from holdfast.comms.plugins.registry import registry
 from holdfast.comms.quantities import time_left
 from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
-from holdfast.comms.torchdist.calls.hooks import Hook, Hooks, IssuedOp, check_available, nan_check_is_on
+from holdfast.comms.torchdist.calls.hooks import CompletedWork, Hook, Hooks, IssuedOp, check_available, nan_check_is_on
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
 from holdfast.comms.torchdist.group_store import group_store
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
@@ -35,6 +35,7 @@ from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
 from holdfast.comms.torchdist.reconfigure import parse_request
 from holdfast.comms.torchdist.untraced import untraced
+from holdfast.comms.torchdist.window import GroupWindow
 from holdfast.comms.torchdist.works import ReceivedFrom, TorchWork
 from holdfast.comms.work import DONE, Work
 
@@ -42,9 +43,6 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Issue = Callable[[bool, float], Work]
 """Issues one op on the communicator, given async_op and the timeout in seconds."""
-
-_RECORDS = hasattr(c10d, "_maybe_attach_flight_recorder")
-"""torch from 2.15 on attaches a flight recorder to a new group that has devices, which needs torch's own backend."""
 
 
 def refused(name: str, instead: str) -> Callable[..., Any]:
@@ -63,19 +61,13 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     It runs over `communicator`. Ops take torch's arguments and raise holdfast's errors, which are all RuntimeErrors.
     """
 
-    supports_splitting = False
     supports_coalescing = False
     supports_shrinking = False
     supports_reconfigure = True
     supports_time_estimate = _supports_time_estimate = False
-    supports_window = False
-    supports_abort_hooks = supports_completion_hooks = False
+    supports_abort_hooks = supports_completion_hooks = True
     use_pg_for_symm_mem_rendezvous = False
 
-    new_window = refused("new_window", "call `group.communicator.window(tensor)`, which has put, get and signals")
-    register_abort_hook = refused("register_abort_hook", "an op that fails raises its error in each rank")
-    unregister_abort_hook = refused("unregister_abort_hook", "there are no abort hooks")
-    _register_on_completion_hook = refused("_register_on_completion_hook", "call get_future() of an op's work")
     _enable_collectives_timing = refused(
         "_enable_collectives_timing", "measure between a pre hook and the wait of its work"
     )
@@ -94,6 +86,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._name, self._description = "", "undefined"
         self._issued = 0
         self._hooks = Hooks(communicator.rank, nan_check_is_on())
+        communicator.add_abort_callback(self._hooks.aborted)
         self._messages = itertools.count(1)
         self._extension, self._extended = 0.0, list[Work]()
 
@@ -130,8 +123,6 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        if _RECORDS and self not in c10d._world.pg_map:
-            return []
         return [torch.device(self.communicator.device.type)]
 
     def _get_backend(self, device: torch.device) -> HoldfastProcessGroup:
@@ -173,12 +164,22 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             self._extended.clear()
         return limit + self._extension
 
-    def _has_hooks(self) -> bool:
-        """Whether there are hooks on completed ops: no."""
-        return False
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether `dist.split_group` works. torch's `new_group` splits groups bound to a device by NCCL's own calls."""
+        return self.bound_device_id is None
 
-    def _wait_for_pending_works(self) -> None:
-        """Do nothing: torch waits here for hooks on completed ops."""
+    @property
+    def supports_window(self) -> bool:
+        """Whether `new_window` works: the transport has windows."""
+        return registry().backend(self.communicator.backend).info.capabilities.windows
+
+    def new_window(self, tensor: Tensor | None = None) -> GroupWindow:
+        """Make a window on the group, with `tensor` or with one that is registered later; collective.
+
+        Raises `Unsupported` if the transport has no windows.
+        """
+        return GroupWindow(self.communicator, self._timeout, tensor)
 
     # -- hooks
 
@@ -191,6 +192,25 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         """Call `hook` (PostHookArgs) after each op was issued."""
         check_available()
         self._hooks.after[hook_id] = hook
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Call `hook` once the communicator has ended: by an abort, a failed op, or a peer's death."""
+        self._hooks.at_abort[hook_id] = hook
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self._hooks.at_abort.pop(hook_id, None)
+
+    def _register_on_completion_hook(self, hook: Callable[[CompletedWork], None]) -> None:
+        """Call `hook` with each op that is complete or has failed, in the thread that completed it."""
+        self._hooks.completed.append(hook)
+
+    def _has_hooks(self) -> bool:
+        """Whether there are hooks on completed ops."""
+        return bool(self._hooks.completed)
+
+    def _wait_for_pending_works(self) -> None:
+        """Wait until the hooks on completed ops have run for all ops that were issued. Raises `OpTimeout`."""
+        self._hooks.wait_for_pending(self._timeout)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
         self._hooks.before.pop(hook_id, None)

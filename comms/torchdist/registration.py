@@ -35,6 +35,9 @@ def register() -> None:
     devices = sorted(movable | {"cpu"})
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=devices)
     dist.Backend.register_backend(DEVICE_BACKEND, create_for_device, extended_api=True, devices=devices)
+    # torch 2.15 attaches its flight recorder to the C++ backends of a group that does not record by itself.
+    recording: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(BACKEND)
     accept_monitored_barrier()
     accept_builtin_hooks()
 

@@ -1,4 +1,4 @@
-"""`Hooks`: calls the user's hooks before and after each op of a group, as torch does from 2.14 on.
+"""`Hooks`: calls the user's hooks before, after and at the end of each op of a group, and at its abort (torch 2.14).
 
 torch fires them where its C++ dispatcher calls a backend, and a process group in Python is called without it. There
 torch attaches its checks for NaN, too (TORCH_DIST_NAN_CHECK=1). For a holdfast group both happen here.
@@ -6,17 +6,22 @@ torch attaches its checks for NaN, too (TORCH_DIST_NAN_CHECK=1). For a holdfast 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d
 
-from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.errors import HoldfastError, OpTimeout, Unsupported
 from holdfast.comms.system.environment import flag
 from holdfast.comms.torchdist.works import TorchWork
+from holdfast.comms.work import Work
+
+log = logging.getLogger("holdfast.comms")
 
 c10d: Any = _distributed_c10d
 """torch's types of hooks are not in the stubs of torch before 2.14."""
@@ -62,6 +67,20 @@ class IssuedOp:
     is_async: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class CompletedWork:
+    """What a hook on completed ops gets: the fields of torch's `WorkInfo`, which has no constructor.
+
+    `op_type` is torch's `HookOpName`, or the name of the group's method where torch has no such type.
+    """
+
+    op_type: Any
+    seq: int
+    time_started: datetime
+    time_finished: datetime
+    active_duration: timedelta
+
+
 @dataclass(slots=True)
 class Hooks:
     """The hooks of one group. Those of one kind run in the order of their ids."""
@@ -70,13 +89,16 @@ class Hooks:
     refuse_nan: bool
     before: dict[int, Hook] = field(default_factory=dict)
     after: dict[int, Hook] = field(default_factory=dict)
+    at_abort: dict[int, Callable[[], None]] = field(default_factory=dict)
+    completed: list[Callable[[CompletedWork], None]] = field(default_factory=list)
     _issued: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pending: int = 0
+    _lock: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def wanted(self) -> bool:
         """Whether `run` does anything beside issuing an op."""
-        return bool(self.refuse_nan or self.before or self.after)
+        return bool(self.refuse_nan or self.before or self.after or self.completed)
 
     def run(self, op: IssuedOp, issue: Callable[[], TorchWork]) -> TorchWork:
         """Issue an op between its hooks. NaN in its inputs, or an error of a hook before it, prevents that."""
@@ -87,9 +109,12 @@ class Hooks:
             self._issued += 1
         if self.refuse_nan and (op.method not in _FROM_ROOT or op.root == self.rank):
             _check_nan(op)
+        began = datetime.now(UTC)
         if not (self.before or self.after):
-            return issue()
-        name = getattr(c10d.HookOpName, _NAMES[op.method])
+            work = issue()
+            self._watch(op.method, number, began, work)
+            return work
+        name = _name_of(op.method)
         if self.before:
             arguments = c10d.PreHookArgs()
             arguments.name, arguments.op_id, arguments.async_op, arguments.root = name, number, op.is_async, op.root
@@ -97,11 +122,58 @@ class Hooks:
             arguments.output_tensors = list(_tensors(op.outputs))
             _fire(self.before, arguments)
         work = issue()
+        self._watch(op.method, number, began, work)
         if self.after:
             arguments = c10d.PostHookArgs()
             arguments.name, arguments.op_id, arguments.async_op, arguments.work = name, number, op.is_async, work
             _fire(self.after, arguments)
         return work
+
+    def aborted(self, _: object) -> None:
+        """Run the hooks of the abort."""
+        for _, hook in sorted(self.at_abort.items()):
+            try:
+                hook()
+            except Exception:
+                log.exception("a hook at the abort of a process group failed")
+
+    def wait_for_pending(self, timeout: float) -> None:
+        """Wait until the hooks on completed ops have run for all ops so far. Raises `OpTimeout`."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._pending, timeout):
+                raise OpTimeout("wait_for_pending_works", self._issued, timeout)
+
+    def _watch(self, method: str, number: int, began: datetime, work: TorchWork) -> None:
+        """Run the hooks on completed ops once all parts of `work` are done."""
+        hooks, left = tuple(self.completed), len(work.parts)
+        if not hooks or not left:
+            return
+        with self._lock:
+            self._pending += 1
+
+        def part_is_done(_: Work) -> None:
+            nonlocal left
+            with self._lock:
+                left -= 1
+                if left:
+                    return
+            ended = datetime.now(UTC)
+            found = CompletedWork(_name_of(method), number, began, ended, ended - began)
+            try:
+                for hook in hooks:
+                    hook(found)
+            finally:
+                with self._lock:
+                    self._pending -= 1
+                    self._lock.notify_all()
+
+        for part in work.parts:
+            part.add_done_callback(part_is_done)
+
+
+def _name_of(method: str) -> Any:
+    names = getattr(c10d, "HookOpName", None)
+    return method if names is None else getattr(names, _NAMES[method])
 
 
 def nan_check_is_on() -> bool:

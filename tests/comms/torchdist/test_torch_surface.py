@@ -65,12 +65,10 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldfastProcessGroup]:
 
 
 def test_what_a_group_cannot_do_is_said_or_refused_by_name(group: Any) -> None:
+    assert group._supports_time_estimate is False
     for name in ("supports_window", "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
-        assert getattr(group, name) is False and getattr(HoldfastBackend, name) is False
+        assert getattr(HoldfastBackend, name) is False
     calls: dict[str, tuple[Any, ...]] = {
-        "new_window": (),
-        "register_abort_hook": (1, print),
-        "_register_on_completion_hook": (print,),
         "_enable_collectives_timing": (),
         "merge_remote_group": (dist.HashStore(), 2),
     }
@@ -140,6 +138,37 @@ def test_an_error_of_a_hook_keeps_the_op_from_being_issued(group: Any) -> None:
         dist.all_reduce(torch.ones(1))
     group.unregister_pre_hook(1)
     assert group._get_sequence_number_for_group() == 0
+
+
+def test_hooks_on_completed_ops_get_each_op_once_with_its_times(group: Any) -> None:
+    assert group.supports_completion_hooks and not group._has_hooks()
+    found: list[Any] = []
+    group._register_on_completion_hook(found.append)
+    assert group._has_hooks()
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
+    dist.barrier()
+    group._wait_for_pending_works()
+    assert [work.wait() for work in works] == [True] * 3
+    assert sorted(each.seq for each in found) == [0, 1, 2, 3]
+    assert all(each.time_started <= each.time_finished for each in found)
+    assert all(each.active_duration == each.time_finished - each.time_started for each in found)
+
+
+def test_hooks_of_the_abort_run_once_each_and_can_be_removed(group: Any) -> None:
+    assert group.supports_abort_hooks
+    seen: list[int] = []
+
+    def fails() -> None:
+        seen.append(1)
+        raise ValueError("of a hook")
+
+    group.register_abort_hook(2, lambda: seen.append(2))
+    group.register_abort_hook(1, fails)
+    group.register_abort_hook(3, lambda: seen.append(3))
+    group.unregister_abort_hook(3)
+    group.abort()
+    group.abort()
+    assert seen == [1, 2], "one that raises keeps no other from running"
 
 
 def test_the_check_for_nan_refuses_inputs_and_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
