@@ -28,7 +28,7 @@ from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.comms.system.signal_safety import OwnSteps
 from holdfast.ft import departure, error_history, event_lines, events, faultpoints, settings
-from holdfast.ft.attempt import FAILURES, Attempt
+from holdfast.ft.attempt import FAILURES, Attempt, profiled
 from holdfast.ft.commit import voting
 from holdfast.ft.commit.commit_state import CommitState
 from holdfast.ft.commit.decision import FOUNDER, NEWCOMER, Decision, decide
@@ -484,7 +484,8 @@ class Session:
         began = time.monotonic()
         while view.phase == "running":
             try:
-                decision = self._build(view)
+                with profiled(f"holdfast rebuild of epoch {view.epoch}"):
+                    decision = self._build(view)
             except FAILURES as failure:
                 self._await_end(view.epoch, failure)
                 view = self._next_view(view.epoch, failure)

@@ -1,4 +1,4 @@
-"""The flight recording of a session, and its metrics if they are turned on."""
+"""The flight recording of a session, its metrics if they are turned on, and what goes to OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 from holdfast.comms.journal import Recorder
+from holdfast.ft.telemetry import otel
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.flight import FlightRecorder, open_recorder
 from holdfast.ft.telemetry.metrics import PORT, Metrics, OpTally, ports
@@ -30,6 +31,7 @@ class Telemetry:
         self._flight: FlightRecorder | None = open_recorder(identity, job)
         self.recorder: Recorder | None = self._flight
         self._metrics: Metrics | None = None
+        self._end_export = otel.export(events, job)
         if metrics:
             self.recorder = tally = OpTally(self._flight)
             try:
@@ -50,3 +52,4 @@ class Telemetry:
                 closing.callback(self._flight.close, None if error is None else f"{type(error).__name__}: {error}")
             if self._metrics is not None:
                 closing.callback(self._metrics.close)
+            closing.callback(self._end_export)

@@ -1,0 +1,155 @@
+"""The events of a session as OpenTelemetry's spans and metrics, read from exporters in memory."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="pip install 'holdfast[otel]'")
+
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from holdfast.ft import events
+from holdfast.ft.events import Event, stamped
+from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.otel import export
+
+
+@dataclass
+class Exported:
+    """What a program's exporters got."""
+
+    exporter: InMemorySpanExporter
+    reader: InMemoryMetricReader
+
+    def spans(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+    def metrics(self) -> dict[str, list[Any]]:
+        data = self.reader.get_metrics_data()
+        found = [each for part in data.resource_metrics for scope in part.scope_metrics for each in scope.metrics]
+        return {metric.name: list(metric.data.data_points) for metric in found}
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exported]:
+    """A program that has set up OpenTelemetry."""
+    found = Exported(InMemorySpanExporter(), InMemoryMetricReader())
+    tracers, meters = TracerProvider(), MeterProvider([found.reader])
+    tracers.add_span_processor(SimpleSpanProcessor(found.exporter))
+    monkeypatch.setattr(trace, "get_tracer", tracers.get_tracer)
+    monkeypatch.setattr(metrics, "get_meter", meters.get_meter)
+    yield found
+    tracers.shutdown()
+    meters.shutdown()
+
+
+RECOVERY: list[tuple[float, Event]] = [
+    (1.0, events.ViewInstalled(epoch=1, members=("p1", "p2", "p3"), rank=0, reason="all are here")),
+    (1.1, events.CommunicatorBuilt(epoch=1, seconds=0.05, rank=0, size=3)),
+    (1.2, events.StepBegun(step=0, epoch=1)),
+    (1.3, events.StepCommitted(step=0, epoch=1)),
+    (1.4, events.StepBegun(step=1, epoch=1)),
+    (1.5, events.DeathsDetected(members=("p3",), evidence="its process ended")),
+    (1.6, events.EpochRevoked(epoch=1, reason="p3 is lost")),
+    (1.7, events.ViewInstalled(epoch=2, members=("p1", "p2"), rank=0, reason="p3 is gone")),
+    (1.8, events.CommunicatorBuilt(epoch=2, seconds=0.05, rank=0, size=2)),
+    (1.9, events.StepAborted(step=1, epoch=1)),
+    (2.0, events.StepBegun(step=1, epoch=2)),
+    (2.1, events.StepCommitted(step=1, epoch=2)),
+    (2.2, events.RecoveryEnded(step=1, epoch=2, seconds=0.8, usual=0.1, joined=0, left=1)),
+]
+
+
+def run(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emit the events of a recovery, each at its time."""
+    end = export(log, "job")
+    for at, event in RECOVERY:
+        monkeypatch.setattr(
+            "holdfast.ft.telemetry.event_log.stamped", lambda e, process, pid, at=at: stamped(e, process, pid, at)
+        )
+        log.emit(event)
+    end()
+    log.close()
+
+
+def test_steps_and_recoveries_are_spans(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(EventLog("p1", ""), monkeypatch)
+    steps = exported.spans("holdfast.step")
+    assert [span.attributes and span.attributes["holdfast.step"] for span in steps] == [0, 1, 1]
+    assert [span.status.is_ok for span in steps] == [True, False, True]
+    (recovery,) = exported.spans("holdfast.recovery")
+    assert recovery.start_time is not None and recovery.end_time is not None
+    assert (recovery.end_time - recovery.start_time) / 1e9 == pytest.approx(0.7)
+    assert [event.name for event in recovery.events] == ["detected", "revoked", "installed", "gap"]
+    first, second = exported.spans("holdfast.rebuild")
+    assert first.parent is None and second.parent is not None and second.parent.span_id == recovery.context.span_id
+    assert recovery.attributes and recovery.attributes["holdfast.job"] == "job"
+
+
+def test_what_is_counted_is_a_metric(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(EventLog("p1", ""), monkeypatch)
+    found = exported.metrics()
+    assert found["holdfast.steps"][0].value == 2
+    assert found["holdfast.steps.aborted"][0].value == 1
+    assert found["holdfast.failures"][0].value == 1
+    assert found["holdfast.epoch"][0].value == 2
+    assert found["holdfast.members"][0].value == 2
+    assert (found["holdfast.rebuild"][0].count, found["holdfast.recovery"][0].sum) == (2, 0.8)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from holdfast import ft
+from holdfast.comms.system.keys import create_key
+
+key = Path(sys.argv[1])
+create_key(key)
+exporter = InMemorySpanExporter()
+trace.set_tracer_provider(TracerProvider())
+trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
+with (
+    torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ft.Session("shm", size=1, job="job", register="memory://otel", key_file=key) as session,
+):
+    for attempt in session.steps(3):
+        with attempt:
+            attempt.comm.barrier()
+print([span.name for span in exporter.get_finished_spans()].count("holdfast.step"))
+print(sorted({event.name for event in profile.events() if "holdfast" in event.name}))
+"""
+
+
+def test_a_session_exports_its_steps_and_a_profile_has_their_ranges(tmp_path: Path) -> None:
+    """The whole way, in a program of its own."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "key")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    spans, ranges = done.stdout.splitlines() or ["", ""]
+    assert spans == "3", done.stderr
+    assert ast.literal_eval(ranges)[:1] == ["holdfast rebuild of epoch 1"], ranges
+    assert [f"holdfast step {step}" for step in range(3)] == ast.literal_eval(ranges)[1:], ranges
+
+
+def test_a_program_without_the_sdk_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "opentelemetry.sdk")
+    log = EventLog("p1", "")
+    export(log, "job")
+    assert log._receivers == ()
