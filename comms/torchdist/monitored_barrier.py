@@ -8,7 +8,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.rendezvous.meeting_store import MeetingStore
 
 _PAUSE = 0.002
-_VERDICT_GRACE = 10.0
+_RESULT_GRACE = 10.0
 
 
 class MonitoredBarrier:
@@ -38,7 +38,7 @@ class MonitoredBarrier:
                 break
             time.sleep(_PAUSE)
         reported = missing if wait_all_ranks else missing[:1]
-        self._store.set(f"{key}/verdict", ",".join(map(str, reported)) or "passed")
+        self._store.set(f"{key}/result", ",".join(map(str, reported)) or "passed")
         if reported:
             names = ", ".join(map(str, reported))
             limit = f"{timeout * 1000:.0f} ms"
@@ -49,16 +49,16 @@ class MonitoredBarrier:
 
     def _follow(self, key: str, timeout: float) -> None:
         self._store.set(f"{key}/{self._rank}", "here")
-        deadline = time.monotonic() + timeout + _VERDICT_GRACE
-        while not self._store.check([f"{key}/verdict"]):
+        deadline = time.monotonic() + timeout + _RESULT_GRACE
+        while not self._store.check([f"{key}/result"]):
             if time.monotonic() > deadline:
-                raise OpTimeout("monitored_barrier", self._count, timeout + _VERDICT_GRACE, (0,))
+                raise OpTimeout("monitored_barrier", self._count, timeout + _RESULT_GRACE, (0,))
             time.sleep(_PAUSE)
-        verdict = self._store.get(f"{key}/verdict").decode()
-        if verdict != "passed":
+        result = self._store.get(f"{key}/result").decode()
+        if result != "passed":
             raise HoldfastError(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank 0. Please check rank 0 logs for faulty rank. Rank 0 missed: {verdict}"
+                f"send/recv from rank 0. Please check rank 0 logs for faulty rank. Rank 0 missed: {result}"
             )
 
 

@@ -1,7 +1,7 @@
 """The guard around every `holdfast` command, and the exit statuses that commands share.
 
-An exit status below 64 is a command's own: a verdict, or that it could not begin. A command that breaks, is ended by a
-signal or cannot write ends with a status from 64 on, so that no script takes a fault of holdfast for a verdict.
+An exit status below 64 is a command's own: its result, or that it could not begin. A command that breaks, is ended by a
+signal or cannot write ends with a status from 64 on, so that no script takes a fault of holdfast for a result.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def extra_of(module: str) -> str | None:
 
 @contextmanager
 def guarded(command: str) -> Iterator[None]:
-    """Turn an unexpected exception into a message and an exit status that is no verdict."""
+    """Turn an unexpected exception into a message and an exit status that is no result."""
     try:
         yield
     except (typer.Exit, typer.Abort, typer.BadParameter):
@@ -108,7 +108,7 @@ def guarded(command: str) -> Iterator[None]:
         if isinstance(error, BrokenPipeError) and stdout_is_closed():
             raise typer.Exit(BROKEN_PIPE) from error
         traceback.print_exc()
-        typer.echo(f"{command}: this is a fault of holdfast, and no verdict; please report it", err=True)
+        typer.echo(f"{command}: this is a fault of holdfast, and no result; please report it", err=True)
         raise typer.Exit(INTERNAL_ERROR) from error
 
 

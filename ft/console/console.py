@@ -32,7 +32,7 @@ class _PlainConsole(Console):
     """A console to which a string is text, without markup, emoji codes or control characters."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # `guarded` handles it; rich would exit with 1, which is a verdict
+        raise BrokenPipeError  # `guarded` handles it; rich would exit with 1, which is a result
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)

@@ -1,4 +1,4 @@
-"""Output files of commands: checked before the work, written after the verdict was printed."""
+"""Output files of commands: checked before the work, written after the result was printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 NOT_WRITTEN = 74
-"""EX_IOERR: the verdict was printed, and a file could not be written."""
+"""EX_IOERR: the result was printed, and a file could not be written."""
 
 
 def check_file(path: Path | None, option: str) -> None:
@@ -59,7 +59,7 @@ def check_modules(extra: str, what: str, *modules: str) -> None:
 
 @contextlib.contextmanager
 def writing(command: str) -> Iterator[None]:
-    """On an OSError, print one line and exit with `NOT_WRITTEN`, which is no verdict."""
+    """On an OSError, print one line and exit with `NOT_WRITTEN`, which is no result."""
     try:
         yield
     except OSError as error:

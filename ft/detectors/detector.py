@@ -31,8 +31,8 @@ class DetectorContext:
     `tell` passes evidence to the membership of this process; `stop` ends the epoch here at once, without agreement;
     `resign` ends this process's part in the job. `note` writes an event to its log. `send(member_id, body)` reaches the
     detector of the same name in another process, if there is a connection to it; `send_all` those of all connected
-    processes. `accuse(member_id, evidence)` tells the detectors of all processes that this one cannot work with a
-    member any more. `vouch(member_id)` and `placed(member_id, place)` tell the detectors of this process that another
+    processes. `suspect(member_id, evidence)` tells the detectors of all processes that this one cannot work with a
+    member any more. `confirm(member_id)` and `placed(member_id, place)` tell the detectors of this process that another
     one lives, and its position in its ops. `place()` is the position of this process. `lost(member_id)`: whether the
     membership already counts the member as lost.
     """
@@ -48,8 +48,8 @@ class DetectorContext:
     lost: Callable[[str], bool]
     send: Callable[[str, bytes], None] = _no_receiver
     send_all: Callable[[bytes], None] = _no_receiver
-    accuse: Callable[[str, str], None] = _no_receiver
-    vouch: Callable[[str], None] = _no_receiver
+    suspect: Callable[[str, str], None] = _no_receiver
+    confirm: Callable[[str], None] = _no_receiver
     placed: Callable[[str, OpPosition], None] = _no_receiver
 
 
@@ -88,10 +88,10 @@ class Detector:
         May raise `msgspec.DecodeError` or UnicodeDecodeError, having changed nothing.
         """
 
-    def testified(self, observer: str, member: str, evidence: str | None, now: float) -> None:
+    def reported(self, observer: str, member: str, evidence: str | None, now: float) -> None:
         """Another process suspects a member, or has cleared it (None)."""
 
-    def accused(self, observer: str, member: str, evidence: str, now: float) -> None:
+    def suspected(self, observer: str, member: str, evidence: str, now: float) -> None:
         """A process, perhaps this one, cannot work with a member any more."""
 
     def placed(self, member_id: str, place: OpPosition) -> None:

@@ -1,8 +1,8 @@
 """`heartbeat`: processes of this host beat in shared memory; a silent one is checked for being stopped.
 
 Silence alone proves nothing: a process that holds its GIL for long, is swapped out or starved is silent too. A
-process that is stopped at every look is ended. For one that is silent but runs, this process vouches to other hosts,
-which cannot look.
+process that is stopped at every look is ended. For one that is silent but runs, this process confirms to other hosts,
+which cannot look, that it lives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HeartbeatDetector(Detector):
         self._readers: dict[str, HeartbeatPageReader] = {}
         self._mates: Mapping[str, Member] = {}
         self._unopened: dict[str, int] = {}
-        self._vouch_at = 0.0
+        self._confirm_at = 0.0
 
     @property
     def missed(self) -> int:
@@ -67,7 +67,7 @@ class HeartbeatDetector(Detector):
             self._open(member_id, words)
         else:
             for each in words:
-                self.context.vouch(each)
+                self.context.confirm(each)
 
     def _open(self, member_id: str, fd: int) -> None:
         member = self._mates.get(member_id)
@@ -86,8 +86,8 @@ class HeartbeatDetector(Detector):
         self._hear(member_id, now)
 
     def _hear(self, member_id: str, when: float) -> None:
-        for verdict in self._silence.hear(member_id, when):
-            self.context.tell(verdict)
+        for finding in self._silence.hear(member_id, when):
+            self.context.tell(finding)
 
     def beat(self, now: float) -> None:
         self._page.beat(now, self.context.place())
@@ -98,14 +98,14 @@ class HeartbeatDetector(Detector):
             if found is not None:
                 self._hear(member_id, found[0])
                 self.context.placed(member_id, found[1])
-        for verdict in self._silence.look(now):
-            if isinstance(verdict, Stalled):
-                self.context.note(events.MemberStalled(member=verdict.member, evidence=verdict.evidence))
-            self.context.tell(verdict)
+        for finding in self._silence.look(now):
+            if isinstance(finding, Stalled):
+                self.context.note(events.MemberStalled(member=finding.member, evidence=finding.evidence))
+            self.context.tell(finding)
         self.doubtful = self._silence.any_silent
         running = self._silence.silent_and_running()
-        if running and now >= self._vouch_at:
-            self._vouch_at = now + self.context.timeouts.heartbeat
+        if running and now >= self._confirm_at:
+            self._confirm_at = now + self.context.timeouts.heartbeat
             self.context.send_all(_encode(running))
 
     def close(self) -> None:

@@ -210,7 +210,7 @@ class NcclRasDetector(Detector):
             return
         if self._view is view:
             for member, evidence in lost_members(status, view, self.context.me, unresponsive=op_failed):
-                self.context.accuse(member.id, evidence)
+                self.context.suspect(member.id, evidence)
 
     def _complain(self, error: Exception) -> None:
         """Say once that the service does not answer: it is off with NCCL_RAS_ENABLE=0, and all else works on."""

@@ -47,27 +47,27 @@ class ObserversDetector(Detector):
 
     def heard(self, member_id: str, now: float) -> None:
         self._not_listening.discard(member_id)
-        for verdict in self._silence.hear(member_id, now):
-            if isinstance(verdict, Cleared):
+        for finding in self._silence.hear(member_id, now):
+            if isinstance(finding, Cleared):
                 self._observers.clear(self.context.me.id, member_id)
                 self.context.note(events.SuspicionCleared(member=member_id))
-                self.context.tell(verdict)
+                self.context.tell(finding)
 
-    def testified(self, observer: str, member: str, evidence: str | None, now: float) -> None:
+    def reported(self, observer: str, member: str, evidence: str | None, now: float) -> None:
         if evidence is None:
             self._observers.clear(observer, member)
         else:
             self._observers.suspect(observer, member, evidence, now)
 
-    def accused(self, observer: str, member: str, evidence: str, now: float) -> None:
+    def suspected(self, observer: str, member: str, evidence: str, now: float) -> None:
         self._observers.report(observer, member, evidence, now)
 
     def refused(self, member_id: str, now: float) -> None:
         self._not_listening.add(member_id)
         self._suspect(self._silence.doubt(member_id, NOT_LISTENING), now)
 
-    def _suspect(self, verdicts: Iterable[SilenceEvent], now: float) -> None:
-        for seen in verdicts:
+    def _suspect(self, findings: Iterable[SilenceEvent], now: float) -> None:
+        for seen in findings:
             if isinstance(seen, Suspicion):
                 self._observers.suspect(self.context.me.id, seen.member, seen.evidence, now)
                 self.context.note(events.MemberSuspected(member=seen.member, evidence=seen.evidence))
@@ -75,8 +75,8 @@ class ObserversDetector(Detector):
 
     def look(self, now: float) -> None:
         self._suspect(self._silence.look(now), now)
-        for verdict in self._observers.look(now):
-            match verdict:
+        for finding in self._observers.look(now):
+            match finding:
                 case CutOff(evidence):
                     self.context.note(events.LostMajority(evidence=evidence))
                     self.context.stop(evidence)
@@ -85,20 +85,20 @@ class ObserversDetector(Detector):
                     self.context.resign(evidence)
                 case Unreachable(member, evidence):
                     self.context.note(events.MemberUnreachable(member=member, evidence=evidence))
-                    self._remove(verdict)
+                    self._remove(finding)
         self.doubtful = self._silence.any_silent or self._observers.in_doubt
 
-    def _remove(self, verdict: Unreachable) -> None:
+    def _remove(self, finding: Unreachable) -> None:
         """End a member of this host for certain; go on without one of another host.
 
         So is it with a member of this host that no longer listens, as this process has seen: it has left, and may join
         again before this process learns that both were evicted.
         """
-        member = verdict.member
+        member = finding.member
         if self._host_of(member) == self.context.me.peer.host and member not in self._not_listening:
-            self.context.tell(Stalled(member, verdict.evidence))
+            self.context.tell(Stalled(member, finding.evidence))
         else:
-            self.context.tell(verdict)
+            self.context.tell(finding)
 
     def _host_of(self, member: str) -> str | None:
         rank = self._view.rank_of(member) if self._view is not None else None

@@ -10,9 +10,9 @@ passes the time, the statements of all processes, and the processes that this on
   stays.
 - Another process has stopped if its suspicions show that it is cut off. It is unreachable before this process proposes.
 - Some pairs may be unable to reach each other while most observers have no suspicion (a single link is cut). After a
-  while the fewest members that are in all such pairs are condemned: those with the most suspicions, and of equals the
+  while the fewest members that are in all such pairs count as failed: those with the most suspicions, and of equals the
   last.
-- If a transport has reported a peer, its communicator is over, so one member is condemned sooner.
+- If a transport has reported a peer, its communicator is over, so one member counts as failed sooner.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SuspicionGraph:
 
     def _begin(self) -> None:
         self._edges: dict[tuple[str, str], _Edge] = {}
-        self._condemned: set[str] = set()
+        self._failed: set[str] = set()
         self._cut_off_since: float | None = None
         self._resigned = False
 
@@ -145,8 +145,8 @@ class SuspicionGraph:
             return (Resign(f"it was cut off for {now - since:.2f} s and had stopped"),)
         if now - since < PATIENCE * self._timeouts.suspect:
             return ()
-        new = [member for member in silent if member not in self._condemned]
-        self._condemned.update(new)
+        new = [member for member in silent if member not in self._failed]
+        self._failed.update(new)
         words = f"silent like most others, and nobody has taken over for {now - since:.2f} s"
         return tuple(Unreachable(member, words) for member in new)
 
@@ -159,8 +159,8 @@ class SuspicionGraph:
             return ()
         conclusions = []
         for member in self._cover(view, now):
-            if member != self._me.id and member not in self._condemned:
-                self._condemned.add(member)
+            if member != self._me.id and member not in self._failed:
+                self._failed.add(member)
                 conclusions.append(Unreachable(member, self._words(member)))
         return tuple(conclusions)
 

@@ -79,8 +79,8 @@ class ProgressDetector(Detector):
             if member.peer.host == me.peer.host:
                 self.context.tell(Stalled(member.id, words))
             else:
-                self.context.accuse(member.id, words)
+                self.context.suspect(member.id, words)
         if not behind:
             for rank in failure.missing_ranks:
                 if 0 <= rank < len(view.members) and view.members[rank].id != me.id:
-                    self.context.accuse(view.members[rank].id, f"{me.id} waited for it in vain: {failure}")
+                    self.context.suspect(view.members[rank].id, f"{me.id} waited for it in vain: {failure}")

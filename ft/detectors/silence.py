@@ -75,7 +75,7 @@ class SilenceTracker:
 
     def look(self, now: float) -> tuple[SilenceEvent, ...]:
         """Evaluate the silence so far. Call it a few times a heartbeat while `any_silent`."""
-        verdicts: list[SilenceEvent] = []
+        findings: list[SilenceEvent] = []
         self.any_silent = False
         self._allow_for_absence(now)
         for heard in self._heard.values():
@@ -87,11 +87,11 @@ class SilenceTracker:
             self.missed += max(0, beats - heard.missed)
             heard.missed = max(beats, heard.missed)
             if heard.member.peer.host == self._me.peer.host:
-                verdicts += self._look_at(heard, now, silent)
+                findings += self._look_at(heard, now, silent)
             elif silent >= self._timeouts.suspect and not heard.suspected:
                 heard.suspected = True
-                verdicts.append(Suspicion(heard.member.id, self._me.id, f"silent for {silent:.2f} s"))
-        return tuple(verdicts)
+                findings.append(Suspicion(heard.member.id, self._me.id, f"silent for {silent:.2f} s"))
+        return tuple(findings)
 
     def _allow_for_absence(self, now: float) -> None:
         """Do not count the time in which this process itself did not run and could not receive heartbeats."""

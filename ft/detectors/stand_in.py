@@ -43,22 +43,22 @@ class StandInDetector(Detector):
         self._silence.follow(silent, self.context.loop.time())
 
     def heard(self, member_id: str, now: float) -> None:
-        for verdict in self._silence.hear(member_id, now):
-            if isinstance(verdict, Cleared):
+        for finding in self._silence.hear(member_id, now):
+            if isinstance(finding, Cleared):
                 self.context.note(events.SuspicionCleared(member=member_id))
-            self.context.tell(verdict)
+            self.context.tell(finding)
 
     def look(self, now: float) -> None:
         ended = [m for m in self._mates.values() if m.id not in self._gone and is_gone(m.peer)]
         self._gone |= {member.id for member in ended}
         if ended:
             self.context.tell(ProvenDeaths(tuple(map(death_of, ended))))
-        for verdict in self._silence.look(now):
-            if isinstance(verdict, Stalled):
-                self.context.note(events.MemberStalled(member=verdict.member, evidence=verdict.evidence))
-            elif isinstance(verdict, Suspicion):
-                self.context.note(events.MemberSuspected(member=verdict.member, evidence=verdict.evidence))
-            self.context.tell(verdict)
+        for finding in self._silence.look(now):
+            if isinstance(finding, Stalled):
+                self.context.note(events.MemberStalled(member=finding.member, evidence=finding.evidence))
+            elif isinstance(finding, Suspicion):
+                self.context.note(events.MemberSuspected(member=finding.member, evidence=finding.evidence))
+            self.context.tell(finding)
         self.doubtful = self._silence.any_silent
 
     def silent_for(self, member_id: str, now: float) -> float | None:

@@ -8,7 +8,7 @@ from holdfast.ft.membership.view import View
 
 
 class TransportErrorsDetector(Detector):
-    """Turns a `PeerFailed` of this process's communicator into an accusation that all processes receive."""
+    """Turns a `PeerFailed` of this process's communicator into a suspicion that all processes receive."""
 
     def failed(self, view: View, failure: HoldfastError, now: float) -> None:
         if not isinstance(failure, PeerFailed):
@@ -16,4 +16,4 @@ class TransportErrorsDetector(Detector):
         for rank in failure.ranks:
             if 0 <= rank < len(view.members) and view.members[rank].id != self.context.me.id:
                 evidence = f"the {view.job.backend} of {self.context.me.id} says: {failure.evidence}"
-                self.context.accuse(view.members[rank].id, evidence)
+                self.context.suspect(view.members[rank].id, evidence)

@@ -32,9 +32,9 @@ LOOKS_A_HEARTBEAT = 4
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
 _routed = msgspec.msgpack.Decoder(tuple[str, bytes])
-_accusation = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1)], str, str])
+_suspicion = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1)], str, str])
 _STAND_IN = ""  # no name that a plugin can have
-_TO_ALL = ""  # the name for accusations, which every detector receives
+_TO_ALL = ""  # the name for suspicions, which every detector receives
 
 
 class Detectors:
@@ -54,14 +54,14 @@ class Detectors:
         self._looking: asyncio.TimerHandle | None = None
         self._watched: tuple[Member, ...] = ()
         self._detectors: dict[str, Detector] = {}
-        self._context = dataclasses.replace(context, vouch=self.heard)
+        self._context = dataclasses.replace(context, confirm=self.heard)
         for info in infos:
             own = dataclasses.replace(
                 context,
                 send=partial(self._send_to, info.name),
                 send_all=partial(self._send_to, info.name, None),
-                accuse=self._accuse,
-                vouch=self.heard,
+                suspect=self._suspect,
+                confirm=self.heard,
                 placed=self._placed,
             )
             try:
@@ -120,9 +120,9 @@ class Detectors:
         name, words = _routed.decode(body)
         now = time.monotonic()
         if name == _TO_ALL:
-            epoch, member, evidence = _accusation.decode(words)
+            epoch, member, evidence = _suspicion.decode(words)
             if self._view is not None and self._view.epoch == epoch:
-                self._accused(member_id, member, evidence, now)
+                self._suspected(member_id, member, evidence, now)
         elif name in self._detectors:
             try:
                 self._detectors[name].received(member_id, words, now)
@@ -131,10 +131,10 @@ class Detectors:
             except Exception as error:
                 self._leave_out(name, error)
 
-    def testified(self, observer: str, member: str, evidence: str | None) -> None:
+    def reported(self, observer: str, member: str, evidence: str | None) -> None:
         """Another process suspects a member, or has cleared it (None)."""
         now = time.monotonic()
-        self._each(lambda detector: detector.testified(observer, member, evidence, now))
+        self._each(lambda detector: detector.reported(observer, member, evidence, now))
 
     def failed(self, view: View, failure: HoldfastError) -> None:
         """An op of this process's communicator has failed."""
@@ -211,13 +211,13 @@ class Detectors:
     def _send_to(self, name: str, member_id: str | None, body: bytes) -> None:
         self._send(member_id, _encode((name, body)))
 
-    def _accuse(self, member: str, evidence: str) -> None:
+    def _suspect(self, member: str, evidence: str) -> None:
         if self._view is not None:
             self._send_to(_TO_ALL, None, _encode((self._view.epoch, member, evidence)))
-            self._accused(self._me.id, member, evidence, time.monotonic())
+            self._suspected(self._me.id, member, evidence, time.monotonic())
 
-    def _accused(self, observer: str, member: str, evidence: str, now: float) -> None:
-        self._each(lambda detector: detector.accused(observer, member, evidence, now))
+    def _suspected(self, observer: str, member: str, evidence: str, now: float) -> None:
+        self._each(lambda detector: detector.suspected(observer, member, evidence, now))
         self._look()
 
     def _placed(self, member_id: str, place: OpPosition) -> None:

@@ -159,7 +159,7 @@ class Launcher:
             self._selector.close()
             for file in self._logs.values():
                 file.close()
-        return self._verdict()
+        return self._exit_status()
 
     def leave(self) -> None:
         """Ask all processes to leave the job after their step, and start no other. A signal handler may call it."""
@@ -382,7 +382,7 @@ class Launcher:
         except BlockingIOError:
             stream.close()
 
-    def _verdict(self) -> int:
+    def _exit_status(self) -> int:
         status = self._judge()
         for line in run_report.table(self._failures()) if status not in (0, TERMINATED) else ():
             self._fail(line)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from holdfast.ft.membership.events import Cleared, Death, Suspicion, Unreachable
-from holdfast.ft.membership.topology import Shape, can_be_condemned, observers
+from holdfast.ft.membership.topology import Shape, can_fail_by_suspicion, observers
 from holdfast.ft.membership.view import Member, View
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -157,7 +157,7 @@ class Evidence:
         return [member_id for member_id in near if member_id in self.suspected]
 
     def _with_losses(self, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
-        """Add as lost each suspect that these suspicions, or the losses that follow from them, condemn."""
+        """Add as lost each suspect whose observers suspect it; losses that follow from these count too."""
         if view is None:
             return self
         state = self
@@ -171,16 +171,16 @@ class Evidence:
             if rank is None:
                 state = replace(state, lost={**state.lost, member_id: against[min(against)]})
                 continue
-            if not can_be_condemned(view, view.members[rank]):
+            if not can_fail_by_suspicion(view, view.members[rank]):
                 continue
-            jury = [
+            living = [
                 m.id
                 for m in observers(view, view.members[rank], shape)
                 if m.id not in state.dead and (m.id not in state.lost or m.id in against)
             ]
-            guilty = [observer for observer in jury if observer in against]
-            if 2 * len(guilty) > len(jury):
-                words = f"suspected by {len(guilty)} of {len(jury)} observers: {against[min(guilty)]}"
+            suspecting = [observer for observer in living if observer in against]
+            if 2 * len(suspecting) > len(living):
+                words = f"suspected by {len(suspecting)} of {len(living)} observers: {against[min(suspecting)]}"
                 state = replace(state, lost={**state.lost, member_id: words})
                 todo += state._affected_suspects([member_id], view, shape)
         return state

@@ -60,11 +60,11 @@ def observers(view: View, member: Member, shape: Shape) -> tuple[Member, ...]:
     return _neighbours(view, member, shape.rings)
 
 
-def can_be_condemned(view: View, member: Member) -> bool:
-    """Whether the observers of `member` may condemn it.
+def can_fail_by_suspicion(view: View, member: Member) -> bool:
+    """Whether the observers of `member` may find that it failed.
 
-    With two hosts, all observers of one are on the other. So only the host with most of the members may condemn the
-    other or, of two halves, the one with the first member: the other may be the smaller side of a network partition.
+    With two hosts, all observers of one are on the other. So only the host with most of the members may find that of
+    the other or, of two halves, the one with the first member: the other may be the smaller side of a partition.
     """
     if len(view.hosts) != 2:
         return True

@@ -72,7 +72,7 @@ def share(epoch: int, items: Mapping[str, bytes]) -> Notice:
     return "share", _encode((epoch, items))
 
 
-def testimony(said: Suspicion | Cleared) -> Notice:
+def suspicion(said: Suspicion | Cleared) -> Notice:
     """The sender suspects a member, or has cleared it."""
     if isinstance(said, Suspicion):
         return "suspect", _encode((said.member, said.evidence, said.number))
@@ -97,7 +97,7 @@ class MessageCallbacks:
     beat: Callable[[str, int], None]
     deaths: Callable[[tuple[Death, ...]], None]
     share: Callable[[str, int, dict[str, bytes]], None]
-    testimony: Callable[[str, str, str | None], None]
+    suspicion: Callable[[str, str, str | None], None]
     """(peer, member, evidence): `peer` suspects `member`, or has cleared it (None)."""
     detectors: Callable[[str, bytes], None]
 
@@ -108,12 +108,12 @@ def handlers(listener: MessageCallbacks) -> dict[str, Callable[[str, bytes], byt
 
     def suspect(peer: str, body: bytes) -> None:
         member, evidence, number = _suspicion.decode(body)
-        listener.testimony(peer, member, evidence)
+        listener.suspicion(peer, member, evidence)
         core(Suspicion(member, peer, evidence, number))
 
     def clear(peer: str, body: bytes) -> None:
         member, number = _clearance.decode(body)
-        listener.testimony(peer, member, None)
+        listener.suspicion(peer, member, None)
         core(Cleared(member, peer, number))
 
     def leave_of(peer: str, body: bytes) -> None:

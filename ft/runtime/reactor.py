@@ -105,7 +105,7 @@ class Reactor:
             beat=self._hear_beat,
             deaths=self._handle_deaths,
             share=self.sharing.received,
-            testimony=self._hear_testimony,
+            suspicion=self._hear_suspicion,
             detectors=self._hear_detectors,
         )
         self.links = MemberConnections(
@@ -278,7 +278,7 @@ class Reactor:
                 self._tell(to, messages.deaths(deaths))
             case ReportSuspicions(seen, to):
                 for word in seen:
-                    self._tell(to, messages.testimony(word))
+                    self._tell(to, messages.suspicion(word))
             case AnnounceSelf(view, to):
                 self.was_spare = True
                 self._announced_self_to = {member.id: member for member in to}
@@ -513,9 +513,9 @@ class Reactor:
         if view is not None and rank is not None and epoch not in (0, view.epoch):
             self.feed(EpochHeard(view.members[rank], epoch))
 
-    def _hear_testimony(self, peer: str, member: str, evidence: str | None) -> None:
+    def _hear_suspicion(self, peer: str, member: str, evidence: str | None) -> None:
         if self._detectors is not None:
-            self._detectors.testified(peer, member, evidence)
+            self._detectors.reported(peer, member, evidence)
 
     def _hear_detectors(self, peer: str, body: bytes) -> None:
         if self._detectors is not None:

@@ -377,9 +377,9 @@ class SimulatedProcess:
             self.world.emit(self, events.DeathsDetected(members=ids, evidence=event.deaths[0].evidence))
         elif self.observing is not None:
             if isinstance(event, Suspicion) and event.observer != self.member.id:
-                self.observing.testified(event.observer, event.member, event.evidence, self.local())
+                self.observing.reported(event.observer, event.member, event.evidence, self.local())
             elif isinstance(event, Cleared) and event.observer != self.member.id:
-                self.observing.testified(event.observer, event.member, None, self.local())
+                self.observing.reported(event.observer, event.member, None, self.local())
         self.feed(event)
 
     # Heartbeats -----------------------------------------------------------------------------------------------
@@ -400,8 +400,8 @@ class SimulatedProcess:
         if self.silence is None or self.observing is None:
             return
         now = self.local()
-        for verdict in self.silence.hear(sender.member.id, now):
-            self.hear(verdict)
+        for finding in self.silence.hear(sender.member.id, now):
+            self.hear(finding)
         self.observing.heard(sender.member.id, now)
         view = self.core.view
         if view is not None and epoch not in (0, view.epoch) and sender.member.id in view.ranks:
@@ -414,8 +414,8 @@ class SimulatedProcess:
         now = self.local()
         if self.world.quiet:
             self._hear_the_quiet(now)
-        for verdict in self.silence.look(now):
-            self.hear(verdict)
+        for finding in self.silence.look(now):
+            self.hear(finding)
         self.observing.look(now)
         if (self.silence.any_silent or self.observing.doubtful) and not self.looking:
             self.looking = True

@@ -26,10 +26,8 @@ def _never_cleared(cleared: Callable[..., Evidence]) -> object:
 
 def _one_is_enough(judged: Callable[..., Evidence]) -> object:
     def _with_losses(self: Evidence, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
-        condemned = {
-            who: "somebody suspects it" for who in suspects if self.suspected.get(who) and who not in self.lost
-        }
-        return dataclasses.replace(self, lost={**self.lost, **condemned})
+        failed = {who: "somebody suspects it" for who in suspects if self.suspected.get(who) and who not in self.lost}
+        return dataclasses.replace(self, lost={**self.lost, **failed})
 
     return _with_losses
 

@@ -1,4 +1,4 @@
-"""Runs one simulation, checks every invariant after every event, and returns the verdict."""
+"""Runs one simulation, checks every invariant after every event, and returns the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BY_THE_CLOCK = (Deadlines, ProgressResumes)
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
-    """The verdict. `trace` is the hash of all events. `violation` is the first; None if every invariant held.
+    """The result. `trace` is the hash of all events. `violation` is the first; None if every invariant held.
 
     `seconds` of virtual time passed, in which `epochs` began and `steps` were committed.
     """

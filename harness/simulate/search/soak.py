@@ -156,9 +156,9 @@ class _SoakNode:
             watch.follow([self._node], begin)
         for now, looks, path in sorted(happenings):
             watch = watches[path]
-            for verdict in watch.look(now) if looks else watch.hear(self._node.id, now):
-                suspicions += isinstance(verdict, Suspicion)
-                head, _ = head.on(verdict, now)
+            for finding in watch.look(now) if looks else watch.hear(self._node.id, now):
+                suspicions += isinstance(finding, Suspicion)
+                head, _ = head.on(finding, now)
                 if self._node.id in head.evidence.lost:
                     return suspicions, 1
         return suspicions, 0

@@ -37,10 +37,10 @@ SAID: dict[str, st.SearchStrategy[tuple[Notice, Any]]] = {
     ),
     "share": st.tuples(epochs, items).map(lambda given: (messages.share(*given), given)),
     "suspect": st.builds(Suspicion, words, st.just("p9"), words, epochs).map(
-        lambda word: (messages.testimony(word), ((word.member, word.evidence), word))
+        lambda word: (messages.suspicion(word), ((word.member, word.evidence), word))
     ),
     "clear": st.builds(Cleared, words, st.just("p9"), epochs).map(
-        lambda word: (messages.testimony(word), ((word.member, None), word))
+        lambda word: (messages.suspicion(word), ((word.member, None), word))
     ),
     "detect": st.binary(max_size=40).map(lambda body: (messages.detect(body), body)),
 }
@@ -60,7 +60,7 @@ def listening(heard: list[Any]) -> dict[str, Callable[[str, bytes], bytes]]:
             beat=from_p9,
             deaths=heard.append,
             share=lambda peer, epoch, items: from_p9(peer, (epoch, items)),
-            testimony=lambda peer, member, evidence: from_p9(peer, (member, evidence)),
+            suspicion=lambda peer, member, evidence: from_p9(peer, (member, evidence)),
             detectors=from_p9,
         )
     )

@@ -70,14 +70,14 @@ def from_to(observers_: SuspicionGraph, pairs: Sequence[tuple[int, int]], now: f
 def judged(observers_: SuspicionGraph, until: float, since: float = 0.0) -> list[tuple[float, Conclusion]]:
     """Its conclusions with their times, looked at every 50 ms."""
     times = [round(since + step * 0.05, 2) for step in range(int((until - since) / 0.05) + 1)]
-    return [(now, verdict) for now in times for verdict in observers_.look(now)]
+    return [(now, finding) for now in times for finding in observers_.look(now)]
 
 
 def test_the_smaller_side_of_a_partition_stops_at_once_and_the_larger_does_not() -> None:
     small, large = observers(4), observers(0)
     from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
     from_to(large, [(0, 4), (0, 5)], 0.0)
-    assert [type(verdict) for _, verdict in judged(small, 0.5)] == [CutOff]
+    assert [type(finding) for _, finding in judged(small, 0.5)] == [CutOff]
     assert judged(large, 0.5) == []
 
 
@@ -87,14 +87,14 @@ def test_a_member_that_was_cut_off_resigns_when_it_hears_the_others_again() -> N
     judged(small, 0.3)
     for member in range(4):
         small.clear("p4", f"p{member}")
-    assert [type(verdict) for _, verdict in judged(small, 2.0, 0.3)] == [Resign]
+    assert [type(finding) for _, finding in judged(small, 2.0, 0.3)] == [Resign]
 
 
 def test_while_the_job_is_forming_a_member_that_hears_the_others_again_stays() -> None:
     small = observers(4, phase="forming")
     for began in (0.0, 1.0):
         from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], began)
-        assert [type(verdict) for _, verdict in judged(small, began + 0.3, began)] == [CutOff]
+        assert [type(finding) for _, finding in judged(small, began + 0.3, began)] == [CutOff]
         for member in range(4):
             small.clear("p4", f"p{member}")
         assert judged(small, began + 0.9, began + 0.3) == []
@@ -104,7 +104,7 @@ def test_the_small_side_proposes_when_the_large_side_does_not() -> None:
     small = observers(4)
     from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
     found = judged(small, 2.0)
-    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Unreachable)] == [
+    assert [(when, finding.member) for when, finding in found if isinstance(finding, Unreachable)] == [
         (1.0, f"p{rank}") for rank in range(4)
     ]
 
@@ -113,14 +113,14 @@ def test_a_member_that_reports_a_lost_majority_is_evicted_before_it_proposes() -
     mine = observers(0, "AAAB")
     from_to(mine, [(3, 0), (3, 1), (3, 2)], 0.0)
     found = judged(mine, 0.95)
-    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Unreachable)] == [(0.5, "p3")]
+    assert [(when, finding.member) for when, finding in found if isinstance(finding, Unreachable)] == [(0.5, "p3")]
 
 
 def test_of_two_equal_sides_the_one_with_the_first_rank_continues() -> None:
     for rank, cut_off in ((0, False), (2, True)):
         side = observers(rank, "AABB")
         from_to(side, [(rank, other) for other in range(4) if other // 2 != rank // 2], 0.0)
-        assert any(isinstance(verdict, CutOff) for _, verdict in judged(side, 0.3)) == cut_off
+        assert any(isinstance(finding, CutOff) for _, finding in judged(side, 0.3)) == cut_off
 
 
 def test_one_cut_link_costs_the_fewest_members_after_a_while() -> None:
@@ -130,8 +130,8 @@ def test_one_cut_link_costs_the_fewest_members_after_a_while() -> None:
         mine = observers(rank)
         from_to(mine, pairs, 0.0)
         found = judged(mine, 2.0)
-        condemned = {verdict.member for _, verdict in found if isinstance(verdict, Unreachable)}
-        assert condemned == {"p4", "p5"} - {f"p{rank}"}
+        failed = {finding.member for _, finding in found if isinstance(finding, Unreachable)}
+        assert failed == {"p4", "p5"} - {f"p{rank}"}
         assert min(when for when, _ in found) >= 1.5
 
 
@@ -149,7 +149,7 @@ def test_a_failure_that_a_transport_reports_does_not_heal_and_acts_sooner() -> N
     mine.report("p2", "p3", "connection reset", 0.0)
     mine.clear("p2", "p3")
     found = judged(mine, 2.0)
-    assert [(when, verdict.member) for when, verdict in found if isinstance(verdict, Unreachable)] == [(0.5, "p3")]
+    assert [(when, finding.member) for when, finding in found if isinstance(finding, Unreachable)] == [(0.5, "p3")]
     assert "connection reset" in found[0][1].evidence
 
 
@@ -173,7 +173,7 @@ def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, listens: b
     if not listens:
         detector.refused("p1", 0.0)
     for observer in ("p2", "p4"):
-        detector.accused(observer, "p1", evidence, 0.0)
+        detector.suspected(observer, "p1", evidence, 0.0)
     for step in range(40):
         detector.look(step * 0.05)
     loop.close()
@@ -209,10 +209,10 @@ def test_the_members_that_remain_can_all_reach_each_other(pairs: list[tuple[int,
     mine = observers(rank, "ABCDEF")
     for observer, member in pairs:
         mine.report(f"p{observer}", f"p{member}", "gone", 0.0)
-    condemned = {verdict.member for _, verdict in judged(mine, 1.0) if isinstance(verdict, Unreachable)}
-    left = [(a, b) for a, b in pairs if a != b and not {f"p{a}", f"p{b}"} & condemned]
+    failed = {finding.member for _, finding in judged(mine, 1.0) if isinstance(finding, Unreachable)}
+    left = [(a, b) for a, b in pairs if a != b and not {f"p{a}", f"p{b}"} & failed]
     assert all(rank in pair for pair in left), "only this process itself may be left, for the others to judge"
-    assert len(condemned) <= len({b for _, b in pairs} | {a for a, _ in pairs})
+    assert len(failed) <= len({b for _, b in pairs} | {a for a, _ in pairs})
 
 
 # -- progress

@@ -190,10 +190,10 @@ def test_an_unknown_message_is_refused(route: str, said: Any) -> None:
 
 
 def test_text_that_is_not_utf8_is_refused() -> None:
-    (vouching,) = [body for body in SAYINGS if b"p2" in body and b"p3" in body]
+    (confirming,) = [body for body in SAYINGS if b"p2" in body and b"p3" in body]
     with detector_set() as listener:
         assert not listener.hear("p1", b"\x92\xa2\xff\xfe\xc4\x00")
-        assert not listener.hear("p1", vouching.replace(b"p2", b"p\xff"))
+        assert not listener.hear("p1", confirming.replace(b"p2", b"p\xff"))
 
 
 @pytest.mark.timeout(20)

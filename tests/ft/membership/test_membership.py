@@ -283,7 +283,7 @@ def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
     ("hosts", "side", "goes_on"),
     [("AAAB", "A", True), ("AAAB", "B", False), ("ABBB", "A", False), ("AABB", "A", True), ("AABB", "B", False)],
 )
-def test_the_smaller_of_two_hosts_does_not_condemn_the_other_for_silence(hosts: str, side: str, goes_on: bool) -> None:
+def test_the_smaller_of_two_hosts_does_not_evict_the_other_for_silence(hosts: str, side: str, goes_on: bool) -> None:
     """The members of each host are all observers of the other host.
 
     The host that may be the smaller half of a partition must leave the decision to the other.

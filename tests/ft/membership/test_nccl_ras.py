@@ -171,7 +171,7 @@ def test_the_service_of_another_job_of_the_host_says_nothing_here() -> None:
 
 
 def detector(
-    address: str, accused: list[tuple[str, str]], loop: asyncio.AbstractEventLoop, me: int = 0
+    address: str, suspected: list[tuple[str, str]], loop: asyncio.AbstractEventLoop, me: int = 0
 ) -> NcclRasDetector:
     ignore: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     context = DetectorContext(
@@ -185,7 +185,7 @@ def detector(
         lambda: OpPosition(3, 0, False),
         lambda who: False,
     )
-    found = NcclRasDetector(dataclasses.replace(context, accuse=lambda who, why: accused.append((who, why))))
+    found = NcclRasDetector(dataclasses.replace(context, suspect=lambda who, why: suspected.append((who, why))))
     found.address = address
     return found
 
@@ -200,10 +200,10 @@ def test_what_nccl_considers_dead_is_reported_to_all(failure: Any) -> None:
     """The first member asks now and then; each one does as soon as an op has failed without a culprit."""
 
     async def body() -> list[tuple[str, str]]:
-        accused: list[tuple[str, str]] = []
+        suspected: list[tuple[str, str]] = []
         answer = status_of([rank(3, 103, "10.0.0.2", **DEAD)], present=MEMBERS[0 if failure is None else 1].peer.pid)
         async with service({**HELLO, "STATUS": answer}) as address:
-            found = detector(address, accused, asyncio.get_running_loop(), me=0 if failure is None else 1)
+            found = detector(address, suspected, asyncio.get_running_loop(), me=0 if failure is None else 1)
             found.follow(view_of(), MEMBERS)
             found.look(1.0)
             if failure is not None:
@@ -211,7 +211,7 @@ def test_what_nccl_considers_dead_is_reported_to_all(failure: Any) -> None:
                 found.failed(view_of(), failure, 1.0)
             await settled(found)
             found.close()
-        return accused
+        return suspected
 
     ((who, why),) = asyncio.run(body())
     assert who == "m3" and "considers rank 3" in why and "process 103 of 10.0.0.2, dead" in why

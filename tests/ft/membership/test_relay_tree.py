@@ -121,7 +121,7 @@ class FakeLinks:
                 beat=ignored,
                 deaths=ignored,
                 share=self.sharing.received,
-                testimony=ignored,
+                suspicion=ignored,
                 detectors=ignored,
             )
         )
