@@ -17,25 +17,25 @@ from holdfast.ft.membership.topology import Shape, can_fail_by_suspicion, observ
 from holdfast.ft.membership.view import Member, View
 
 _NONE: Mapping[str, str] = MappingProxyType({})
-_NOBODY: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-_SILENT: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+_NO_SUSPICIONS: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+_NO_STATEMENTS: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Immutable; every change returns another object.
-
-    `dead`: id -> evidence of the death. `unreachable`: those of them that are no proven deaths, but what this process
-    concluded from suspicions. `suspected`: id -> observer -> what it saw. `lost`: the dead, and those that
-    most of their observers suspect: id -> evidence. `statements`: member -> observer -> the number of its statements
-    about that member.
-    """
+    """Immutable; every change returns another object."""
 
     dead: Mapping[str, str] = field(default_factory=lambda: _NONE)
-    suspected: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: _NOBODY)
+    """id -> the evidence that it counts as dead for certain."""
+    suspected: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: _NO_SUSPICIONS)
+    """member -> observer -> what the observer saw."""
     lost: Mapping[str, str] = field(default_factory=lambda: _NONE)
-    statements: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: _SILENT)
+    """id -> evidence: the dead, and those that most of their observers suspect. Follows from the other fields."""
+    statements: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: _NO_STATEMENTS)
+    """member -> observer -> the number of its last statement, so that a late message replaces no newer one."""
     unreachable: frozenset[str] = frozenset()
+    """Those of `dead` whose death is not proved: this process concluded from suspicions that the job goes on without.
+    A proof replaces that later."""
 
     def __hash__(self) -> int:
         suspicions = frozenset((member, frozenset(seen.items())) for member, seen in self.suspected.items())
@@ -109,6 +109,7 @@ class Evidence:
         fresh = replace(self, suspected=suspected, statements=statements)
         if said.member not in self.lost or said.member in self.dead:
             return fresh
+        # losses may rest on this one, so all but the dead are concluded anew
         return replace(fresh, lost=self.dead)._with_losses(list(suspected), view, shape)
 
     def for_view(self, view: View, departed: Iterable[Member], shape: Shape) -> Evidence:
@@ -168,7 +169,7 @@ class Evidence:
             rank = view.rank_of(member_id)
             if member_id in state.lost or not against:
                 continue
-            if rank is None:
+            if rank is None:  # a spare: one suspicion is enough, since nothing is lost with it
                 state = replace(state, lost={**state.lost, member_id: against[min(against)]})
                 continue
             if not can_fail_by_suspicion(view, view.members[rank]):
@@ -176,11 +177,13 @@ class Evidence:
             living = [
                 m.id
                 for m in observers(view, view.members[rank], shape)
+                # a lost observer that suspects still counts, so that the order of evidence does not matter
                 if m.id not in state.dead and (m.id not in state.lost or m.id in against)
             ]
             suspecting = [observer for observer in living if observer in against]
             if 2 * len(suspecting) > len(living):
                 words = f"suspected by {len(suspecting)} of {len(living)} observers: {against[min(suspecting)]}"
                 state = replace(state, lost={**state.lost, member_id: words})
+                # with one observer fewer, those that it has not suspected may have a majority against them now
                 todo += state._affected_suspects([member_id], view, shape)
         return state

@@ -85,48 +85,58 @@ class PlannedProposal:
 
 
 class Membership(Struct, frozen=True):
-    """What one process knows of the job, and what it concludes. Immutable.
-
-    `me` is this process. `job` is the job as this process would found it: `job.backends` are those that it can run, in
-    its order of preference; `one_host` those of them that need all members on one host. `view` is the newest view
-    known, `spares` the processes that wait outside of it, in the order in which they announced themselves. `revoked` is
-    the newest epoch that was revoked here because a member was lost, or because an op failed (`broken` is its error):
-    the epoch cannot go on, whatever is heard later. `finished`: all steps are committed here, or all members have
-    stopped, and this process has said so in the epoch of `view`. `failed`: the user's code raised here, and the job has
-    to end with that. `ended` is set once nothing more can happen. `wake_at` is the time for the next `Tick`; None if
-    none is needed.
-    """
+    """What one process knows of the job, and what it concludes. Immutable. Times are those of `on`."""
 
     me: Member
+    """This process."""
     job: Job
+    """The job as this process would found it: `backends` are those that it can run, in its order of preference."""
     timeouts: Timeouts
     one_host: frozenset[str] = frozenset()
+    """Those of `job.backends` that need all members on one host."""
     shape: Shape = Shape()
     view: View | None = None
+    """The newest view known, in any phase."""
     ended: Ended = ""
+    """Set once nothing more can happen here; later events change nothing."""
     evidence: Evidence = Evidence()
     spares: tuple[Member, ...] = ()
+    """The processes that wait outside of the view, in the order in which they announced themselves."""
     fenced: frozenset[str] = frozenset()
+    """The members of this host that were to be killed: each is asked for once, the runtime repeats the signal."""
     finished: LocalFinished | None = None
+    """All steps are committed here, or all members have stopped, in the epoch of `view`; a new view clears it."""
     failed: LocalFailed | None = None
+    """The user's code raised here, and the job has to end with that, in whichever epoch."""
     started_at: float | None = None
+    """When this process asked to take part; None before, when it only listens."""
     in_flight: View | None = None
+    """The view that the register is asked for: a second proposal before the answer could overtake the first."""
     wanted: Wanted = ()
+    """Why this process wants another view (`PlannedProposal.why`); () if it wants none."""
     wanted_since: float = 0.0
+    """Since when it wants it for this reason. The turns of the members count from here, so a new reason starts anew."""
     short_since: float | None = None
+    """Since when fewer members are left than the job needs: after `timeouts.join` the job fails. None if enough are."""
     revoked: int = 0
+    """The newest epoch that was revoked here by a loss or a failed op. It cannot go on, whatever is heard later."""
     broken: str = ""
+    """The error of the op that failed, if that revoked the epoch of `view`."""
     retry_at: float = 0.0
+    """No proposal before this time: the register was away, or another process has just won."""
     told: int = 0
+    """How often the evidence in this view was reported. It lengthens the pauses, and widens who gets it."""
     tell_at: float | None = None
+    """When to report it again; None if all know."""
     wake_at: float | None = None
+    """The time for the next `Tick`; None if none is needed."""
 
     def on(self, event: Event, now: float) -> Step:
         """The state after `event` at time `now` (seconds, never decreasing), and the effects to carry out."""
         if self.ended:
             return self, ()
         state, effects = self._absorb(event, now)
-        if state is self and not isinstance(event, Tick):
+        if state is self and not isinstance(event, Tick):  # nothing new, so nothing to conclude: beats are frequent
             return self, effects
         if state.ended:
             return replace(state, wake_at=None), effects
@@ -180,6 +190,7 @@ class Membership(Struct, frozen=True):
             case CasLost(view):
                 lost = replace(self, in_flight=None)
                 if view is None or (self.view is not None and view.epoch <= self.view.epoch):
+                    # the register holds nothing newer: it was restored, or answers late; do not ask in a tight loop
                     return replace(lost, retry_at=now + self.timeouts.heartbeat), ()
                 return lost._adopt(view)
             case CasFailed():
@@ -224,7 +235,7 @@ class Membership(Struct, frozen=True):
             return self, (ReadRegister(change.epoch),)
         try:
             return self._adopt(apply_delta(view, change), teller)
-        except CorruptData:
+        except CorruptData:  # it is the difference to another view: only the register can say which one is right
             return self, (ReadRegister(change.epoch),)
 
     def _adopt(self, view: View | None, teller: str = "") -> Step:
@@ -236,7 +247,7 @@ class Membership(Struct, frozen=True):
         was_in = old is not None and old.rank_of(self.me.id) is not None
         departed = view.left_since(old) if old is not None else ()
         effects: tuple[Effect, ...] = ()
-        if old is not None and was_in and old.phase == "running":
+        if old is not None and was_in and old.phase == "running":  # its ops may wait for members that left
             left = self.evidence.deaths_of(departed, view)
             effects = (Revoke(old.epoch, left, f"epoch {view.epoch} replaces it: {view.reason}"),)
         state = replace(
@@ -280,7 +291,7 @@ class Membership(Struct, frozen=True):
     def _fence(self, member_id: str, evidence: str) -> Step:
         target = next((m for m in self.watched() if m.id == member_id), None)
         if target is None or member_id in self.fenced or target.peer.host != self.me.peer.host:
-            return self, ()
+            return self, ()  # only a process of the same host can send the signal
         return replace(self, fenced=self.fenced | {member_id}), (Fence(target, evidence),)
 
     def _add_spare(self, spare: Member) -> Membership:
@@ -303,7 +314,7 @@ class Membership(Struct, frozen=True):
         if lost is had:
             return self, ()
         ids = sorted((each for each in lost if each not in had and each in view.ranks), key=view.ranks.__getitem__)
-        if not ids:
+        if not ids:  # a spare, or a member that a newer view has left out
             return self, ()
         new = tuple(Death(each, lost[each]) for each in ids)
         ranks = ", ".join(f"rank {view.ranks[death.id]}: {death.evidence}" for death in new)
@@ -326,11 +337,12 @@ class Membership(Struct, frozen=True):
             if not findings.deaths and not findings.seen:
                 return self, ()
         else:
+            # a new view, or the time to repeat: all that is open, since any message may have been lost
             turn, findings = self.told, open_findings(self.me, view, self.evidence)
             if not need_repeating(findings) and (not findings.seen or turn > DOUBLINGS):
                 return replace(self, tell_at=None), ()
         effects = reports(findings, self.me, view, self.spares, self.evidence, self.shape, turn)
-        if not effects and self.shape.is_mesh(view):
+        if not effects and self.shape.is_mesh(view):  # all see it themselves; in a large job others become heads
             return replace(self, tell_at=None), ()
         wait = self.timeouts.heartbeat * 2 ** min(turn, DOUBLINGS)
         return replace(self, told=turn + 1, tell_at=now + wait), effects
@@ -345,7 +357,7 @@ class Membership(Struct, frozen=True):
 
     def _decide(self, now: float) -> Step:
         """Propose the next view if it is this process's turn; otherwise set the time to check again."""
-        if self.started_at is None or self.in_flight is not None:
+        if self.started_at is None or self.in_flight is not None:  # the answer of the register wakes it
             return self._with_wake_at(None), ()
         why = refusal_reason(self.me, self.job, self.one_host, self.view)
         if why is not None:
@@ -358,7 +370,7 @@ class Membership(Struct, frozen=True):
         due = max(max(since, need.after) + need.turn, state.retry_at)
         if now < due:
             return replace(state, wanted=need.why, wanted_since=since, wake_at=due), ()
-        view = need.make()
+        view = need.make()  # computed only now, from all that has come since it was wanted
         expected = 0 if state.view is None else state.view.epoch
         state = replace(state, wanted=need.why, wanted_since=since, in_flight=view, wake_at=None)
         return state, (Propose(expected, view),)
@@ -420,7 +432,7 @@ class Membership(Struct, frozen=True):
             )
         lost, waiting = self._lost_members(view), self._waiting()
         if not lost and not (waiting and len(view.members) < view.job.size):
-            if self.revoked == view.epoch:
+            if self.revoked == view.epoch:  # its ops have ended with an error here: the epoch cannot be taken up again
                 words = "nobody is lost after all: who was taken for it is heard again"
                 if self.broken:
                     words = f"nobody is lost, but an op has failed: {self.broken}"
@@ -430,7 +442,7 @@ class Membership(Struct, frozen=True):
             assert self.short_since is not None
             deadline = self.short_since + self.timeouts.join
             return PlannedProposal(("short", lost, waiting), lambda: self._too_few(view), turn, deadline)
-        if not lost or self.evidence.more_losses_likely(view):
+        if not lost or self.evidence.more_losses_likely(view):  # one view for all that comes now, not one for each
             turn += self.timeouts.heartbeat
         return PlannedProposal(("running", lost, waiting), lambda: self._next_running(view), turn)
 

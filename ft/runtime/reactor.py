@@ -128,14 +128,20 @@ class Reactor:
         self._calm = 0
         """The heartbeats since the view has changed."""
         self._depth = 0
+        """How many calls of `feed` are open: an effect may feed the next event."""
         self._following = False
+        """Whether an update of the watched processes is due."""
         self._register_client = RegisterClient(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
         self._announced_self_to: dict[str, Member] = {}
         self._spare_since = 0
         self._is_ready = self._told_spare = False
+        """Whether this process can do steps, and whether its event as a spare is written."""
         self._deferred: tuple[Death, ...] = ()
+        """Deaths that another member of this host acts on first (`DEFER_SECONDS`)."""
         self._announced: tuple[int, frozenset[str]] = (0, frozenset())
+        """The epoch that was announced inside of ops, and to which members: they get its message later."""
         self._unreported_win: CasWon | None = None
+        """The register's answer that this process's core learns a moment later (`WON_SECONDS`)."""
 
     async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
         """Listen on `host` and take part in `job`; `view` is what the register holds.
@@ -195,7 +201,7 @@ class Reactor:
 
     def feed(self, event: Event) -> None:
         """Pass one event to the state machine and carry out its effects."""
-        self._feed_win()
+        self._feed_win()  # the answer that waits comes first, or the core would decide without it
         before = self._core
         if before is None:
             return
@@ -204,7 +210,7 @@ class Reactor:
         try:
             for effect in effects:
                 self._perform(effect)
-        except Exception as error:
+        except Exception as error:  # the core believes that the effect has happened: the process cannot go on
             _log.exception("an effect of %r failed", event)
             self._epoch_guard.end(
                 HoldfastError(f"this process cannot go on in its job: {type(error).__name__}: {error}")
