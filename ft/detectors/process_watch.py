@@ -21,8 +21,9 @@ from pathlib import Path
 
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.liveness import is_gone, open_pidfd, read_proc_stat, this_host
-from holdfast.ft.membership.events import Death
-from holdfast.ft.membership.view import Member
+from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.membership.events import Death, ProvenDeaths
+from holdfast.ft.membership.view import Member, View
 
 OnDeaths = Callable[[tuple[Death, ...]], None]
 
@@ -254,3 +255,20 @@ def fatal_signal(pid: int) -> int:
 def death_of(member: Member) -> Death:
     """The proven end of a process of this host."""
     return Death(member.id, f"its process (pid {member.peer.pid}) ended")
+
+
+class PidfdDetector(Detector):
+    """Proves deaths within milliseconds. Can also fence."""
+
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
+        self._processes = ProcessWatch(lambda deaths: context.tell(ProvenDeaths(deaths)))
+
+    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
+        self._processes.follow(watched)
+
+    def fence(self, member: Member) -> bool:
+        return self._processes.fence(member)
+
+    def close(self) -> None:
+        self._processes.close()

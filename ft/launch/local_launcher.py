@@ -44,7 +44,6 @@ from holdfast.ft.launch.hosts.job_watch import JobWatch
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch as launch_ranks
-from holdfast.ft.launch.restarts import RestartBudget
 from holdfast.ft.launch.run_report import LastErrorLine
 from holdfast.ft.launch.torch_environment import ReservedPort, TorchEnvironment
 from holdfast.ft.membership.view import Member, View
@@ -63,6 +62,10 @@ ASK_AGAIN_SECONDS = 0.5
 
 LOOK = 0.25
 """Seconds between two reads of the register."""
+
+FIRST_RESTART_SECONDS, MOST_RESTART_SECONDS = 0.5, 30.0
+STABLE_SECONDS = 60.0
+"""A process that lived for so long has not failed because it was started too soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,23 @@ class LaunchPlan:
     @property
     def members_here(self) -> int:
         return self.size if self.here is None else self.here
+
+
+class RestartBudget:
+    """`limit` restarts for all processes of a host, each after twice the delay of the one before."""
+
+    def __init__(self, limit: int) -> None:
+        self.left = limit
+        self._delay = FIRST_RESTART_SECONDS
+
+    def take(self, lived: float) -> float | None:
+        """Seconds until a process that lived for `lived` seconds is started again; None if none is left."""
+        if self.left < 1:
+            return None
+        self.left -= 1
+        delay = FIRST_RESTART_SECONDS if lived >= STABLE_SECONDS else self._delay
+        self._delay = min(2 * delay, MOST_RESTART_SECONDS)
+        return delay
 
 
 class Launcher:

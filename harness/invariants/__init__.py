@@ -12,19 +12,9 @@ from holdfast.ft.event_lines import event_of
 from holdfast.ft.events import Event
 from holdfast.ft.telemetry.event_reader import merge, read_directory, read_log
 from holdfast.harness.invariants.checker import Bounds, Checker, CheckResult, Violation
-from holdfast.harness.invariants.commits import Commits
-from holdfast.harness.invariants.completion import CompletionChecker
-from holdfast.harness.invariants.deadlines import Deadlines
-from holdfast.harness.invariants.epochs_forward import EpochsForward
-from holdfast.harness.invariants.equal_bits import EqualBits
-from holdfast.harness.invariants.evicted import NoEvictedCommits
-from holdfast.harness.invariants.evictions import EvictionsJustified
-from holdfast.harness.invariants.one_membership import OneMembership
-from holdfast.harness.invariants.progress import ProgressResumes
-from holdfast.harness.invariants.rank_order import RankOrder
-from holdfast.harness.invariants.revoked_effects import RevokedEffects
-from holdfast.harness.invariants.store_versions import StoreVersions
-from holdfast.harness.invariants.unbroken import Unbroken
+from holdfast.harness.invariants.liveness import CompletionChecker, Deadlines, ProgressResumes, Unbroken
+from holdfast.harness.invariants.memberships import EpochsForward, EvictionsJustified, OneMembership, RankOrder
+from holdfast.harness.invariants.step_effects import Commits, EqualBits, NoEvictedCommits, RevokedEffects, StoreVersions
 
 CHECKERS: tuple[type[Checker], ...] = (
     OneMembership,

@@ -52,7 +52,7 @@ LAYERS = {
         detectors
         settings
         runtime
-        departure communicators torch_default_group recovery_times termination
+        departure communicators torch_default_group termination
         session
         launch
         processes

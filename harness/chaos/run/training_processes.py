@@ -27,7 +27,6 @@ from holdfast.harness.chaos.run.process_set import (
 from holdfast.harness.chaos.workloads.training import driver_of
 from holdfast.harness.invariants import Event, read_directory
 from holdfast.harness.testbed.actor_hosts import DRIVER, ActorHosts
-from holdfast.harness.training.run_event_tail import RunEventTail
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Group
 from holdfast.rl.run import run_events
@@ -325,3 +324,24 @@ def _processes_of(directory: Path) -> list[int]:
             if output.startswith(inside) or any(each.startswith(mark) for each in given):
                 found.append(int(folder.name))
     return found
+
+
+_decode = msgspec.json.Decoder(run_events.Event).decode
+
+
+class RunEventTail:
+    """The events in a file, which need not be there yet, and the read position in it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._read = file, 0
+
+    def new(self) -> list[run_events.Event]:
+        """The events since the last call. An incomplete line is left for later."""
+        try:
+            with self._file.open("rb") as file:
+                file.seek(self._read)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._read += len(whole) + len(newline)
+        return [_decode(line) for line in whole.splitlines()]

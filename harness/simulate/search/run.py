@@ -8,9 +8,7 @@ import msgspec
 
 from holdfast.ft import events
 from holdfast.harness.invariants import CHECKERS, Bounds, Checker, Event, Violation
-from holdfast.harness.invariants.completion import ENDED
-from holdfast.harness.invariants.deadlines import Deadlines
-from holdfast.harness.invariants.progress import ProgressResumes
+from holdfast.harness.invariants.liveness import ENDED, Deadlines, ProgressResumes
 from holdfast.harness.simulate.core.schedule import Schedule
 from holdfast.harness.simulate.core.trace import TraceWriter
 from holdfast.harness.simulate.core.world import World

@@ -28,8 +28,7 @@ from holdfast.ft.launch.hosts import host_registry
 from holdfast.ft.launch.hosts.host_agent import host_name
 from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRegistry, check_view
 from holdfast.ft.launch.job_contract import LocalContract
-from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
-from holdfast.ft.launch.restarts import MOST_SECONDS, RestartBudget
+from holdfast.ft.launch.local_launcher import MOST_RESTART_SECONDS, LaunchPlan, RestartBudget, launch, python_command
 from holdfast.ft.membership.view import Job, View
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.settings import listen_address
@@ -171,7 +170,7 @@ def test_restarts_are_bounded_and_each_waits_longer(limit: int, lives: list[floa
     delays = [budget.take(lived) for lived in lives]
     taken = [delay for delay in delays if delay is not None]
     assert len(taken) == min(limit, len(lives))
-    assert all(0 < delay <= MOST_SECONDS for delay in taken)
+    assert all(0 < delay <= MOST_RESTART_SECONDS for delay in taken)
     assert taken == sorted(taken)
     assert RestartBudget(1).take(3600.0) == RestartBudget(1).take(0.0), "one that was stable is started at once"
 
