@@ -297,7 +297,9 @@ class FenceFailed(Event, frozen=True, tag="fence_failed"):
 
 
 class DetectorLost(Event, frozen=True, tag="detector_lost"):
-    """A failure detector is missing or has failed, which `watch` logs; `instead` is the evidence in its place."""
+    """A failure detector is missing or has failed; `instead` is the evidence in its place."""
+
+    # `watch` logs it, with the traceback: the level here is DEBUG
 
     detector: str
     reason: str = ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 from mkdocs.plugins import event_priority
 
 ROOT = Path(__file__).parents[2]
@@ -44,20 +45,18 @@ def environment_variables() -> set[str]:
     return {name for path in sources() for name in re.findall(r"\bHOLDFAST_[A-Z_]+\b", path.read_text())}
 
 
-def event_kinds() -> dict[str, set[str]]:
-    """The kinds of events that a process of a job writes, each with its fields."""
-    kinds: dict[str, set[str]] = {}
-    for path in sources("ft"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("emit", "say")
-            ):
-                first = node.args[0] if node.args else None
-                if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                    kinds.setdefault(first.value, set()).update(word.arg for word in node.keywords if word.arg)
-    return kinds
+def events() -> str:
+    """A table of all kinds of events: their names in logs, when each is written, and its fields."""
+    from holdfast.ft.event_lines import KINDS
+    from holdfast.ft.events import Event
+
+    every = {field.name for field in msgspec.structs.fields(Event)}
+    rows = ["| kind | when | fields |", "|---|---|---|"]
+    for name, kind in KINDS.items():
+        fields = (f"`{field.name}`" for field in msgspec.structs.fields(kind) if field.name not in every)
+        when = " ".join((inspect.getdoc(kind) or "").split())
+        rows.append(f"| `{name}` | {when} | {', '.join(fields)} |")
+    return "\n".join(rows)
 
 
 def sources(*packages: str) -> Iterator[Path]:
@@ -185,6 +184,7 @@ def rl_config() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
+    "events": events,
     "metrics": metrics,
     "command-line": command_line,
     "layout": layout,
