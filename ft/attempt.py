@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,7 @@ from holdfast.comms.system import forks
 
 if TYPE_CHECKING:
     from holdfast.comms.torchdist.session_group import SessionProcessGroup
+    from holdfast.ft.session import Session
 
 FAILURES = (PeerFailed, Revoked, OpTimeout)
 """The errors that the death of a peer can cause inside an attempt."""
@@ -31,19 +32,6 @@ def profiled(name: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name)
 
 
-class Transaction(Protocol):
-    """The part of a session that an attempt calls."""
-
-    def commit(self) -> None:
-        """Agree that the step is done. Raises one of `FAILURES`."""
-
-    def recover(self, failure: HoldfastError) -> bool:
-        """Wait for the next epoch; return whether the step was committed. Raises if there is no next epoch."""
-
-    def process_group(self) -> SessionProcessGroup:
-        """torch's default process group over the communicator of the current epoch."""
-
-
 class Attempt:
     """One attempt at step `step` (0, 1, ...), as rank `rank` of the members of `epoch`, over `comm`.
 
@@ -55,7 +43,7 @@ class Attempt:
     failed, and `Session.steps` yields the same step again.
     """
 
-    def __init__(self, transaction: Transaction, comm: Communicator, step: int, total_shards: int) -> None:
+    def __init__(self, transaction: Session, comm: Communicator, step: int, total_shards: int) -> None:
         self.step = step
         self.comm = comm
         self.epoch = comm.epoch

@@ -49,6 +49,10 @@ class StartedProcess:
     how: str = ""
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
     def forked(self) -> ForkedProcess:
         """The process, for those that the zygote of this process forked."""
         assert isinstance(self.process, ForkedProcess)

@@ -6,7 +6,7 @@ import contextlib
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from holdfast.harness.chaos.run.process_set import (
     DrivenProcessSet,
     Results,
     SessionProcesses,
+    StartedProcess,
     Step,
     StoreProcesses,
 )
@@ -77,18 +78,6 @@ class FaultOutcome:
         return self.time is None and not self.refused
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessLifetime:
-    """A process, with times on `time.monotonic()`. `ended` is 0 if it lived to the end."""
-
-    name: str
-    role: str
-    pid: int
-    born: float
-    ended: float
-    how: str
-
-
 @dataclass(slots=True)
 class RawRun:
     """The raw data of a run, with times on `time.monotonic()`."""
@@ -101,7 +90,7 @@ class RawRun:
     """The events once more, of each job for itself."""
     training: TrainingRecord | None = None
     faults: list[FaultOutcome] = field(default_factory=list)
-    lives: list[ProcessLifetime] = field(default_factory=list)
+    lives: list[StartedProcess] = field(default_factory=list)
     results: Results = field(default_factory=Results)
     traffic: tuple[LinkTraffic, ...] = ()
     output: str = ""
@@ -174,10 +163,7 @@ class ScenarioRun:
             if isinstance(processes, TrainingProcesses):
                 raw.training = processes.record()
             raw.output = processes.outputs()
-            raw.lives = [
-                ProcessLifetime(each.name, each.role, each.process.pid, each.born, each.ended, each.how)
-                for each in processes.begun
-            ]
+            raw.lives = [replace(each) for each in processes.begun]
         return raw
 
     def _gate_environ(self, gate: PointGate) -> dict[str, str]:
