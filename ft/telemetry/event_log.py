@@ -54,15 +54,14 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         """Record an event of this process, with the current time."""
-        wanted = [receiver for receiver in self._receivers if receiver.wants(event)]
-        if not wanted:
-            return
-        event = stamped(event, self.process, self._pid)
-        for receiver in wanted:
-            receiver.put(event)
+        stamp = None
+        for receiver in self._receivers:
+            if receiver.wants is None or receiver.wants(event):
+                stamp = stamp or stamped(event, self.process, self._pid)
+                receiver.put(stamp)
 
-    def subscribe(self, listener: Listener, wants: Callable[[Event], bool] = lambda event: True) -> Callable[[], None]:
-        """Call `listener(event)` for each event that it `wants` from now on, in order, in a thread of its own.
+    def subscribe(self, listener: Listener, wants: Callable[[Event], bool] | None = None) -> Callable[[], None]:
+        """Call `listener(event)` for each event that it `wants` (default: all), in order, in a thread of its own.
 
         Returns a function that ends the subscription, once the listener has had all events before that.
         """
@@ -107,7 +106,7 @@ class _Receiver:
         name: str,
         serve: Listener,
         end: Callable[[], None] = lambda: None,
-        wants: Callable[[Event], bool] = lambda event: True,
+        wants: Callable[[Event], bool] | None = None,
     ) -> None:
         """`serve` takes each event; `end` is called after the last one. Both are called in the thread."""
         self._process, self._name, self._serve, self._end = process, name, serve, end

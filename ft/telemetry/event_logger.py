@@ -28,6 +28,8 @@ MOST_LINES, WINDOW = 40, 60.0
 
 _IDENTITY = re.compile(r"(?<![(\w])(?<!spare )p\d+-[0-9a-f]{6}\b")
 
+_TELLS_WHO = frozenset({ViewInstalled, SpareWaits})
+
 _log = logging.getLogger("holdfast.ft")
 
 
@@ -99,7 +101,7 @@ class EventLogger:
 
     def wants(self, event: Event) -> bool:
         """Whether the event may lead to a line, or changes who tells."""
-        return _log.isEnabledFor(event.level) or isinstance(event, ViewInstalled | SpareWaits)
+        return type(event) in _TELLS_WHO or _log.isEnabledFor(event.level)
 
     def __call__(self, event: Event) -> None:
         """Log an event."""
