@@ -14,7 +14,9 @@ import torch
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.registers.etcd import OtherCluster
 from holdfast.store import StoreTimeout, WeightStore
-from support.waiting import eventually
+from holdfast.store.cancellation import Cancellation
+from holdfast.store.errors import CallCancelled
+from support.waiting import PATIENCE, eventually
 
 STATE = {"a": torch.ones(8)}
 
@@ -88,6 +90,23 @@ def test_no_call_waits_for_the_register_past_its_own_timeout(register: Register,
     with pytest.raises(StoreTimeout, match="is away"):
         store.wait(2, 0.1)
     assert not store._catalog_client.gave_up
+    register.come_back()
+
+
+def test_a_call_that_is_cancelled_does_not_wait_for_its_register(register: Register, store: WeightStore) -> None:
+    cancellation = Cancellation("latest")
+
+    def ask() -> int | None:
+        with cancellation.scope():
+            return store.latest()
+
+    register.leave()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask)
+        eventually(lambda: store._catalog_client._away_since is not None)
+        cancellation.cancel()
+        with pytest.raises(CallCancelled):
+            running.result(PATIENCE)
     register.come_back()
 
 
