@@ -49,7 +49,7 @@ def seconds(value: Any, what: str = "timeout") -> float:
     except OverflowError:
         number = math.inf
     if not -LONGEST < number < LONGEST:
-        raise ValueError(f"{what}={value!r}: every wait has an end; pass less than {LONGEST:.0e} seconds")
+        raise ValueError(f"{what}={value!r}: a timeout must be less than {LONGEST:.0e} seconds")
     return max(number, 0.0)
 
 

@@ -84,7 +84,7 @@ def scatter_contributions(
     """
     parts = parts or comm.size
     if not 1 <= parts <= comm.size:
-        raise ValueError(f"parts={parts}: there are {comm.size} ranks to get one each")
+        raise ValueError(f"parts={parts}: it must be the number of ranks, {comm.size}")
     comm.check_operand(output, "output")
     if not summable(output.dtype):
         raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")

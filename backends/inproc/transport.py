@@ -116,7 +116,7 @@ def connect(context: Context) -> InprocTransport:
         with _lock:
             found = _boards.get(key)
         if found is None:
-            raise CorruptData(f"rank 0 said that its board is {key[:100]!r}, and there is none of this process")
+            raise CorruptData(f"rank 0 published the board {key[:100]!r}, which this process does not have")
         memory = found
     try:
         transport = InprocTransport(context, memory)

@@ -67,7 +67,7 @@ def _members(obj: object, path: str) -> Iterator[tuple[object, object]]:
     elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         yield from ((field.name, getattr(obj, field.name)) for field in dataclasses.fields(obj))
     else:
-        raise TypeError(f"{path} is a {type(obj).__name__}, which would not arrive as one: {_HINT}")
+        raise TypeError(f"{path} is a {type(obj).__name__}, which would arrive as another type: {_HINT}")
 
 
 def _short(value: object) -> str:

@@ -9,7 +9,7 @@
 static inline int parse_numbers(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected,
                                 uint64_t *into) {
     if (count != expected) {
-        PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", expected, count);
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
         return 0;
     }
     for (Py_ssize_t i = 0; i < count; i++) {

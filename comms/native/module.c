@@ -103,7 +103,7 @@ static PyObject *plain(PyObject *module, PyObject *const *args, Py_ssize_t count
     dlpack_device device = on_cpu;
     uint64_t nbytes;
     if (count != 1 && count != 3) {
-        PyErr_Format(PyExc_TypeError, "1 or 3 arguments are needed, not %zd", count);
+        PyErr_Format(PyExc_TypeError, "expected 1 or 3 arguments, got %zd", count);
         return NULL;
     }
     if (count == 3) {

@@ -47,7 +47,7 @@ PyObject *copy_process(PyObject *module, PyObject *const *args, Py_ssize_t count
     size_t pieces = count > 3 ? (size_t)(count - 3) / 3 : 0;
     int failed;
     if (pieces > MOST_PIECES || count != 3 + 3 * (Py_ssize_t)pieces) {
-        PyErr_Format(PyExc_TypeError, "at most %d pieces are needed, of three numbers each", MOST_PIECES);
+        PyErr_Format(PyExc_TypeError, "expected at most %d pieces of three numbers each", MOST_PIECES);
         return NULL;
     }
     if (!parse_numbers(args, count, count, a))
@@ -59,7 +59,7 @@ PyObject *copy_process(PyObject *module, PyObject *const *args, Py_ssize_t count
         wanted += piece[2];
     }
     if (!a[2]) {
-        PyErr_SetString(PyExc_ValueError, "at least one byte must go at once");
+        PyErr_SetString(PyExc_ValueError, "the largest copy must be of at least one byte");
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS;

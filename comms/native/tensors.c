@@ -132,7 +132,7 @@ PyObject *span_of_tensor(const tensors *known, PyObject *tensor) {
 
 PyObject *describe_tensors(const tensors *known, PyObject *list) {
     if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "a list is needed");
+        PyErr_SetString(PyExc_TypeError, "expected a list of tensors");
         return NULL;
     }
     Py_ssize_t count = PyList_Size(list), used = 0, room = 0;

@@ -99,7 +99,7 @@ class MeetingStore(dist.Store):
 
         try:
             if not self._call(look_for_them):
-                raise TimeoutError(f"nobody has set {', '.join(keys)} in time")
+                raise TimeoutError(f"no rank has set {', '.join(keys)} in time")
         finally:
             enough.set()
 

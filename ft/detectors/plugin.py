@@ -55,7 +55,9 @@ def _kernel() -> Available | Unavailable:
     if (wrong := refused("pidfd_open", "pidfd_send_signal")) is not None:
         return wrong
     major, minor = map(int, os.uname().release.split("-")[0].split(".")[:2])
-    return Available("of threads too: an end is told at once" if (major, minor) >= (6, 9) else "of processes")
+    return Available(
+        "reports the end of threads too, at once" if (major, minor) >= (6, 9) else "reports the end of processes"
+    )
 
 
 def _shared_memory() -> Available | Unavailable:
@@ -68,12 +70,12 @@ def _shared_memory() -> Available | Unavailable:
 def holdfast_detectors() -> list[DetectorInfo]:
     return [
         DetectorInfo(
-            "pidfd", API_VERSION, "the kernel tells of the end of processes of this host", "proof", _kernel, _pidfd
+            "pidfd", API_VERSION, "the kernel reports the end of processes on this host", "proof", _kernel, _pidfd
         ),
         DetectorInfo(
             "heartbeat",
             API_VERSION,
-            "processes of this host beat in shared memory; who is silent is looked at, and ended if stopped",
+            "heartbeats in shared memory on this host; a silent process is inspected, and killed if it is stopped",
             "proof",
             _shared_memory,
             _heartbeat,
@@ -81,7 +83,7 @@ def holdfast_detectors() -> list[DetectorInfo]:
         DetectorInfo(
             "observers",
             API_VERSION,
-            "heartbeats between hosts; most of a member's observers must agree",
+            "heartbeats between hosts; a majority of a member's observers must agree",
             "suspicion",
             _available,
             _observers,
@@ -89,7 +91,7 @@ def holdfast_detectors() -> list[DetectorInfo]:
         DetectorInfo(
             "transport",
             API_VERSION,
-            "a backend's report that a peer failed",
+            "failures of peers that the backend reports",
             "suspicion",
             _available,
             _transport,
@@ -97,7 +99,7 @@ def holdfast_detectors() -> list[DetectorInfo]:
         DetectorInfo(
             "progress",
             API_VERSION,
-            "an op that some ranks entered and one did not, until its time was up",
+            "a rank that did not enter an op before it timed out on the others",
             "suspicion",
             _shared_memory,
             _progress,

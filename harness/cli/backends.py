@@ -106,7 +106,7 @@ def table(described: dict[str, Any]) -> Table:
     result = FoldingTable(title="backends", title_justify="left", show_lines=True)
     result.add_column("name", style="bold")
     result.add_column("here")
-    result.add_column("what it is, or what is missing", ratio=2)
+    result.add_column("description, or what to install", ratio=2)
     result.add_column("reduces", justify="right")
     result.add_column("can", ratio=1)
     for name, backend in described["backends"].items():
@@ -135,7 +135,7 @@ def hints_table(described: dict[str, Any]) -> Table:
 def detectors_table(described: dict[str, Any]) -> Table:
     """The table of failure detectors."""
     result = FoldingTable(title="failure detectors", title_justify="left")
-    for column in ("name", "here", "what it tells by", "its word is"):
+    for column in ("name", "here", "how it detects failures", "evidence"):
         result.add_column(column, style="bold" if column == "name" else "")
     for name, detector in described["detectors"].items():
         here = Text("yes", "green") if detector["available"] else Text("no", "red")

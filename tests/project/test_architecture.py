@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -70,6 +71,27 @@ TEXTS_THAT_DECIDE = {
     "rl/environments/sandbox/run_tests.py": "`reason` of a verdict is a Literal",
 }
 """Files that may ask what a text says, and why."""
+
+
+RIDDLES = re.compile(r"\b(nobody|somebody|whoever|whom|(is|are) needed(,|$))\b", re.IGNORECASE)
+"""Words of errors that do not say what was expected, or of whom."""
+
+
+def test_errors_of_comms_and_backends_say_what_was_expected() -> None:
+    found = []
+    for path in [path for path in modules() if path.parts[0] in ("comms", "backends")]:
+        for node in ast.walk(parsed(path)):
+            texts = ast.walk(node.exc) if isinstance(node, ast.Raise) and node.exc is not None else ()
+            found += [
+                f"{path}:{text.lineno}: {text.value}"
+                for text in texts
+                if isinstance(text, ast.Constant) and isinstance(text.value, str) and RIDDLES.search(text.value)
+            ]
+    for source in [*(ROOT / "comms").rglob("*.[ch]"), *(ROOT / "backends").rglob("*.[ch]")]:
+        for number, line in enumerate(source.read_text().splitlines(), start=1):
+            if (text := re.search(r'PyErr_\w+\(.*"(.*)"', line)) and RIDDLES.search(text[1]):
+                found.append(f"{source.relative_to(ROOT)}:{number}: {text[1]}")
+    assert not found, "\n".join(found)
 
 
 def test_no_text_decides() -> None:

@@ -142,7 +142,7 @@ static int part_init(PyObject *object, PyObject *args, PyObject *named) {
     int right = PyObject_IsInstance(near, made->near);
     if (right <= 0) {
         if (!right)
-            PyErr_SetString(PyExc_TypeError, "a Near is needed");
+            PyErr_SetString(PyExc_TypeError, "expected a Near");
         return -1;
     }
     self->near = (Near *)Py_NewRef(near);

@@ -51,7 +51,7 @@ def agree(context: Context, link: Link) -> Link:
     try:
         latency, bandwidth = map(float, told.split())
     except ValueError as error:
-        raise CorruptData(f"what rank 0 said of its links cannot be read: {told[:100]!r}") from error
+        raise CorruptData(f"the link constants that rank 0 published cannot be read: {told[:100]!r}") from error
     return replace(link, latency=latency, bandwidth=bandwidth)
 
 

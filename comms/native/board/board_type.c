@@ -7,7 +7,7 @@
 static int set_pids(Board *self, PyObject *pids) {
     Py_ssize_t count = PyTuple_Size(pids);
     if (count && count != self->b.size) {
-        PyErr_SetString(PyExc_ValueError, "a process for each rank is needed, or none");
+        PyErr_SetString(PyExc_ValueError, "pids must have one process for each rank, or none");
         return -1;
     }
     int32_t *all = count ? PyMem_Calloc((size_t)count, sizeof *all) : NULL;
@@ -90,7 +90,7 @@ static Py_ssize_t spans_of(PyObject *flat, span *spans, Py_ssize_t most) {
     if (count < 0)
         return -1;
     if (count % 2 || count / 2 > most) {
-        PyErr_SetString(PyExc_ValueError, "pairs of address and size are needed, one for each rank at most");
+        PyErr_SetString(PyExc_ValueError, "spans must be (address, size), at most one for each rank");
         return -1;
     }
     memset(spans, 0, (size_t)most * sizeof(span));
@@ -215,7 +215,7 @@ static PyObject *halted_tuple(const Board *self) {
  * flag). */
 static PyObject *board_run(Board *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "signature, kind, give and take are needed");
+        PyErr_SetString(PyExc_TypeError, "expected the arguments signature, kind, give and take");
         return NULL;
     }
     board_op op = {PyLong_AsUnsignedLongLong(args[0]), PyLong_AsLong(args[1])};

@@ -15,7 +15,7 @@ static int words_init(PyObject *object, PyObject *args, PyObject *named) {
         return -1;
     self->count = self->memory.len / 8;
     if ((uintptr_t)self->memory.buf % 8) {
-        PyErr_SetString(PyExc_ValueError, "words lie at multiples of 8 bytes");
+        PyErr_SetString(PyExc_ValueError, "the memory of words must begin at a multiple of 8 bytes");
         return -1;
     }
     return 0;

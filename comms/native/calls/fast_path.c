@@ -295,7 +295,7 @@ int run_call(fast_path *self, fast_call *call, PyObject *const *args, int unchan
 /* Run an op. Returns True if it is complete. */
 static PyObject *run_collective(fast_path *self, collective op, PyObject *const *args, Py_ssize_t count) {
     if (count != usual[op].arguments) {
-        PyErr_Format(PyExc_TypeError, "%d arguments are needed, not %zd", usual[op].arguments, count);
+        PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", usual[op].arguments, count);
         return NULL;
     }
     fast_call call = {.op = op};
@@ -341,7 +341,7 @@ static int fast_init(PyObject *object, PyObject *args, PyObject *named) {
         return -1;
     }
     if (board != Py_None && (PyObject *)Py_TYPE(board) != made->board) {
-        PyErr_SetString(PyExc_TypeError, "a Board or None is needed");
+        PyErr_SetString(PyExc_TypeError, "board must be a Board or None");
         return -1;
     }
     self->board = board == Py_None ? NULL : (Board *)Py_NewRef(board);

@@ -17,7 +17,7 @@ static int prepared_init(PyObject *object, PyObject *args, PyObject *named) {
         if ((PyObject *)Py_TYPE(path) != made->fast_path || number == COLLECTIVES ||
             PyTuple_Size(arguments) != usual[number].arguments) {
             PyErr_SetString(PyExc_TypeError,
-                            "a fast path, one of its ops, and the arguments of that are needed");
+                            "expected a fast path, the name of one of its ops, and the arguments of that op");
             return -1;
         }
         self->path = (fast_path *)Py_NewRef(path), self->call.op = (collective)number;

@@ -21,7 +21,7 @@ static int take_call(request_waits *self, PyObject *args, PyObject **tensor, cha
         find_tensor(self->known, *tensor, data, &nbytes) < 0)
         return -1;
     if (nbytes != self->nbytes) {
-        PyErr_Format(PyExc_ValueError, "a tensor of %llu bytes, to a call made for %llu",
+        PyErr_Format(PyExc_ValueError, "the tensor has %llu bytes, and the call was prepared for %llu",
                      (unsigned long long)nbytes, (unsigned long long)self->nbytes);
         return -1;
     }

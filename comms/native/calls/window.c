@@ -148,7 +148,7 @@ static PyObject *bounds_byte_offset(WindowBounds *self, PyObject *const *args, P
     dlpack_tensor where;
     uint64_t nbytes;
     if (count != 3) {
-        PyErr_Format(PyExc_TypeError, "3 arguments are needed, not %zd", count);
+        PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", count);
         return NULL;
     }
     if (!PyLong_CheckExact(args[1]) || !PyLong_CheckExact(args[2]))

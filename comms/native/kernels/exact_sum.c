@@ -248,7 +248,7 @@ PyObject *sum_exactly(PyObject *module, PyObject *args) {
     Py_ssize_t number = PyTuple_Size(addresses);
     const floats *kind = floats_of(dtype);
     if (!kind || number < 1 || number > MOST_INPUTS) {
-        PyErr_SetString(PyExc_ValueError, "sum_exactly takes a dtype of floats, and from 1 to 256 inputs");
+        PyErr_SetString(PyExc_ValueError, "sum_exactly adds 1 to 256 inputs of a floating-point dtype");
         return NULL;
     }
     for (Py_ssize_t i = 0; i < number; i++) {
@@ -274,7 +274,7 @@ PyObject *make_nans_alike(PyObject *module, PyObject *args) {
         return NULL;
     const floats *kind = floats_of(dtype);
     if (!kind) {
-        PyErr_SetString(PyExc_ValueError, "make_nans_alike takes a dtype of floats");
+        PyErr_SetString(PyExc_ValueError, "make_nans_alike takes a floating-point dtype");
         return NULL;
     }
     if (!is_memory(address, count))

@@ -71,7 +71,9 @@ def of_root(op: str, items: Sequence[object], what: str, rank: int, root: int) -
 def pairs(op: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
     """Require as many outputs as inputs, and at least one."""
     if not inputs or len(outputs) != len(inputs):
-        raise ValueError(f"{op}: {len(outputs)} outputs for {len(inputs)} inputs; it takes as many, and at least one")
+        raise ValueError(
+            f"{op}: {len(outputs)} outputs for {len(inputs)} inputs; pass one output for each, and at least one"
+        )
 
 
 def overlap(tensors: Tensors) -> bool:

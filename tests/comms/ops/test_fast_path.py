@@ -500,7 +500,7 @@ def test_an_error_during_planning_reaches_the_caller() -> None:
 
 def test_the_fast_path_counts_its_arguments() -> None:
     fast: Any = function_path(Order(), pytest.fail, print)
-    with pytest.raises(TypeError, match="2 arguments are needed, not 1"):
+    with pytest.raises(TypeError, match="expected 2 arguments, got 1"):
         fast.all_reduce(torch.ones(1))
 
 
