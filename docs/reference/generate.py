@@ -7,6 +7,7 @@ import atexit
 import inspect
 import re
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -182,6 +183,38 @@ def rl_config() -> str:
     return "\n\n".join(sections())
 
 
+LIBRARIES = {
+    "holdfast": "holdfast",
+    "torchcomms": "TorchComms",
+    "c10d": "c10d",
+    "mpi4py": "mpi4py",
+    "nccl": "NCCL",
+    "nixl": "NIXL",
+}
+
+
+def compared() -> str:
+    """What each library calls the same, a table for each group of `compared.toml`."""
+    data = tomllib.loads((ROOT / "docs/reference/compared.toml").read_text())
+    lines = []
+    for group in data["group"]:
+        lines += [f"## {group['title']}", "", " | ".join(["", "", *LIBRARIES.values(), ""]).strip()]
+        lines.append("|---" * (len(LIBRARIES) + 1) + "|")
+        lines += [
+            "| " + " | ".join([row["what"], *(_calls(row.get(key, "")) for key in LIBRARIES)]) + " |"
+            for row in group["rows"]
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _calls(names: str) -> str:
+    """Names as code; a reason or a remark as text; a dash for nothing."""
+    if not names or names.startswith(("Unsupported:", "(")):
+        return names or "-"
+    return ", ".join(re.sub(r"^([^(]+?)( \(.*\))?$", r"`\1`\2", name) for name in names.split(", "))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
     "events": events,
@@ -189,4 +222,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "command-line": command_line,
     "layout": layout,
     "rl-config": rl_config,
+    "compared": compared,
 }

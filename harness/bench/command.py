@@ -313,6 +313,46 @@ def experts(
     typer.echo(f"other processes used {bench.others:.2f} CPUs")
 
 
+@app.command("hosts")
+def hosts(
+    backend: Annotated[str, typer.Option(help="The transport between hosts: gloo or ucx.")] = "gloo",
+    number: Annotated[int, typer.Option("--hosts", min=2, max=16, help="Hosts, as network namespaces.")] = 3,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on each host.")] = 2,
+    sizes: Annotated[str, typer.Option(help="Bytes of float32, as 1M,16M.")] = "1M,4M,16M",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each at each size.")] = 10,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure hierarchical collectives beside flat ones between hosts, in turns in one run. Needs root.
+
+    [bold]Examples[/bold]
+
+        holdfast bench hosts --backend gloo --hosts 3 -n 2 --sizes 1M,16M
+    """
+    from holdfast.comms.errors import HoldfastError
+    from holdfast.ft.console.console import console, print_json, working
+    from holdfast.ft.console.units import format_bytes
+    from holdfast.harness.bench.overhead.hosts import run
+
+    try:
+        parsed = parse_sizes(sizes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        with working(console(stderr=True), f"{counted(number, 'host')}, in turns") as progress:
+            bench = run(backend, parsed, number, ranks, rounds, progress)
+    except HoldfastError as error:
+        raise _failed("hosts", error) from error
+    if json:
+        print_json(bench)
+        return
+    for cost in bench.costs:
+        typer.echo(
+            f"{cost.op}, {format_bytes(cost.nbytes)}: {bench.layered} {cost.layered_ms:.2f} ms, {bench.flat} "
+            f"{cost.flat_ms:.2f}: {cost.speed:.2f} times as fast"
+        )
+    typer.echo(f"other processes used {bench.others:.2f} CPUs")
+
+
 @app.command("recovery")
 def recovery(
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 4,

@@ -35,7 +35,11 @@ LAYERS = {
     """,
     "backends": """
         common
+<<<<<<< HEAD
         fake inproc shm gloo nccl mpi ucx nixl
+=======
+        inproc shm gloo nccl mpi ucx nixl hier
+>>>>>>> 4926784 (backends: hierarchical collectives over the hosts of a communicator)
     """,
     "ft": """
         timeouts fault_gate faultpoints console on_demand environment

@@ -6,7 +6,7 @@ import ast
 
 from support.source_tree import ROOT, modules
 
-BACKENDS = {"shm", "inproc", "gloo", "mpi", "nccl", "rccl", "ucx", "nixl"}
+BACKENDS = {"shm", "inproc", "gloo", "mpi", "nccl", "rccl", "ucx", "nixl", "hier"}
 
 
 def test_shared_code_names_no_backend_in_errors() -> None:

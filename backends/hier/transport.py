@@ -1,0 +1,331 @@
+"""Hierarchical collectives: the ranks of a host share memory, and one rank of each host talks to those of the others.
+
+Three transports are connected: `flat` over all ranks, `inner` over those of this host, and a `rail`: rank i of each
+host, for every i below the size of the smallest host. An all_reduce is a reduce-scatter within each host, an all_reduce
+of each part along its rail, and an all-gather within the host. So each byte goes between hosts once for a host, and not
+once for a rank; and all ranks send at once.
+
+all_reduce and broadcast take hosts of any sizes, all_gather and reduce_scatter hosts of one size; all other ops, and
+those for which the cost model says so, run over `flat`. Every rank chooses alike: by sizes, and by rank 0's constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.comms.algorithms.message_passing import cost
+from holdfast.comms.arithmetic import SCALED, postscale, prescale
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms.journal import Journal
+from holdfast.comms.op_description import OpTensors
+from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.transport.base import Context, Peer, Transport
+
+Tensor = torch.Tensor
+
+
+_WITHIN, _BETWEEN = cost.Link(3e-6, 8e9), cost.Link(25e-6, 1.5e9)
+"""The costs of a message within a host and over TCP on an unmeasured machine."""
+
+_COSTS: dict[str, Callable[[cost.Link, int, int], dict[str, float]]] = {
+    "all_reduce": cost.all_reduce,
+    "broadcast": cost.broadcast,
+    "all_gather": cost.all_gather,
+    "reduce_scatter": cost.all_gather,  # the same messages in the other direction
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which ranks are on which host, in the order of the hosts' first ranks."""
+
+    hosts: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(peers: Sequence[Peer]) -> Layout:
+        hosts: dict[str, list[int]] = {}
+        for rank, peer in enumerate(peers):
+            hosts.setdefault(peer.host, []).append(rank)
+        return Layout(tuple(map(tuple, hosts.values())))
+
+    @property
+    def rails(self) -> int:
+        return min(map(len, self.hosts))
+
+    @property
+    def even(self) -> bool:
+        return len({len(host) for host in self.hosts}) == 1
+
+    @property
+    def layered(self) -> bool:
+        """Whether there are several hosts, and several ranks on one."""
+        return 1 < len(self.hosts) < sum(map(len, self.hosts))
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The host of a rank, and its number there."""
+        host = next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
+        return host, self.hosts[host].index(rank)
+
+
+class _Part:
+    """A transport over some of the ranks, whose errors name ranks of the whole."""
+
+    def __init__(self, transport: Transport, members: tuple[int, ...], epoch: int) -> None:
+        self.transport, self.members, self._epoch = transport, members, epoch
+
+    def run(self, op: str, *arguments: Any) -> None:
+        """Call an op of the transport."""
+        try:
+            getattr(self.transport, op)(*arguments)
+        except PeerFailed as error:
+            raise PeerFailed([self.members[rank] for rank in error.ranks], error.evidence) from error
+        except OpTimeout as error:
+            missing = [self.members[rank] for rank in error.missing_ranks]
+            raise OpTimeout(error.op, error.seq, error.waited, missing) from error
+        except Revoked as error:
+            if len(self.members) == self.transport.size and self.members == tuple(range(len(self.members))):
+                raise
+            raise Revoked(self._epoch, f"{error.reason} (counted among ranks {list(self.members)})") from error
+
+
+class _PartJournal:
+    """Tells the journal of the whole for which of its ranks a part waits."""
+
+    def __init__(self, journal: Journal, members: Sequence[int]) -> None:
+        self._journal, self._members = journal, members
+
+    def enter(self, op: str, seq: int, nbytes: int, tensors: OpTensors, detail: Any, peer: int, /) -> None: ...
+    def leave(self, error: BaseException | None) -> None: ...
+
+    def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
+        members = self._members
+        self._journal.waits([members[rank] for rank in ranks], [members[rank] for rank in gives], rounds)
+
+
+class HierarchicalTransport(Transport):
+    """All ranks flat, those of this host, and this rank's rail."""
+
+    ends_before_exit = True
+
+    def __init__(
+        self,
+        context: Context,
+        layout: Layout,
+        flat: Transport,
+        inner: Transport | None,
+        rail: Transport | None,
+        link: cost.Link,
+    ) -> None:
+        self.rank, self.size = context.rank, context.size
+        self._layout, self._link = layout, link
+        self._host, self._local = layout.place(context.rank)
+        here = layout.hosts[self._host]
+        self._flat = flat
+        self._inner = None if inner is None else _Part(inner, here, context.epoch)
+        on_rail = tuple(host[self._local] for host in layout.hosts) if rail is not None else ()
+        self._rail = None if rail is None else _Part(rail, on_rail, context.epoch)
+        self._parts = [part for part in (flat, inner, rail) if part is not None]
+        self._cheaper: dict[tuple[str, int], bool] = {}
+
+    # -- the cost model
+
+    def _in_layers(self, op: str, nbytes: int) -> bool:
+        """Whether the hierarchy is cheaper than the flat transport; the same on every rank."""
+        known = self._cheaper.get((op, nbytes))
+        if known is None:
+            known = self._cheaper[op, nbytes] = self._costs_less(op, nbytes)
+        return known
+
+    def _costs_less(self, op: str, nbytes: int) -> bool:
+        costs = _COSTS[op]
+        hosts, most = len(self._layout.hosts), max(map(len, self._layout.hosts))
+        shares = op in ("all_gather", "reduce_scatter")  # of which `nbytes` is one rank's
+        within = _WITHIN.seconds(2 * most, nbytes * self.size if shares else 2 * nbytes)
+        between = nbytes * most if shares else nbytes  # the rails of a host share its link
+        layered = within + min(costs(self._link, hosts, between).values())
+        return layered < min(costs(self._link, self.size, nbytes).values())
+
+    # -- the ops with layers
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
+        if not self._in_layers("all_reduce", tensor.nbytes):
+            self._flat.all_reduce(tensor, op, deadline)
+            return
+        plain = ReduceOp.SUM if op.name in SCALED else op
+        pieces, given = self._pieces(tensor), self._pieces(prescale(tensor, op))
+        own = pieces[self._local]
+        if self._inner is not None:
+            self._inner.run("reduce_scatter", own, given, plain, deadline)
+        else:
+            own.copy_(given[0])
+        if self._rail is not None:
+            self._rail.run("all_reduce", own, plain, deadline)
+            postscale(own, op, self.size)
+        if self._inner is not None:
+            self._inner.run("all_gather", pieces, own, deadline)
+
+    def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
+        if not self._in_layers("broadcast", tensor.nbytes):
+            self._flat.broadcast(tensor, src, deadline)
+            return
+        source, local = self._layout.place(src)
+        pieces = self._pieces(tensor)
+        if self._inner is not None and self._host == source:
+            self._inner.run("broadcast", tensor, local, deadline)
+        if self._rail is not None:
+            self._rail.run("broadcast", pieces[self._local], source, deadline)
+        if self._inner is not None and self._host != source:
+            self._inner.run("all_gather", pieces, pieces[self._local], deadline)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
+        total = sum(output.nbytes for output in outputs)
+        if not (self._layout.even and self._in_layers("all_gather", total // self.size)):
+            self._flat.all_gather(outputs, tensor, deadline)
+            return
+        assert self._rail is not None and self._inner is not None, "hosts of one size, with several ranks"
+        self._rail.run("all_gather", [outputs[rank] for rank in self._rail.members], tensor, deadline)
+        for host in self._layout.hosts:
+            self._inner.run("all_gather", [outputs[rank] for rank in host], outputs[host[self._local]], deadline)
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
+        total = sum(each.nbytes for each in inputs)
+        if not (self._layout.even and self._in_layers("reduce_scatter", total // self.size)):
+            self._flat.reduce_scatter(output, inputs, op, deadline)
+            return
+        assert self._rail is not None and self._inner is not None, "hosts of one size, with several ranks"
+        plain = ReduceOp.SUM if op.name in SCALED else op
+        sums = []
+        for host in self._layout.hosts:
+            given = [prescale(inputs[rank], op) for rank in host]
+            sums.append(torch.empty_like(given[self._local]))
+            self._inner.run("reduce_scatter", sums[-1], given, plain, deadline)
+        self._rail.run("reduce_scatter", output, sums, plain, deadline)
+        postscale(output, op, self.size)
+
+    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor in one piece for each rail, and an empty one for each further rank of this host."""
+        line, here = tensor.view(-1), len(self._layout.hosts[self._host])
+        width = -(-line.numel() // self._layout.rails)
+        return [line[rail * width : (rail + 1) * width] for rail in range(self._layout.rails)] + [line[:0]] * (
+            here - self._layout.rails
+        )
+
+    # -- the flat ops
+
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
+        self._flat.reduce(tensor, dst, op, deadline)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
+        self._flat.all_to_all(outputs, inputs, deadline)
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
+        self._flat.all_to_all_single(output, tensor, deadline)
+
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
+        self._flat.gather(tensor, outputs, dst, deadline)
+
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
+        self._flat.scatter(tensor, inputs, src, deadline)
+
+    def barrier(self, deadline: float) -> None:
+        self._flat.barrier(deadline)
+
+    def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
+        self._flat.send(tensor, dst, tag, deadline)
+
+    def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
+        self._flat.recv(tensor, src, tag, deadline)
+
+    def batch_send_recv(
+        self,
+        sends: Sequence[tuple[Tensor, int, int]],
+        recvs: Sequence[tuple[Tensor, int, int]],
+        deadline: float,
+    ) -> None:
+        self._flat.batch_send_recv(sends, recvs, deadline)
+
+    # -- the end
+
+    def abort(self, error: HoldfastError) -> None:
+        for part in self._parts:
+            part.interrupted = part.interrupted or self.interrupted
+            part.abort(error)
+
+    def rest(self) -> None:
+        for part in self._parts:
+            part.rest()
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as closing:  # the others are closed, too, if one raises
+            for part in self._parts:
+                part.interrupted = part.interrupted or self.interrupted
+                closing.callback(part.close)
+
+
+def connect(inner: str, outer: str, context: Context) -> Transport:
+    """Connect the flat transport, this host's and this rank's rail, in this order on every rank.
+
+    On one host that is the inner transport alone; on hosts with one rank each, the outer one.
+    """
+    if context.device.type != "cpu":
+        raise Unsupported(f"hier-{outer} on {context.device}", "use nccl, which knows the hosts by itself")
+    layout = Layout.of(context.peers)
+    if not layout.layered:
+        only = registry().backend(inner if len(layout.hosts) == 1 else outer).info
+        assert only.connect is not None
+        return only.connect(replace(context, previous=None, links=only.links))
+    host, local = layout.place(context.rank)
+    here, rails = layout.hosts[host], layout.rails
+    with contextlib.ExitStack() as undo:
+
+        def part(backend: str, members: Sequence[int], name: str) -> Transport:
+            transport = _connect_part(backend, members, name, context)
+            undo.callback(transport.close)
+            return transport
+
+        link = cost.agree(replace(context, store=dist.PrefixStore("hier-link", context.store)), _link(outer))
+        flat = part(outer, range(context.size), "flat")
+        within = part(inner, here, f"host{host}") if len(here) > 1 else None
+        rail = part(outer, [ranks[local] for ranks in layout.hosts], f"rail{local}") if local < rails else None
+        transport = HierarchicalTransport(context, layout, flat, within, rail, link)
+        undo.pop_all()
+        return transport
+
+
+def _link(outer: str) -> cost.Link:
+    """The cost of a message between hosts: what the outer transport announces of TCP, measured or not."""
+    links = registry().backend(outer).info.links
+    return next((link for link in links if link.name.endswith("/tcp")), _BETWEEN)
+
+
+def _connect_part(backend: str, members: Sequence[int], name: str, context: Context) -> Transport:
+    info = registry().backend(backend).info
+    assert info.connect is not None
+    try:
+        return info.connect(
+            replace(
+                context,
+                rank=list(members).index(context.rank),
+                size=len(members),
+                name=f"{context.name}/{name}",
+                store=dist.PrefixStore(f"hier-{name}", context.store),
+                peers=tuple(context.peers[rank] for rank in members),
+                journal=None if context.journal is None else _PartJournal(context.journal, members),
+                previous=None,
+                links=info.links,
+                connect_payload=(),
+                meanwhile=lambda transport: None,
+            )
+        )
+    except PeerFailed as error:
+        raise PeerFailed([members[rank] for rank in error.ranks], error.evidence) from error
+    except OpTimeout as error:
+        missing = [members[rank] for rank in error.missing_ranks]
+        raise OpTimeout(error.op, error.seq, error.waited, missing) from error

@@ -1,0 +1,158 @@
+"""Hierarchical collectives: shared memory within a host, another transport between hosts.
+
+Hosts are simulated: each rank says on which it is before it connects. The conformance kit checks the backends on one
+host, where they are shared memory alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast import comms
+from holdfast.backends.hier.transport import HierarchicalTransport, Layout
+from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Revoked
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import HOST, this_host
+from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.aftermath import wait_for_files
+
+
+def on_hosts(comm: Communicator, hosts: Sequence[int], backend: str, meeting: str, **options: Any) -> Communicator:
+    """Connect the ranks anew, each on its host."""
+    os.environ[HOST] = f"host{hosts[comm.rank]}"
+    this_host.cache_clear()
+    return comms.connect(
+        backend, rank=comm.rank, size=comm.size, rendezvous=f"file://{meeting}", name="hosts", **options
+    )
+
+
+LAYOUTS = {
+    "two hosts of two": [0, 0, 1, 1],
+    "ranks in turns": [0, 1, 0, 1],
+    "hosts of three and one": [0, 0, 0, 1],
+    "one host": [0, 0, 0, 0],
+    "a host a rank": [0, 1, 2, 3],
+}
+
+
+def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: str) -> list[bytes]:
+    bits = []
+    with on_hosts(comm, hosts, backend, meeting) as whole:
+        for count in (0, 1, 7, 30_000):
+            rows = torch.stack([torch.arange(count) % 5 + float(r + 1) for r in range(whole.size)])
+            mine = rows[whole.rank]
+            for op, expected in {
+                ReduceOp.SUM: rows.sum(0),
+                ReduceOp.AVG: rows.mean(0),
+                ReduceOp.MAX: rows.amax(0),
+                ReduceOp.premul_sum(0.5): rows.sum(0) / 2,
+            }.items():
+                tensor = mine.clone()
+                whole.all_reduce(tensor, op)
+                assert torch.equal(tensor, expected)
+            uneven = torch.rand(count, generator=torch.Generator().manual_seed(whole.rank))
+            whole.all_reduce(uneven)
+            bits.append(uneven.numpy().tobytes())
+            for src in range(whole.size):
+                tensor = mine.clone()
+                whole.broadcast(tensor, src)
+                assert torch.equal(tensor, rows[src])
+            gathered = torch.empty(whole.size, count)
+            whole.all_gather_single(gathered, mine)
+            assert torch.equal(gathered, rows)
+            part = torch.empty(count)
+            whole.reduce_scatter_single(part, torch.cat([mine + r for r in range(whole.size)]), ReduceOp.AVG)
+            assert torch.equal(part, rows.mean(0) + whole.rank)
+            lists = [torch.empty(r * count) for r in range(whole.size)]
+            whole.all_gather(lists, torch.full((whole.rank * count,), float(whole.rank)))
+            assert all(torch.equal(each, torch.full_like(each, float(r))) for r, each in enumerate(lists))
+        numbers = torch.tensor([whole.rank - 7])
+        whole.all_reduce(numbers, ReduceOp.AVG)
+        assert numbers.item() == -5, "-22 / 4, towards zero"
+    return bits
+
+
+@pytest.mark.parametrize("backend", ["hier-gloo", pytest.param("hier-ucx", marks=pytest.mark.thorough)])
+def test_results_are_right_and_equal_on_all_ranks_whatever_the_hosts(backend: str, tmp_path: Path) -> None:
+    with LocalCluster(4, "gloo") as cluster:
+        for number, hosts in enumerate(LAYOUTS.values()):
+            bits = cluster.run(sums_and_moves, hosts, backend, str(tmp_path / str(number)))
+            assert all(each == bits[0] for each in bits)
+
+
+def parts(comm: Communicator, hosts: list[int], meeting: str) -> tuple[str, bool]:
+    with on_hosts(comm, hosts, "hier-gloo", meeting) as whole:
+        transport = whole.transport
+        layered = isinstance(transport, HierarchicalTransport) and transport._in_layers("all_reduce", 1 << 20)
+        return type(transport).__name__, layered
+
+
+def test_one_host_is_shared_memory_and_single_ranks_are_the_outer_transport(tmp_path: Path) -> None:
+    with LocalCluster(4, "gloo") as cluster:
+        found = {
+            name: cluster.run(parts, hosts, str(tmp_path / name.replace(" ", "-")))[0]
+            for name, hosts in LAYOUTS.items()
+        }
+    assert found["one host"] == ("ShmTransport", False)
+    assert found["a host a rank"] == ("GlooTransport", False)
+    assert all(found[name] == ("HierarchicalTransport", True) for name in list(LAYOUTS)[:3])
+
+
+def test_a_layout_follows_from_the_hosts_of_the_peers() -> None:
+    layout = Layout.of([Peer(host, 1, 1) for host in ("b", "a", "b", "a", "b")])
+    assert layout.hosts == ((0, 2, 4), (1, 3)) and layout.place(3) == (1, 1)
+    assert layout.rails == 2 and not layout.even and layout.layered
+    assert not Layout.of([Peer("a", 1, 1)] * 3).layered
+    assert not Layout.of([Peer(host, 1, 1) for host in "abc"]).layered
+
+
+def die_and_rebuild(comm: Communicator, hosts: list[int], meeting: str, folder: str) -> None:
+    files = Path(folder)
+    whole = on_hosts(comm, hosts, "hier-gloo", meeting, timeout=20.0)
+    peers = whole.peers
+    whole.barrier()
+    (files / f"in {comm.rank}").touch()
+    if comm.rank == 1:
+        wait_for_files(*(files / f"in {rank}" for rank in (0, 2, 3)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            whole.all_reduce(torch.ones(300_000))
+    except (PeerFailed, Revoked) as error:
+        (files / f"error {comm.rank}").write_text(str(error))
+    survivors = [0, 2, 3]
+    store = dist.FileStore(str(files / "store"), -1)
+    store.set_timeout(timedelta(seconds=20))
+    again = comms.connect_members(
+        "hier-gloo",
+        rank=survivors.index(comm.rank),
+        size=3,
+        store=store,
+        peers=[peers[rank] for rank in survivors],
+        epoch=1,
+        timeout=20.0,
+        previous=whole,
+    )
+    whole.close()
+    tensor = torch.full((300_000,), comm.rank + 1.0)
+    again.all_reduce(tensor)
+    (files / f"sum {comm.rank}").write_text(str(tensor.unique().tolist()))
+    again.barrier()
+    again.close()
+
+
+def test_a_killed_rank_ends_the_ops_of_all_hosts_and_the_others_rebuild(tmp_path: Path) -> None:
+    with LocalCluster(4, "gloo", timeout=30.0, grace=20.0) as cluster, pytest.raises(HoldfastError):
+        cluster.run(die_and_rebuild, LAYOUTS["two hosts of two"], str(tmp_path / "meeting"), str(tmp_path))
+    for rank in (0, 2, 3):
+        assert "rank 1" in (tmp_path / f"error {rank}").read_text()
+        assert (tmp_path / f"sum {rank}").read_text() == "[8.0]"
