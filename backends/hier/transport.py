@@ -149,8 +149,9 @@ class HierarchicalTransport(Transport):
         shares = op in ("all_gather", "reduce_scatter")  # of which `nbytes` is one rank's
         within = _WITHIN.seconds(2 * most, nbytes * self.size if shares else 2 * nbytes)
         between = nbytes * most if shares else nbytes  # the rails of a host share its link
+        shared = replace(self._link, bandwidth=self._link.bandwidth / most)  # by all ranks of a host
         layered = within + min(costs(self._link, hosts, between).values())
-        return layered < min(costs(self._link, self.size, nbytes).values())
+        return layered < min(costs(shared, self.size, nbytes).values())
 
     # -- the ops with layers
 

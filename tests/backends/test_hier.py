@@ -151,8 +151,11 @@ def die_and_rebuild(comm: Communicator, hosts: list[int], meeting: str, folder: 
 
 
 def test_a_killed_rank_ends_the_ops_of_all_hosts_and_the_others_rebuild(tmp_path: Path) -> None:
-    with LocalCluster(4, "gloo", timeout=30.0, grace=20.0) as cluster, pytest.raises(HoldfastError):
+    """Gloo does not know which process of another host closed a connection; the same host has the kernel's word."""
+    environ = {"HOLDFAST_CHECK": "0"}  # the comparison of ops would be another place to die in
+    cluster = LocalCluster(4, "gloo", timeout=30.0, grace=20.0, environ=environ)
+    with cluster, pytest.raises(HoldfastError):
         cluster.run(die_and_rebuild, LAYOUTS["two hosts of two"], str(tmp_path / "meeting"), str(tmp_path))
+    assert "rank 1" in (tmp_path / "error 0").read_text()
     for rank in (0, 2, 3):
-        assert "rank 1" in (tmp_path / f"error {rank}").read_text()
         assert (tmp_path / f"sum {rank}").read_text() == "[8.0]"
