@@ -23,8 +23,8 @@ from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.arithmetic import SCALED, postscale, prescale
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.journal import Journal
-from holdfast.comms.op_description import OpTensors
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plan import OpTensors
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Context, Peer, Transport
 
