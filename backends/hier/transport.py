@@ -31,8 +31,8 @@ from holdfast.comms.transport.base import Context, Peer, Transport
 Tensor = torch.Tensor
 
 
-_WITHIN, _BETWEEN = cost.Link(3e-6, 8e9), cost.Link(25e-6, 1.5e9)
-"""The costs of a message within a host and over TCP on an unmeasured machine."""
+_WITHIN, _BETWEEN = cost.Link(50e-6, 8e9), cost.Link(25e-6, 1.5e9)
+"""The costs of a message within a host, with the wake-up of its receiver, and over TCP, on an unmeasured machine."""
 
 _COSTS: dict[str, Callable[[cost.Link, int, int], dict[str, float]]] = {
     "all_reduce": cost.all_reduce,
@@ -62,6 +62,12 @@ class Layout:
     @property
     def even(self) -> bool:
         return len({len(host) for host in self.hosts}) == 1
+
+    @property
+    def leaving(self) -> int:
+        """The most ranks of a host whose next rank is on another host: 1 if the ranks of each host are neighbours."""
+        size = sum(map(len, self.hosts))
+        return max(sum((rank + 1) % size not in ranks for rank in ranks) for ranks in self.hosts)
 
     @property
     def layered(self) -> bool:
@@ -149,7 +155,8 @@ class HierarchicalTransport(Transport):
         shares = op in ("all_gather", "reduce_scatter")  # of which `nbytes` is one rank's
         within = _WITHIN.seconds(2 * most, nbytes * self.size if shares else 2 * nbytes)
         between = nbytes * most if shares else nbytes  # the rails of a host share its link
-        shared = replace(self._link, bandwidth=self._link.bandwidth / most)  # by all ranks of a host
+        # Flat algorithms send along rings: the link of a host is shared by its ranks that have a neighbour elsewhere.
+        shared = replace(self._link, bandwidth=self._link.bandwidth / self._layout.leaving)
         layered = within + min(costs(self._link, hosts, between).values())
         return layered < min(costs(shared, self.size, nbytes).values())
 

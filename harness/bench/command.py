@@ -320,13 +320,14 @@ def hosts(
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on each host.")] = 2,
     sizes: Annotated[str, typer.Option(help="Bytes of float32, as 1M,16M.")] = "1M,4M,16M",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each at each size.")] = 10,
+    in_turns: Annotated[bool, typer.Option("--in-turns", help="Give ranks to the hosts in turns.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure hierarchical collectives beside flat ones between hosts, in turns in one run. Needs root.
 
     [bold]Examples[/bold]
 
-        holdfast bench hosts --backend gloo --hosts 3 -n 2 --sizes 1M,16M
+        holdfast bench hosts --backend gloo --hosts 3 -n 2 --sizes 1M,16M --in-turns
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json, working
@@ -339,7 +340,7 @@ def hosts(
         raise typer.BadParameter(str(error)) from error
     try:
         with working(console(stderr=True), f"{counted(number, 'host')}, in turns") as progress:
-            bench = run(backend, parsed, number, ranks, rounds, progress)
+            bench = run(backend, parsed, number, ranks, rounds, in_turns, progress)
     except HoldfastError as error:
         raise _failed("hosts", error) from error
     if json:

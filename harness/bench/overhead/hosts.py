@@ -67,10 +67,12 @@ def run(
     hosts: int = 3,
     ranks: int = 2,
     rounds: int = 10,
+    in_turns: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> HostsBench:
     """Measure `outer` beside `hier-outer` with `ranks` processes on each host.
 
+    Ranks fill one host after the other, or with `in_turns` go to the hosts in turns, as under `mpirun --map-by node`.
     Raises `Unsupported` if this process may not make namespaces, and `HoldfastError` for a rank that fails.
     """
     noise = Noise(zygote_pid)
@@ -79,7 +81,7 @@ def run(
         processes = []
         try:
             for rank in range(hosts * ranks):
-                host = rank // ranks
+                host = rank % hosts if in_turns else rank // ranks
                 job = _Job(outer, f"file://{folder}/meeting", rank, hosts * ranks, tuple(sizes), rounds)
                 processes.append(
                     zygote().spawn(
