@@ -30,6 +30,7 @@ from holdfast.comms.grids.mesh import Mesh, mesh
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plugins.registry import Backend, backends, register, unregister
+from holdfast.comms.tensors.registration import Registration, empty
 from holdfast.comms.window import Window, WindowInfo, WindowWork
 from holdfast.comms.work import Work
 
@@ -53,6 +54,7 @@ __all__ = [
     "ReduceOp",
     "Region",
     "RegionGone",
+    "Registration",
     "ResourceExhausted",
     "Revoked",
     "Send",
@@ -67,6 +69,7 @@ __all__ = [
     "backends",
     "connect",
     "connect_members",
+    "empty",
     "experts",
     "memory",
     "mesh",

@@ -33,6 +33,7 @@ from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import seconds_or
 from holdfast.comms.rendezvous.offer_exchange import MeetingCounters
 from holdfast.comms.system import forks
+from holdfast.comms.tensors.registration import Registration
 from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.window_memory import WindowMemory
 from holdfast.comms.window import ATOMIC_DTYPES, Exposure, Window, WindowInfo, check_exposable, shapes_of_all
@@ -482,6 +483,18 @@ class Communicator(CollectiveCalls):
             timeout,
         )
         return made[0]
+
+    def register(self, tensor: Tensor) -> Registration:
+        """Let the backend prepare the memory of a contiguous `tensor` for many ops; not collective.
+
+        Over shm it goes to huge pages, through which peers read it faster; `info` of what is returned says what was
+        done, or that this backend gains nothing. The tensor's contents and address stay. See also `comms.empty`.
+        """
+        plain = self._check.operand(tensor)
+        if not plain.is_contiguous():
+            raise ValueError("a registration needs a contiguous tensor: it is about one stretch of memory")
+        self._executor.check_usable()
+        return Registration(plain, self._transport.register(plain))
 
     # -- custom ops
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from holdfast.comms import _native
 from holdfast.comms.plugins.spec import Available, Unavailable
 from holdfast.comms.system.local_causes import MEMORY_HINT
+from holdfast.comms.tensors.registration import HUGE_PAGE as HUGE_PAGE
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -23,22 +24,24 @@ _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-HUGE_PAGE = 2 << 20
-"""The kernel finds the memory of another process page by page: with pages of 4 KiB that takes as long as the copy."""
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _AT_ONCE = 8 * HUGE_PAGE
 
 
-def put_on_huge_pages(address: int, nbytes: int, seconds: float) -> None:
+def put_on_huge_pages(address: int, nbytes: int, seconds: float) -> int:
     """Move this process's memory to huge pages where they fit, within `seconds` (64 MiB take 0.04 to 0.3).
 
-    The contents do not change; memory that the kernel cannot move stays where it is.
+    The contents do not change; memory that the kernel cannot move stays where it is. Returns the bytes that lie there.
     """
+    moved = 0
     until, end = time.monotonic() + seconds, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
     for begin in range(-(-address // HUGE_PAGE) * HUGE_PAGE, end, _AT_ONCE):
         if time.monotonic() > until:
-            return
-        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(min(_AT_ONCE, end - begin)), _MADV_COLLAPSE)
+            break
+        length = min(_AT_ONCE, end - begin)
+        if _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_COLLAPSE) == 0:
+            moved += length
+    return moved
 
 
 MOST_BYTES = 0x7FFFF000

@@ -259,6 +259,9 @@ class HierarchicalTransport(Transport):
     ) -> None:
         self._flat.batch_send_recv(sends, recvs, deadline)
 
+    def register(self, tensor: Tensor) -> str:
+        return self._flat.register(tensor) if self._inner is None else self._inner.transport.register(tensor)
+
     # -- the end
 
     def abort(self, error: HoldfastError) -> None:

@@ -217,6 +217,10 @@ class Transport(ABC):
             return lambda tensor, deadline: self.all_reduce(tensor, reduction, deadline)
         return lambda output, tensor, deadline: self.reduce_scatter_single(output, tensor, reduction, deadline)
 
+    def register(self, tensor: torch.Tensor) -> str:
+        """Prepare the memory of a contiguous tensor for many ops; return what was done with it, in words."""
+        return "nothing to gain: this backend copies, or its library registers memory by itself"
+
     def window(self, tensor: torch.Tensor, deadline: float) -> WindowMemory:
         """Expose a contiguous `tensor` to all ranks, and access theirs; collective. For backends with windows."""
         raise Unsupported("windows over this backend", "use comms.memory() for one-sided reads and writes")
