@@ -35,11 +35,7 @@ LAYERS = {
     """,
     "backends": """
         common
-<<<<<<< HEAD
-        fake inproc shm gloo nccl mpi ucx nixl
-=======
-        inproc shm gloo nccl mpi ucx nixl hier
->>>>>>> 4926784 (backends: hierarchical collectives over the hosts of a communicator)
+        fake inproc shm gloo nccl mpi ucx nixl hier
     """,
     "ft": """
         timeouts fault_gate faultpoints console on_demand environment
