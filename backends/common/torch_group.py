@@ -87,9 +87,13 @@ class TorchGroup(Transport):
     def _watch(self) -> None:
         while self._liveness.wait(self._wake, self._look_seconds) and self._watching:
             if dead := self._liveness.dead():
-                self.abort(PeerFailed(dead, "the kernel says that the process is gone"))
+                self._peers_ended(PeerFailed(dead, "the kernel says that the process is gone"))
             elif (failure := self._own_failure()) is not None:
                 self.abort(failure)
+
+    def _peers_ended(self, error: PeerFailed) -> None:
+        """End the group, since processes of peers are gone."""
+        self.abort(error)
 
     def _forget_peers(self) -> None:
         self._watching = False

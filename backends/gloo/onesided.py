@@ -17,13 +17,13 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from holdfast.comms.errors import CorruptData, OpTimeout
 from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel
+from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Received
 from holdfast.comms.system import forks
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Transport
@@ -32,12 +32,11 @@ _CARD = struct.Struct("=46s16sH")
 """Address, secret and port of a rank's listener."""
 _HELLO = struct.Struct("=16sI")
 _BODY = struct.Struct("=I")
-_GOODBYE = 0xFFFFFFFF
+_GOODBYE, _ABORTED = 0xFFFFFFFF, 0xFFFFFFFE
+"""What a rank sends last."""
 _READS = 64
 """The number of reads from one rank before it is the turn of the others."""
 _LOOK_SECONDS = 0.05
-
-Received = Callable[[int, bytes, bytearray], None]
 
 
 class TcpChannel(Channel):
@@ -48,6 +47,7 @@ class TcpChannel(Channel):
         received: Received,
     ) -> None:  # fmt: skip
         self.broken: set[int] = set()
+        self.aborted: set[int] = set()
         self._received = received
         self._poll = select.epoll()
         self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
@@ -77,11 +77,14 @@ class TcpChannel(Channel):
                     link.flush()
                 if mask & ~select.EPOLLOUT and not link.receive(self._received):
                     self._poll.unregister(number)
-                    if not link.said_goodbye:
+                    if link.last_word == _ABORTED:
+                        self.aborted.add(link.rank)
+                    if link.last_word != _GOODBYE:
                         self.broken.add(link.rank)
 
     def shut_down(self) -> None:
         for link in self._links.values():
+            link.send(_BODY.pack(_ABORTED))
             with contextlib.suppress(OSError):
                 link.socket.shutdown(socket.SHUT_RDWR)
 
@@ -102,7 +105,7 @@ class _Link:
     """The connection to one rank: frames that leave, and the one that arrives."""
 
     def __init__(self, rank: int, connection: socket.socket, poll: select.epoll) -> None:
-        self.rank, self.socket, self.said_goodbye = rank, connection, False
+        self.rank, self.socket, self.last_word = rank, connection, 0
         self._poll, self._lock = poll, threading.RLock()
         self._leaving: deque[memoryview] = deque()
         self._watched = select.EPOLLIN
@@ -149,7 +152,7 @@ class _Link:
                     if not count:
                         return False
                     self._filled += count
-                    if self._body is None and self._filled >= _BODY.size and self._said_goodbye():
+                    if self._body is None and self._filled >= _BODY.size and self._has_ended():
                         return False
                 if self._filled == len(target):
                     self._take(received)
@@ -159,9 +162,11 @@ class _Link:
             return False
         return True
 
-    def _said_goodbye(self) -> bool:
-        self.said_goodbye = _BODY.unpack_from(self._prefix)[0] == _GOODBYE
-        return self.said_goodbye
+    def _has_ended(self) -> bool:
+        """Whether the frame that arrives is the last word of the rank."""
+        (size,) = _BODY.unpack_from(self._prefix)
+        self.last_word = size if size in (_GOODBYE, _ABORTED) else 0
+        return self.last_word != 0
 
     def _take(self, received: Received) -> None:
         """Go on to the body of a frame, or pass the frame on."""

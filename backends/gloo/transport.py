@@ -27,10 +27,10 @@ from holdfast.backends.gloo.errors import meaning_of
 from holdfast.backends.gloo.onesided import TcpChannel
 from holdfast.backends.gloo.sockets import are_lost, shut_down, sockets
 from holdfast.comms import _native, arithmetic
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, describe
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.onesided.requests import RequestService
+from holdfast.comms.onesided.requests import Received, RequestService
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.hints import Hint
@@ -99,6 +99,8 @@ class GlooTransport(TorchGroup):
         self._sockets: list[OwnedDescriptor] = []
         self._options: dict[tuple[Any, ...], Any] = {}
         self._service: RequestService | None = None
+        self._channel: TcpChannel | None = None
+        self._windows_over: HoldfastError | None = None
         super().__init__(context)
         try:
             connected = connect_group(context, self._liveness)
@@ -119,14 +121,30 @@ class GlooTransport(TorchGroup):
     def window(self, tensor: Tensor, deadline: float) -> WindowMemory:
         if self._service is None:
             watch = PeerWatch(self._liveness, self._check_live)
-            open_channel = partial(TcpChannel, self, self._sockets, watch, deadline)
-            self._service = RequestService(self.rank, self.size, self._epoch, watch, open_channel)
+            self._service = RequestService(self.rank, self.size, watch, partial(self._open_channel, watch, deadline))
         return self._service.window(self, tensor, deadline)
 
+    def _open_channel(self, watch: PeerWatch, deadline: float, received: Received) -> TcpChannel:
+        self._channel = TcpChannel(self, self._sockets, watch, deadline, received)
+        return self._channel
+
     def _check_live(self) -> Sequence[int]:
-        if self._error is not None:
-            raise self._error.again()
+        """Raise if the communicator was aborted, here or elsewhere. Windows outlive the death of another rank."""
+        if self._windows_over is not None:
+            raise self._windows_over.again()
+        if self._channel is not None and self._channel.aborted:
+            raise Revoked(self._epoch, f"rank {min(self._channel.aborted)} aborted it")
         return ()
+
+    def abort(self, error: HoldfastError) -> None:
+        if self._windows_over is None:
+            self._windows_over = error
+        super().abort(error)
+        if self._channel is not None:
+            self._channel.shut_down()
+
+    def _peers_ended(self, error: PeerFailed) -> None:
+        super().abort(error)
 
     def close(self) -> None:
         if self._service is not None:
@@ -257,8 +275,6 @@ class GlooTransport(TorchGroup):
         return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
 
     def _end_group(self) -> None:
-        if self._service is not None:
-            self._service.channel.shut_down()
         for each in list(self._sockets):
             shut_down(each)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Revoked
+from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.system.cpu_wait import change
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -36,6 +36,8 @@ _LOOK_SECONDS = 0.002
 PUT, GET, ADD, SWAP, SIGNAL, CLOSED, REPLY = range(7)
 DONE, GONE, REFUSED = range(3)
 HEAD = struct.Struct("=BBxxIQQQqq")
+
+Received = Callable[[int, bytes, bytearray], None]
 
 _log = logging.getLogger("holdfast.backends")
 
@@ -83,7 +85,7 @@ class Channel(ABC):
     """
 
     broken: Set[int]
-    """The ranks that ended their connection, by dying or by an abort, before they said goodbye."""
+    """The ranks that ended their connection before they said goodbye."""
 
     @abstractmethod
     def send(self, rank: int, head: bytes, body: bytes | memoryview = b"") -> None:
@@ -91,7 +93,7 @@ class Channel(ABC):
 
     @abstractmethod
     def shut_down(self) -> None:
-        """End all connections, after which the others find this rank `broken`. From any thread."""
+        """Tell the others that this rank aborts, and end all connections. From any thread."""
 
     @abstractmethod
     def close(self) -> None:
@@ -145,11 +147,10 @@ class RequestService:
         self,
         rank: int,
         size: int,
-        epoch: int,
         watch: PeerWatch,
-        open_channel: Callable[[Callable[[int, bytes, bytearray], None]], Channel],
+        open_channel: Callable[[Received], Channel],
     ) -> None:
-        self.rank, self.size, self._epoch, self._watch = rank, size, epoch, watch
+        self.rank, self.size, self._watch = rank, size, watch
         self._windows: dict[int, _Exposed] = {}
         self._window_numbers, self._numbers = itertools.count(1), itertools.count(secrets.randbits(62))
         self._pending: dict[int, _Pending] = {}
@@ -174,11 +175,8 @@ class RequestService:
     def check(self, rank: int) -> None:
         """Raise if `rank` is gone, or the communicator has ended here or elsewhere."""
         self._watch.check(rank)
-        broken = self.channel.broken
-        if rank in broken:
+        if rank in self.channel.broken:
             raise RegionGone(f"rank {rank} has ended its connection, and its window with it; rebuild without it")
-        if broken:
-            raise Revoked(self._epoch, f"rank {min(broken)} has ended its connection")
 
     # -- requests of this rank
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, OpTimeout, RegionGone, Unsupported, Window
+from holdfast.comms import Communicator, OpTimeout, RegionGone, Revoked, Unsupported, Window
 from holdfast.comms._native import ActiveCalls, WindowBounds, Words
 from holdfast.comms.onesided.mapped import MappedWindow, WindowLock
 from holdfast.comms.transport.liveness import is_gone, is_stopped
@@ -45,6 +46,34 @@ def windowed(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["shm", "ucx", "mpi", "gloo"])
 def windowed_processes(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def test_a_window_outlives_the_death_of_another_rank(windowed_processes: str) -> None:
+    """The two that are left go on; an abort ends them."""
+
+    def body(comm: Communicator) -> None:
+        window = comm.window(torch.zeros(4))
+        comm.barrier()
+        if comm.rank == 2:
+            for other in (0, 1):
+                window.wait_signal(other)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(RegionGone):  # rank 2 may die before it answers
+            window.signal(2)
+        peer = 1 - comm.rank
+        with pytest.raises(RegionGone, match="rank 2"):
+            window.wait_signal(2, timeout=10.0)
+        for turn in range(20):
+            window.put(torch.full((4,), float(turn)), peer)
+            window.signal(peer)
+            window.wait_signal(peer, timeout=10.0)
+        if comm.rank == 0:
+            comm.abort("enough")
+        with pytest.raises((Revoked, RegionGone)):
+            window.wait_signal(peer, timeout=10.0)
+
+    with LocalCluster(3, windowed_processes) as cluster:
+        assert [outcome.error for outcome in cluster.outcomes(body)[:2]] == [None, None]
 
 
 def test_signals_of_several_threads_all_count() -> None:
