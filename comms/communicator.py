@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -69,20 +69,14 @@ class CommunicatorInfo:
     hints: Mapping[str, Value | None]
 
 
-class Connector(Protocol):
-    """What a communicator needs of `connect`, for its splits and for other members."""
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """The functions of `connect` that a communicator calls, for its splits and for other members."""
 
-    @property
-    def connect_part(self) -> Callable[..., Communicator]: ...
-
-    @property
-    def make_handle(self) -> Callable[[Communicator], tuple[str, object]]: ...
-
-    @property
-    def check_members_of(self) -> Callable[..., object]: ...
-
-    @property
-    def connect_members_of(self) -> Callable[..., Communicator]: ...
+    connect_part: Callable[..., Communicator]
+    make_handle: Callable[[Communicator], tuple[str, object]]
+    check_members_of: Callable[..., object]
+    connect_members_of: Callable[..., Communicator]
 
 
 class Membership:

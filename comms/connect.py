@@ -22,7 +22,7 @@ import torch.distributed as dist
 from holdfast.comms import rendezvous as places
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
-from holdfast.comms.communicator import Communicator, discard_unconnected
+from holdfast.comms.communicator import Communicator, Connector, discard_unconnected
 from holdfast.comms.errors import (
     BackendUnavailable,
     HoldfastError,
@@ -512,17 +512,7 @@ def _runnable_with_hints(backend: str, device: torch.device, hints: Hints | None
     return [name for name in runnable if name not in lacking], {**unavailable, **lacking}
 
 
-@dataclass(frozen=True, slots=True)
-class _Connector:
-    """See `holdfast.comms.communicator.Connector`."""
-
-    connect_part: Callable[..., Communicator] = connect_part
-    make_handle: Callable[[Communicator], tuple[str, object]] = make_handle
-    check_members_of: Callable[..., object] = check_members_of
-    connect_members_of: Callable[..., Communicator] = connect_members_of
-
-
-_CONNECTOR = _Connector()
+_CONNECTOR = Connector(connect_part, make_handle, check_members_of, connect_members_of)
 _handle_numbers = itertools.count()
 
 
