@@ -286,6 +286,19 @@ def test_backends_says_which_can_run_here_and_what_a_launcher_can_start() -> Non
     assert shm["capabilities"]["one_host"] is True
 
 
+def test_backends_lists_the_hints_with_their_values() -> None:
+    shown = " ".join(said("backends", "--hints").stdout.split())
+    assert "threads │ an integer from 1 to 64 │ 2" in shown
+    hints = json.loads(said("backends", "--json").stdout)["backends"]["gloo"]["hints"]
+    assert hints["threads"] == {
+        "type": "int",
+        "values": "an integer from 1 to 64",
+        "default": 2,
+        "per_op": False,
+        "description": "threads of a communicator that move its bytes",
+    }
+
+
 PLUGINS = {
     "broken_plugin.py": "raise RuntimeError('cannot work')",
     "absent_plugin.py": """
