@@ -18,6 +18,15 @@ from holdfast.comms.rendezvous.meeting_store import MeetingStore
 _decode = msgspec.json.Decoder(list[int]).decode
 
 
+def group_store(store: dist.Store, prefix: str, timeout: float) -> MeetingStore:
+    """The keys under `prefix` of torch's store. A call raises `StoreSilent` after `timeout` seconds, or `StoreLost`."""
+    place = store
+    while isinstance(place, dist.PrefixStore):
+        place = place.underlying_store
+    where = f"{place.host}:{place.port}" if isinstance(place, dist.TCPStore) else type(place).__name__
+    return MeetingStore(store, f"holdfast/{prefix}", where=where, timeout=timeout)
+
+
 @contextlib.contextmanager
 def checked_members(store: MeetingStore, name: str, members: Sequence[int], world: int) -> Iterator[None]:
     """A context in which to connect the group `name` of the global ranks `members`.

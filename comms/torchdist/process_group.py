@@ -29,7 +29,7 @@ from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
 from holdfast.comms.torchdist.calls.hooks import CompletedWork, Hook, Hooks, IssuedOp, check_available, nan_check_is_on
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
-from holdfast.comms.torchdist.group_store import group_store
+from holdfast.comms.torchdist.group_members import group_store
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
