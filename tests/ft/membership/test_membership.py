@@ -307,6 +307,20 @@ def test_members_on_other_hosts_get_a_report_of_a_death_they_cannot_see() -> Non
     assert ReportDeaths((Death("p1", "its process ended"),), (away,)) in effects
 
 
+def test_a_suspicion_is_reported_again_after_pauses_that_double_up_to_a_limit() -> None:
+    view = structs.replace(RUNNING, members=(member(0), member(1), member(2, "other")))
+    state, effects = core(0, view).on(Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
+    now, beat = 10.0, Timeouts().heartbeat
+    for doubling in (0, 1, 2, 3, 4, 4):
+        assert any(isinstance(each, ReportSuspicions) for each in effects), doubling
+        due = now + beat * 2**doubling
+        assert state.tell_at == pytest.approx(due) and state.wake_at == pytest.approx(due)
+        state, effects = state.on(Tick(), due - beat / 2)
+        assert effects == ()
+        now = due
+        state, effects = state.on(Tick(), now)
+
+
 def test_the_job_takes_the_first_backend_that_all_members_can_run() -> None:
     here, there = (member(0), member(1)), (member(0), member(1, "other"))
     assert runnable_backends(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), here) == ("shm", "gloo")

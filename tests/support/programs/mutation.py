@@ -43,7 +43,9 @@ class Target:
 
 
 TARGETS = {
-    "ft/membership": Target(("ft/membership/*.py",), ("tests/ft/membership",)),
+    "ft/membership": Target(
+        ("ft/membership/*.py",), ("tests/ft/membership", "tests/ft/session/test_job_environment.py")
+    ),
     "ft/commit": Target(("ft/commit/*.py",), ("tests/ft/session/test_session_parts.py",)),
     "store/catalog": Target(
         ("store/catalog/*.py",),
