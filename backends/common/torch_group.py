@@ -11,20 +11,30 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, again
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, again
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import Liveness
 
+Result = TypeVar("Result")
+
 _MEETING_SECONDS = 0.05
 """How often a rank that waits for the others looks whether they shall still connect."""
+
+_NOTE_KEY = "ended"
+_NOTE_SECONDS = 0.1
+"""How long a rank that ends a group waits for the store to take its reason, and another one to read it."""
+
+_NOTE_LENGTH = 500
 
 _log = logging.getLogger("holdfast.backends")
 
@@ -47,6 +57,7 @@ class TorchGroup(Transport):
         self._ending = threading.RLock()  # a signal handler may abort in the middle of an abort
         self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC))
         self._watcher: threading.Thread | None = None
+        self._store: dist.Store | None = context.store if context.size > 1 else None
 
     @abstractmethod
     def _end_group(self) -> None:
@@ -107,14 +118,47 @@ class TorchGroup(Transport):
         with self._ending:
             if self._error is None:
                 self._error = error
+                if isinstance(error, Revoked) and error.own:
+                    self._leave_reason(error.reason)
             try:
                 self._end_group()
             except Exception:
                 _log.exception("the group of rank %d could not be ended; its ops end by their timeouts", self.rank)
 
+    def _leave_reason(self, reason: str) -> None:
+        """Write to the store why this rank ends the group: of a closed connection the others only see that it is."""
+        store, note = self._store, f"rank {self.rank} aborted: {reason}"[:_NOTE_LENGTH]
+        if store is not None:
+            within(_NOTE_SECONDS, lambda: store.set(_NOTE_KEY, note))
+
+    def _reason_of_another(self) -> Revoked | None:
+        """Why another rank has ended the group, if it left a reason."""
+        store = self._store
+
+        def read() -> str:
+            return bytes(store.get(_NOTE_KEY)).decode() if store is not None and store.check([_NOTE_KEY]) else ""
+
+        note = within(_NOTE_SECONDS, read)
+        return Revoked(self._epoch, note) if note else None
+
     def close(self) -> None:
         self._forget_peers()
         self._release_group()
+        self._store = None
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Result | None:
+    """What `call()`, of a store, returns within `seconds`; None if it takes longer, or the store is gone."""
+    until = time.monotonic() + seconds
+
+    def look() -> None:
+        if time.monotonic() > until:
+            raise TimeoutError
+
+    try:
+        return run_interruptible(call, look, delays_exit=False)
+    except (RuntimeError, TimeoutError, OSError, ValueError):
+        return None
 
 
 def wait_for_ranks(context: Context, liveness: Liveness, prefix: str) -> None:

@@ -265,6 +265,8 @@ class GlooTransport(TorchGroup):
             time.sleep(0.001)
         if self._error is not None:
             return self._error.again()
+        if meaning == "connection" and (ended := self._reason_of_another()) is not None:
+            return ended
         if (cause := local_cause(error, op)) is not None:
             return cause
         if meaning == "local":

@@ -136,6 +136,7 @@ class OnTheHost(NcclTransport):
         self.rank, self.size, self._epoch, self._seq = rank, size, 0, 0
         self._error: HoldfastError | None = None
         self._ended = False
+        self._store = None
         self._liveness = Liveness([], rank)
         self._ending = threading.RLock()
         self._on_the_host()
@@ -259,6 +260,8 @@ class QueuedGroup:
         self._release()
 
     def shutdown(self) -> None:
+        """Wait for the others to do so too, as NCCL does."""
+        self._group.barrier().wait()
         self._release()
 
     def _release(self) -> None:
@@ -272,6 +275,8 @@ class QueuedGroup:
 
 class StandInTransport(OnTheHost):
     """The nccl transport between processes of hosts without a GPU, over a `QueuedGroup`."""
+
+    _close_seconds: ClassVar[float] = 0.5
 
     _forget_peers = TorchGroup._forget_peers
 

@@ -59,9 +59,6 @@ _TIMEOUT_STEP = 0.1
 _ABORT_SECONDS = 10.0
 """How long an abort is waited for. torch raises if it takes longer than the group's timeout, set to the same."""
 
-_CLOSE_SECONDS = 5.0
-"""How long `close` waits for the other ranks to close too, before it leaves without them."""
-
 HINTS = (
     Hint("min_ctas", int, "the fewest thread blocks of a collective (ncclConfig_t.minCTAs)", least=1, most=64),
     Hint("max_ctas", int, "the most thread blocks of a collective (ncclConfig_t.maxCTAs)", least=1, most=64),
@@ -77,6 +74,8 @@ class NcclTransport(TorchGroup):
 
     streams: ClassVar[bool] = True
     _look_seconds = _LOOK_SECONDS
+    _close_seconds: ClassVar[float] = 5.0
+    """How long `close` waits for the other ranks to close too, before it leaves without them."""
 
     def __init__(self, context: Context, name: str) -> None:
         super().__init__(context)
@@ -161,7 +160,7 @@ class NcclTransport(TorchGroup):
             time.sleep(0.001)
         if self._error is not None:
             return self._error.again()
-        return PeerFailed((), f"{op} (op {self._seq}): {str(error).splitlines()[0]}")
+        return self._reason_of_another() or PeerFailed((), f"{op} (op {self._seq}): {str(error).splitlines()[0]}")
 
     def _own_failure(self) -> HoldfastError | None:
         state = getattr(self._group, "get_error", None)
@@ -173,7 +172,8 @@ class NcclTransport(TorchGroup):
             return None
         if kind == "TIMEOUT":
             return OpTimeout("collective", self._seq, 0.0)
-        return PeerFailed((), f"NCCL reports {kind.lower().replace('_', ' ')}: a connection or a peer is lost")
+        lost = PeerFailed((), f"NCCL reports {kind.lower().replace('_', ' ')}: a connection or a peer is lost")
+        return self._reason_of_another() or lost
 
     def _end_group(self) -> None:
         """Begin the end of the group, and return: NCCL takes half a second for it."""
@@ -193,7 +193,8 @@ class NcclTransport(TorchGroup):
         left, self._group = [self._group], None
         if not self._ended:
             self._ended = True
-            if failure_of_end(_CLOSE_SECONDS, "shutdown", left[0].shutdown) is not None:
+            if failure_of_end(self._close_seconds, "shutdown", left[0].shutdown) is not None:
+                self._leave_reason("it closed its communicator, and the others did not")
                 failure_of_end(_ABORT_SECONDS, "abort", left[0].abort)
             self._side.release()
         failure_of_end(_ABORT_SECONDS, "release", left.clear)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import Communicator, Mismatch, PeerFailed, Recv, Send
+from holdfast.comms import Communicator, Mismatch, PeerFailed, Recv, Revoked, Send
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.harness import LocalCluster
@@ -171,3 +171,16 @@ def test_a_listener_that_another_thread_opens_meanwhile_accepts(pair: LocalClust
                 listener.close()
 
     assert pair.run(body, tmp_path / "beside") == [6, 6]
+
+
+def test_a_rank_that_aborts_leaves_its_reason_to_those_that_lose_its_connection(pair: LocalCluster) -> None:
+    def body(comm: Communicator) -> str:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.abort("disk on fire")
+            return ""
+        with pytest.raises(Revoked, match="rank 1 aborted: disk on fire"):
+            comm.all_reduce(torch.ones(2), timeout=20.0)
+        return "told"
+
+    assert pair.run(body)[0] == "told"

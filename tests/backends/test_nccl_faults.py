@@ -297,7 +297,7 @@ def test_no_more_groups_end_at_once_than_the_limit_and_too_many_left_behind_stop
 def test_a_close_that_others_do_not_join_becomes_an_abort(
     blocked: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(nccl.NcclTransport, "_close_seconds", 0.2)
     group, began = Recording(shutdown=blocked), time.monotonic()
     over(group).close()
     assert group.calls == ["shutdown", "abort"] and time.monotonic() - began < PATIENCE
