@@ -178,7 +178,7 @@ ROW_WORDS = 512
 def test_a_board_refuses_memory_that_is_too_small() -> None:
     with pytest.raises(ValueError, match="smaller"):
         _native.Board(bytearray(100), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
-    with pytest.raises(ValueError, match="a process for each rank"):
+    with pytest.raises(ValueError, match="one process for each rank"):
         _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=0, yields=0, pids=(1,))
     board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
     with pytest.raises(ValueError, match="no such rank"):
@@ -291,7 +291,7 @@ def test_a_resumed_op_has_to_be_the_one_that_has_begun() -> None:
         ("all_gather", -1, 1, 1, "other numbers of inputs and outputs"),
         ("broadcast", -1, 1, 1, "other numbers of inputs and outputs"),
         ("barrier", -1, 1, 0, "other numbers of inputs and outputs"),
-        ("all_to_all", -1, 3, 2, "one for each rank at most"),
+        ("all_to_all", -1, 3, 2, "at most one for each rank"),
     ],
 )
 def test_an_op_with_other_pieces_than_its_kind_has_is_refused(
@@ -342,5 +342,5 @@ def test_words_hold_64_bits_and_stay_within_their_memory() -> None:
 
 
 def test_unaligned_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiples of 8"):
+    with pytest.raises(ValueError, match="a multiple of 8"):
         _native.Words(memoryview(bytearray(32))[1:])
