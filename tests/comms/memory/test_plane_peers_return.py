@@ -20,7 +20,12 @@ COUNT = 1 << 16
 
 planes = pytest.mark.parametrize(
     ("plane", "rounds"),
-    [("shm", 10), ("ucx", 5), ("nixl", 3), pytest.param("nixl", 100, marks=pytest.mark.thorough)],
+    [
+        ("shm", 10),
+        ("ucx", 5),
+        ("nixl", 3),
+        pytest.param("nixl", 100, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
+    ],
 )
 
 
