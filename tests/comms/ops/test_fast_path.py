@@ -658,7 +658,7 @@ def test_an_mpi_op_takes_tensors_of_its_size_only(persistent: bool) -> None:
     mpi = FakeMpi()
     call = mpi.call(persistent)
     for wrong in (torch.ones(2), torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(0)):
-        with pytest.raises(ValueError, match=f"a tensor of {wrong.nbytes} bytes, to a call made for 12"):
+        with pytest.raises(ValueError, match=f"the tensor has {wrong.nbytes} bytes, and the call was prepared for 12"):
             call(wrong, 0.0)
     with pytest.raises(TypeError):
         call("no tensor", 0.0)
