@@ -40,9 +40,12 @@ class LinkGone(Exception):
 class Links(ABC):
     """The links of one rank to the others. A frame is a tensor of int64: a head of fixed size, then a payload."""
 
+    mapped = False
+    """Whether this rank can write to the others' memory while they are stopped."""
+
     @abstractmethod
-    def frame(self, words: int) -> Tensor:
-        """Memory for a frame. It may be reused once the frame was sent."""
+    def frame(self, rank: int, kind: int, words: int) -> Tensor:
+        """Memory for a frame to `rank`: fill it and send it, before the next one is asked for."""
 
     @abstractmethod
     def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
@@ -78,19 +81,22 @@ class Links(ABC):
 
 def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> Links:
     """Open links for frames of `head` words and up to `payload` more; collective."""
-    capabilities = registry().backends[comm.backend].capabilities
-    if fences and capabilities.passive_target != "none":
+    windows = registry().backends[comm.backend].capabilities.windows
+    links = WindowLinks(comm, head, payload, fences, timeout) if windows else MessageLinks(comm, head, payload, timeout)
+    if fences and not links.mapped:
+        links.close()
         raise Unsupported(
-            f"silence='mask' over {comm.backend!r}",
-            "a stopped rank cannot be fenced there, and might go on alone later; use silence='raise', or shm",
+            f"silence='mask' over this {comm.backend!r}",
+            "a stopped rank cannot be fenced there, and might go on alone later; use silence='raise', or a backend "
+            "that maps windows: shm, or another one between processes of one host",
         )
-    if capabilities.windows:
-        return WindowLinks(comm, head, payload, fences, timeout)
-    return MessageLinks(comm, head, payload, timeout)
+    return links
 
 
 class WindowLinks(Links):
     """Each rank exposes, for each other one, a slot a kind of frame. A frame is a put and a signal.
+
+    Where windows are mapped, a frame is written in its place, and there is no put.
 
     A slot is free again when its next frame can come: see `Switch`. Element 0 of a rank's window is the last step that
     it decided, or `_FENCED`. Either is set by compare-and-swap, so a rank decides a step or is fenced, never both.
@@ -105,9 +111,12 @@ class WindowLinks(Links):
         self._memory = torch.zeros(1 + comm.size * self._slot, dtype=torch.int64, device="cpu")
         self._staging = torch.zeros(whole, dtype=torch.int64, device="cpu")
         self._window = comm.window(self._memory, timeout)
+        self.mapped = self._window.info.access == "mapped"
+        self._theirs = [self._window.map(rank) for rank in range(comm.size)] if self.mapped else []
 
-    def frame(self, words: int) -> Tensor:
-        return self._staging[:words]
+    def frame(self, rank: int, kind: int, words: int) -> Tensor:
+        start = self._place(self._rank, kind)
+        return self._theirs[rank][start : start + words] if self.mapped else self._staging[:words]
 
     def _place(self, owner: int, kind: int) -> int:
         """The first element of the slot for `owner`'s frames."""
@@ -115,7 +124,8 @@ class WindowLinks(Links):
 
     def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
         with self._reported(rank):
-            self._window.put(frame, rank, self._place(self._rank, kind), timeout)
+            if not self.mapped:  # else it lies there already
+                self._window.put(frame, rank, self._place(self._rank, kind), timeout)
             self._window.signal(rank, timeout)
 
     def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
@@ -186,8 +196,8 @@ class MessageLinks(Links):
             self._close_all()
             raise
 
-    def frame(self, words: int) -> Tensor:
-        return torch.zeros(words, dtype=torch.int64, device="cpu")
+    def frame(self, rank: int, kind: int, words: int) -> Tensor:
+        return _words(words)
 
     def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
         """Send the kind, the size of the payload and the head as one message; then the payload, if there is one."""
@@ -200,7 +210,7 @@ class MessageLinks(Links):
             self._sent[rank] = self._to[rank].batch_send_recv(messages, async_op=True, timeout=_PENDING_SECONDS)
 
     def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
-        channel, first = self._from[rank], self.frame(2 + self._head)
+        channel, first = self._from[rank], _words(2 + self._head)
         with self._reported(channel):
             channel.recv(first, 0, timeout=timeout)
             came, words = first[:2].tolist()
@@ -210,7 +220,7 @@ class MessageLinks(Links):
                 raise LinkGone(f"rank {rank} sent a frame of kind {came} and {words} words; this rank expected {kind}")
             if not words:
                 return first[2:]
-            frame = self.frame(self._head + words)
+            frame = _words(self._head + words)
             frame[: self._head] = first[2:]
             channel.recv(frame[self._head :], 0, _PAYLOAD, timeout=timeout)
         return frame
@@ -229,7 +239,7 @@ class MessageLinks(Links):
 
     def abort(self, rank: int) -> None:
         with contextlib.suppress(HoldfastError, LinkGone):
-            first = self.frame(2 + self._head)
+            first = _words(2 + self._head)
             first[0] = ABORT
             self._issue(rank, [Send(first, 1)])
 
@@ -244,6 +254,10 @@ class MessageLinks(Links):
     def _close_all(self) -> None:
         for channel in (*self._to.values(), *self._from.values()):
             channel.close()
+
+
+def _words(number: int) -> Tensor:
+    return torch.zeros(number, dtype=torch.int64, device="cpu")
 
 
 def _aborted(epoch: int, rank: int) -> Revoked:

@@ -77,7 +77,7 @@ class Switch:
     A rank that is silent for `timeout` seconds (stopped, or cut off) is not known to be dead. `silence="raise"`, the
     default, ends the switch on all ranks: `OpTimeout` names the silent one, the others raise `Revoked`. With
     `silence="mask"` the silent rank is fenced and masked, and raises `StaleEpoch` if it comes back. That takes memory
-    that can be written while its owner is stopped: shm and inproc. Elsewhere both sides of a cut could go on.
+    that can be written while its owner is stopped, as on one host. Elsewhere both sides of a cut could go on.
 
     It is collective to make one. Not for several threads at once. Gradients pass through both calls; every living rank
     must then run the backward pass, in the same order.
@@ -300,17 +300,17 @@ class Switch:
         ranks = [(self.rank + i) % self.size for i in range(1, self.size)]
         return [rank for rank in ranks if rank in self._participants]
 
-    def _send_rows(self, rank: int, kind: int, head: Sequence[int], parts: Sequence[Tensor]) -> None:
-        """Send the rows of `parts`, one after the other, as one frame."""
+    def _send_back(self, rank: int, rows: int, parts: Sequence[Tensor]) -> None:
+        """Send `parts`, one after the other, as a BACK frame; its head says `rows`."""
         elements = sum(part.numel() for part in parts)
         words = math.ceil(elements * parts[0].dtype.itemsize / 8) if parts else 0
-        frame = self._frame(kind, head, words)
+        frame = self._frame(rank, frames.BACK, [rows], words)
         if elements:
             torch.cat([part.reshape(-1) for part in parts], out=self._payload(frame, elements, parts[0].dtype))
-        self._send(rank, kind, frame)
+        self._send(rank, frames.BACK, frame)
 
-    def _frame(self, kind: int, head: Sequence[int], words: int) -> Tensor:
-        frame = self._links.frame(self._head + words)
+    def _frame(self, rank: int, kind: int, head: Sequence[int], words: int) -> Tensor:
+        frame = self._links.frame(rank, kind, self._head + words)
         line = [kind, self._step, *head]
         frame[: len(line)] = torch.tensor(line, device="cpu")
         return frame
@@ -394,22 +394,26 @@ class Switch:
         self._begin()
         self._step += 1
         self._unreadable = set()
+        row_of = routing.order // per_token if per_token > 1 else routing.order
         for rank in self._others():
-            index = routing.order[routing.sent[rank]]
-            counts = routing.sent_counts[rank]
-            rows = source.index_select(0, index // per_token if per_token > 1 else index)
-            self._send_rows(rank, frames.OUT, [len(index), *counts], [rows] if len(index) else [])
-        own = routing.order[routing.sent[self.rank]]
-        blocks = {self.rank: source.index_select(0, own // per_token if per_token > 1 else own)}
+            rows = row_of[routing.sent[rank]]
+            elements = len(rows) * self.hidden
+            head = [len(rows), *routing.sent_counts[rank]]
+            frame = self._frame(rank, frames.OUT, head, math.ceil(elements * self.dtype.itemsize / 8))
+            if elements:
+                into = self._payload(frame, elements, self.dtype).view(-1, self.hidden)
+                torch.index_select(source, 0, rows, out=into)
+            self._send(rank, frames.OUT, frame)
+        blocks = {self.rank: source.index_select(0, row_of[routing.sent[self.rank]])}
         came = {self.rank: routing.sent_counts[self.rank][: len(self.local_experts)]}
         for rank in self._others():
-            frame = self._receive(rank, frames.OUT)
-            announced = None if frame is None else self._counts_of(frame, routing.came.get(rank))
-            if frame is None or announced is None:
+            received = self._receive(rank, frames.OUT)
+            announced = None if received is None else self._counts_of(received, routing.came.get(rank))
+            if received is None or announced is None:
                 self._unreadable.add(rank)
                 continue
             came[rank] = announced
-            blocks[rank] = self._payload(frame, sum(announced) * self.hidden, self.dtype).view(-1, self.hidden)
+            blocks[rank] = self._payload(received, sum(announced) * self.hidden, self.dtype).view(-1, self.hidden)
         if not routing.came:
             routing.came = dict(sorted(came.items()))
         for rank, counts in routing.came.items():
@@ -439,7 +443,7 @@ class Switch:
         parts = {rank: blocks[i :: len(ranks)] for i, rank in enumerate(ranks) if rank not in self._unreadable}
         for rank in self._others():
             rows = routing.rows_from(rank) if rank in parts else _REFUSED
-            self._send_rows(rank, frames.BACK, [rows], parts.get(rank, ()))
+            self._send_back(rank, rows, parts.get(rank, ()))
         order = routing.order
         result = torch.zeros(len(order), self.hidden, dtype=self.dtype, device="cpu")
         if parts[self.rank]:
@@ -476,7 +480,7 @@ class Switch:
         self._begin()
         self._step += 1
         for rank in self._others():
-            self._send_rows(rank, frames.BACK, [mine.numel()], [mine])
+            self._send_back(rank, mine.numel(), [mine])
         lost: set[int] = set()
         for rank in self._others():
             frame = self._receive(rank, frames.BACK)
@@ -521,7 +525,7 @@ class Switch:
     def _tell(self, ranks: Sequence[int], kind: int, named: frozenset[int]) -> None:
         """Send the ranks in `named` to others."""
         for rank in ranks:
-            frame = self._frame(kind, [0, *(other in named for other in range(self.size))], 0)
+            frame = self._frame(rank, kind, [0, *(other in named for other in range(self.size))], 0)
             self._send(rank, kind, frame)
 
     def _named(self, frame: Tensor) -> list[int]:

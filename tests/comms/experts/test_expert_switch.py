@@ -440,7 +440,8 @@ def test_a_silent_rank_is_masked_if_asked_and_learns_it(threads: LocalCluster) -
     assert str(results[1]).startswith("StaleEpoch: rank 1 is masked")
 
 
-def test_a_stopped_process_is_masked_if_asked() -> None:
+@pytest.mark.parametrize("backend", ["shm", pytest.param("ucx", marks=pytest.mark.thorough)])
+def test_a_stopped_process_is_masked_if_asked(backend: str) -> None:
     def body(comm: Communicator) -> str | tuple[bool, ...]:
         with Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, timeout=0.5, silence="mask") as switch:
             pid = comm.peers[1].pid
@@ -458,7 +459,7 @@ def test_a_stopped_process_is_masked_if_asked() -> None:
                 if comm.rank == 0:
                     os.kill(pid, signal.SIGCONT)
 
-    with LocalCluster(SIZE, "shm", timeout=4 * PATIENCE) as cluster:
+    with LocalCluster(SIZE, backend, timeout=4 * PATIENCE) as cluster:
         results = cluster.run(body)
     assert results[0] == results[2] == (True, False, True)
     assert "rank 1 is masked" in str(results[1])
