@@ -186,12 +186,16 @@ class MessageLinks(Links):
         self._to: dict[int, Communicator] = {}
         self._from: dict[int, Communicator] = {}
         self._sent: dict[int, Work] = {}
+        self._coming: dict[int, tuple[Tensor, Work]] = {}
+        """For each rank, its next message, which is received in the background: the sender need not wait for a call."""
         try:
             for source, target in permutations(range(comm.size), 2):  # all ranks in one order: no two wait crosswise
                 if source == comm.rank:
                     self._to[target] = comm.split([source, target], timeout)
                 elif target == comm.rank:
                     self._from[source] = comm.split([source, target], timeout)
+            for source in self._from:
+                self._receive_next(source)
         except BaseException:
             self._close_all()
             raise
@@ -210,20 +214,30 @@ class MessageLinks(Links):
             self._sent[rank] = self._to[rank].batch_send_recv(messages, async_op=True, timeout=_PENDING_SECONDS)
 
     def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
-        channel, first = self._from[rank], _words(2 + self._head)
+        channel = self._from[rank]
         with self._reported(channel):
-            channel.recv(first, 0, timeout=timeout)
+            if rank not in self._coming:
+                self._receive_next(rank)
+            first, coming = self._coming[rank]
+            coming.wait(timeout)
             came, words = first[:2].tolist()
             if came == ABORT:
                 raise _aborted(self._comm.epoch, rank)
             if came != kind or not 0 <= words <= self._most:
                 raise LinkGone(f"rank {rank} sent a frame of kind {came} and {words} words; this rank expected {kind}")
-            if not words:
-                return first[2:]
-            frame = _words(self._head + words)
-            frame[: self._head] = first[2:]
-            channel.recv(frame[self._head :], 0, _PAYLOAD, timeout=timeout)
+            frame = first[2:]
+            if words:
+                frame = _words(self._head + words)
+                frame[: self._head] = first[2:]
+                channel.recv(frame[self._head :], 0, _PAYLOAD, async_op=True, timeout=timeout).wait(timeout)
+        del self._coming[rank]
+        with contextlib.suppress(HoldfastError):  # the rank is gone meanwhile: the next call finds that
+            self._receive_next(rank)
         return frame
+
+    def _receive_next(self, rank: int) -> None:
+        first = _words(2 + self._head)
+        self._coming[rank] = first, self._from[rank].recv(first, 0, async_op=True, timeout=_PENDING_SECONDS)
 
     @contextlib.contextmanager
     def _reported(self, channel: Communicator) -> Iterator[None]:
