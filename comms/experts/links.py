@@ -112,11 +112,15 @@ class WindowLinks(Links):
         self._staging = torch.zeros(whole, dtype=torch.int64, device="cpu")
         self._window = comm.window(self._memory, timeout)
         self.mapped = self._window.info.access == "mapped"
-        self._theirs = [self._window.map(rank) for rank in range(comm.size)] if self.mapped else []
+        self._theirs: dict[int, Tensor] = {}
+        for rank in range(comm.size) if self.mapped else ():
+            with contextlib.suppress(RegionGone):  # it is gone already: a put to it finds that
+                self._theirs[rank] = self._window.map(rank)
 
     def frame(self, rank: int, kind: int, words: int) -> Tensor:
         start = self._place(self._rank, kind)
-        return self._theirs[rank][start : start + words] if self.mapped else self._staging[:words]
+        theirs = self._theirs.get(rank)
+        return self._staging[:words] if theirs is None else theirs[start : start + words]
 
     def _place(self, owner: int, kind: int) -> int:
         """The first element of the slot for `owner`'s frames."""
@@ -124,7 +128,7 @@ class WindowLinks(Links):
 
     def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
         with self._reported(rank):
-            if not self.mapped:  # else it lies there already
+            if rank not in self._theirs:  # else it lies there already
                 self._window.put(frame, rank, self._place(self._rank, kind), timeout)
             self._window.signal(rank, timeout)
 
