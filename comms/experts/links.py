@@ -1,4 +1,4 @@
-"""How frames pass between two ranks of a switch: through a window where the backend has windows, else as messages.
+"""How frames pass between two ranks of a switch: through a window that reaches memory directly, else as messages.
 
 Each pair of ranks stands alone: the end of one is reported by the links to it, and disturbs no other. Frames from one
 rank arrive in the order in which it sent them.
@@ -81,8 +81,11 @@ class Links(ABC):
 
 def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> Links:
     """Open links for frames of `head` words and up to `payload` more; collective."""
-    windows = registry().backends[comm.backend].capabilities.windows
-    links = WindowLinks(comm, head, payload, fences, timeout) if windows else MessageLinks(comm, head, payload, timeout)
+    access = _access(comm, timeout)
+    windowed = access in ("mapped", "rdma")
+    links = (
+        WindowLinks(comm, head, payload, fences, timeout) if windowed else MessageLinks(comm, head, payload, timeout)
+    )
     if fences and not links.mapped:
         links.close()
         raise Unsupported(
@@ -91,6 +94,14 @@ def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeou
             "that maps windows: shm, or another one between processes of one host",
         )
     return links
+
+
+def _access(comm: Communicator, timeout: float) -> str:
+    """How a window of `comm` reaches other ranks' memory; "" without windows. Collective."""
+    if not registry().backends[comm.backend].capabilities.windows:
+        return ""
+    with comm.window(torch.zeros(1, dtype=torch.int64, device="cpu"), timeout) as window:
+        return window.info.access
 
 
 class WindowLinks(Links):
