@@ -40,9 +40,6 @@ class LinkGone(Exception):
 class Links(ABC):
     """The links of one rank to the others. A frame is a tensor of int64: a head of fixed size, then a payload."""
 
-    mapped = False
-    """Whether this rank can write to the others' memory while they are stopped."""
-
     @abstractmethod
     def frame(self, rank: int, kind: int, words: int) -> Tensor:
         """Memory for a frame to `rank`: fill it and send it, before the next one is asked for."""
@@ -82,18 +79,15 @@ class Links(ABC):
 def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> Links:
     """Open links for frames of `head` words and up to `payload` more; collective."""
     access = _access(comm, timeout)
-    windowed = access in ("mapped", "rdma")
-    links = (
-        WindowLinks(comm, head, payload, fences, timeout) if windowed else MessageLinks(comm, head, payload, timeout)
-    )
-    if fences and not links.mapped:
-        links.close()
+    if fences and access != "mapped":
         raise Unsupported(
             f"silence='mask' over this {comm.backend!r}",
             "a stopped rank cannot be fenced there, and might go on alone later; use silence='raise', or a backend "
             "that maps windows: shm, or another one between processes of one host",
         )
-    return links
+    if access in ("mapped", "rdma"):
+        return WindowLinks(comm, head, payload, fences, timeout)
+    return MessageLinks(comm, head, payload, timeout)
 
 
 def _access(comm: Communicator, timeout: float) -> str:
@@ -122,9 +116,8 @@ class WindowLinks(Links):
         self._memory = torch.zeros(1 + comm.size * self._slot, dtype=torch.int64, device="cpu")
         self._staging = torch.zeros(whole, dtype=torch.int64, device="cpu")
         self._window = comm.window(self._memory, timeout)
-        self.mapped = self._window.info.access == "mapped"
         self._theirs: dict[int, Tensor] = {}
-        for rank in range(comm.size) if self.mapped else ():
+        for rank in range(comm.size) if self._window.info.access == "mapped" else ():
             with contextlib.suppress(RegionGone):  # it is gone already: a put to it finds that
                 self._theirs[rank] = self._window.map(rank)
 
