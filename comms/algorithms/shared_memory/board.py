@@ -19,9 +19,9 @@ A row, in 8-byte words, with the hot words on cache lines of their own:
     25  note        length of the text that says why, or what follows
     26  epoch       1 + the epoch for which this rank has made its row ready; before that the row may hold anything
     27  connect_payload    4 numbers for the other ranks, set on entering
-    32  line        2 parities x (op, signature, nbytes, 40 bytes): an op with one tiny input, or none
     128 probe       changes with each staged op; far from all other words, since processors prefetch neighbours
-    256 table       2 parities x (signature, then (place, nbytes) of its input for each rank)
+    256 line        16 x (op, signature, nbytes, 40 bytes): an op with one tiny input, or none
+    384 table       16 x (signature, then (place, nbytes) of its input for each rank)
     ..  places      address of its input for each rank, if they read in place
     ..  note text, point-to-point channels, 2 slots (one a parity), the stage (see pipeline.h)
 
@@ -48,7 +48,9 @@ from holdfast.comms.plugins.hints import Hint
 LINE = 8
 FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, IN_PLACE_BITS, UNSTAGED, ASLEEP, FUTEX = 0, 1, 2, 3, 4, 5, 6, 8, 16
 STATE, NOTE, EPOCH, CONNECT_PAYLOAD = 24, 25, 26, 27
-TABLE = 256
+TABLE = 384
+RUN_AHEAD = 16
+"""Tiny ops that a rank may be ahead of another."""
 CONNECT_PAYLOAD_WORDS = 4
 ALIVE, CLOSED, ABORTED, REPLACED = 0, 1, 2, 3
 NOTE_BYTES = 2048
@@ -94,7 +96,7 @@ class BoardLayout:
 
     @cached_property
     def places(self) -> int:
-        return TABLE + 2 * self.table_words
+        return TABLE + RUN_AHEAD * self.table_words
 
     @cached_property
     def note_text(self) -> int:
@@ -380,9 +382,9 @@ class Board:
 
     # -- layout
 
-    def table(self, rank: int, parity: int) -> int:
-        """Word index of a rank's table: the signature, then (place, nbytes) for each rank."""
-        return self.rows[rank] + TABLE + parity * self.layout.table_words
+    def table(self, rank: int, op: int) -> int:
+        """Word index of a rank's table for an op: the signature, then (place, nbytes) for each rank."""
+        return self.rows[rank] + TABLE + op % RUN_AHEAD * self.layout.table_words
 
     def entry(self, src: int, dst: int, number: int) -> int:
         """Word index of entry `number` of the channel from `src` to `dst`."""

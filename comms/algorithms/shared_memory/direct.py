@@ -6,7 +6,7 @@ deadline and at the peers, and resumes it.
 
 Each op has a number k and two phases: 4k+1 "my inputs are published" and 4k+3 "I have taken all I need". Small inputs
 are copied into the rank's slot of the board, so that it need not wait until the others have taken them. Slots have two
-parities, so op k+2 waits until all have finished op k before it writes. Larger inputs go block by block through the
+parities, so op k+2 waits until all have finished op k before it writes; a tiny op has sixteen lines to go round. Larger inputs go block by block through the
 stage, or are read in place (`pipeline.h`). No rank writes into the tensors of another, so a rank that was stopped and
 wakes up late harms none.
 
@@ -130,7 +130,7 @@ class DirectTransport(Transport):
 
     def _refuse_op(self, rank: int, number: int) -> NoReturn:
         board, before = self._board, self._board.native.roots_before
-        theirs, mine = (describe(board.words[board.table(each, number & 1)], before) for each in (rank, self.rank))
+        theirs, mine = (describe(board.words[board.table(each, number)], before) for each in (rank, self.rank))
         rule = "every rank must issue the same ops, in the same order, with the same roots, shapes and dtypes"
         if theirs == mine:
             raise Mismatch(

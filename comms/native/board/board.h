@@ -18,7 +18,10 @@
 #include <unistd.h>
 
 enum { FLAG = 0, GIVEN = 1, REDUCED = 2, TAKEN = 3, NEAR = 4, IN_PLACE_BITS = 5, UNSTAGED = 6 };
-enum { ASLEEP = 8, FUTEX = 16, STATE = 24, EPOCH = 26, LINES = 32, PROBE = 128, TABLE = 256 };
+enum { ASLEEP = 8, FUTEX = 16, STATE = 24, EPOCH = 26, PROBE = 128, LINES = 256, TABLE = 384 };
+enum {
+    RUN_AHEAD = 16
+}; /* tiny ops that a rank may be ahead of another: each has a line and a table of its own */
 enum { ABORTED = 2 }; /* a rank in this state, or a higher one, ends the waits of the others */
 enum { PUBLISHED = -1, PUBLISHED_ON_LINE = -2 }; /* given instead of a flag; the value is then an op number */
 
@@ -106,7 +109,7 @@ static inline void relax(void) {
 
 /* The line on which `rank` publishes a tiny op. Its first word is the op number. */
 static inline word *line_at(const board *b, int rank, uint64_t op) {
-    return word_of(b, rank, LINES + 8 * (int)(op & 1));
+    return word_of(b, rank, LINES + 8 * (int)(op % RUN_AHEAD));
 }
 
 static inline int published_on_line(const board *b, int rank, uint64_t op) {

@@ -7,7 +7,7 @@ int publish(board *b, uint64_t op, uint64_t signature, const span *inputs, int c
     for (int i = 0; i < count; i++)
         total += table[2 + 2 * i] = inputs[i].nbytes;
     int fits = total <= b->slot;
-    if (count <= 1 && total <= LINE_INPUT_BYTES) {
+    if (is_tiny(inputs, count)) {
         uint64_t *line = (uint64_t *)line_at(b, b->rank, op);
         line[LINE_SIGNATURE] = signature, line[LINE_NBYTES] = total;
         if (count)

@@ -18,7 +18,7 @@ enum { LINE_SIGNATURE = 1, LINE_NBYTES = 2, LINE_INPUT = 3, LINE_INPUT_BYTES = 4
 enum { TAKEN_ALL = -1, NOT_COPIED = -2 }; /* given instead of a rank */
 
 static inline uint64_t *table_of(const board *b, int rank, uint64_t op) {
-    return (uint64_t *)(b->base + (uint64_t)rank * b->row + 8 * TABLE + (op & 1) * b->table);
+    return (uint64_t *)(b->base + (uint64_t)rank * b->row + 8 * TABLE + (op % RUN_AHEAD) * b->table);
 }
 
 static inline char *slot_of(const board *b, int rank, uint64_t op) {
@@ -57,9 +57,21 @@ static inline void probe_large_input(board *b, int rank, uint64_t nbytes) {
         probe_read(b, rank);
 }
 
-/* Publish an op. 1 if its inputs were copied, 0 if they are too large. All ranks must have finished op - 2.
- */
+/* Whether these inputs, or none, go on a line. */
+static inline int is_tiny(const span *inputs, int count) {
+    return !count || (count == 1 && inputs->nbytes <= LINE_INPUT_BYTES);
+}
+
+/* Publish an op. 1 if its inputs were copied, 0 if they are too large. All ranks must have finished the op
+ * that it overwrites: see `overwritten_op`. */
 int publish(board *b, uint64_t op, uint64_t signature, const span *inputs, int count);
+
+/* The newest op whose publication this one overwrites. Tiny ones go round all lines, so that a root, which
+ * does not wait for the others, need not meet them in every second op; slots have two parities. */
+static inline uint64_t overwritten_op(uint64_t op, const span *inputs, int count) {
+    uint64_t before = is_tiny(inputs, count) ? RUN_AHEAD : 2;
+    return op > before ? op - before : 0;
+}
 
 /* Copy input `index` of every other rank to its piece of `into` (NULL: nowhere). Returns TAKEN_ALL,
  * NOT_COPIED if some inputs were too large for slots, or a rank with an input of another size. */

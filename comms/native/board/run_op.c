@@ -108,10 +108,11 @@ static int publish_once(Board *self, uint64_t op, const board_op *of) {
         PyErr_SetString(PyExc_RuntimeError, "another op was begun here, and never ended");
         return ERROR;
     }
-    /* the slot may hold what another rank has still to read: it has two parities */
-    uint64_t free_at = 4 * (op - 2) + 3;
-    if (op > 2 && self->b.all_finished < op - 2 && wait_for(self, EVERY_RANK, FLAG, free_at) >= 0)
+    /* another rank may still have to read what lies there */
+    uint64_t before = overwritten_op(op, self->p.give, count), free_at = 4 * before + 3;
+    if (self->b.all_finished < before && wait_for(self, EVERY_RANK, FLAG, free_at) >= 0)
         return halt(self, WAITS, EVERY_RANK, free_at, FLAG);
+    self->b.all_finished = before > self->b.all_finished ? before : self->b.all_finished;
     self->copied = publish(&self->b, op, with_roots(self, of->signature), self->p.give, count);
     self->begun = op, self->from = from, self->signature = of->signature;
     move(into, own);

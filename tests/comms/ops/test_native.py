@@ -171,16 +171,16 @@ def test_a_dtype_that_cannot_be_reduced_has_no_kernel_number() -> None:
         _native.combine(10_000, 0, 0, 0, 0)
 
 
-SIZES = {"row": 4096, "table": 64, "places": 896, "slots": 1024, "slot": 64, "stage": 2048, "block": 64, "depth": 4}
-ROW_WORDS = 512
+SIZES = {"row": 8192, "table": 64, "places": 896, "slots": 1024, "slot": 64, "stage": 4096, "block": 64, "depth": 4}
+ROW_WORDS = 1024
 
 
 def test_a_board_refuses_memory_that_is_too_small() -> None:
     with pytest.raises(ValueError, match="smaller"):
         _native.Board(bytearray(100), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
     with pytest.raises(ValueError, match="one process for each rank"):
-        _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=0, yields=0, pids=(1,))
-    board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
+        _native.Board(bytearray(16384), 0, 2, 0, **SIZES, spins=0, yields=0, pids=(1,))
+    board = _native.Board(bytearray(16384), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
     with pytest.raises(ValueError, match="no such rank"):
         board.sleep_wait(3, 1, 0)
     board.release()
@@ -190,7 +190,7 @@ def test_a_board_refuses_memory_that_is_too_small() -> None:
 
 def boards_of_two_ranks(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _native.Board, memoryview]:
     """The boards of ranks 0 and 1, for epoch 5, and the words."""
-    memory = bytearray(8192)
+    memory = bytearray(16384)
     first, second = (_native.Board(memory, rank, 2, 5, **SIZES, spins=10, yields=10, pids=pids) for rank in range(2))
     return first, second, memoryview(memory).cast("Q")
 
@@ -306,10 +306,10 @@ def test_an_op_with_other_pieces_than_its_kind_has_is_refused(
 
 def test_a_wait_that_has_stopped_spinning_does_not_yield() -> None:
     """A wait that would yield forever ends at once, so that its caller sleeps. A wait beyond the given flag yields."""
-    board = _native.Board(bytearray(8192), 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
+    board = _native.Board(bytearray(16384), 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
     board.stop_spinning(8)
     assert board.run(BARRIER, -1, (), ()) == (WAITS, ALL, 5, 0)
-    memory = bytearray(8192)
+    memory = bytearray(16384)
     other = _native.Board(memory, 0, 2, 0, **SIZES, spins=10, yields=10**12, pids=())
     other.stop_spinning(5)
     waits = threading.Thread(target=other.run, args=(BARRIER, -1, (), ()))
