@@ -163,7 +163,7 @@ class Executor:
         """Give an op its number, and run it in this thread, or with `async_op` queue it on the worker thread."""
         order = self._order
         with order as entered:
-            if not entered:
+            if not entered:  # another thread is inside an op: after an abort, say that instead
                 if self._over is not None:
                     self._raise_revoked()
                 raise ConcurrentCall(
@@ -171,9 +171,11 @@ class Executor:
                     f"{self._name!r}: their order could differ from rank to rank; use one thread, a lock, or a "
                     "communicator each (split)"
                 )
+            # The caller completes what a fast path has begun by the same call; any other call means that it was cut
+            # short, and the other ranks have taken its inputs already.
             if order.begun and (order.lost or async_op or timeout is not None or hints):
                 self._end(Revoked(self._epoch, "an earlier op was interrupted after it had begun"))
-            if self._over is not None:
+            if self._over is not None:  # the fast path has entered its op in the journal: it must leave, too
                 if order.begun and self._journal is not None:
                     self._journal.leave(self._over)
                 self._raise_revoked()
@@ -193,13 +195,13 @@ class Executor:
                 body = partial(_recorded, self._journal, op, body)
             if async_op:
                 body = partial(self._unless_over, body)
-            elif order.queued:
+            elif order.queued:  # no op overtakes those that the worker has still to run
                 if self._last.done():
                     order.queued = False
                 else:
                     body = partial(self._after, self._last, body)
             if self.hooks.observed and not op.begun:
-                try:
+                try:  # a hook may refuse the op; its number is free again
                     event = self.hooks.begin(description, op.seq, async_op)
                 except BaseException:
                     self._reuse_number(op.seq, joint)
@@ -232,7 +234,7 @@ class Executor:
         except BaseException as error:
             if op.complete:  # only a hook failed: no rank waits for this one
                 raise
-            if op.refused and threading.current_thread() is not self._worker:
+            if op.refused and threading.current_thread() is not self._worker:  # no byte has moved
                 self._reuse_number(op.seq, op.joint)
                 raise
             self._failed(op.description.name, op.seq, op.joint, error)
@@ -269,7 +271,7 @@ class Executor:
             if isinstance(error, Unsupported):
                 self._reuse_number(seq, joint)
                 raise error
-            if not isinstance(error, HoldfastError):
+            if not isinstance(error, HoldfastError):  # Ctrl-C, or an error of torch: the library below may go on
                 self._transport.interrupted = True
             if isinstance(error, OpTimeout):
                 error = self._named(error, name, seq, joint)
@@ -437,7 +439,7 @@ class Executor:
         if self._over is None:
             self._over, self._order.over = Revoked(self._epoch, "closed", own=True), True
         if not self._closed and not self._aborted and not (self._last.done() and self._order.idle):
-            self._transport.abort(self._over)
+            self._transport.abort(self._over)  # an op is pending: it must not be in the transport when that is freed
             self._leaking = True
         self._closed = True
 
@@ -452,7 +454,7 @@ class Executor:
         until = time.monotonic() + _CLOSE_SECONDS
         while not (idle := self._order.idle) and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-        if self._worker is not None:
+        if self._worker is not None:  # it ends after the ops before it, which the abort has ended
             self._queue.put(None)
             self._worker.join(_CLOSE_SECONDS)
         if not idle or (self._worker is not None and self._worker.is_alive()):

@@ -85,6 +85,7 @@ class _GeneralStart:
         self._renew()
 
     def _renew(self) -> None:
+        self._executor = self._calls._executor
         self._call = self._check()
         self._shapes = self._shapes_now()
 
@@ -92,10 +93,11 @@ class _GeneralStart:
         return [(each.shape, each.dtype, held_bytes(each)) for each in self._tensors]
 
     def __call__(self, async_op: bool = False, timeout: float | None = None) -> Work:
-        if self._shapes_now() != self._shapes:
+        # `reconfigure` gives a communicator other ranks: another executor, transport and checks
+        if self._calls._executor is not self._executor or self._shapes_now() != self._shapes:
             self._renew()
         description, prepare, hints = self._call
-        return self._calls._executor.issue(description, prepare, async_op, timeout, hints)
+        return self._executor.issue(description, prepare, async_op, timeout, hints)
 
 
 def _checked(calls: CollectiveCalls, name: str, args: Sequence[Any]) -> tuple[OpDescription, Prepare, Hints | None]:

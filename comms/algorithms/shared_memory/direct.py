@@ -6,9 +6,9 @@ deadline and at the peers, and resumes it.
 
 Each op has a number k and two phases: 4k+1 "my inputs are published" and 4k+3 "I have taken all I need". Small inputs
 are copied into the rank's slot of the board, so that it need not wait until the others have taken them. Slots have two
-parities, so op k+2 waits until all have finished op k before it writes; a tiny op has sixteen lines to go round. Larger inputs go block by block through the
-stage, or are read in place (`pipeline.h`). No rank writes into the tensors of another, so a rank that was stopped and
-wakes up late harms none.
+parities, so op k+2 waits until all have finished op k before it writes; tiny ops have sixteen lines to go round. Larger
+inputs go block by block through the stage, or are read in place (`pipeline.c`). No rank writes into the tensors of
+another, so a rank that was stopped and wakes up late harms none.
 
 Cost for n ranks: one synchronisation, and two copies of all that the op makes a rank move. A large all_reduce of b
 bytes, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank (2 where inputs are read in place) and adds b

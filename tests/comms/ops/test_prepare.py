@@ -207,3 +207,19 @@ def test_a_forked_child_cannot_start_the_ops_of_its_parent(monkeypatch: pytest.M
         handle()
 
     alone(body)
+
+
+def test_a_handle_follows_its_communicator_through_reconfigure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CHECK", "0")
+
+    def body(comm: Communicator) -> None:
+        tensor = torch.ones(2)
+        handles = [comm.prepare("all_reduce", tensor), comm.prepare("reduce", tensor, 0), comm.prepare("barrier")]
+        for handle in handles:
+            handle()
+        comm.reconfigure("again", [comm.handle()])
+        for number, handle in enumerate(handles, 1):
+            handle()
+            assert comm.progress == (number, False)
+
+    alone(body, "shm")
