@@ -56,6 +56,8 @@ typedef struct {
     read_latency latency;
 } board;
 
+static inline int overlap(span a, span b) { return a.at < b.at + b.nbytes && b.at < a.at + a.nbytes; }
+
 typedef _Atomic uint64_t word;
 
 static inline word *word_of(const board *b, int rank, int number) {
@@ -203,8 +205,9 @@ int sleep_wait(board *b, int rank, int flag, uint64_t value);
  * source. */
 void copy_bytes(void *to, const void *from, uint64_t nbytes);
 
-/* Copy into this rank's row with stores that bypass the caches, for a reader that may share no cache with
- * this core (see core_locality.h). A rank that sees a flag raised afterwards sees the data. */
+/* Copy with stores that bypass the caches: into this rank's row, for a reader that may share no cache with
+ * this core (see core_locality.h), or into an output that no cache holds. A rank that sees a flag raised
+ * afterwards sees the data. The two must not overlap. */
 void stream(char *to, const char *from, uint64_t nbytes);
 
 #endif

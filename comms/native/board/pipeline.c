@@ -27,8 +27,6 @@ static inline int peer_at(const pipeline *p) { return (p->b->rank + p->other) % 
 
 /* -- giving */
 
-static inline int overlap(span a, span b) { return a.at < b.at + b.nbytes && b.at < a.at + a.nbytes; }
-
 /* Whether inputs that others read in place stay unchanged until then. An output that overlaps an input may be
  * written first. In an all_reduce they always do: a rank writes a block of another's part only once that rank
  * has read it. */
@@ -65,6 +63,7 @@ void start_pipeline(pipeline *p, uint64_t op, uint64_t longest) {
     p->taken[STAGED] = p->taken[IN_PLACE] = 0, p->unreadable = 0;
     p->op_class = class_of(p->reduces_all ? 3 : p->combine ? 2 : p->shared, longest);
     p->near = all_near(b);
+    p->past_caches = !p->reduces_all && longest * (uint64_t)b->size >= PAST_CACHES;
     p->mode = b->pids && all_prefer_in_place(b, p->op_class) && inputs_stay_intact(p) && expose_inputs(p)
                   ? IN_PLACE
                   : STAGED;
@@ -133,6 +132,8 @@ static int take_block(pipeline *p, int from, int to, uint64_t step, span out, co
     }
     if (combines)
         p->combine(out.at, a, block, out.nbytes / p->itemsize);
+    else if (mode == STAGED && p->past_caches)
+        stream(out.at, block, out.nbytes);
     else if (mode == STAGED)
         copy_bytes(out.at, block, out.nbytes);
     return 1;

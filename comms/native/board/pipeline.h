@@ -21,6 +21,9 @@
 #define NEVER UINT64_MAX
 #define LEAST_BLOCK (32 * 1024)
 #define PAGE 4096
+/* An output of this size does not stay in caches. A plain store would read each line of it from memory first.
+ */
+#define PAST_CACHES ((uint64_t)16 << 20)
 
 typedef struct {
     board *b;
@@ -29,7 +32,8 @@ typedef struct {
     const char *own;   /* in a reducing move: this rank's own input to its result */
     char *scratch;     /* holds a block that was read in place, to be reduced */
     int reduces_all, shared, near;
-    int mode; /* the mode in which this rank gives */
+    int past_caches; /* whether outputs are written past the caches */
+    int mode;        /* the mode in which this rank gives */
     kernel combine;
     uint64_t itemsize, block, steps;
     uint64_t op, base; /* number of the op, 0: none is under way; blocks of all earlier ops */

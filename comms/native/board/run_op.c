@@ -54,7 +54,10 @@ void move(span into, const void *from) {
         return;
     }
     Py_BEGIN_ALLOW_THREADS;
-    copy_bytes(into.at, from, into.nbytes);
+    if (into.nbytes >= PAST_CACHES / 2 && !overlap(into, (span){(char *)(uintptr_t)from, into.nbytes}))
+        stream(into.at, from, into.nbytes);
+    else
+        copy_bytes(into.at, from, into.nbytes);
     Py_END_ALLOW_THREADS;
 }
 

@@ -100,3 +100,24 @@ def measure_nearness(comm: Communicator) -> bool:
 def test_ranks_on_one_processor_measure_each_other_as_near() -> None:
     with LocalCluster(2, "shm") as cluster:
         assert cluster.run(measure_nearness) == [True, True]
+
+
+def beyond_caches(comm: Communicator) -> None:
+    """Outputs of 24 MiB, from inputs and into outputs that begin at any multiple of 4 bytes."""
+    count, size, rank = 3 << 20, comm.size, comm.rank
+    for first in (0, 1):
+        numbers = torch.arange(first, first + count, dtype=torch.int32)
+        mine, whole = numbers + rank, torch.zeros(size * count + first, dtype=torch.int32)[first:]
+        expected = torch.cat([numbers + r for r in range(size)])
+        comm.all_gather_single(whole, mine)
+        assert torch.equal(whole, expected)
+        given = torch.cat([numbers + r + rank for r in range(size)])
+        comm.all_to_all_single(whole, given)
+        assert torch.equal(whole, torch.cat([numbers + r + rank for r in range(size)]))
+        comm.broadcast(whole if rank else given, 0)
+        assert rank == 0 or torch.equal(whole, torch.cat([numbers + r for r in range(size)]))
+
+
+def test_outputs_that_no_cache_holds_are_right() -> None:
+    with LocalCluster(2, "shm") as cluster:
+        cluster.run(beyond_caches)
