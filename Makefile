@@ -35,7 +35,7 @@ install = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || $(PIP) 
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (only if something changed)
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/*.[ch] comms/native/*/*.[ch] store/native/*.[ch] backends/ucx/onesided/*.c)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/*.[ch] comms/native/*/*.[ch] store/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt uv
 	$(call install,$(VENV),-c constraints.txt --compile -e '.[dev]')

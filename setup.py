@@ -52,7 +52,6 @@ setup(
             "holdfast.comms._native",
             [str(source) for folder in NATIVE for source in sorted(Path(folder).rglob("*.c"))],
         ),
-        extension("holdfast.backends.ucx.onesided._near", ["backends/ucx/onesided/near.c"]),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -335,7 +335,7 @@ def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -
         str(path.relative_to(ROOT)) for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)
     }
     assert {f"holdfast/{path}" for path in data} <= names
-    assert {"holdfast/comms/_native.abi3.so", "holdfast/backends/ucx/onesided/_near.abi3.so"} <= names
+    assert "holdfast/comms/_native.abi3.so" in names
     top = {name.partition("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"holdfast"}
     assert len(top) == 2
