@@ -194,7 +194,7 @@ class Window:
             if self.info.access != "mapped":
                 raise Unsupported(
                     f"map of a window that is reached by {self.info.access}",
-                    "use get and put; shm, and other backends between processes of one host, map windows",
+                    "use get and put; windows are mapped between processes of one host, by backends that share memory there",
                 )
             return self._memory.map(rank).view(self.dtype).view(self.info.shapes[rank])
 

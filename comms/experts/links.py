@@ -83,7 +83,7 @@ def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeou
         raise Unsupported(
             f"silence='mask' over this {comm.backend!r}",
             "a stopped rank cannot be fenced there, and might go on alone later; use silence='raise', or a backend "
-            "that maps windows: shm, or another one between processes of one host",
+            "that maps windows between processes of one host (`holdfast backends`)",
         )
     if access in ("mapped", "rdma"):
         return WindowLinks(comm, head, payload, fences, timeout)

@@ -111,7 +111,11 @@ def _noting(failure: list[Exception]) -> Iterator[None]:
 def _share(tensor: torch.Tensor) -> tuple[int, int]:
     """Move the tensor's storage into shared memory; returns its descriptor, and the tensor's byte offset in it."""
     if not tensor.untyped_storage().is_shared():
-        check_shared_memory(tensor.untyped_storage().nbytes(), "a window", "give the container more, or use gloo")
+        check_shared_memory(
+            tensor.untyped_storage().nbytes(),
+            "a window",
+            "give the container more, or take a backend whose windows need none",
+        )
     descriptor, _ = tensor.untyped_storage()._share_fd_cpu_()
     return int(descriptor), int(tensor.storage_offset()) * tensor.element_size()
 

@@ -24,6 +24,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, Recv, Revoked, Send
+from holdfast.comms.system.paths import url_of
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.conformance.aftermath import wait_for_files
 from holdfast.harness.conformance.capability import capabilities
@@ -190,7 +191,7 @@ def _run_cells(outer: Communicator, backend: str, wanted: Sequence[Cell], folder
 def _run_cell(outer: Communicator, backend: str, cell: Cell, place: Path, pids: Sequence[int]) -> End:
     rank = outer.rank
     comm = comms.connect(
-        backend, rank=rank, size=outer.size, rendezvous=f"file://{place}", name=f"cell-{place.name}", timeout=60.0
+        backend, rank=rank, size=outer.size, rendezvous=url_of("file", place), name=f"cell-{place.name}", timeout=60.0
     )
     outer.barrier()
     how: dict[str, Any] = {"timeout": SHORT if cell.fault in LATE else LONG, "async_op": cell.mode == "async"}
@@ -244,7 +245,12 @@ def _commit(fault: str, comm: Communicator, outs: Sequence[Path]) -> None:
 def _use_next(backend: str, rank: int, size: int, place: Path) -> None:
     tensor = torch.full((8,), float(rank + 1))
     with comms.connect(
-        backend, rank=rank, size=size, rendezvous=f"file://{place}-next", name=f"next-{place.name}", timeout=60.0
+        backend,
+        rank=rank,
+        size=size,
+        rendezvous=url_of("file", f"{place}-next"),
+        name=f"next-{place.name}",
+        timeout=60.0,
     ) as comm:
         comm.all_reduce(tensor)
         comm.barrier()

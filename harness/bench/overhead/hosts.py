@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.system.paths import url_of
+from holdfast.ft.console.units import counted
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import zygote, zygote_pid
 from holdfast.harness.bench.output.noise import Noise
@@ -77,12 +79,12 @@ def run(
     """
     noise = Noise(zygote_pid)
     with Network(hosts) as network, tempfile.TemporaryDirectory(prefix="holdfast-hosts-") as folder:
-        progress(f"{outer} and hier-{outer}, {hosts * ranks} ranks on {hosts} hosts")
+        progress(f"{outer} and hier-{outer}, {counted(hosts * ranks, 'rank')} on {counted(hosts, 'host')}")
         processes = []
         try:
             for rank in range(hosts * ranks):
                 host = rank % hosts if in_turns else rank // ranks
-                job = _Job(outer, f"file://{folder}/meeting", rank, hosts * ranks, tuple(sizes), rounds)
+                job = _Job(outer, url_of("file", Path(folder) / "meeting"), rank, hosts * ranks, tuple(sizes), rounds)
                 processes.append(
                     zygote().spawn(
                         _rank(job, network.entry(host)),
