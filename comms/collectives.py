@@ -20,6 +20,7 @@ from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plan import OpDescription
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.reproducible import check_exact, reduce_exactly
+from holdfast.comms.tensors.memory import is_sparse
 from holdfast.comms.tensors.overlap import check_outputs, unaliased
 from holdfast.comms.tensors.packing import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport.base import Transport
@@ -67,7 +68,7 @@ class CollectiveCalls:
             and fast.all_reduce(tensor, op)
         ):
             return DONE
-        if getattr(tensor, "layout", None) is torch.sparse_coo:
+        if is_sparse(tensor):
             return self._all_reduce_sparse(tensor, op, async_op, timeout, reproducible, self._check.hints(hints))
         tensor = self._check.output(tensor)
         self._check.reducible(tensor, op)

@@ -194,7 +194,7 @@ class Window:
             if self.info.access != "mapped":
                 raise Unsupported(
                     f"map of a window that is reached by {self.info.access}",
-                    "use get and put; windows are mapped between processes of one host, by backends that share memory there",
+                    "use get and put; backends that share memory map windows between processes of one host",
                 )
             return self._memory.map(rank).view(self.dtype).view(self.info.shapes[rank])
 

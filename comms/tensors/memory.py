@@ -41,6 +41,14 @@ def plain_tensor(tensor: Any, what: str = "tensor", device: torch.device | None 
         return _alias(tensor)
 
 
+def is_sparse(tensor: Any) -> bool:
+    """Whether this is a sparse COO tensor, whatever a subclass says of itself."""
+    if not isinstance(tensor, Tensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.layout is torch.sparse_coo
+
+
 def locate(tensor: Any) -> tuple[int, int]:
     """The address and the size in bytes of a contiguous tensor. Raises the errors of `check_memory`, and ValueError."""
     check_memory(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -191,7 +192,8 @@ def test_every_op_refuses_a_tensor_without_memory_by_name_and_goes_on(
     def refuse(comm: Communicator) -> list[str]:
         wrong = []
         for make in MEMORYLESS:
-            for what, call in _calls(comm, make()):
+            summed = 2 if make is sparse else 0  # the first two calls add sparse tensors up
+            for what, call in itertools.islice(_calls(comm, make()), summed, None):
                 try:
                     call()
                     wrong.append(f"{make.__name__} as {what}: taken")
