@@ -13,6 +13,7 @@ import torch
 from holdfast.comms.errors import CorruptData, NonFinite
 from holdfast.comms.hooks.hooks import HookHandle
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
+from holdfast.comms.tensors.memory import is_sparse
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator
@@ -72,7 +73,7 @@ def compare_checksums(comm: Communicator, timeout: float | None = None) -> HookH
             return
         mine = 0
         for tensor in event.outputs:
-            if tensor.layout is torch.sparse_coo:
+            if is_sparse(tensor):
                 mine = zlib.crc32(_bytes(tensor.coalesce().indices()), mine)
             mine = zlib.crc32(_bytes(_stored(tensor)), mine)
         sums = torch.empty(own.size, dtype=torch.int64, device=own.device)
@@ -97,7 +98,7 @@ def compare_checksums(comm: Communicator, timeout: float | None = None) -> HookH
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers that a sparse tensor stores; any other tensor itself."""
-    return tensor.detach().coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+    return tensor.detach().coalesce().values() if is_sparse(tensor) else tensor
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

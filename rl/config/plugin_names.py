@@ -48,7 +48,8 @@ def _names(backends: str) -> tuple[str, ...]:
 def _usable() -> Iterator[tuple[str, BackendInfo]]:
     """The backends that connect processes which the run starts."""
     for name, info in sorted(registry().backends.items()):
-        if not info.capabilities.one_process and not info.capabilities.launcher:
+        able = info.capabilities
+        if not (able.one_process or able.launcher or able.peerless):
             yield name, info
 
 
@@ -61,6 +62,8 @@ def _problem(name: str, able: list[str]) -> str:
     if known is None:
         broken = registry().broken.get(name)
         return f"its plugin is broken: {broken}" if broken else f"there is no {name!r}; {there}"
+    if known.capabilities.peerless:
+        return f"{name!r} connects no other ranks; {there}"
     if known.capabilities.one_process:
         return f"{name!r} works within one process only; {there}"
     if known.capabilities.launcher:

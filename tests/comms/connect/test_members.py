@@ -30,7 +30,7 @@ from holdfast.comms import (
 )
 from holdfast.comms.rendezvous.handles import epoch_of, parse_members
 from holdfast.harness import LocalCluster
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, next_line
 
 
 def total(comm: Communicator) -> float:
@@ -112,7 +112,7 @@ def test_a_new_process_joins_by_its_handle_alone(tmp_path: Path) -> None:
     try:
         assert joiner.stdin is not None and joiner.stdout is not None
         with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting", timeout=PATIENCE) as comm:
-            theirs = joiner.stdout.readline().strip()
+            theirs = next_line(joiner.stdout).strip()
             joiner.stdin.write(comm.handle() + "\n")
             joiner.stdin.flush()
             comm.reconfigure(5, [comm.handle(), theirs])
@@ -122,7 +122,7 @@ def test_a_new_process_joins_by_its_handle_alone(tmp_path: Path) -> None:
         assert joiner.wait(PATIENCE) == 0
     finally:
         joiner.kill()
-        joiner.communicate()
+        joiner.communicate(timeout=PATIENCE)
 
 
 def alone(path: Path, **named: Any) -> Communicator:

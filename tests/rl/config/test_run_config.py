@@ -204,6 +204,7 @@ kind = "fancy"
         ('[trainer]\nbackend = "shm,ib"', "run.toml:2: trainer.backend: there is no 'ib'"),
         ('[trainer]\nbackend = "nixl"', "run.toml:2: trainer.backend: 'nixl' has only a memory plane"),
         ('[trainer]\nbackend = "mpi"', "run.toml:2: trainer.backend: 'mpi' works in processes that mpirun starts"),
+        ('[trainer]\nbackend = "fake"', "run.toml:2: trainer.backend: 'fake' connects no other ranks"),
         ('[trainer]\nbackend = "inproc"', "run.toml:2: trainer.backend: 'inproc' works within one process only"),
         ('[store]\nplane = "gloo"', "run.toml:2: store.plane: 'gloo' has none; there are auto, nixl, "),
         ('[store]\nplane = "rdma"', "run.toml:2: store.plane: there is no 'rdma'"),
