@@ -63,7 +63,7 @@ def _is_copy(call: ast.Call) -> bool:
 
 
 LISTENERS = {
-    "backends/gloo/onesided.py": "takes one connection at a time, and closes it within a second unless it knows the secret",
+    "backends/gloo/onesided.py": "one connection at a time, closed within a second unless it knows the secret",
     "ft/control/bounded_listener.py": "the one that bounds strangers",
     "comms/rendezvous/tcp.py": "torch's TCPStore accepts",
     "ft/launch/mpirun.py": "in a folder of this user alone",
