@@ -97,6 +97,7 @@ class Reactor:
     ) -> None:
         self.step = -1
         self.was_spare = False
+        self._has_left = False
         self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, event_log
         self._loop = asyncio.get_running_loop()
         self.sharing = TableSharing(identity, self._loop, max(settings.timeouts.rebuild, settings.timeouts.operation))
@@ -197,6 +198,7 @@ class Reactor:
 
     def leave(self, reason: str, error: str = "") -> None:
         """Tell the others that this process has left the job, as if it had died; `error` as in `Death`."""
+        self._has_left = True
         self.links.notify_all(*messages.leave(reason, error))
 
     def feed(self, event: Event) -> None:
@@ -293,6 +295,8 @@ class Reactor:
                     self._announce_selves()
             case Install(view):
                 self._install(view)
+            case Evicted() if self._has_left:
+                pass  # the others' next view is there before this process has closed: it says what was asked for
             case Evicted(view, reason):
                 self._events.emit(events.WasEvicted(epoch=view.epoch, reason=reason))
                 self._epoch_guard.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
