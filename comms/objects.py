@@ -168,7 +168,7 @@ class _Encoded:
 
 
 def _length(sent: _Encoded | None, comm: Communicator) -> Tensor:
-    """The length of a message: negative, if it is the reason why there is no object; 0 as the place for one."""
+    """The length of a message: negative if it says why there is no object, 0 as a place for one."""
     size = 0 if sent is None else sent.size
     return torch.tensor([-size if sent is not None and sent.error is not None else size], device=comm.device)
 

@@ -126,7 +126,7 @@ class TorchGroup(Transport):
                 _log.exception("the group of rank %d could not be ended; its ops end by their timeouts", self.rank)
 
     def _leave_reason(self, reason: str) -> None:
-        """Write to the store why this rank ends the group: of a closed connection the others only see that it is."""
+        """Write to the store why this rank ends the group: the others see a closed connection alone."""
         store, note = self._store, f"rank {self.rank} aborted: {reason}"[:_NOTE_LENGTH]
         if store is not None:
             within(_NOTE_SECONDS, lambda: store.set(_NOTE_KEY, note))

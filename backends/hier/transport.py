@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def leaving(self) -> int:
-        """The most ranks of a host whose next rank is on another host: 1 if the ranks of each host are neighbours."""
+        """The most ranks of a host whose next rank is on another host; 1 where a host's ranks are neighbours."""
         size = sum(map(len, self.hosts))
         return max(sum((rank + 1) % size not in ranks for rank in ranks) for ranks in self.hosts)
 

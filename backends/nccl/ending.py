@@ -1,4 +1,4 @@
-"""End groups of torch beside the program: an abort of NCCL takes half a second, and nothing here waits for it.
+"""End groups of torch beside the program: NCCL's abort takes half a second.
 
 While the old group ends, the next communicator connects and its ops run. Each end has a deadline, and at most `MOST`
 run at once. What has not ended by its deadline is reported and left behind; `MOST` of those, and this process makes no

@@ -162,7 +162,7 @@ class Switch:
         return tuple(owner >= 0 for owner in self._owners.tolist())
 
     def _choose_owners(self) -> None:
-        """For each expert, the first living rank that has it, or -1; and its place among the rows sent to all ranks."""
+        """The first living rank of each expert, or -1, and its place among the rows sent to all."""
         owners = [next((r for r in ranks if r in self._participants), -1) for ranks in self._placement]
         self._owners = torch.tensor(owners, device="cpu")
         widest = max(len(hosted) for hosted in self._hosted)
@@ -359,7 +359,7 @@ class Switch:
                 has_decided = not left  # else it would be fenced now: what it sent has arrived meanwhile
 
     def _exclude(self, rank: int, last: bool) -> bool:
-        """Fence a silent rank if this was the last wait for it, or find that another rank has; whether it is out.
+        """Fence a silent rank after the last wait for it; whether it is out, by this rank or another.
 
         A rank that was stopped itself finds here that the others have fenced it.
         """

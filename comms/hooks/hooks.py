@@ -117,7 +117,7 @@ class Hooks:
         return event
 
     def end(self, event: OpEvent) -> None:
-        """Run all hooks after an op, and raise the first error of one; an op that failed keeps its own error."""
+        """Run all hooks after an op, and raise the first error of one; a failed op keeps its own."""
         raised: list[BaseException] = []
         for hook in (self._registry.after_op, *self._after):
             try:

@@ -79,7 +79,7 @@ class Head:
 
 
 class Channel(ABC):
-    """What a backend gives: frames of a head and a body to and from the other ranks, in order for each rank.
+    """What a backend gives: frames, each a head and a body, in order between two ranks.
 
     A thread of the channel calls `received(rank, head, body)`; it must not raise.
     """

@@ -85,7 +85,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How one rank came out of a cell: the type and text of its error, after how long, and the next communicator's."""
+    """How one rank came out of a cell: its error, after how long, and the error of the next communicator."""
 
     error: str
     text: str

@@ -167,7 +167,7 @@ def _measure(job: _Job) -> list[_Measured]:
 
 
 def _timed(comm: Communicator, op: str, nbytes: int) -> tuple[float, int]:
-    """The seconds of one op from a barrier on, and the checksum of its result, which is compared with the expected."""
+    """The seconds of one op from a barrier on, and the checksum of its result."""
     import torch
 
     size, rank = comm.size, comm.rank

@@ -60,7 +60,7 @@ TARGETS = {
     ),
     "comms": Target(
         ("comms/execution/argument_checks.py", "comms/quantities.py", "comms/tensors/memory.py"),
-        ("tests/comms/ops", "tests/comms/memory"),
+        ("tests/comms/ops", "tests/comms/calls", "tests/comms/memory"),
     ),
     "rl": Target(
         ("rl/grpo/loss.py", "rl/grpo/advantages.py", "rl/kernels/token_logprobs.py"),
