@@ -31,7 +31,7 @@ _MEETING_SECONDS = 0.05
 """How often a rank that waits for the others looks whether they shall still connect."""
 
 _NOTE_KEY = "ended"
-_NOTE_SECONDS = 0.1
+_NOTE_SECONDS = 0.5
 """How long a rank that ends a group waits for the store to take its reason, and another one to read it."""
 
 _NOTE_LENGTH = 500
