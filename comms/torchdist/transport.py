@@ -11,8 +11,8 @@ The entry point `torch.distributed.transports` names it. A region's handle is al
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
-import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from holdfast.comms.errors import CorruptData, Mismatch, OpTimeout, RegionGone
 from holdfast.comms.memory_plane import Handle, Region
 from holdfast.comms.memory_plane import memory as open_plane
-from holdfast.comms.quantities import seconds
+from holdfast.comms.quantities import seconds_or, time_left
 from holdfast.comms.torchdist.works import TorchWork
 from holdfast.comms.work import Work
 
@@ -200,15 +200,14 @@ class HoldfastTransport(_Base):  # type: ignore[misc]  # a class of torch 2.15
     def close(self, *, timeout: float | None = None) -> None:
         """Wait for pending transfers, then release all. Idempotent. Raises `OpTimeout`; then close again."""
         self._closed = True
-        limit = _SECONDS if timeout is None else seconds(timeout)
-        deadline = time.monotonic() + limit
+        limit = seconds_or(timeout, _SECONDS)
+        left = time_left(limit)
         while self._pending:
-            if not self._pending[-1].done() and time.monotonic() >= deadline:
+            with contextlib.suppress(Exception):  # a transfer that failed has told its caller
+                self._pending[-1].wait(left())
+            if not self._pending[-1].done():
                 raise OpTimeout("close", 0, limit)
-            if self._pending[-1].done():
-                self._pending.pop()
-            else:
-                time.sleep(0.001)
+            self._pending.pop()
         self._close_cuda_streams()
         while self._registered:
             self._registered.pop().unregister()
@@ -231,7 +230,7 @@ class HoldfastTransport(_Base):  # type: ignore[misc]  # a class of torch 2.15
             raise Mismatch("the endpoint is not connected; call connect() with the peer's URL first")
         if local.size() > remote.length:
             raise ValueError(f"the local range has {local.size()} bytes, the remote one {remote.length}")
-        limit = _SECONDS if timeout is None else seconds(timeout)
+        limit = seconds_or(timeout, _SECONDS)
         work = copy(Handle.decode(remote.handle), local.bytes(), remote.offset, timeout=limit)
         if not async_op:
             work.wait()

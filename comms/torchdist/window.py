@@ -15,7 +15,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.torchdist.calls.conversions import seconds
 from holdfast.comms.torchdist.works import TorchWork
-from holdfast.comms.window import Window
+from holdfast.comms.window import Window, WindowInfo
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
@@ -92,7 +92,7 @@ class GroupWindow:
         return attributes
 
     @property
-    def info(self) -> Any:
+    def info(self) -> WindowInfo:
         """What the window exposes, as `Window.info`."""
         return self._window.info
 

@@ -71,8 +71,7 @@ class RankOrder(Checker):
     name: ClassVar[str] = "ranks keep their order"
     meaning: ClassVar[str] = (
         "From one epoch to the next survivors keep their order, nobody has two ranks, newcomers take the ranks of "
-        "those "
-        "that left or come last, and there are never fewer members than the job can run with."
+        "those that left or come last, and there are never fewer members than the job can run with."
     )
 
     def __init__(self, bounds: Bounds) -> None:
