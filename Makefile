@@ -17,7 +17,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough mutants torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -63,6 +63,14 @@ thorough: $(STAMP) peers  ## the tests of the second tier, and all properties ag
 
 mutants: $(STAMP)  ## do the tests notice small changes of the code? MUTANTS changes drawn by SEED; survivors are listed
 	PYTHONPATH=tests $(BIN)/python -m support.programs.mutation --mutants $(MUTANTS) --seed $(SEED)
+
+COVERED ?= tests
+
+coverage: $(STAMP) peers  ## which lines and branches of each package the first tier runs, in all processes (COVERED=tests/store)
+	rm -rf build/coverage
+	$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal -m "not thorough" $(COVERED)
+	$(BIN)/coverage combine --quiet
+	PYTHONPATH=tests $(BIN)/python -m support.programs.coverage_table
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/torch_suite.py compare
