@@ -16,6 +16,9 @@ def blame(
     perfetto: Annotated[
         Path | None, typer.Option(help="Also write a trace of all ranks here, to open in ui.perfetto.dev.")
     ] = None,
+    torch_trace: Annotated[
+        Path | None, typer.Option(help="Also write a folder here, one file a rank, for torch's `torchfrtrace`.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many suspects to show.")] = 5,
     score: Annotated[
         int, typer.Option(min=0, help="Instead: ask N generated cases of each kind, and say how often it is right.")
@@ -36,6 +39,8 @@ def blame(
         holdfast blame job                    # a job that runs here, by name
 
         holdfast blame logs/ --perfetto trace.json
+
+        holdfast blame logs/ --torch-trace fr && torchfrtrace fr    # what torch's own analyser says
 
         holdfast blame logs/ --json | jq '.suspects[0].evidence'
 
@@ -69,14 +74,18 @@ def blame(
         from holdfast.harness.blame.show import render
 
         console().print(render(evidence, found, limit))
-    if perfetto is not None:
-        from holdfast.ft.diagnosis.perfetto import trace
+    try:
+        if perfetto is not None:
+            from holdfast.ft.diagnosis.perfetto import trace
 
-        try:
             perfetto.write_text(json_module.dumps(trace(evidence)))
-        except OSError as error:
-            typer.echo(f"holdfast blame: the trace cannot be written: {error}", err=True)
-            raise typer.Exit(1) from error
+        if torch_trace is not None:
+            from holdfast.ft.diagnosis.torch_trace import write_dumps
+
+            write_dumps(evidence, torch_trace)
+    except OSError as error:
+        typer.echo(f"holdfast blame: the trace cannot be written: {error}", err=True)
+        raise typer.Exit(1) from error
     if not evidence.recordings and not json:
         typer.echo("holdfast blame: no recording could be read; was HOLDFAST_LOG_DIR set in the job?", err=True)
         raise typer.Exit(1)
