@@ -199,7 +199,7 @@ figures-chaos:
 	$(BIN)/holdfast chaos run kill-rank --seed 7 --report $(FIGURES)/chaos
 	rm -f $(FIGURES)/chaos/run.json
 figures-growth:
-	$(BIN)/holdfast simulate --figures $(FIGURES)/simulate
+	$(BIN)/python docs/experiments/growth.py $(FIGURES)/simulate
 figures-gate:
 	$(BIN)/holdfast gate HEAD --calibrate 104 --markdown $(FIGURES)/gate.md
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup
+from holdfast.ft.console.command_line import CommandGroup
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
 from holdfast.harness.bench.store.command import store
@@ -22,10 +22,10 @@ app = CommandGroup(
 )
 
 
-def _failed(command: str, error: Exception, status: int = 1) -> typer.Exit:
-    """Print why nothing was measured, and exit with `status`: not 1 where 1 is a verdict."""
+def _failed(command: str, error: Exception) -> typer.Exit:
+    """Print why nothing was measured, and exit with status 1."""
     typer.echo(f"holdfast bench {command}: {error}", err=True)
-    return typer.Exit(status)
+    return typer.Exit(1)
 
 
 def _contestants(
@@ -224,47 +224,6 @@ def imports(
         )
 
 
-@app.command("quantised")
-def quantised(
-    backends: Annotated[str, typer.Option(help="Our backends, as shm,gloo.")] = "shm,gloo",
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks.")] = 2,
-    sizes: Annotated[str, typer.Option(help="Bytes of float32, as 1M,16M.")] = "1M,16M,64M",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each at each size.")] = 10,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Measure a quantised all_reduce (fp8, error feedback) beside a plain one, in turns in one run.
-
-    [bold]Examples[/bold]
-
-        holdfast bench quantised --backends gloo,ucx -n 4 --sizes 64M
-    """
-    from holdfast.comms.errors import HoldfastError
-    from holdfast.ft.console.console import console, print_json, working
-    from holdfast.ft.console.units import format_bytes
-    from holdfast.harness.bench.overhead.quantised import run
-
-    try:
-        parsed = parse_sizes(sizes)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    names = [name.strip() for name in backends.split(",") if name.strip()]
-    try:
-        with working(console(stderr=True), f"{counted(len(names), 'backend')}, in turns") as progress:
-            bench = run(names, parsed, ranks, rounds, progress)
-    except HoldfastError as error:
-        raise _failed("quantised", error) from error
-    if json:
-        print_json(bench)
-        return
-    for each in bench.costs:
-        typer.echo(
-            f"{each.backend}, {counted(each.ranks, 'rank')}, {format_bytes(each.nbytes)}: {each.quantised_ms:.2f} ms, "
-            f"plain {each.plain_ms:.2f}: {each.speed:.2f} times as fast with "
-            f"{each.quantised_bytes / each.plain_bytes:.3f} of the bytes; the error is {each.error:.2f} of its bound"
-        )
-    typer.echo(f"other processes used {bench.others:.2f} CPUs")
-
-
 @app.command("experts")
 def experts(
     contestants: Annotated[
@@ -372,10 +331,6 @@ def recovery(
     peers: Annotated[
         bool, typer.Option("--peers", help="Then the same with Open MPI's ULFM (shrink and go on).")
     ] = False,
-    bound: Annotated[
-        bool,
-        typer.Option("--bound", help="In turn with it the least: a pidfd, a flag, one update of sqlite, no torch."),
-    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the time from a SIGKILL inside an all_reduce to the survivors' next correct one.
@@ -386,7 +341,7 @@ def recovery(
 
         holdfast bench recovery -n 4 --stop --kills 10
 
-        holdfast bench recovery -n 4 --kills 30 --bound --peers
+        holdfast bench recovery -n 4 --kills 30 --peers
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json, working
@@ -399,8 +354,6 @@ def recovery(
         raise typer.BadParameter(f"--peers: {reason}")
     if peers and stopped:
         raise typer.BadParameter("--peers with --stop: ULFM's recovery is measured from ranks that are killed")
-    if bound and (stopped or proposer or spares or together > 1):
-        raise typer.BadParameter("--bound: the least is known of one rank that is killed, and not replaced")
 
     try:
         nbytes = parse_size(size)
@@ -422,7 +375,6 @@ def recovery(
                 together=together,
                 proposer=proposer,
                 stopped=stopped,
-                bound=bound,
             )
             peer = recovery_peer.run(ranks, kills, nbytes, seed, progress) if peers else None
     except ValueError as error:
@@ -441,50 +393,6 @@ def recovery(
             f"{counted(peer.hung, 'job')} "
             f"did not come back; others used {peer.others:.2f} CPUs"
         )
-
-
-@app.command("evictions")
-def evictions(
-    minutes: Annotated[float, typer.Option(min=0.05, help="How long to try.")] = 10.0,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 8,
-    cores: Annotated[int, typer.Option(min=1, help="Cores that they share, with two processes that compete.")] = 2,
-    suspect: Annotated[float, typer.Option(help="Seconds of silence before somebody is looked at.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Chooses who is slow, when and how.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Count ranks that are slow and are taken for dead: there should be none.
-
-    [bold]Examples[/bold]
-
-        holdfast bench evictions --minutes 1 -n 4
-
-    Ranks hold their interpreter, compute in several threads, and take and touch memory, each for up to two and a half
-    times the suspect time, on too few cores. Exit status: 0 only if no rank was evicted; 1 if one was;
-    2 if that could not be measured.
-    """
-    from holdfast.comms.errors import HoldfastError
-    from holdfast.ft.console.console import print_json
-    from holdfast.harness.bench.recovery.evictions import measure
-
-    typer.echo(f"{counted(ranks, 'rank')} work on {counted(cores, 'core')} for {minutes:g} minutes", err=True)
-    try:
-        found = measure(60 * minutes, ranks, cores, suspect, seed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    except HoldfastError as error:
-        raise _failed("evictions", error, CANNOT_BEGIN) from error
-    if json:
-        print_json(found.plain())
-    else:
-        slow = ", ".join(f"{name} {count}" for name, count in sorted(found.hogs.items()))
-        typer.echo(
-            f"{len(found.evictions)} false evictions in {found.seconds:g} s: "
-            f"{counted(found.ranks, 'rank')} on {counted(found.cores, 'core')}, suspect time {found.suspect:g} s, "
-            f"{found.rounds} rounds, {found.epochs} epoch(s); slow: {slow}"
-        )
-        for event in found.evictions:
-            typer.echo(f"  {event['kind']} {event.get('member', '')}: {event.get('reason') or event.get('evidence')}")
-    raise typer.Exit(1 if found.evictions or found.epochs != 1 else 0)
 
 
 @app.command("overhead")

@@ -26,12 +26,6 @@ def simulate(
         "failing.json"
     ),
     museum: Annotated[bool, typer.Option("--museum", help="Look for each known bug.")] = False,
-    readers: Annotated[
-        int | None, typer.Option(min=1, help="Simulate how a version of weights reaches so many readers instead.")
-    ] = None,
-    figures: Annotated[
-        Path | None, typer.Option(help="Measure growth and false alarms; plots go to this folder.")
-    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write one line for each event to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
@@ -51,8 +45,6 @@ def simulate(
 
         holdfast simulate --museum
 
-        holdfast simulate --readers 10000
-
     The membership core, the detectors and the commit protocol are the classes that run in production; clocks, network,
     register and kernel are simulated. With more than 256 ranks membership alone is simulated. Times are results of the
     protocol in simulated time, not of a machine.
@@ -62,16 +54,13 @@ def simulate(
     Exit status: 0 if every invariant held (with --museum: if every bug was found); 1 if not; 2 for what cannot be run.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.ft.console.outputs import check_file, check_folder, check_modules
+    from holdfast.ft.console.outputs import check_file
     from holdfast.harness.simulate import show
 
     check_file(trace, "--trace")
     if shrink:
         check_file(out, "--out")
         check_file(out.with_suffix(".txt"), "--out")
-    if figures is not None:
-        check_modules("report", "--figures", "matplotlib")
-    check_folder(figures, "--figures", "simulate.json")
     try:
         with ExitStack() as stack:
             if trace is not None:
@@ -83,10 +72,6 @@ def simulate(
                 stack.enter_context(show.known_bug_named(bug).inject())
             if museum:
                 status = show.run_known_bugs(seeds if seeds > 1 else 3000, seed, json)
-            elif readers is not None:
-                status = show.fan_out(readers, hosts or -(-readers // 8), seed, json)
-            elif figures is not None:
-                status = show.figures(figures, seed, json)
             elif schedule is not None:
                 status = show.replay(schedule, write, shrink, out, json)
             elif scenario == "swarm":

@@ -9,9 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 
-import msgspec
-import typer
-
 from holdfast.ft.console.console import FoldingTable, console, print_json, styled, working
 from holdfast.ft.console.outputs import writing
 from holdfast.ft.console.units import counted
@@ -21,8 +18,6 @@ from holdfast.harness.simulate.core.trace import TraceWriter
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS, KnownBug
 from holdfast.harness.simulate.known_bugs.reproduce import Sighting
 from holdfast.harness.simulate.known_bugs.run_all import run_all
-from holdfast.harness.simulate.scale import fan_out as fan_out_model
-from holdfast.harness.simulate.scale import growth
 from holdfast.harness.simulate.scale.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import SimulationResult, simulate
@@ -205,61 +200,6 @@ def _show_scales(name: str, scales: Iterable[ScaleResult]) -> None:
     out.print(table)
     for scale in scales:
         out.print(f"trace {scale.trace}, {counted(scale.events, 'event')}, seed {scale.seed}")
-
-
-def fan_out(readers: int, hosts: int, seed: int, json: bool) -> int:
-    """Simulate how a version reaches many readers."""
-    spec = fan_out_model.FanOutSpec(readers, hosts, seed=seed)
-    with _working(f"a version for {counted(readers, 'reader')} on {counted(hosts, 'host')}"):
-        result = fan_out_model.measure(spec)
-    if json:
-        print_json(result)
-        return 0
-    size = spec.parts * spec.part_bytes / 1e9
-    caption = f"{size:.3g} GB in {spec.parts} parts, links of {spec.bandwidth / 1e9:.3g} GB/s, simulated time"
-    table = FoldingTable(title="a new version, from its replicas to all readers", caption=caption)
-    for column in (
-        "readers",
-        "hosts",
-        "one alone",
-        "all",
-        "all from replicas",
-        "sent by a replica",
-        "by a reader, most",
-    ):
-        table.add_column(column, justify="right")
-    table.add_column("changes of registers", justify="right")
-    table.add_row(
-        f"{result.readers:,}",
-        f"{result.hosts:,}",
-        f"{result.alone:.2f} s",
-        f"{result.seconds:.2f} s",
-        f"{result.direct:,.1f} s",
-        f"{result.publisher_copies:.2f} versions",
-        f"{result.reader_copies:.2f} versions",
-        f"{result.changes:,} ({result.catalog_changes:,} of the catalogue)",
-    )
-    console().print(table)
-    return 0
-
-
-def figures(directory: Path, seed: int, json: bool) -> int:
-    """Measure growth and false alarms, and draw them."""
-    with _working("figures: several minutes") as say:
-        result = growth.study(seed, lambda share, note: say(f"figures: {share:.0%}, {note}"))
-    if json:
-        print_json(result)
-    else:
-        out = console()
-        _show_scales("host-loss", result.host_loss)
-        _show_scales("crash", result.crash)
-        for line in growth.sentences(result):
-            out.print(line)
-    with writing("holdfast simulate"):
-        (directory / "simulate.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-        growth.draw(result, directory)
-    typer.echo(f"plots: {directory}", err=json)
-    return 0
 
 
 # Known bugs --------------------------------------------------------------------------------------------------------

@@ -165,12 +165,6 @@ def show_recovery(bench: RecoveryBench, out: Console) -> None:
         values = (spread.median, spread.p90, spread.p99, spread.max)
         table.add_row(name, *(f"{value:.2f} ms" for value in values), style="bold" if name.startswith("whole") else "")
     out.print(table)
-    if bench.bound is not None:
-        least = bench.bound
-        out.print(
-            f"in turn, the least with a pidfd, a flag, one update of sqlite, no torch: median {least.median:.2f} ms, "
-            f"p90 {least.p90:.2f}; ours takes {bench.total.median / least.median:.2f} times as long"
-        )
 
 
 def _panel(axes: Axes, rows: list[BenchRow], bandwidth: bool) -> None:

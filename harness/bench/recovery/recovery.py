@@ -22,7 +22,6 @@ import numpy as np
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.bench.recovery import bound as recovery_bound
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
 
@@ -81,7 +80,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
 
     `others` is how many CPUs other processes used meanwhile, on average. `together` ranks died at once, and with
     `proposer` also the one that had just put the next epoch into the register. `stopped`: they were not killed but
-    stopped, and ended by the survivors. `bound`: the lower bound, measured in turn (see `bound.py`).
+    stopped, and ended by the survivors.
     """
 
     backend: str
@@ -99,7 +98,6 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     together: int = 1
     proposer: bool = False
     stopped: bool = False
-    bound: Spread | None = None
 
     @staticmethod
     def of(
@@ -112,7 +110,6 @@ class RecoveryBench(msgspec.Struct, frozen=True):
         stopped: bool,
         others: float,
         kills: tuple[RecoveryTiming, ...],
-        bound: Sequence[float] = (),
     ) -> RecoveryBench:
         return RecoveryBench(
             backend,
@@ -130,7 +127,6 @@ class RecoveryBench(msgspec.Struct, frozen=True):
             together=together,
             proposer=proposer,
             stopped=stopped,
-            bound=Spread.of(bound) if bound else None,
         )
 
 
@@ -242,13 +238,12 @@ def run(
     together: int = 1,
     proposer: bool = False,
     stopped: bool = False,
-    bound: bool = False,
 ) -> RecoveryBench:
     """Kill ranks chosen at random, `kills` times, `together` of them at once. Raises ValueError if none would be left.
 
     With `proposer` also the one that proposes the next epoch, as soon as the register has it. With `spares` a job takes
     one for each rank that is killed, and as many kills; without, each kill is of a new job, which goes on with one rank
-    less. `stopped`: SIGSTOP, not SIGKILL. `bound`: after each kill measure the lower bound, too.
+    less. `stopped`: SIGSTOP, not SIGKILL.
     """
     lost = together + proposer
     if not 0 < together <= lost < ranks:
@@ -257,7 +252,6 @@ def run(
         raise ValueError("a job whose proposer dies is used once: ask for no spares")
     choose = random.Random(seed)
     done: list[RecoveryTiming] = []
-    least: list[float] = []
     noise = Noise(zygote_pid)
     options = {"min_size": ranks - lost}
     quiet = {"HOLDFAST_CHECK": "0", **({"HOLDFAST_FAULT": "rebuild.after_propose:0:0"} if proposer else {})}
@@ -272,18 +266,7 @@ def run(
                     victims = choose.sample(range(1 if proposer else 0, ranks), together)
                     done.append(_inject(job, victims, proposer, signal.SIGSTOP if stopped else signal.SIGKILL))
                     progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
-            if bound:
-                least.append(_least(ranks, choose))
-    return RecoveryBench.of(
-        backend, ranks, spares, nbytes, together, proposer, stopped, noise.cpus(), tuple(done), least
-    )
-
-
-def _least(ranks: int, choose: random.Random) -> float:
-    try:
-        return recovery_bound.kill_one(ranks, choose.randrange(ranks), SETTLE * (1 + choose.random()))
-    except RuntimeError as error:
-        raise NotRecovered(str(error)) from error
+    return RecoveryBench.of(backend, ranks, spares, nbytes, together, proposer, stopped, noise.cpus(), tuple(done))
 
 
 def _median(done: list[RecoveryTiming]) -> float:

@@ -38,7 +38,6 @@ from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled, Suspicio
 from holdfast.ft.membership.view import Job, Member, Phase, View
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
-from holdfast.harness.bench.recovery.evictions import HOGS, measure
 from support.children import children
 from support.hosts import be_alone_on_host
 from support.waiting import PATIENCE
@@ -570,21 +569,3 @@ def test_the_built_in_detectors_are_plugins_and_available_here() -> None:
     names = ["pidfd", "heartbeat", "observers", "transport", "progress", "nccl_ras"]
     assert [each.name for each in own_infos()] == names
     assert all(isinstance(each.probe(), Available) for each in own_infos())
-
-
-# -- slow ranks; `holdfast bench evictions` tries it for longer
-
-
-def test_slow_ranks_on_too_few_cores_are_not_evicted() -> None:
-    cores = min(2, len(os.sched_getaffinity(0)))
-    found = measure(4.0, ranks=4, cores=cores, suspect=0.3)
-    assert found.evictions == []
-    assert found.epochs == 1
-    assert set(found.hogs) <= set(HOGS) and sum(found.hogs.values()) > 0
-    assert found.rounds > 0
-
-
-@pytest.mark.parametrize(("options", "words"), [({"cores": 10**6}, "may use"), ({"ranks": 1}, "at least 2")])
-def test_bench_evictions_refuses_what_it_cannot_run(options: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        measure(1.0, **options)

@@ -42,7 +42,6 @@ from holdfast.harness.simulate.core.world import World
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
 from holdfast.harness.simulate.known_bugs.reproduce import reproduce
 from holdfast.harness.simulate.known_bugs.run_all import run_all
-from holdfast.harness.simulate.scale import exchange
 from holdfast.harness.simulate.scale.scale import measure
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import simulate as run
@@ -321,14 +320,6 @@ def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["outcomes"][0]["trace"] == outcome["trace"]
     assert trace.read_text().count("\n") > 10
     assert runner.invoke(app.app, ["simulate", "--schedule", str(found)]).exit_code == 0
-
-
-def test_the_messages_of_an_exchange_grow_slower_than_the_job() -> None:
-    """Eight times the members: no member handles twice the messages."""
-    small, large = exchange.measure(500, seed=1), exchange.measure(4000, seed=1)
-    assert large.messages_max < 2 * small.messages_max
-    assert large.messages_mean < 2 * small.messages_mean
-    assert large.depth <= small.depth + 2
 
 
 @pytest.mark.parametrize("scenario", ["swarm", "crash"])

@@ -204,7 +204,6 @@ def test_an_unexpected_exception_ends_without_a_verdict(
         ("chaos", "run", "kill-rank", "--report", "/dev/null/report"),
         ("chaos", "compare", "before", "after", "--report", "/dev/null/report"),
         ("demo", "--report", "/dev/null/report"),
-        ("simulate", "--figures", "/dev/null/figures"),
         ("simulate", "--shrink", "--out", "/dev/null/failing.json"),
         ("simulate", "--trace", "/dev/null/trace"),
     ],
@@ -221,7 +220,6 @@ def test_outputs_are_tried_before_anything_is_measured(arguments: tuple[str, ...
     [
         (("chaos", "run", "kill-rank"), "jinja2", "holdfast[report]"),
         (("bench", "copy", "--report", "report"), "jinja2", "holdfast[report]"),
-        (("simulate", "--figures", "figures"), "matplotlib", "holdfast[report]"),
         (("demo",), "transformers", "holdfast[rl]"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -31,7 +31,6 @@ COMMANDS = {
     "rl train task.toml": CANNOT_BEGIN,
     "run -n 1 nowhere.py": CANNOT_BEGIN,
     "simulate --seeds 2": 0,
-    "simulate --figures here": CANNOT_BEGIN,
     "store ls sqlite:///nowhere/job.sqlite": CANNOT_BEGIN,
     "top": CANNOT_BEGIN,
     "tune --help": 0,

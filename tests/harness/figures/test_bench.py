@@ -43,7 +43,6 @@ from holdfast.harness.bench.output import show
 from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.bench.output.results import Bench, BenchRow, Timing, ratios
 from holdfast.harness.bench.overhead.imports import measure
-from holdfast.harness.bench.recovery import bound as recovery_bound
 from holdfast.harness.bench.recovery import peer as recovery_peer
 from holdfast.harness.bench.recovery import recovery
 
@@ -471,27 +470,11 @@ def test_a_recovery_without_a_trace_is_an_error() -> None:
 
 
 @pytest.mark.thorough
-def test_recovery_is_measured_beside_its_lower_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    bench = recovery.run("shm", ranks=2, kills=1, bound=True)
-    assert len(bench.kills) == 1
-    assert bench.bound is not None
-    assert 0 < bench.bound.median < 1e3 * recovery_bound.LIMIT
-    show.show_recovery(bench, console())
-    assert "times as long" in capsys.readouterr().out
-
-
-def test_a_lower_bound_that_was_not_measured_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="failed"):
-        recovery_bound.kill_one(ranks=2, victim=5, wait=0.0)
-
-
-@pytest.mark.thorough
 def test_recovery_with_spares_is_measured_on_real_kills() -> None:
     bench = recovery.run("shm", ranks=3, kills=2, spares=2)
     assert len(bench.kills) == 2
     assert all(0 < kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
     assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / 2)
-    assert bench.bound is None
     show.show_recovery(bench, console())
 
 
@@ -523,7 +506,7 @@ def test_recovery_from_a_rank_that_stops_is_measured() -> None:
 
 
 def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
-    for asked in ("--together 4", "--proposer --spares 2", "--size big", "--stop --peers", "--stop --bound"):
+    for asked in ("--together 4", "--proposer --spares 2", "--size big", "--stop --peers"):
         assert CliRunner().invoke(app, ["recovery", *asked.split()]).exit_code == 2, asked
     unknown = CliRunner().invoke(app, ["recovery", "--backend", "nosuch", "--kills", "1"])
     assert unknown.exit_code == 1

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
-from holdfast.harness.simulate.scale.fan_out import FanOutSpec, measure
 from holdfast.store.catalog import reader_group, transitions
 from holdfast.store.catalog.fan_out import (
     AT_ONCE,
@@ -263,25 +262,3 @@ def test_a_damaged_group_is_read_as_a_group_or_refused(where: int, what: int, ki
 def test_a_group_of_another_release_is_refused() -> None:
     with pytest.raises(CorruptData, match="layout 99"):
         ReaderGroup.decode(ReaderGroup(layout=99).encode())
-
-
-# -- simulated
-
-
-def test_a_version_reaches_a_thousand_readers_while_a_replica_sends_few_copies() -> None:
-    result = measure(FanOutSpec(readers=1000, hosts=125))
-    assert result.publisher_copies <= SEEDS
-    assert result.reader_copies <= 4 and result.at_once <= 2 * AT_ONCE
-    assert result.seconds < 6 * result.alone < result.direct / 10
-    assert result.catalog_bytes < 100_000 and result.group_bytes < 100_000
-
-
-def test_a_thousand_readers_of_one_large_part_take_a_logarithmic_time() -> None:
-    few, many = (measure(FanOutSpec(readers=8 * hosts, hosts=hosts, parts=1)) for hosts in (16, 128))
-    assert many.seconds < 3 * few.seconds, "of eight times the hosts"
-    assert many.publisher_copies <= SEEDS
-
-
-def test_equal_seeds_give_equal_runs() -> None:
-    spec = FanOutSpec(readers=160, hosts=20, seed=7)
-    assert measure(spec) == measure(spec)

@@ -1,4 +1,4 @@
-"""`holdfast bench quantised`: time and bytes of a quantised all_reduce with error feedback beside a plain one.
+"""When does a quantised all_reduce (fp8, error feedback) pay? `python docs/experiments/quantised.py`.
 
 Both take turns in the same processes, on the same float32 tensor. Bytes are counted by running the algorithms of
 messages between threads, as they run over ucx, mpi and gloo; shm copies from memory to memory.
@@ -6,13 +6,15 @@ messages between threads, as they run over ucx, mpi and gloo; shm copies from me
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast.ft.console.console import print_json
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.collectives.counting import count_traffic
 from holdfast.harness.bench.output.noise import Noise
@@ -47,19 +49,12 @@ class QuantisedBench(msgspec.Struct, frozen=True):
     others: float
 
 
-def run(
-    backends: Sequence[str],
-    sizes: Sequence[int],
-    ranks: int = 2,
-    rounds: int = 10,
-    progress: Callable[[str], None] = lambda text: None,
-) -> QuantisedBench:
+def run(backends: Sequence[str], sizes: Sequence[int], ranks: int, rounds: int) -> QuantisedBench:
     """Measure every size over every backend. Raises the errors of `LocalCluster`."""
     noise, costs = Noise(zygote_pid), list[QuantisedCost]()
     for backend in backends:
         with LocalCluster(ranks, backend, threads=1, echo=False, timeout=300.0) as cluster:
             for nbytes in sizes:
-                progress(f"{backend}, {nbytes} B")
                 found = cluster.run(_take_turns, max(1, nbytes // 4), rounds)
                 costs.append(_cost(backend, nbytes, [times for times, _ in found], max(error for _, error in found)))
     return QuantisedBench(tuple(costs), noise.cpus())
@@ -111,3 +106,18 @@ def _take_turns(comm: Communicator, count: int, rounds: int) -> tuple[list[tuple
 def _together(comm: Communicator) -> float:
     comm.barrier()
     return time.perf_counter()
+
+
+def main() -> None:
+    """Print the results as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default="shm,gloo")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 20, 16 << 20, 64 << 20], help="bytes of float32")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    asked = parser.parse_args()
+    print_json(run(asked.backends.split(","), asked.sizes, asked.ranks, asked.rounds))
+
+
+if __name__ == "__main__":
+    main()

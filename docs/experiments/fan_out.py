@@ -1,4 +1,4 @@
-"""Simulates how a new version reaches thousands of readers.
+"""How does a new version reach thousands of readers? Simulated: `python docs/experiments/fan_out.py`.
 
 It gives the source and the time of each read, and how much each source sends. The rules are those of the store
 (`fan_out`, `reader_group`), with the records that it keeps in registers. Simulated are the links of the hosts, which
@@ -8,6 +8,7 @@ of a host map its one copy, so only the first reader of each host takes part.
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import random
 from collections import Counter, defaultdict
@@ -19,6 +20,7 @@ import msgspec
 
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
+from holdfast.ft.console.console import print_json
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.fan_out import announce_copy, request_copy
 from holdfast.store.catalog.reader_group import ABOVE, ReaderGroup, announce, group_of, request, source_of
@@ -301,3 +303,19 @@ def _published(spec: FanOutSpec) -> Catalog:
         for name in ids[1:]:
             catalog = transitions.replicated(catalog, 1, part, digest(part), Replica(name, handle(name)))
     return catalog
+
+
+def main() -> None:
+    """Print the result as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readers", type=int, nargs="+", default=[8, 100, 1000, 10_000])
+    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    for readers in asked.readers:
+        hosts = readers if readers <= 8 else -(-readers // 8)
+        print_json(measure(FanOutSpec(readers, hosts, asked.parts, seed=asked.seed)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,20 +1,23 @@
-"""The lower bound of a recovery: the least work with the same means, on the same machine.
+"""How close is a recovery to the least that its means allow? `python docs/experiments/recovery_bound.py`.
 
 The ranks are processes that only meet at flags in shared memory. They import no torch, so the kernel frees a dead one
 in a moment. Each has a thread that follows the others' pidfds; when one ends, the lowest survivor compares-and-sets the
 epoch in an sqlite file, and sets a word that ends what is pending. There are no views, no membership, no reasons, no
 other machine, no tensors: the time that holdfast takes beyond this bound is the price of those.
 
-Run as a program it is one kill: it prints the milliseconds from the signal to the last survivor's next meeting.
+Kills of holdfast's ranks and of these take turns. With `--one` the program is a single job of the bound.
 """
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
+import random
 import select
 import signal
 import sqlite3
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,7 +41,7 @@ def kill_one(ranks: int, victim: int, wait: float) -> float:
 
     The kill is `wait` seconds after the start. Raises RuntimeError if they do not meet again.
     """
-    program = [sys.executable, "-m", __name__, str(ranks), str(victim), str(wait)]
+    program = [sys.executable, sys.argv[0], "--one", str(ranks), str(victim), str(wait)]
     try:
         done = subprocess.run(program, capture_output=True, text=True, timeout=wait + 3 * LIMIT, check=False)
     except subprocess.TimeoutExpired as error:
@@ -153,5 +156,28 @@ def _kill(pids: list[int], victim: int, words: memoryview, wait: float) -> float
     raise RuntimeError(f"the survivors did not meet again within {LIMIT} s")
 
 
+def main() -> None:
+    """Measure both in turns, and print the medians and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--backend", default="shm")
+    parser.add_argument("--one", nargs=3, help="one job of the bound: ranks, victim, seconds before the kill")
+    asked = parser.parse_args()
+    if asked.one:
+        print(_run(int(asked.one[0]), int(asked.one[1]), float(asked.one[2])))
+        return
+    from holdfast.harness.bench.recovery import recovery  # torch, which the processes of the bound must not have
+
+    ours, least, choose = list[float](), list[float](), random.Random(0)
+    for seed in range(asked.kills):
+        ours.append(recovery.run(asked.backend, asked.ranks, kills=1, seed=seed).total.median)
+        least.append(kill_one(asked.ranks, choose.randrange(asked.ranks), 0.2 * (1 + choose.random())))
+    whole, bound = statistics.median(ours), statistics.median(least)
+    print(
+        f"holdfast {whole:.2f} ms, the least {bound:.2f} ms: {whole / bound:.2f} times as long (medians of {len(ours)})"
+    )
+
+
 if __name__ == "__main__":
-    print(_run(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    main()

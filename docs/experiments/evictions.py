@@ -1,4 +1,4 @@
-"""`holdfast bench evictions`: counts false evictions of slow ranks.
+"""Are slow ranks on too few cores taken for dead? `python docs/experiments/evictions.py`.
 
 Ranks that share too few cores work together while each in turn holds its interpreter for longer than the suspect time,
 computes in several threads, or takes and touches much memory, and other processes compete for the cores all the time.
@@ -7,7 +7,9 @@ No rank dies, so every epoch after the first, and every process that is ended, i
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import os
 import random
 import threading
@@ -45,9 +47,6 @@ class Evictions:
     hogs: dict[str, int]
     epochs: int
     evictions: list[dict[str, Any]]
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def hold_interpreter(seconds: float) -> None:
@@ -157,3 +156,27 @@ def _on_cores(
 ) -> tuple[int, dict[str, int]]:
     os.sched_setaffinity(0, set(cores))
     return work(session, seconds, suspect, seed)
+
+
+def main() -> int:
+    """Print what was counted; status 1 if a rank was evicted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--suspect", type=float, default=0.5, help="seconds of silence before a rank is looked at")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    found = measure(asked.seconds, asked.ranks, asked.cores, asked.suspect, asked.seed)
+    if asked.json:
+        print(json.dumps(asdict(found)))
+    else:
+        slow = ", ".join(f"{name} {count}" for name, count in sorted(found.hogs.items()))
+        print(f"{len(found.evictions)} false evictions, {found.epochs} epoch(s), {found.rounds} rounds; slow: {slow}")
+        print(*found.evictions, sep="\n")
+    return 1 if found.evictions or found.epochs != 1 else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

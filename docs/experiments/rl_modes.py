@@ -1,4 +1,4 @@
-"""`python -m holdfast.harness.bench.rl.modes [STEPS [SEEDS]]`: trains in turns and at the same time, alternately.
+"""How much faster is asynchronous training than synchronous? `python docs/experiments/rl_modes.py`.
 
 Prints the episodes a second of both loops, their ratio, and the held-out reward at the end. One trainer and one
 generator: each has a processor to itself where there are two, as they have GPUs of their own on a cluster.
@@ -6,9 +6,9 @@ generator: each has a processor to itself where there are two, as they have GPUs
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,11 +89,13 @@ def lines(found: Sequence[ModeFigures]) -> Sequence[str]:
 
 
 if __name__ == "__main__":
-    given = [int(each) for each in sys.argv[1:]]
-    chosen_steps, pairs = (*given, *(200, 3)[len(given) :])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    asked = parser.parse_args()
     results = []
-    for chosen_seed, each in itertools.product(range(pairs), MODES):
-        results.append(measure(each, chosen_steps, seed=chosen_seed))
+    for chosen_seed, each in itertools.product(range(asked.seeds), MODES):
+        results.append(measure(each, asked.steps, every=min(25, asked.steps), seed=chosen_seed))
         print(f"{each}: {results[-1].rate:.0f} episodes/s, held-out reward {results[-1].reward:.1%}", flush=True)
     print(*lines(results), sep="\n")
     shut_down()

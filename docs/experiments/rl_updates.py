@@ -1,4 +1,4 @@
-"""`python -m holdfast.harness.bench.rl.updates [STEPS]`: how soon all generators serve a step's weights.
+"""How soon do all generators serve a step's weights? `python docs/experiments/rl_updates.py`.
 
 Trains a Llama of 9.9 million parameters over two trainers (FSDP2) and two generators, in turns. Prints the time from a
 committed step to the last generator that serves its weights.
@@ -6,8 +6,8 @@ committed step to the last generator that serves its weights.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,5 +84,9 @@ def line(seconds: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    print(line(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 40)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--hidden-size", type=int, default=320, help="320: 9.9 million parameters")
+    asked = parser.parse_args()
+    print(line(measure(asked.steps, {**MEDIUM_LLAMA, "hidden_size": asked.hidden_size})))
     shut_down()

@@ -1,14 +1,14 @@
-"""`python -m holdfast.harness.bench.rl.kernels`: the log-probabilities of tokens on a GPU, forward and backward.
+"""How fast are the log-probabilities of tokens on a GPU? `python docs/experiments/logprob_kernels.py`.
 
-Times torch's ops (eager), the same under torch.compile, and Triton's kernel if it is installed, in turn: milliseconds
-(the median), and the most memory that a call takes beside its inputs. `--small` finds the size from which the fused
-kernel is faster than torch's ops.
+Times forward and backward by torch's ops (eager), the same under torch.compile, and Triton's kernel if it is installed,
+in turn: milliseconds (the median), and the most memory that a call takes beside its inputs. `--small` finds the size
+from which the fused kernel is faster than torch's ops.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -95,8 +95,11 @@ def run(logits: Sequence[tuple[int, int, torch.dtype]]) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    asked = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU; the kernel serves CUDA tensors alone")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, forward and backward")
     torch.manual_seed(0)
-    run(SMALL_LOGITS if "--small" in sys.argv else LOGITS)
+    run(SMALL_LOGITS if asked.small else LOGITS)

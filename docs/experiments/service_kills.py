@@ -1,17 +1,17 @@
-"""`python -m holdfast.harness.bench.rl.kills [local|monarch] [KILLS]`: kills replicas in a row under six clients.
+"""Does a service lose a call when its replicas are killed? `python docs/experiments/service_kills.py`.
 
-Prints how long a call took if its replica was killed, how long until the replacement served, whether a call was lost,
-and how the descriptors of the driver grew.
+Kills replicas in a row under six clients. Prints how long a call took if its replica was killed, how long until the
+replacement served, whether a call was lost, and how the descriptors of the driver grew.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import os
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,7 +145,10 @@ async def run(name: str, kills: int) -> KillFigures:
 
 
 if __name__ == "__main__":
-    chosen = [sys.argv[1]] if len(sys.argv) > 1 else ["local", "monarch"]
-    for each in chosen:
-        print(*lines(asyncio.run(run(each, int(sys.argv[2]) if len(sys.argv) > 2 else 150))), sep="\n", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=("local", "monarch"), default=("local", "monarch"))
+    parser.add_argument("--kills", type=int, default=150)
+    asked = parser.parse_args()
+    for each in asked.engines:
+        print(*lines(asyncio.run(run(each, asked.kills))), sep="\n", flush=True)
     shut_down()

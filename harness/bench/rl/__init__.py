@@ -1,1 +1,0 @@
-"""Measures the services of the RL workload while their replicas are killed."""
