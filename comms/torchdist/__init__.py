@@ -6,9 +6,8 @@ distributed checkpoints run unchanged. If a rank dies, ops raise holdfast's type
 from that.
 """
 
-from holdfast.comms.torchdist.device_backend import behind
 from holdfast.comms.torchdist.options import Options
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, behind
 from holdfast.comms.torchdist.registration import BACKEND, DEVICE_BACKEND, register
 
 __all__ = ["BACKEND", "DEVICE_BACKEND", "HoldfastProcessGroup", "Options", "behind", "register"]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, refused
+from holdfast.comms.errors import Unsupported
 from holdfast.comms.torchdist.works import TorchWork
+
+if TYPE_CHECKING:
+    from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 
 AVAILABLE = hasattr(c10d.Backend, "reconfigure")
 """Whether the installed torch calls methods of its backends that Python overrides."""
@@ -50,6 +52,15 @@ _FORWARDED = (
     "_set_sequence_number_for_group",
     "_get_sequence_number_for_group",
 )
+
+
+def refused(name: str, instead: str) -> Callable[..., Any]:
+    """A method of torch's that raises `Unsupported`: what is accepted and ignored would be found out too late."""
+
+    def refuse(self: object, *arguments: object, **named: object) -> Any:
+        raise Unsupported(f"{name} of a holdfast process group", instead)
+
+    return refuse
 
 
 class HoldfastBackend(c10d.Backend):
@@ -110,18 +121,3 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 for _name in _FORWARDED:
     setattr(HoldfastBackend, _name, _forwarded(_name))
-
-
-def behind(group: object) -> HoldfastProcessGroup | None:
-    """The `HoldfastProcessGroup` behind a torch process group.
-
-    None for a group over another backend, and for the placeholder that torch returns to ranks outside a group.
-    """
-    if isinstance(group, HoldfastProcessGroup):
-        return group
-    if isinstance(group, dist.ProcessGroup):
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            if isinstance(backend, HoldfastBackend):
-                return backend.group
-    return None

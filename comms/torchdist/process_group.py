@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
+from holdfast.comms.connect import connect
+from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.quantities import time_left
@@ -29,9 +30,10 @@ from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
 from holdfast.comms.torchdist.calls.hooks import CompletedWork, Hook, Hooks, IssuedOp, check_available, nan_check_is_on
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
+from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, refused
 from holdfast.comms.torchdist.group_members import group_store
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
-from holdfast.comms.torchdist.options import Options
+from holdfast.comms.torchdist.options import Options, resolve_options
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
 from holdfast.comms.torchdist.reconfigure import parse_request
 from holdfast.comms.torchdist.untraced import untraced
@@ -45,15 +47,6 @@ Issue = Callable[[bool, float], Work]
 """Issues one op on the communicator, given async_op and the timeout in seconds."""
 
 
-def refused(name: str, instead: str) -> Callable[..., Any]:
-    """A method of torch's that raises `Unsupported`: what is accepted and ignored would be found out too late."""
-
-    def refuse(self: object, *arguments: object, **named: object) -> Any:
-        raise Unsupported(f"{name} of a holdfast process group", instead)
-
-    return refuse
-
-
 @untraced
 class HoldfastProcessGroup(dist.ProcessGroup):
     """One rank of a group. Made by `init_process_group("holdfast")` and `new_group`, not by hand.
@@ -62,7 +55,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     """
 
     supports_coalescing = False
-    supports_shrinking = False
+    supports_shrinking = AVAILABLE
+    """torch keeps the shrunk group behind its interface for backends in Python, which came with 2.14."""
     supports_reconfigure = True
     supports_time_estimate = _supports_time_estimate = False
     supports_abort_hooks = supports_completion_hooks = True
@@ -84,7 +78,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._p2p = P2PChannels(communicator, timeout)
         self._monitored = self._monitored_barrier("")
         self._name, self._description = "", "undefined"
-        self._issued = 0
+        self._issued = self._shrunk = 0
         self._hooks = Hooks(communicator.rank, nan_check_is_on())
         communicator.add_abort_callback(self._hooks.aborted)
         self._messages = itertools.count(1)
@@ -611,6 +605,31 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         group.setGroupDesc(group_desc or f"{self._description}:split")
         return group
 
+    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None) -> HoldfastBackend:
+        """Connect the members of this group that are not excluded; collective over these, for `dist.shrink_group`.
+
+        `shrink_flags` 1 aborts this group's pending ops first. `opts` may name other options of ours. The excluded may
+        be dead, but for the process that serves the group's store.
+        """
+        excluded = set(ranks_to_exclude)
+        ranks = [rank for rank in range(self.size()) if rank not in excluded]
+        options = self.options if opts is None else resolve_options(opts, self.options)
+        if shrink_flags:
+            self.abort()
+        self._shrunk += 1
+        name = f"{self.communicator.name}/shrunk-{'-'.join(map(str, ranks))}.{self._shrunk}"
+        store = dist.PrefixStore(name, self._store)
+        communicator = connect(
+            options.backend,
+            rank=ranks.index(self.rank()),
+            size=len(ranks),
+            rendezvous=store,
+            name=name,
+            device=torch.device(options.device),
+            timeout=self._timeout,
+        )
+        return HoldfastBackend(HoldfastProcessGroup(store, communicator, options, self._timeout))
+
     # -- the end
 
     def abort(self) -> None:
@@ -624,3 +643,18 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         """Release all resources; pending ops raise `Revoked`. Idempotent."""
         self._p2p.close()
         self.communicator.close()
+
+
+def behind(group: object) -> HoldfastProcessGroup | None:
+    """The `HoldfastProcessGroup` behind a torch process group.
+
+    None for a group over another backend, and for the placeholder that torch returns to ranks outside a group.
+    """
+    if isinstance(group, HoldfastProcessGroup):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if isinstance(backend, HoldfastBackend):
+                return backend.group
+    return None

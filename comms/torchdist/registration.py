@@ -14,10 +14,10 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, behind
+from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend
 from holdfast.comms.torchdist.group_members import checked_members, group_store
 from holdfast.comms.torchdist.options import Options, resolve_options
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, behind
 from holdfast.comms.torchdist.session_group import SessionProcessGroup
 from holdfast.comms.torchdist.torch_patches import accept_builtin_hooks, accept_monitored_barrier
 

@@ -34,7 +34,7 @@ class SessionProcessGroup(HoldfastProcessGroup):
     `dependents` are objects that were made over the group; `default_group.remove` calls their `end()`.
     """
 
-    supports_reconfigure = False
+    supports_reconfigure = supports_shrinking = False
 
     def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
         super().__init__(store, communicator, options, timeout)

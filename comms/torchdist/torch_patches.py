@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.comms.torchdist.device_backend import behind
+from holdfast.comms.torchdist.process_group import behind
 
 
 def accept_builtin_hooks() -> None:

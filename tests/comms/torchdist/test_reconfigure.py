@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms import Communicator, PeerFailed, Revoked
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.harness import LocalCluster
 
 
@@ -143,6 +144,27 @@ def test_reconfigure_works_after_an_abort_and_refuses_bad_arguments(three: Local
         with pytest.raises(RuntimeError, match="already used"):
             group.pg.reconfigure(3, handles)
         assert group.sum() == 6
+
+    on_ranks(three, tmp_path, body)
+
+
+@pytest.mark.skipif(not HoldfastProcessGroup.supports_shrinking, reason="torch shrinks groups of others from 2.14 on")
+@pytest.mark.parametrize("flags", [0, 1], ids=["at rest", "with an abort"])
+def test_shrink_group_goes_on_without_the_excluded(three: LocalCluster, tmp_path: Path, flags: int) -> None:
+    """torch's own function: the new default group has the others, in their order; the excluded one is not asked."""
+
+    def body(group: Group) -> None:
+        assert group.sum() == 6
+        if group.rank == 1:
+            return
+        pending = dist.all_reduce(torch.ones(2), async_op=True) if flags else None
+        with pytest.raises(TypeError, match="pg_options"):
+            dist.shrink_group([1], shrink_flags=flags, pg_options=SimpleNamespace())
+        dist.shrink_group([1], shrink_flags=flags)
+        if pending is not None:
+            with pytest.raises((Revoked, PeerFailed)):
+                pending.wait()
+        assert (dist.get_rank(), dist.get_world_size(), group.sum()) == (group.rank // 2, 2, 3)
 
     on_ranks(three, tmp_path, body)
 
