@@ -17,8 +17,8 @@ import msgspec
 from holdfast.ft.console.console import print_json
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.collectives.counting import count_traffic
-from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.measure.noise import Noise
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator

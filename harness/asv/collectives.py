@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.harness.asv.common import CLOCK, RANKS, RankTimes, need, profile
+from holdfast.harness.asv.common import RankTimes, SpeedUp, need, profile
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -24,14 +24,8 @@ class Collectives(RankTimes):
     )  # fmt: skip
     param_names: ClassVar = ["backend", "op", "ranks", "size"]
 
-    def setup(self, backend: str, op: str, ranks: int, size: int) -> None:
-        self.times = self.ready(f"holdfast:{backend}", op, ranks, size)
 
-    def time_op(self, backend: str, op: str, ranks: int, size: int) -> None:
-        CLOCK.advance(RANKS.seconds(f"holdfast:{backend}", op, ranks, size, self.times))
-
-
-class BesidePeers:
+class BesidePeers(SpeedUp):
     """How many times as fast as another library, measured in turns in one run."""
 
     params: ClassVar = (
@@ -41,20 +35,12 @@ class BesidePeers:
         profile([8, 16 * MIB], [8, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]),
     )
     param_names: ClassVar = ["peer", "op", "ranks", "size"]
-    unit = "times as fast"
-    timeout = 180
 
     def setup(self, peer: str, op: str, ranks: int, size: int) -> None:
         need(peer)
 
     def track_speed_up(self, peer: str, op: str, ranks: int, size: int) -> float:
-        from holdfast.harness.bench.collectives.rounds import BenchPlan, run
-
-        ours = "holdfast:shm"
-        bench = run(BenchPlan((op,), (ours, peer), (ours,), (ranks,), (size,), rounds=7, seconds=profile(0.3, 1.0)))
-        if bench.failures or bench.unmeasured or bench.wrong:
-            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures} {bench.unmeasured}")
-        return bench.ratios[0].median
+        return self.speed_up("shm", peer, op, ranks, size)
 
 
 class Messages:

@@ -8,17 +8,15 @@ and end by themselves if it was killed: their socket to it is then closed.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import statistics
-from typing import Literal, TypeVar
+from abc import ABC, abstractmethod
+from typing import Any, Literal, TypeVar
 
-import numpy as np
-
-from holdfast.harness.bench.collectives.contestants import ContestantLauncher, RunningContestant, missing
+from holdfast.harness.bench.collectives.contestants import RunningContestant, missing, start
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
-from holdfast.harness.bench.collectives.failure import ContestantFailed
-from holdfast.harness.bench.collectives.wire import Measure
+from holdfast.harness.bench.collectives.run import BenchPlan, Collective, TimedLibrary, run
+from holdfast.harness.measure.workers import WorkerFailed
 
 T = TypeVar("T")
 Profile = Literal["quick", "full"]
@@ -46,18 +44,16 @@ class Ranks:
     """The groups of ranks of this process, each started at its first use."""
 
     def __init__(self) -> None:
-        self._launcher: ContestantLauncher | None = None
         self._groups: dict[tuple[str, int], RunningContestant] = {}
-        self._seeds = itertools.count(0, 2)
+        self._workloads: dict[tuple[str, int, int], Collective] = {}
 
     def group(self, contestant: str, ranks: int) -> RunningContestant:
         """The running group; starts it if needed. Raises NotImplementedError if it cannot run here."""
         need(contestant)
-        if self._launcher is None:
-            self._launcher = ContestantLauncher()
+        if not self._groups:
             atexit.register(self.close)
         if (contestant, ranks) not in self._groups:
-            self._groups[contestant, ranks] = self._launcher.start(contestant, ranks)
+            self._groups[contestant, ranks] = start(contestant, ranks)
         return self._groups[contestant, ranks]
 
     def seconds(self, contestant: str, op: str, ranks: int, nbytes: int, times: int) -> float:
@@ -65,22 +61,18 @@ class Ranks:
 
         Raises ArithmeticError for a wrong result, NotImplementedError for an op that the library has not.
         """
-        operation = OPERATIONS[op]
-        dtype = operation.dtype or "float32"
-        count = operation.block(nbytes, np.dtype(dtype).itemsize, ranks)
-        order = Measure(op, count, dtype, next(self._seeds), times, 0, 1)
-        answers = self.group(contestant, ranks).measure(order, 60.0)
-        if wrong := sum(answer.wrong or 0 for answer in answers):
-            raise ArithmeticError(f"{wrong} elements of {op} over {contestant} came out wrong")
-        slowest = [max(end - start for start, end in each) for each in zip(*(a.singles for a in answers), strict=True)]
-        return float(statistics.median(slowest)) / 1e9
+        library = TimedLibrary(self.group(contestant, ranks), singles=times)
+        plan = BenchPlan((op,), (contestant,), (), (ranks,), (nbytes,))
+        workload = self._workloads.setdefault((op, ranks, nbytes), Collective(plan, OPERATIONS[op], nbytes, ranks))
+        turn = workload.turn(library, 0)
+        if turn.wrong:
+            raise ArithmeticError(f"{turn.wrong} elements of {op} over {contestant} came out wrong")
+        return statistics.median(turn.seconds["single"])
 
     def close(self) -> None:
         """End all ranks."""
-        if self._launcher is not None:
-            self._launcher.__exit__(None, None, None)
-            self._launcher = None
-            self._groups = {}
+        while self._groups:
+            self._groups.popitem()[1].close()
 
 
 RANKS = Ranks()
@@ -102,21 +94,50 @@ class RankClock:
 CLOCK = RankClock()
 
 
-class RankTimes:
-    """The base of benchmarks that ranks sample: the slowest rank times an op."""
+class RankTimed:
+    """The base of benchmarks that other processes time: their `timer` shows what these measured."""
 
     timer = CLOCK
     number = 1
     rounds = 1
     warmup_time = 0
-    repeat = (7, profile(9, 25), profile(1.5, 8.0))
     min_run_count = 1
+
+
+class RankTimes(RankTimed, ABC):
+    """The base of benchmarks of ops: the seconds of the slowest rank. It is abstract so that asv passes it over."""
+
+    @property
+    @abstractmethod
+    def params(self) -> tuple[list[Any], ...]:
+        """The backends, ops, numbers of ranks, and sizes if the ops have some."""
+
+    repeat = (7, profile(9, 25), profile(1.5, 8.0))
     timeout = 120
 
-    def ready(self, contestant: str, op: str, ranks: int, nbytes: int) -> int:
+    def setup(self, backend: str, op: str, ranks: int, size: int = 0) -> None:
         """Start the ranks and find out how many ops make a sample. Raises NotImplementedError to skip."""
         try:
-            once = RANKS.seconds(contestant, op, ranks, nbytes, 3)
-        except ContestantFailed as error:
+            once = RANKS.seconds(f"holdfast:{backend}", op, ranks, size, 3)
+        except WorkerFailed as error:
             raise NotImplementedError(str(error)) from error
-        return min(2000, max(3, int(SAMPLE_SECONDS / max(once, 1e-6))))
+        self.times = min(2000, max(3, int(SAMPLE_SECONDS / max(once, 1e-6))))
+
+    def time_op(self, backend: str, op: str, ranks: int, size: int = 0) -> None:
+        self.timer.advance(RANKS.seconds(f"holdfast:{backend}", op, ranks, size, self.times))
+
+
+class SpeedUp:
+    """The base of benchmarks beside another library, in turns in one run."""
+
+    unit = "times as fast"
+    timeout = 180
+
+    def speed_up(self, backend: str, peer: str, op: str, ranks: int, size: int) -> float:
+        """How many times as fast our backend is. Raises ArithmeticError for a wrong or missing result."""
+        ours = f"holdfast:{backend}"
+        plan = BenchPlan((op,), (ours, peer), (ours,), (ranks,), (size,), rounds=7, seconds=profile(0.3, 1.0))
+        bench = run(plan)
+        if bench.failures or bench.unmeasured or bench.wrong:
+            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures} {bench.unmeasured}")
+        return bench.ratios[0].median

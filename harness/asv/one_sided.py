@@ -7,7 +7,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast.harness.asv.common import CLOCK, RANKS, RankTimes, need, profile
+from holdfast.harness.asv.common import RankTimes, SpeedUp, need, profile
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator
@@ -26,12 +26,6 @@ class OneSided(RankTimes):
     )
     param_names: ClassVar = ["backend", "op", "ranks", "size"]
 
-    def setup(self, backend: str, op: str, ranks: int, size: int) -> None:
-        self.times = self.ready(f"holdfast:{backend}", op, ranks, size)
-
-    def time_op(self, backend: str, op: str, ranks: int, size: int) -> None:
-        CLOCK.advance(RANKS.seconds(f"holdfast:{backend}", op, ranks, size, self.times))
-
 
 class Atomics(RankTimes):
     """Seconds of an op that has one size."""
@@ -39,32 +33,18 @@ class Atomics(RankTimes):
     params: ClassVar = (profile(["shm"], ["shm", "ucx", "inproc"]), ["fetch_add", "compare_swap", "signal"], [2])
     param_names: ClassVar = ["backend", "op", "ranks"]
 
-    def setup(self, backend: str, op: str, ranks: int) -> None:
-        self.times = self.ready(f"holdfast:{backend}", op, ranks, 0)
 
-    def time_op(self, backend: str, op: str, ranks: int) -> None:
-        CLOCK.advance(RANKS.seconds(f"holdfast:{backend}", op, ranks, 0, self.times))
-
-
-class BesideUcx:
+class BesideUcx(SpeedUp):
     """How many times as fast as ucx_perftest over the same transports, in turns in one run."""
 
     params: ClassVar = (profile(["get"], ["get", "put"]), profile([8], [8, 64 * MIB]))
     param_names: ClassVar = ["op", "size"]
-    unit = "times as fast"
-    timeout = 180
 
     def setup(self, op: str, size: int) -> None:
         need("ucx_perftest", "holdfast:ucx")
 
     def track_speed_up(self, op: str, size: int) -> float:
-        from holdfast.harness.bench.collectives.rounds import BenchPlan, run
-
-        peer, ours = "ucx_perftest", "holdfast:ucx"
-        bench = run(BenchPlan((op,), (ours, peer), (ours,), (2,), (size,), rounds=5, seconds=profile(0.2, 1.0)))
-        if bench.failures or bench.unmeasured or bench.wrong:
-            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures} {bench.unmeasured}")
-        return bench.ratios[0].median
+        return self.speed_up("ucx", "ucx_perftest", op, 2, size)
 
 
 class PlaneMemory:

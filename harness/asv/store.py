@@ -7,7 +7,7 @@ import itertools
 import os
 from typing import ClassVar
 
-from holdfast.harness.asv.common import RankClock, profile
+from holdfast.harness.asv.common import RankTimed, profile
 
 MIB = 1 << 20
 FIRST_TURNS = 3
@@ -48,7 +48,7 @@ class Store:
         self.store.get("latest", into=self.copies)
 
 
-class Handover:
+class Handover(RankTimed):
     """Seconds to publish a model, or to get it in another process; every tensor is compared by its digest.
 
     The workers measure: the timer of this process returns what they say.
@@ -56,12 +56,7 @@ class Handover:
 
     params: ClassVar = profile([32 * MIB], [32 * MIB, 512 * MIB])
     param_names: ClassVar = ["size"]
-    timer = RankClock()
-    rounds = 1
     repeat = (5, 15, 4.0)
-    number = 1
-    warmup_time = 0
-    min_run_count = 1
     timeout = 300
 
     def setup(self, size: int) -> None:

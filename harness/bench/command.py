@@ -33,7 +33,7 @@ def _contestants(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """All contestants, and those of them that are ours."""
     from holdfast.harness.bench.collectives.contestants import MEMCPY, PEERS
-    from holdfast.harness.bench.collectives.launch import HOLDFAST
+    from holdfast.harness.bench.collectives.ranks import HOLDFAST
 
     if op == "copy":
         return (MEMCPY,), (MEMCPY,)
@@ -65,7 +65,7 @@ def _bench(
 ) -> None:
     from holdfast.ft.console.console import console, styled, working
     from holdfast.ft.console.outputs import check_file, check_folder, check_modules, writing
-    from holdfast.harness.bench.collectives.rounds import BenchPlan, expected_seconds, run
+    from holdfast.harness.bench.collectives.run import BenchPlan, expected_seconds, run
     from holdfast.harness.bench.output import compare, page, show
 
     try:

@@ -25,8 +25,8 @@ import torch
 from holdfast.comms.errors import BackendUnavailable, HoldfastError
 from holdfast.comms.experts import Switch
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.measure.noise import Noise
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator

@@ -17,9 +17,6 @@ def gate(
     base: Annotated[str, typer.Argument(help="A commit, or a folder: what to compare with.")] = "HEAD",
     head: Annotated[str, typer.Argument(help="A commit, or a folder such as . for the files as they are.")] = ".",
     only: Annotated[list[str] | None, typer.Option("--only", help="Only this workload; may be repeated.")] = None,
-    calibrate: Annotated[
-        int, typer.Option(min=0, help="Measure the gate itself instead: so many trials, BASE on both sides.")
-    ] = 0,
     most: Annotated[int, typer.Option(min=6, help="Pairs of processes after which it gives up on a workload.")] = 40,
     effect: Annotated[float, typer.Option(min=0.02, max=1.0, help="The slowdown not to be overlooked.")] = 0.05,
     repository: Annotated[Path, typer.Option(help="Where the commits are.")] = Path(),
@@ -34,21 +31,17 @@ def gate(
 
         holdfast gate                   # what is not committed yet, against the last commit
 
-        holdfast gate HEAD --calibrate 100
-
     Both sides run here, interleaved, in fresh pairs of processes on one
     CPU, until each workload is decided. What counts is CPU time, paired
     slice by slice, so that a busy machine costs time rather than truth.
 
-    Exit status: 1 if a workload is slower (with --calibrate: if the error
-    rates are not kept), 2 if a side cannot be had, HEAD fails in a
-    workload that BASE runs, or nothing could be compared; 74 if the file
-    of --markdown could not be written after all.
+    Exit status: 1 if a workload is slower, 2 if a side cannot be had, HEAD
+    fails in a workload that BASE runs, or nothing could be compared; 74 if
+    the file of --markdown could not be written after all.
     """
     from holdfast.ft.console.console import console, print_json, working
     from holdfast.ft.console.outputs import check_file, writing
     from holdfast.harness.gate import show
-    from holdfast.harness.gate.calibrate import calibrate as calibrate_gate
     from holdfast.harness.gate.decide import DecisionRule
     from holdfast.harness.gate.gate import run
     from holdfast.harness.gate.pairs import SideFailed
@@ -59,28 +52,20 @@ def gate(
     try:
         with (
             working(notes, "building both sides; then a few minutes of pairs") as progress,
-            _built(base, base if calibrate else head, repository) as sides,
+            _built(base, head, repository) as sides,
         ):
-            if calibrate:
-                calibration = calibrate_gate(sides, rule, calibrate, only or (), effect, progress)
-                ended = int(not calibration.good)
-            else:
-                report = run(sides, rule, only or (), progress)
-                ended = report.status
+            report = run(sides, rule, only or (), progress)
     except (ValueError, SideFailed) as error:
         notes.print(f"holdfast gate: {error}")
         raise typer.Exit(2) from error
     if json:
-        print_json(calibration if calibrate else report)
-    elif calibrate:
-        show.show_calibration(calibration, out)
+        print_json(report)
     else:
         show.show(report, out)
     if markdown is not None:
-        table = show.calibration_markdown(calibration) if calibrate else show.markdown(report)
         with writing("holdfast gate"):
-            markdown.write_text(table + "\n", encoding="utf-8")
-    raise typer.Exit(ended)
+            markdown.write_text(show.markdown(report) + "\n", encoding="utf-8")
+    raise typer.Exit(report.status)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,13 @@ placement of its pages), so Student's t over clusters gives a valid interval.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from holdfast.harness.measure.stats import t_quantile
 
 Verdict = Literal["slower", "faster", "same", "unsure"]
 
@@ -43,43 +44,6 @@ class Estimate:
     low: float
     high: float
     clusters: int
-
-
-def paired_ratio(quads: Sequence[tuple[float, float, float, float]]) -> float:
-    """The log ratio of a cluster of groups: the mean over their middle half.
-
-    A group is four times, in the order A, B, B, A.
-    """
-    ratios = sorted(math.log(b1 * b2 / (a1 * a2)) / 2 for a1, b1, b2, a2 in quads)
-    outside = len(ratios) // 4
-    return statistics.fmean(ratios[outside : len(ratios) - outside])
-
-
-def t_cdf(t: float, degrees: int) -> float:
-    """Student's distribution for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    theta = math.atan(abs(t) / math.sqrt(degrees))
-    sine, cosine = math.sin(theta), math.cos(theta)
-    term = total = 1.0 if degrees % 2 == 0 else cosine
-    if degrees == 1:
-        area = 2 * theta / math.pi
-    else:
-        for k in range(2 if degrees % 2 == 0 else 3, degrees, 2):
-            term *= (k - 1) / k * cosine * cosine
-            total += term
-        area = sine * total if degrees % 2 == 0 else 2 / math.pi * (theta + sine * total)
-    return 0.5 + math.copysign(area, t) / 2
-
-
-@functools.cache
-def t_quantile(probability: float, degrees: int) -> float:
-    """The inverse of `t_cdf`, for probabilities of at least a half."""
-    low, high = 0.0, 1.0
-    while t_cdf(high, degrees) < probability:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, degrees) < probability else (low, middle)
-    return high
 
 
 def decide(ratios: Sequence[float], rule: DecisionRule, workloads: int) -> tuple[Verdict, Estimate]:

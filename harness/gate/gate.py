@@ -6,15 +6,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.gate.decide import DecisionRule, Estimate, Verdict, decide, paired_ratio
-from holdfast.harness.gate.pairs import CannotRun, GateTurn, PairLauncher, slices
+from holdfast.harness.gate.decide import DecisionRule, Estimate, Verdict, decide
+from holdfast.harness.gate.pairs import CannotRun, PairLauncher, slices
 from holdfast.harness.gate.sides import Side, differing_pins
-from holdfast.harness.gate.workloads import WORKLOADS, Workload
+from holdfast.harness.gate.workloads import WORKLOADS, GateWorkload
+from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.stats import paired_ratio
 
 GROUPS = 12
 """Groups of turns in a cluster, for each rank of the workload: ranks that wait for each other are noisier."""
@@ -79,7 +80,7 @@ class GateReport(msgspec.Struct, frozen=True):
 class ComparisonState:
     """The state of one comparison of one workload: the ratios of its clusters, and the decision so far."""
 
-    workload: Workload
+    workload: GateWorkload
     ratios: list[float] = field(default_factory=list)
     base: list[float] = field(default_factory=list)
     head: list[float] = field(default_factory=list)
@@ -111,7 +112,7 @@ class ComparisonState:
         )  # fmt: skip
 
 
-def chosen(names: Sequence[str]) -> tuple[Workload, ...]:
+def chosen(names: Sequence[str]) -> tuple[GateWorkload, ...]:
     """The workloads of these names; all if there are none. Raises ValueError for an unknown name."""
     known = {workload.name: workload for workload in WORKLOADS}
     unknown = [name for name in names if name not in known]
@@ -131,24 +132,27 @@ class Comparison:
 def cluster(launcher: PairLauncher, sides: Sequence[Side], number: int, comparisons: Sequence[Comparison]) -> None:
     """Run all undecided workloads on one fresh pair of processes.
 
-    The side that is forked first, and the side with the first turn, change from cluster to cluster.
+    The side that is forked first, and the side with the first turn, change from cluster to cluster. A workload that
+    ends the processes of a side ends the cluster: the others come in the next one.
     """
     order = [0, 1] if number % 2 == 0 else [1, 0]
     with launcher.pair([sides[index] for index in order]) as started:
-        base, head = (started[order.index(index)] for index in (0, 1))
         for comparison in comparisons:
-            turns = {"base": GateTurn(base), "head": GateTurn(head, comparison.extra)}
+            running = {
+                "base": started[order.index(0)],
+                "head": replace(started[order.index(1)], extra=comparison.extra),
+            }
             if order[0] == 1:
-                turns = dict(reversed(turns.items()))
+                running = dict(reversed(running.items()))
             for state in comparison.states:
                 if not state.open:
                     continue
                 try:
-                    for process in (base, head):
-                        process.prepare(state.workload)
-                    taken = slices(turns, state.workload, GROUPS * state.workload.ranks)
+                    taken = slices(running, state.workload, GROUPS * state.workload.ranks)
                 except CannotRun as error:
-                    state.why, state.broken = str(error), error.process is head
+                    state.why, state.broken = str(error), error.name == "head"
+                    if error.ended:
+                        return
                     continue
                 state.add(taken["base"], taken["head"])
 
@@ -168,7 +172,7 @@ def compare(
         progress(f"pair {number + 1}: {', '.join(state.workload.name for _, state in still)}")
         cluster(launcher, sides, number, comparisons)
         for comparison, state in still:
-            if not state.why:
+            if state.ratios and not state.why:
                 state.judge(rule, len(comparison.states))
 
 

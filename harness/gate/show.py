@@ -6,9 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
-from holdfast.ft.console.units import counted
 from holdfast.harness.bench.output.show import show_time
-from holdfast.harness.gate.calibrate import Calibration
 from holdfast.harness.gate.decide import DecisionRule
 from holdfast.harness.gate.gate import GateReport, WorkloadResult
 
@@ -30,11 +28,11 @@ def _change(finding: WorkloadResult) -> str:
 
 
 def promise(rule: DecisionRule) -> str:
-    """The error rates of the rule, in words."""
+    """The error rates of the rule, in words. `tests/support/gate_calibration.py` measures them."""
     return (
         f"a slowdown is called one if the whole interval lies above {rule.margin:.0%}; all workloads together call "
         f"equal code slower with a chance of at most {rule.alarm:.0%}, and overlook {rule.effect:.0%} with one of "
-        f"about {rule.miss:.1%} each; `holdfast gate --calibrate` measures both"
+        f"about {rule.miss:.1%} each"
     )
 
 
@@ -98,51 +96,4 @@ def markdown(report: GateReport) -> str:
     lines += ["", f"CPU time an op, interleaved and paired; {promise(report.rule)}."]
     if report.pins:
         lines += ["", f"Pinned versions differ, both sides ran with what is installed: {', '.join(report.pins)}."]
-    return "\n".join(lines)
-
-
-def show_calibration(found: Calibration, out: Console) -> None:
-    """Print how often the gate was right."""
-    table = FoldingTable(
-        title=(
-            f"{found.commit}, both sides: {counted(found.trials, 'trial')} of {found.workloads} workloads, "
-            f"{found.seconds:.0f} s; "
-            f"other processes used {found.others:.2f} CPUs meanwhile"
-        ),
-        title_justify="left",
-        caption=(
-            f"{found.alarms} of {found.trials} runs on equal code called some workload slower "
-            f"({found.alarms / found.trials:.1%}); {found.injected:.0%} put in was found in {found.power:.1%}"
-        ),
-        caption_justify="left",
-    )
-    for name in ("workload", "put in", "slower", "faster", "same", "unsure", "estimated", "pairs"):
-        table.add_column(name, justify="left" if name == "workload" else "right")
-    for rate in found.rates:
-        table.add_row(
-            "" if rate.injected else rate.workload,
-            f"{rate.injected:.0%}",
-            *(f"{count}" for count in (rate.slower, rate.faster, rate.same, rate.unsure)),
-            f"{rate.mean:+.2%} ± {rate.spread:.2%}",
-            f"{rate.clusters:.1f}",
-        )
-    out.print(table)
-
-
-def calibration_markdown(found: Calibration) -> str:
-    """How often the gate was right, as Markdown."""
-    lines = [
-        f"{counted(found.trials, 'trial')} of each kind at `{found.commit}`, of {found.workloads} workloads at once, "
-        f"in "
-        f"{found.seconds / 60:.0f} minutes, while other processes used {found.others:.2f} CPUs. Equal code was called "
-        f"slower in {found.alarms} of {found.trials} runs; {found.injected:.0%} put in was found in {found.power:.1%}.",
-        "",
-        "| workload | put in | slower | faster | same | unsure | estimated, ± standard deviation | pairs |",
-        "|---|---:|---:|---:|---:|---:|---|---:|",
-    ]
-    lines += [
-        f"| {rate.workload} | {rate.injected:.0%} | {rate.slower} | {rate.faster} | {rate.same} | {rate.unsure} "
-        f"| {rate.mean:+.2%} ± {rate.spread:.2%} | {rate.clusters:.1f} |"
-        for rate in found.rates
-    ]
     return "\n".join(lines)

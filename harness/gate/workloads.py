@@ -17,7 +17,7 @@ Make = Callable[[int, int, Path], Op]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class GateWorkload:
     """`ops` is a multiple of 20: how many make a slice of some milliseconds."""
 
     name: str
@@ -147,15 +147,17 @@ def _membership(rank: int, ranks: int, folder: Path) -> Op:
 
 
 WORKLOADS = (
-    Workload("call", "all_reduce of 8 B by one rank: the fast path", 1, 100, _reduce("inproc", 2)),
-    Workload("long-way", "the same with a timeout: the way down to a transport", 1, 100, _reduce("inproc", 2, 30.0)),
-    Workload("shm-8B", "all_reduce of 8 B over shm, 2 ranks", 2, 40, _reduce("shm", 2)),
-    Workload("shm-64KiB", "all_reduce of 64 KiB over shm, 2 ranks", 2, 20, _reduce("shm", 1 << 14)),
-    Workload("reproducible", "exact sum of three contributions of 4 KiB by one rank", 1, 20, _sum),
-    Workload("window", "put, fetch_add and get through a window of shm, 2 ranks", 2, 40, _window),
-    Workload("memory", "read of 64 KiB over the memory plane of shm", 1, 60, _memory),
-    Workload("store", "publish and get of a tensor of 16 KiB", 1, 20, _store),
-    Workload("store-publish", "publish of 48 tensors, 2.7 MiB", 1, 20, _publish),
-    Workload("store-get", "get of 48 tensors, 2.7 MiB, into existing ones", 1, 20, _get),
-    Workload("membership", "three deaths among 64 members, in the membership core", 1, 20, _membership),
+    GateWorkload("call", "all_reduce of 8 B by one rank: the fast path", 1, 100, _reduce("inproc", 2)),
+    GateWorkload(
+        "long-way", "the same with a timeout: the way down to a transport", 1, 100, _reduce("inproc", 2, 30.0)
+    ),
+    GateWorkload("shm-8B", "all_reduce of 8 B over shm, 2 ranks", 2, 40, _reduce("shm", 2)),
+    GateWorkload("shm-64KiB", "all_reduce of 64 KiB over shm, 2 ranks", 2, 20, _reduce("shm", 1 << 14)),
+    GateWorkload("reproducible", "exact sum of three contributions of 4 KiB by one rank", 1, 20, _sum),
+    GateWorkload("window", "put, fetch_add and get through a window of shm, 2 ranks", 2, 40, _window),
+    GateWorkload("memory", "read of 64 KiB over the memory plane of shm", 1, 60, _memory),
+    GateWorkload("store", "publish and get of a tensor of 16 KiB", 1, 20, _store),
+    GateWorkload("store-publish", "publish of 48 tensors, 2.7 MiB", 1, 20, _publish),
+    GateWorkload("store-get", "get of 48 tensors, 2.7 MiB, into existing ones", 1, 20, _get),
+    GateWorkload("membership", "three deaths among 64 members, in the membership core", 1, 20, _membership),
 )

@@ -100,6 +100,7 @@ LAYERS = {
         training
         conformance
         simulate
+        measure
         bench
         chaos
         blame top

@@ -13,10 +13,11 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Self
 
 from holdfast.harness.bench.collectives.definitions import SMALL
-from holdfast.harness.bench.collectives.failure import ContestantFailed
-from holdfast.harness.bench.collectives.wire import Measure, Measurement
+from holdfast.harness.bench.collectives.ranks import Measure, Measurement
+from holdfast.harness.measure.workers import WorkerFailed
 
 UCX_PERFTEST = "ucx_perftest"
 INSTALL = "pip install 'holdfast[ucx]'"
@@ -59,9 +60,9 @@ class Perftest:
     def __init__(self, ranks: int) -> None:
         path = program()
         if path is None:
-            raise ContestantFailed(str(missing()))
+            raise WorkerFailed(str(missing()))
         if ranks != 2:
-            raise ContestantFailed(f"ucx_perftest has two ranks, not {ranks}")
+            raise WorkerFailed(f"ucx_perftest has two ranks, not {ranks}")
         self.ranks = ranks
         home = path.parents[1]
         libraries = f"{home / 'lib'}:{home.parent / 'libucx_cu12.libs'}"
@@ -75,7 +76,7 @@ class Perftest:
         return f"ucx_perftest over {self._environment['UCX_TLS']}; averages of a turn; bytes not checked"
 
     def measure(self, order: Measure, timeout: float) -> list[Measurement]:
-        """One turn. Raises NotImplementedError for an op that it does not have, `ContestantFailed`."""
+        """One turn. Raises NotImplementedError for an op that it does not have, `WorkerFailed`."""
         nbytes = order.c * (8 if order.dtype.endswith("64") else 4)
         if order.op in _ROUND_TRIP:
             test, ways = _ROUND_TRIP[order.op], 2
@@ -104,10 +105,10 @@ class Perftest:
                 if client.returncode == 0:
                     return _average(words)
                 if server.poll() is not None or time.monotonic() > deadline - timeout + _START_SECONDS:
-                    raise ContestantFailed(f"ucx_perftest {test}: {(errors or words).strip().splitlines()[-1:]}")
+                    raise WorkerFailed(f"ucx_perftest {test}: {(errors or words).strip().splitlines()[-1:]}")
                 time.sleep(0.05)
         except subprocess.TimeoutExpired as error:
-            raise ContestantFailed(f"ucx_perftest {test} did not end in {timeout} s") from error
+            raise WorkerFailed(f"ucx_perftest {test} did not end in {timeout} s") from error
         finally:
             self.close()
 
@@ -132,6 +133,12 @@ class Perftest:
                 process.kill()
             process.communicate()
         self._running = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _average(words: str) -> float:

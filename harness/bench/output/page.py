@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
-from holdfast.harness.bench.collectives.launch import HOLDFAST
+from holdfast.harness.bench.collectives.ranks import HOLDFAST
 from holdfast.harness.bench.output import pictures
 from holdfast.harness.bench.output.chart import SERIES_STYLE
 from holdfast.harness.bench.output.compare import Compared

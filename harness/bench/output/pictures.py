@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.contestants import MEMCPY
-from holdfast.harness.bench.collectives.launch import HOLDFAST
+from holdfast.harness.bench.collectives.ranks import HOLDFAST
 from holdfast.harness.bench.output.chart import Series, draw_lines
 from holdfast.harness.bench.output.results import Bench, BenchRow
 from holdfast.harness.bench.output.show import show_time

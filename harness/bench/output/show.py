@@ -14,8 +14,8 @@ from holdfast.ft.console.console import FoldingTable, styled
 from holdfast.ft.console.units import counted, format_bytes, format_seconds
 from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
-from holdfast.harness.bench.collectives.launch import HOLDFAST
-from holdfast.harness.bench.output.results import Bench, BenchRow, Ratio
+from holdfast.harness.bench.collectives.ranks import HOLDFAST
+from holdfast.harness.bench.output.results import Bench, BenchRow, OpRatio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,9 @@ def _wrong(count: int | None) -> Text:
     return styled(count, "bold red" if count else "")
 
 
-def _table(op: str, ranks: int, rows: list[BenchRow], ratios: dict[tuple[int, str, str], Ratio], fresh: bool) -> Table:
+def _table(
+    op: str, ranks: int, rows: list[BenchRow], ratios: dict[tuple[int, str, str], OpRatio], fresh: bool
+) -> Table:
     ours = list(dict.fromkeys(name for _, name, _ in ratios))
     operation = OPERATIONS[op]
     all_right = () if any(row.wrong for row in rows) else ("#wrong",)

@@ -22,7 +22,7 @@ from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import zygote, zygote_pid
-from holdfast.harness.bench.output.noise import Noise
+from holdfast.harness.measure.noise import Noise
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ import msgspec
 from holdfast.comms.errors import Unsupported
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.measure.noise import Noise
 
 if TYPE_CHECKING:
     import torch

@@ -28,8 +28,9 @@ from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, priv
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.message_socket import MessageSocket
 from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
-from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered, Spread
+from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered
+from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.stats import Spread
 
 HANGS_SECONDS = 10.0
 """Seconds without a recovery after which a job counts as hung."""

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.output.noise import Noise
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.stats import Spread
 
 if TYPE_CHECKING:
     from holdfast.ft import Session
@@ -58,21 +58,6 @@ class RecoveryTiming(msgspec.Struct, frozen=True):
     agree: float
     rebuild: float
     total: float
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """Statistics in milliseconds."""
-
-    median: float
-    p90: float
-    p99: float
-    max: float
-
-    @staticmethod
-    def of(values: Iterable[float]) -> Spread:
-        """The spread of at least one value."""
-        p50, p90, p99, most = np.percentile(list(values), [50, 90, 99, 100])
-        return Spread(float(p50), float(p90), float(p99), float(most))
 
 
 class RecoveryBench(msgspec.Struct, frozen=True):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.harness.bench.output.results import Machine, Timing
+from holdfast.harness.measure.results import Machine
+from holdfast.harness.measure.stats import Timing
 
 FIRST_TURNS = 3
 """The first turns after a start are set apart: a store that keeps two versions takes new memory in three of them."""

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.collectives.rounds import machine
-from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.bench.output.results import Timing
 from holdfast.harness.bench.store.data import bytes_of
 from holdfast.harness.bench.store.drivers import HOLDFAST
 from holdfast.harness.bench.store.goals import judge
@@ -20,6 +17,9 @@ from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreF
 from holdfast.harness.bench.store.team_plan import TeamPlan
 from holdfast.harness.bench.store.teams import Team, WorkerFailed, missing
 from holdfast.harness.bench.store.workloads import WORKLOADS, BenchWorkload
+from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.results import Machine
+from holdfast.harness.measure.stats import Timing
 
 Progress = Callable[[str], None]
 
@@ -64,7 +64,7 @@ def run(plan: StorePlan, progress: Progress = lambda text: None) -> StoreBench:
     by_peer = {(each.workload, each.figure, each.peer): each for each in found}
     judged = (judge(each.name, goal, ours, by_peer) for each in chosen for goal in each.goals)
     return StoreBench(
-        machine=machine(noise),
+        machine=Machine.here(noise),
         command=plan.command,
         size=plan.size,
         threads=plan.threads,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,8 +21,8 @@ from holdfast.ft import Timeouts
 from holdfast.ft.console.console import console
 from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.held_directory import MARKER
-from holdfast.harness.bench.collectives import rounds
-from holdfast.harness.bench.collectives.contestants import ContestantLauncher, WorkerGroup, missing
+from holdfast.harness.bench.collectives import run as rounds
+from holdfast.harness.bench.collectives.contestants import RankGroup, missing
 from holdfast.harness.bench.collectives.data import START, Array, allocate, count_wrong, fill, pattern
 from holdfast.harness.bench.collectives.definitions import (
     OPERATIONS,
@@ -33,18 +31,18 @@ from holdfast.harness.bench.collectives.definitions import (
     parse_size,
     parse_sizes,
 )
-from holdfast.harness.bench.collectives.failure import ContestantFailed, OpFailed
-from holdfast.harness.bench.collectives.startline import StartLine
-from holdfast.harness.bench.collectives.wire import Measure, Measurement, MeasurementFailed
-from holdfast.harness.bench.collectives.worker import Bound, time_ops
+from holdfast.harness.bench.collectives.ranks import Bound, Measure, Measurement, time_ops
 from holdfast.harness.bench.command import app
 from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
 from holdfast.harness.bench.output import show
-from holdfast.harness.bench.output.noise import Noise
-from holdfast.harness.bench.output.results import Bench, BenchRow, Timing, ratios
+from holdfast.harness.bench.output.results import Bench, BenchRow, ratios
 from holdfast.harness.bench.overhead.imports import measure
 from holdfast.harness.bench.recovery import peer as recovery_peer
 from holdfast.harness.bench.recovery import recovery
+from holdfast.harness.measure.barrier import Barrier
+from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.stats import Timing
+from holdfast.harness.measure.workers import WorkerFailed
 
 
 class Summing(LibraryDriver):
@@ -60,6 +58,7 @@ class Summing(LibraryDriver):
         pass
 
 
+COPY = Measure("copy", 100, "float32", 0, 3, 0, 1)
 COLLECTIVES = tuple(name for name in OPERATIONS if name != "copy")
 
 
@@ -175,7 +174,10 @@ def test_swapped_blocks_are_counted_as_wrong() -> None:
 
 def _row(contestant: str, turns: tuple[float, ...]) -> BenchRow:
     timing = Timing.of([1e-6], 1)
-    return BenchRow("all_reduce", 2, contestant, 8, "float32", timing, timing, turns, 0.0, 0.0, 0)
+    return BenchRow(
+        op="all_reduce", ranks=2, contestant=contestant, nbytes=8, dtype="float32", timing=timing, single=timing,
+        turns=turns, algbw=0.0, busbw=0.0, wrong=0,
+    )  # fmt: skip
 
 
 def test_timing_is_microseconds_an_op() -> None:
@@ -300,32 +302,6 @@ def test_a_library_that_does_not_measure_an_op_is_left_out_of_it_with_a_word() -
     assert "failed" not in text
 
 
-def test_ranks_that_have_not_come_after_a_while_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    group = WorkerGroup("torch-gloo", 2, subprocess.Popen(["sleep", "60"]), tmp_path / "errors")
-    group._name_missing()
-    group._process.kill()
-    group.close(gently=False)
-    first, process = capfd.readouterr().err.splitlines()
-    assert first == "torch-gloo: after 30 s without rank 0, 1; it said nothing"
-    assert process.startswith(f"  pid {group._process.pid} ") and "s of processor time" in process
-
-
-@pytest.mark.parametrize(
-    ("answers", "error"),
-    [
-        ([MeasurementFailed("no put", unmeasured=True)] * 2, NotImplementedError),
-        ([MeasurementFailed("OpTimeout: too late")] * 2, OpFailed),
-        ([MeasurementFailed("OpTimeout: too late"), Measurement([(0, 1)], [], 0)], ContestantFailed),
-    ],
-)
-def test_only_what_was_tried_fails(answers: list[Any], error: type[Exception], tmp_path: Path) -> None:
-    group = WorkerGroup("gloo", 2, subprocess.Popen(["true"]), tmp_path / "errors")
-    group._answers = lambda deadline: answers  # type: ignore[method-assign]
-    with pytest.raises(error):
-        group.measure(Measure("put", 1, "float32", 0, 1, 0, 1), 1.0)
-    group.close(gently=False)
-
-
 @pytest.mark.thorough
 def test_memcpy_beside_an_op_copies_as_many_bytes() -> None:
     bench = rounds.run(_plan(("all_gather", "barrier"), ("memcpy",), sizes="1K"))
@@ -334,10 +310,9 @@ def test_memcpy_beside_an_op_copies_as_many_bytes() -> None:
 
 
 def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
-    with ContestantLauncher() as launcher:
-        group = launcher.start_group("memcpy", 2)
-        pids = [member.hello.pid for member in group._members]
-        group.measure(Measure("copy", 100, "float32", 0, 3, 0, 1), 10.0)
+    with RankGroup("memcpy", 2) as group:
+        pids = [worker.pid for worker in group.workers]
+        group.measure(COPY, 10.0)
 
         def spent() -> int:
             fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
@@ -346,33 +321,29 @@ def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
         before = spent()
         time.sleep(0.3)
         assert spent() - before <= 2, "clock ticks of 10 ms"
-        directory = launcher._folder.path
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not directory.exists()
+    assert not group.place.folder.exists()
 
 
 @pytest.mark.thorough
 def test_shared_files_of_open_mpi_lie_in_the_folder_that_is_removed() -> None:
     if (reason := missing("openmpi")) is not None:
         pytest.skip(reason)
-    with ContestantLauncher() as launcher:
-        group = launcher.start_group("openmpi", 2)
-        segments = [path for path in launcher._shared.path.iterdir() if path.name != MARKER]
+    with RankGroup("openmpi", 2) as group:
+        segments = [path for path in group.place.shared.iterdir() if path.name != MARKER]
         assert {path.name.split(".")[0] for path in segments} == {"sm_segment"}
-        for member in group._members:
-            with contextlib.suppress(ProcessLookupError):  # once the first has died, mpirun ends the other
-                os.kill(member.hello.pid, signal.SIGKILL)
+        for worker in group.workers:  # once the first has died, mpirun ends the other
+            worker.kill()
     assert not any(path.exists() for path in segments)
 
 
 def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> None:
-    with ContestantLauncher() as launcher:
-        group = launcher.start_group("memcpy", 2)
-        pids = [member.hello.pid for member in group._members]
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(ContestantFailed, match="memcpy in copy"):
-            group.measure(Measure("copy", 100, "float32", 0, 3, 0, 1), 10.0)
-        launcher.drop(group)
+    with RankGroup("memcpy", 2) as group:
+        pids = [worker.pid for worker in group.workers]
+        group.workers[1].kill()
+        with pytest.raises(WorkerFailed, match=r"memcpy: memcpy 1 (ended|is gone)"):
+            group.measure(COPY, 10.0)
+        group.close(gently=False)
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -424,8 +395,8 @@ def test_repeated_sums_in_place_stay_finite(tmp_path: Path, ranks: int) -> None:
     operation = OPERATIONS["all_reduce_reproducible"]
     bound = Bound(Summing(ranks), operation, 64, "float32")
     bound.fill(1)
-    (tmp_path / "line").write_bytes(bytes(StartLine.nbytes(1)))
-    alone = StartLine(tmp_path / "line", 0, 1)
+    Barrier.create(tmp_path / "barrier", 1)
+    alone = Barrier(tmp_path / "barrier", 0, 1)
     for times, block in ((500, 1), (20, int(operation.in_a_row(ranks)))):
         assert len(time_ops(bound, bound.call.run, 1, alone, times, block)) == times
         assert np.isfinite(bound.source).all()

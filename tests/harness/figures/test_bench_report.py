@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 from holdfast.ft.console.console import console
 from holdfast.harness.bench.command import app
 from holdfast.harness.bench.output import chart, compare, page, pictures, show
-from holdfast.harness.bench.output.results import Bench, BenchRow, Machine, OpFailure, Timing, ratios
+from holdfast.harness.bench.output.results import Bench, BenchRow, OpFailure, ratios
+from holdfast.harness.measure.results import Machine
+from holdfast.harness.measure.stats import Timing
 
 MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
 NAMES = ("holdfast:shm", "openmpi", "memcpy")
@@ -25,8 +27,9 @@ def row(op: str, ranks: int, contestant: str, nbytes: int, microseconds: float) 
     timing = Timing.of([microseconds / 1e6] * 3, 1)
     bandwidth = nbytes / microseconds / 1e3
     return BenchRow(
-        op, ranks, contestant, nbytes, "float32", timing, timing, (microseconds,) * 3, bandwidth, bandwidth, 0
-    )
+        op=op, ranks=ranks, contestant=contestant, nbytes=nbytes, dtype="float32", timing=timing, single=timing,
+        turns=(microseconds,) * 3, algbw=bandwidth, busbw=bandwidth, wrong=0,
+    )  # fmt: skip
 
 
 def bench(slower: float = 1.0, ranks: Sequence[int] = (2, 4), failures: tuple[OpFailure, ...] = ()) -> Bench:
@@ -38,7 +41,10 @@ def bench(slower: float = 1.0, ranks: Sequence[int] = (2, 4), failures: tuple[Op
         for index, name in enumerate(NAMES)
     ]
     rows.append(row("barrier", ranks[0], NAMES[0], 0, slower * 5.0))
-    return Bench("holdfast bench all_reduce", MACHINE, {"shm": "x"}, {}, tuple(rows), ratios(rows, NAMES[:1]), failures)
+    return Bench(
+        command="holdfast bench all_reduce", machine=MACHINE, contestants={"shm": "x"}, skipped={}, rows=tuple(rows),
+        ratios=ratios(rows, NAMES[:1]), failures=failures,
+    )  # fmt: skip
 
 
 # The page --------------------------------------------------------------------------------------------------------
@@ -56,7 +62,8 @@ def test_the_page_has_charts_with_the_roofline_and_is_self_contained() -> None:
 
 
 def test_a_failure_of_ours_is_shown_at_the_top_and_is_not_well() -> None:
-    text = page.render(bench(failures=(OpFailure("all_reduce", 2, "holdfast:shm", 8, "it <broke>"),)))
+    broken = OpFailure(op="all_reduce", ranks=2, contestant="holdfast:shm", nbytes=8, reason="it <broke>")
+    text = page.render(bench(failures=(broken,)))
     assert "✗ not all is well" in text
     assert "it &lt;broke&gt;" in text
 

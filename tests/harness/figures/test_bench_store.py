@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from holdfast.harness.bench.output.results import Timing
 from holdfast.harness.bench.store import data, show
 from holdfast.harness.bench.store.drivers import DCP, HOLDFAST, MEMCPY, SAFETENSORS, TORCHSTORE, StoreDriver, WorkerPlan
 from holdfast.harness.bench.store.goals import Goal, judge
@@ -23,6 +22,7 @@ from holdfast.harness.bench.store.wire import Blank, Change, Check, Checked, Dig
 from holdfast.harness.bench.store.worker import OrderExecutor
 from holdfast.harness.bench.store.workloads import WORKLOADS
 from holdfast.harness.cli.app import app
+from holdfast.harness.measure.stats import Timing
 
 SHAPES = data.equal_shapes(3, 4096)
 

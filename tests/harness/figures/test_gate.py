@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,13 +22,14 @@ from typer.testing import CliRunner
 
 from holdfast.comms import reproducible
 from holdfast.harness.cli.app import app
-from holdfast.harness.gate.calibrate import calibrate
-from holdfast.harness.gate.decide import DecisionRule, Verdict, decide, paired_ratio, t_cdf, t_quantile
+from holdfast.harness.gate.decide import DecisionRule, Verdict, decide
 from holdfast.harness.gate.gate import Comparison, ComparisonState, GateReport, WorkloadResult, chosen, cluster
-from holdfast.harness.gate.pairs import CannotRun, PairLauncher, SideFailed, SideProcess
+from holdfast.harness.gate.pairs import PairLauncher, RunningSide, SideFailed
 from holdfast.harness.gate.show import markdown
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
-from holdfast.harness.gate.workloads import Workload
+from holdfast.harness.measure.stats import paired_ratio, t_cdf, t_quantile
+from holdfast.harness.measure.workers import OpFailed, WorkerFailed
+from support.gate_calibration import calibrate
 from support.source_tree import PACKAGES, ROOT
 from support.waiting import eventually
 
@@ -173,10 +175,10 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
     assert called
 
 
-@pytest.mark.parametrize("name", ["arm", "workloads"])
-def test_nothing_of_holdfast_is_imported_before_the_sides_are_forked(name: str) -> None:
+@pytest.mark.parametrize("path", ["gate/arm.py", "gate/workloads.py", "measure/worker.py"])
+def test_nothing_of_holdfast_is_imported_before_the_sides_are_forked(path: str) -> None:
     """Otherwise both sides would run the code of the gate."""
-    tree = ast.parse((ROOT / "harness" / "gate" / f"{name}.py").read_text())
+    tree = ast.parse((ROOT / "harness" / path).read_text())
     imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert not [module for module in imported if module and module.startswith("holdfast")]
 
@@ -269,33 +271,55 @@ def test_the_status_and_headline_count_workloads_that_were_not_compared(
     assert markdown(report).startswith(f"### {headline}\n")
 
 
-class FakeSide(SideProcess):
-    """A side that cannot run one workload, and runs all others in no time."""
+class FakeRank:
+    """A rank of a side that cannot run one workload, and runs all others in no time."""
 
-    def __init__(self, refused: str) -> None:
-        self.refused = refused
+    def __init__(self, refused: str, error: Exception) -> None:
+        self._refused, self._error = refused, error
+        self._asked = ""
 
-    def prepare(self, workload: Workload) -> None:
-        if workload.name == self.refused:
-            raise CannotRun(self, "AttributeError")
+    def send(self, method: str, workload: str, *arguments: object) -> None:
+        self._asked = workload
 
-    def run(self, workload: Workload, ops: int) -> float:
-        return 1.0
+    def answer(self) -> int:
+        if self._asked == self._refused:
+            raise self._error
+        return 1
 
 
-def test_a_workload_that_only_head_cannot_run_is_broken() -> None:
+def _verdicts(monkeypatch: pytest.MonkeyPatch, base: FakeRank, head: FakeRank) -> list[str]:
+    """The verdicts on the workloads "call" and "store" of one cluster."""
+
     class OnePair(PairLauncher):
         def __init__(self) -> None:
             pass
 
         @contextlib.contextmanager
-        def pair(self, sides: Sequence[Side]) -> Iterator[list[SideProcess]]:
-            yield [FakeSide("store"), FakeSide("call")]
+        def pair(self, sides: Sequence[Side]) -> Iterator[list[RunningSide]]:
+            yield [RunningSide(side, SimpleNamespace(workers=[rank])) for rank in (base, head)]  # type: ignore[arg-type]
 
+    def call(ranks: Sequence[FakeRank], method: str, *arguments: object, **options: object) -> list[int]:
+        for rank in ranks:
+            rank.send(method, *arguments)  # type: ignore[arg-type]
+        return [rank.answer() for rank in ranks]
+
+    monkeypatch.setattr("holdfast.harness.gate.pairs.call", call)
     side = Side("a", "a", Path(), Path())
     states = tuple(ComparisonState(workload) for workload in chosen(["call", "store"]))
     cluster(OnePair(), (side, side), 0, [Comparison(states)])
-    assert [state.finding().verdict for state in states] == ["does not run", "not compared"]
+    return [state.finding().verdict for state in states]
+
+
+def test_a_workload_that_only_head_cannot_run_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, head = FakeRank("store", OpFailed("AttributeError")), FakeRank("call", OpFailed("AttributeError"))
+    assert _verdicts(monkeypatch, base, head) == ["does not run", "not compared"]
+
+
+def test_a_workload_that_ends_the_processes_of_a_side_leaves_the_others_to_the_next_pair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base, head = FakeRank("", OpFailed("")), FakeRank("call", WorkerFailed("rank 0 ended"))
+    assert _verdicts(monkeypatch, base, head) == ["does not run", "unsure"]
 
 
 def test_make_says_with_which_status_the_gate_ended(tmp_path: Path) -> None:

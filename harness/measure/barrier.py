@@ -15,12 +15,12 @@ _SLOT = 8
 """Counters are eight words apart: one cache line each."""
 
 
-class StartLine:
+class Barrier:
     """The barrier of `ranks` ranks over the file at `path`, for `rank`. A wait calls `give_way` in a loop."""
 
     def __init__(self, path: Path, rank: int, ranks: int, give_way: Callable[[], object] = os.sched_yield) -> None:
         with path.open("r+b") as file:
-            self._pages = mmap.mmap(file.fileno(), StartLine.nbytes(ranks))
+            self._pages = mmap.mmap(file.fileno(), ranks * _SLOT * 8)
         self._counters = memoryview(self._pages).cast("Q")
         self._mine = rank * _SLOT
         self._others = [other * _SLOT for other in range(ranks) if other != rank]
@@ -28,8 +28,9 @@ class StartLine:
         self._give_way = give_way
 
     @staticmethod
-    def nbytes(ranks: int) -> int:
-        return ranks * _SLOT * 8
+    def create(path: Path, ranks: int) -> None:
+        """Write the file that all ranks then map."""
+        path.write_bytes(bytes(ranks * _SLOT * 8))
 
     def wait(self, timeout: float = 30.0) -> None:
         """Return when all ranks are here. Raises TimeoutError after `timeout` seconds."""
@@ -41,7 +42,7 @@ class StartLine:
             while counters[other] < turn:
                 self._give_way()
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"not all ranks came to the start line within {timeout} s")
+                    raise TimeoutError(f"not all ranks came to the barrier within {timeout} s")
 
     def close(self) -> None:
         self._counters.release()

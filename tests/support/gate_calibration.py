@@ -1,21 +1,26 @@
 """Measures the gate itself: how often it calls equal code slower, and how often it finds an injected slowdown.
 
 A trial is a whole run of the gate with one commit on both sides: once as it is, and once with a head that does 5% more
-ops than the base.
+ops than the base. Run as a program: `python -m support.gate_calibration COMMIT --trials 104`; it prints Markdown.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
-from holdfast.harness.bench.output.noise import Noise
+from holdfast.ft.console.units import counted
+from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.harness.gate.decide import DecisionRule
-from holdfast.harness.gate.gate import Comparison, ComparisonState, Progress, chosen, compare
+from holdfast.harness.gate.gate import Comparison, ComparisonState, chosen, compare
 from holdfast.harness.gate.pairs import PairLauncher
-from holdfast.harness.gate.sides import Side
+from holdfast.harness.gate.sides import Side, build
+from holdfast.harness.measure.noise import Noise
 
 
 class Rate(msgspec.Struct, frozen=True):
@@ -88,7 +93,7 @@ def calibrate(
     trials: int,
     names: Sequence[str] = (),
     injected: float = 0.05,
-    progress: Progress = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Do `trials` trials of each kind with the workloads `names` (none: all). `sides` are two copies of one commit.
 
@@ -133,3 +138,43 @@ def calibrate(
         seconds=time.monotonic() - began,
         others=noise.cpus(),
     )
+
+
+def markdown(found: Calibration) -> str:
+    """How often the gate was right, as Markdown."""
+    lines = [
+        f"{counted(found.trials, 'trial')} of each kind at `{found.commit}`, of {found.workloads} workloads at once, "
+        f"in "
+        f"{found.seconds / 60:.0f} minutes, while other processes used {found.others:.2f} CPUs. Equal code was called "
+        f"slower in {found.alarms} of {found.trials} runs; {found.injected:.0%} put in was found in {found.power:.1%}.",
+        "",
+        "| workload | put in | slower | faster | same | unsure | estimated, ± standard deviation | pairs |",
+        "|---|---:|---:|---:|---:|---:|---|---:|",
+    ]
+    lines += [
+        f"| {rate.workload} | {rate.injected:.0%} | {rate.slower} | {rate.faster} | {rate.same} | {rate.unsure} "
+        f"| {rate.mean:+.2%} ± {rate.spread:.2%} | {rate.clusters:.1f} |"
+        for rate in found.rates
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure as the command line says; 0 if the error rates are kept."""
+    parser = argparse.ArgumentParser(prog="support.gate_calibration")
+    parser.add_argument("commit")
+    parser.add_argument("--trials", type=int, default=104)
+    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--effect", type=float, default=0.05)
+    asked = parser.parse_args(arguments)
+    rule = DecisionRule(effect=asked.effect)
+    with HeldDirectory("holdfast-gate-") as folder:
+        sides = [build(asked.commit, Path(), folder.path / name) for name in ("base", "head")]
+        progress = lambda text: print(text, file=sys.stderr)  # noqa: E731
+        found = calibrate((sides[0], sides[1]), rule, asked.trials, asked.only, asked.effect, progress)
+    print(markdown(found))
+    return int(not found.good)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
