@@ -73,7 +73,7 @@ class Instructions:
     def track_bytecodes(self) -> int:
         import torch
 
-        from holdfast.harness.bench.collectives.counters import bytecodes
+        from holdfast.harness.asv.counters import bytecodes
         from holdfast.harness.bench.overhead.alone import one_rank
 
         tensor = torch.ones(2)
@@ -89,7 +89,7 @@ class ProcessorInstructions:
     unit = "instructions"
 
     def setup(self) -> None:
-        from holdfast.harness.bench.collectives.counters import CountersUnavailable, instructions
+        from holdfast.harness.asv.counters import CountersUnavailable, instructions
 
         try:
             instructions(lambda: None)
@@ -99,7 +99,7 @@ class ProcessorInstructions:
     def track_instructions(self) -> int:
         import torch
 
-        from holdfast.harness.bench.collectives.counters import instructions
+        from holdfast.harness.asv.counters import instructions
         from holdfast.harness.bench.overhead.alone import one_rank
 
         tensor = torch.ones(2)

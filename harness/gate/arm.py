@@ -102,6 +102,7 @@ class GateRank:
 def _be(order: SideOrder, workloads: dict[str, Any], ranks: int, worker: Any) -> None:
     """Serve as rank 0 of a side until the gate hangs up, with a child for each further rank."""
     with Path(order.output).open("ab") as output:
+        os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     sys.path.insert(0, order.site)
     os.sched_setaffinity(0, {order.cpu})

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.harness.asv import pages
 from holdfast.harness.asv.common import RankClock, Ranks
-from holdfast.harness.bench.collectives.counters import CountersUnavailable, bytecodes, instructions
+from holdfast.harness.asv.counters import CountersUnavailable, bytecodes, instructions
 from holdfast.harness.bench.collectives.counting import count_traffic
 from holdfast.harness.bench.overhead.alone import one_rank, run_connected_ranks
 from support.browser import dom, needs_chromium, served
