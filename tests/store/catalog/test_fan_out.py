@@ -82,17 +82,6 @@ def test_the_first_readers_read_from_replicas_and_the_next_from_them() -> None:
     assert len([each for each in sources(catalog).values() if each]) == 3, "of two replicas and one copy"
 
 
-def test_replicas_serve_only_the_first_few() -> None:
-    catalog, waiting = published("north"), [reader(number) for number in range(40)]
-    served = Counter[str]()
-    catalog = requested(catalog, *waiting)
-    while left := sources(catalog):
-        (name, source) = next((name, source) for name, source in left.items() if source)
-        served[source] += 1
-        catalog = announced(catalog, next(each for each in waiting if each.id == name))
-    assert served["north"] <= SEEDS and served.total() == 40
-
-
 def test_a_reader_whose_source_is_gone_is_assigned_another() -> None:
     one, two = reader(1), reader(2)
     catalog = requested(announced(requested(published("north"), one), one), two)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from holdfast.comms.errors import HoldfastError, StaleEpoch
+from holdfast.comms.errors import HoldfastError
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import transitions
@@ -445,16 +445,6 @@ class Catalogue(RuleBasedStateMachine):
 
 TestCatalogue = Catalogue.TestCase
 TestCatalogue.settings = settings(stateful_step_count=40)
-
-
-def test_fences_only_go_forward() -> None:
-    catalog = transitions.join(Catalog(), HOLDERS[0])
-    terms = {"parts": 1, "replicas": 1, "keep": 2}
-    catalog = transitions.announce(catalog, 1, shard(HOLDERS[0], 1, 0, b"x" * 16), fence=3, **terms)
-    with pytest.raises(StaleEpoch):
-        transitions.announce(catalog, 2, shard(HOLDERS[0], 2, 0, b"x" * 16), fence=2, **terms)
-    catalog = transitions.announce(catalog, 2, shard(HOLDERS[0], 2, 0, b"x" * 16), fence=None, **terms)
-    assert catalog.fence == 3 and catalog.visible() == (1, 2)
 
 
 def test_two_stores_of_one_process_are_one_process() -> None:

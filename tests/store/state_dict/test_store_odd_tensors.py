@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.store import WeightStore
 from support.children import Child
-from support.samples.store_processes import a_holder, a_publisher
+from support.samples.store_processes import Holders, a_publisher
 from support.weights.state_dicts import bits
 
 Tensor = torch.Tensor
@@ -56,9 +56,10 @@ def targets() -> dict[str, Tensor]:
     return odd(99)
 
 
-def test_odd_tensors_outlive_their_publisher_bit_for_bit(url: str, start: Callable[..., Child]) -> None:
-    for _ in range(2):
-        start(a_holder, url).hear()
+def test_odd_tensors_outlive_their_publisher_bit_for_bit(
+    url: str, holders: Holders, start: Callable[..., Child]
+) -> None:
+    holders(2)
     publisher = start(a_publisher, url, 1, partial(odd, 1), "published")
     publisher.hear()
     publisher.kill()

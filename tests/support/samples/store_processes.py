@@ -10,6 +10,10 @@ from multiprocessing.connection import Connection
 from torch import Tensor
 
 from holdfast.store import WeightStore
+from support.children import Child
+
+Holders = Callable[[int], list[Child]]
+"""A function that starts so many stores of other processes, which keep replicas."""
 
 
 def a_holder(pipe: Connection, url: str) -> None:
