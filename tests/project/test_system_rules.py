@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from support.source_tree import ROOT, modules
+from support.source_tree import modules, nodes, parsed
 
 BACKENDS = {"shm", "inproc", "gloo", "mpi", "nccl", "rccl", "ucx", "nixl", "hier"}
 
@@ -12,14 +12,11 @@ BACKENDS = {"shm", "inproc", "gloo", "mpi", "nccl", "rccl", "ucx", "nixl", "hier
 def test_shared_code_names_no_backend_in_errors() -> None:
     """Several backends run it: its caller says which one it is."""
     wrong = []
-    for path in modules():
-        if path.parts[0] != "comms" and path.parts[:2] != ("backends", "common"):
-            continue
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "BackendUnavailable" and node.args:
-                name = node.args[0]
-                if isinstance(name, ast.Constant) and name.value in BACKENDS:
-                    wrong.append(f"{path}:{node.lineno}: {ast.unparse(name)}")
+    for path, node in nodes("comms", "backends"):
+        match node:
+            case ast.Call(ast.Name("BackendUnavailable"), [ast.Constant(name), *_]) if name in BACKENDS:
+                if path.parts[0] == "comms" or path.parts[:2] == ("backends", "common"):
+                    wrong.append(f"{path}:{node.lineno}: {name}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -33,7 +30,7 @@ def test_descriptors_that_are_kept_are_owned() -> None:
     for path in modules():
         if path.parts[0] == "harness" or str(path).startswith(OWN_PROGRAMS) or path.name == "descriptors.py":
             continue
-        tree = ast.parse((ROOT / path).read_text())
+        tree = parsed(path)
         calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.close" and id(node) not in calls:
@@ -78,11 +75,8 @@ def test_every_listener_bounds_strangers() -> None:
     for path in modules():
         if path.parts[0] == "harness" or str(path) in LISTENERS:
             continue
-        text = (ROOT / path).read_text()
-        nodes = [] if "BoundedListener(" in text else ast.walk(ast.parse(text))
-        wrong += [
-            f"{path}:{node.lineno}: {ast.unparse(node.func)}"
-            for node in nodes
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in calls
-        ]
+        called = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+        names = {ast.unparse(node.func).rpartition(".")[2]: node.lineno for node in called}
+        if "BoundedListener" not in names:
+            wrong += [f"{path}:{names[name]}: {name}" for name in calls & names.keys()]
     assert not wrong, "\n".join(wrong)

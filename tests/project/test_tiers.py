@@ -8,9 +8,9 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.source_tree import ROOT, TESTS
+from support.source_tree import ROOT, TESTS, parsed
 
-FILES = sorted(TESTS.rglob("*.py"))
+FILES = [path.relative_to(ROOT) for path in sorted(TESTS.rglob("*.py"))]
 FEWEST = 30
 """Examples of a property in the first tier."""
 
@@ -18,9 +18,9 @@ FEWEST = 30
 def calls(name: str) -> Iterator[tuple[Path, ast.Call]]:
     """Every call of a function of this name in the tests."""
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name:
-                yield path.relative_to(ROOT), node
+                yield path, node
 
 
 def test_the_two_targets_run_every_test() -> None:

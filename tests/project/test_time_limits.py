@@ -11,9 +11,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from support.source_tree import ROOT, TESTS
+from support.source_tree import ROOT, TESTS, parsed
 from support.waiting import PATIENCE
 
+FILES = [path.relative_to(ROOT) for path in sorted(TESTS.rglob("*.py"))]
 CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns"}
 
 
@@ -70,9 +71,9 @@ def tight(function: ast.AST) -> Iterator[ast.Compare]:
 
 def test_no_assertion_needs_a_fast_machine() -> None:
     wrong = {
-        f"{path.relative_to(ROOT)}:{compared.lineno}: {ast.unparse(compared)}"
-        for path in sorted(TESTS.rglob("*.py"))
-        for function in ast.walk(ast.parse(path.read_text(), str(path)))
+        f"{path}:{compared.lineno}: {ast.unparse(compared)}"
+        for path in FILES
+        for function in ast.walk(parsed(path))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for compared in tight(function)
     }
@@ -95,11 +96,7 @@ def endless(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def test_no_test_waits_for_a_child_without_a_limit() -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
-        for path in sorted(TESTS.rglob("*.py"))
-        for call in endless(ast.parse(path.read_text(), str(path)))
-    ]
+    wrong = [f"{path}:{call.lineno}: {ast.unparse(call)}" for path in FILES for call in endless(parsed(path))]
     assert not wrong, "use support.waiting.next_line, or a timeout:\n" + "\n".join(wrong)
     for call in ("child.stdout.readline()", "child.communicate()"):
         assert len(list(endless(ast.parse(call)))) == 1, call

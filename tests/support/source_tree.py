@@ -29,6 +29,13 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(), str(path))
 
 
+def nodes(*packages: str) -> Iterator[tuple[Path, ast.AST]]:
+    """Every node of the syntax trees of these packages, or of all, with the path of its file."""
+    for path in modules():
+        if path.parts[0] in (packages or PACKAGES):
+            yield from ((path, node) for node in ast.walk(parsed(path)))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, full module name) of every import in a file; `from a import b` counts as a.b too."""
     for node in ast.walk(parsed(path)):

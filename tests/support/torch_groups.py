@@ -1,4 +1,4 @@
-"""torch in tests: process groups over the ranks of a cluster, and a small sharded model."""
+"""torch in tests: process groups over the ranks of a cluster, and small models that train in them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,48 @@ def in_group(cluster: LocalCluster, path: Path, body: Callable[[int, int], T], b
             dist.destroy_process_group()
 
     return cluster.run(run)
+
+
+def tiny_model(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
+
+
+def losses_of(model: nn.Module, rank: int) -> list[float]:
+    """The losses of six steps on data of this rank."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    device = next(model.parameters()).device
+    torch.manual_seed(100 + rank)
+    losses = []
+    for _ in range(6):
+        loss = model(torch.randn(16, 8, device=device)).square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_ddp(rank: int, size: int, device: str = "cpu") -> list[float]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return losses_of(DistributedDataParallel(tiny_model(device), bucket_cap_mb=0.001), rank)
+
+
+def train_fsdp2(rank: int, size: int, device: str = "cpu") -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.set_device(0)
+    model = tiny_model(device)
+    mesh = init_device_mesh(kind, (size,))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return losses_of(model, rank)
 
 
 def sharded_model(mesh: Any) -> dict[str, Any]:

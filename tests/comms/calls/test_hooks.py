@@ -11,7 +11,7 @@ import torch
 from holdfast import comms
 from holdfast.comms import Communicator, CorruptData, NonFinite, Recv, ReduceOp, Revoked, Send
 from holdfast.comms.hooks import OpLog, check_finite, compare_checksums
-from holdfast.comms.plugins.spec import AbortEvent, OpEvent, hookimpl
+from holdfast.comms.plugins.spec import AbortEvent, OpEvent
 from holdfast.harness import LocalCluster
 
 
@@ -145,38 +145,6 @@ def test_a_clean_close_calls_no_abort_hook(ranks: LocalCluster) -> None:
         return len(aborts)
 
     assert ranks.run(body) == [0, 0]
-
-
-class _Plugin:
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    @hookimpl
-    def after_op(self, event: OpEvent) -> None:
-        self.seen.append(event.outputs)
-
-    @hookimpl
-    def on_abort(self, event: AbortEvent) -> None:
-        self.seen.append(event.error)
-
-
-def test_a_plugins_hooks_get_the_same_events() -> None:
-    plugin = _Plugin()
-    with LocalCluster(1, "inproc") as cluster:
-
-        def body(comm: Communicator) -> None:
-            tensor = torch.ones(2)
-            comms.register(plugin)
-            try:
-                comm.all_reduce(tensor)
-                comm.abort("enough")
-            finally:
-                comms.unregister(plugin)
-            (outputs, error) = plugin.seen
-            assert isinstance(outputs, tuple) and outputs[0].data_ptr() == tensor.data_ptr()
-            assert isinstance(error, Revoked)
-
-        cluster.run(body)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,8 @@ from holdfast.comms import (
 )
 from holdfast.comms.rendezvous.handles import epoch_of, parse_members
 from holdfast.harness import LocalCluster
-from support.waiting import PATIENCE, next_line
+from support.meeting import in_threads
+from support.waiting import PATIENCE, eventually, next_line
 
 
 def total(comm: Communicator) -> float:
@@ -52,10 +51,7 @@ class Notes:
         draft.rename(self._folder / name)
 
     def read(self, name: str) -> str:
-        until = time.monotonic() + PATIENCE
-        while not (self._folder / name).exists():
-            assert time.monotonic() < until, f"{name} was not written"
-            time.sleep(0.005)
+        eventually((self._folder / name).exists)
         return (self._folder / name).read_text()
 
 
@@ -206,36 +202,25 @@ def test_all_processes_put_a_set_into_one_order() -> None:
     assert 0 <= epoch_of(-3) < 1 << 48 and 0 <= epoch_of(1 << 63) < 1 << 48
 
 
-def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
-    results: list[Any] = [None] * len(bodies)
-
-    def run(number: int, body: Callable[[], Any]) -> None:
-        try:
-            results[number] = body()
-        except BaseException as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(bodies)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    return results
+def side_by_side(*bodies: Callable[[], Any]) -> list[Any]:
+    return in_threads(len(bodies), lambda number: bodies[number]())
 
 
 def test_members_that_pass_other_handles_or_hints_are_told() -> None:
     with comms.unconnected("inproc", timeout=3.0) as first, comms.unconnected("inproc", timeout=3.0) as second:
         one, two = first.handle(), second.handle()
         three = changed(two, number=999_999)
-        errors = in_threads(lambda: first.reconfigure(1, [one, two]), lambda: second.reconfigure(1, [one, three, two]))
+        errors = side_by_side(
+            lambda: first.reconfigure(1, [one, two]), lambda: second.reconfigure(1, [one, three, two])
+        )
         assert any(isinstance(error, Mismatch) for error in errors), errors
-        errors = in_threads(
+        errors = side_by_side(
             lambda: first.reconfigure(2, [one, two], hints={"spins": 1}),
             lambda: second.reconfigure(2, [one, two], hints={"spins": 2}),
         )
         assert any(isinstance(error, Mismatch) and "hint 'spins'" in str(error) for error in errors), errors
-        in_threads(lambda: first.reconfigure(3, [one, two]), lambda: second.reconfigure(3, [one, two]))
-        assert in_threads(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
+        side_by_side(lambda: first.reconfigure(3, [one, two]), lambda: second.reconfigure(3, [one, two]))
+        assert side_by_side(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
 
 
 def test_pending_ops_end_and_hooks_and_callbacks_go_on() -> None:
@@ -245,7 +230,7 @@ def test_pending_ops_end_and_hooks_and_callbacks_go_on() -> None:
         comms.unconnected("inproc", timeout=PATIENCE) as second,
     ):
         handles = [first.handle(), second.handle()]
-        in_threads(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
+        side_by_side(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
         ops, reasons = list[str](), list[HoldfastError]()
         first.hooks.after_op(lambda event: ops.append(f"{event.communicator} {event.op}"))
         first.add_abort_callback(reasons.append)
@@ -290,8 +275,8 @@ def test_a_job_with_a_key_meets_under_it(tmp_path: Path, monkeypatch: pytest.Mon
         handles = [first.handle(), second.handle()]
         with pytest.raises(Mismatch, match="another job"):
             first.reconfigure(1, [*handles, without])
-        in_threads(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
-        assert in_threads(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
+        side_by_side(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
+        assert side_by_side(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
 
 
 def test_the_store_of_a_handle_ends_with_its_communicator() -> None:

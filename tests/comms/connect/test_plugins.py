@@ -18,6 +18,7 @@ from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.registry import InvalidPlugin, Registry, registry
 from holdfast.comms.plugins.spec import (
     API_VERSION,
+    AbortEvent,
     Available,
     BackendInfo,
     Capabilities,
@@ -234,6 +235,7 @@ def test_a_backend_that_cannot_run_here_is_refused_with_its_hint() -> None:
 class Observer:
     def __init__(self) -> None:
         self.seen: list[tuple[str, OpEvent]] = []
+        self.aborts: list[object] = []
 
     @hookimpl
     def before_op(self, event: OpEvent) -> None:
@@ -243,8 +245,12 @@ class Observer:
     def after_op(self, event: OpEvent) -> None:
         self.seen.append(("after", event))
 
+    @hookimpl
+    def on_abort(self, event: AbortEvent) -> None:
+        self.aborts.append(event.error)
 
-def test_observers_see_every_op_begin_and_end(tmp_path: Path) -> None:
+
+def test_observers_see_every_op_begin_and_end_and_the_abort(tmp_path: Path) -> None:
     observer = Observer()
     with comms.connect("inproc", rank=0, size=1, rendezvous=f"file://{tmp_path}/m", name="seen") as comm:
         comm.barrier()
@@ -252,7 +258,8 @@ def test_observers_see_every_op_begin_and_end(tmp_path: Path) -> None:
         comms.register(observer)
         try:
             assert registry().observed
-            comm.all_reduce(torch.ones(10))
+            tensor = torch.ones(10)
+            comm.all_reduce(tensor)
             comm.barrier(async_op=True).wait()
             comm.abort("enough")
             with pytest.raises(comms.Revoked):
@@ -264,4 +271,5 @@ def test_observers_see_every_op_begin_and_end(tmp_path: Path) -> None:
     assert names == [("before", "all_reduce"), ("after", "all_reduce"), ("before", "barrier"), ("after", "barrier")]
     after = observer.seen[1][1]
     assert (after.communicator, after.nbytes, after.seq, after.rank, after.error) == ("seen", 40, 2, 0, None)
-    assert after.seconds > 0
+    assert after.seconds > 0 and after.outputs[0].data_ptr() == tensor.data_ptr()
+    assert [type(error) for error in observer.aborts] == [comms.Revoked]

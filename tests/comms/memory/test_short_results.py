@@ -16,7 +16,7 @@ from holdfast.backends.common.process_memory import MOST_BYTES, read_process, wr
 from holdfast.comms import Communicator
 from holdfast.comms.system.file_io import read_all, read_at, write_all
 from holdfast.harness import LocalCluster
-from support.source_tree import ROOT, modules
+from support.source_tree import ROOT, modules, nodes
 
 TRANSFERS = {"read", "write", "pread", "pwrite", "readv", "writev", "preadv", "pwritev", "sendfile", "copy_file_range"}
 """Functions of `os` that may move fewer bytes than requested."""
@@ -42,10 +42,9 @@ AS_THEY_COME = {
 def test_every_other_transfer_goes_through_file_io() -> None:
     wrong = [
         f"{path}:{node.lineno}: os.{node.func.attr}"
-        for path in modules()
-        if str(path) not in AS_THEY_COME
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for path, node in nodes()
         if isinstance(node, ast.Call)
+        and str(path) not in AS_THEY_COME
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func.value) == "os"
         and node.func.attr in TRANSFERS
@@ -66,8 +65,7 @@ def test_a_partial_send_is_continued() -> None:
     """`sendall` continues by itself; code that calls `send` uses its result."""
     wrong = [
         f"{path}:{node.lineno}"
-        for path in modules()
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for path, node in nodes()
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Attribute)

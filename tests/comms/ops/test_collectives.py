@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -42,39 +40,3 @@ def test_a_disagreement_without_checks_neither_hangs_nor_gives_wrong_results() -
     with LocalCluster(2, "shm", environ={"HOLDFAST_CHECK": "0"}) as cluster:
         for counts in ((50_000, 4), (11, 10), (10, 11), (4, 5), (1, 0)):
             assert "no error" not in cluster.run(body, counts), counts
-
-
-@pytest.mark.parametrize("backend", ["inproc", "shm"])
-def test_cache_line_ops_and_larger_ops_may_follow_each_other(backend: str) -> None:
-    """The order is random; some ranks run ahead, and some are late."""
-
-    def body(comm: Communicator) -> None:
-        order = random.Random(7)
-        for step in range(400):
-            count, root = order.choice([0, 1, 10, 11, 300, 20_000]), order.randrange(comm.size)
-            kind, late = order.choice(["all_reduce", "reduce", "broadcast", "all_gather", "barrier"]), order.random()
-            if late < 0.1 and comm.rank == step % comm.size:
-                time.sleep(0.003)
-            tensor = torch.full((count,), float(step + comm.rank))
-            total = torch.full((count,), float(comm.size * step + sum(range(comm.size))))
-            match kind:
-                case "all_reduce":
-                    comm.all_reduce(tensor)
-                    assert torch.equal(tensor, total)
-                case "reduce":
-                    comm.reduce(tensor, root)
-                    assert comm.rank != root or torch.equal(tensor, total)
-                case "broadcast":
-                    comm.broadcast(tensor, root)
-                    assert torch.equal(tensor, torch.full((count,), float(step + root)))
-                case "all_gather":
-                    outputs = [torch.empty(count) for _ in range(comm.size)]
-                    comm.all_gather(outputs, tensor)
-                    assert all(
-                        torch.equal(each, torch.full((count,), float(step + r))) for r, each in enumerate(outputs)
-                    )
-                case _:
-                    comm.barrier()
-
-    with LocalCluster(3, backend) as cluster:
-        cluster.run(body)

@@ -107,7 +107,7 @@ def run_program(comm: Communicator, program: list[tuple[str, int, int, int]]) ->
 programs = st.lists(
     st.tuples(
         st.sampled_from(OPS),
-        st.sampled_from([0, 1, 5, 700, 6_000, 30_000]),
+        st.sampled_from([0, 1, 10, 11, 700, 6_000, 30_000]),  # ten floats fit on the cache line of their op
         st.integers(0, 2**RANKS - 1),
         st.integers(-1, RANKS),
     ),

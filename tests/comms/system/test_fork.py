@@ -27,7 +27,7 @@ from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.children import Child
-from support.source_tree import ROOT
+from support.source_tree import nodes
 
 on_processes = pytest.mark.parametrize(
     "two_ranks", ["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)], indirect=True
@@ -283,13 +283,12 @@ def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Pa
 def test_only_one_helper_asks_for_the_current_process() -> None:
     """Comparing process ids, or another fork handler, would be a second way."""
     wrong = []
-    for package in ("comms", "backends", "ft", "store", "rl"):
-        for path in (ROOT / package).rglob("*.py"):
-            text = path.read_text()
-            for node in ast.walk(ast.parse(text)):
-                words = ast.unparse(node) if isinstance(node, ast.Compare | ast.Call) else ""
-                own_pid = isinstance(node, ast.Compare) and "getpid()" in words and "_pid" in words
-                handler = isinstance(node, ast.Call) and words.startswith("os.register_at_fork")
-                if (own_pid or handler) and path.name != Path(forks.__file__).name:
-                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {words[:60]}")
+    for path, node in nodes("comms", "backends", "ft", "store", "rl"):
+        if not isinstance(node, ast.Compare | ast.Call) or path.name == Path(forks.__file__).name:
+            continue
+        words = ast.unparse(node)
+        own_pid = isinstance(node, ast.Compare) and "getpid()" in words and "_pid" in words
+        handler = isinstance(node, ast.Call) and words.startswith("os.register_at_fork")
+        if own_pid or handler:
+            wrong.append(f"{path}:{node.lineno}: {words[:60]}")
     assert not wrong, "use comms.forks: " + "; ".join(wrong)

@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported
 from holdfast.harness import LocalCluster
-from support.torch_groups import ENVIRON, in_group
+from support.torch_groups import ENVIRON, in_group, losses_of, tiny_model, train_ddp, train_fsdp2
 
 
 @pytest.fixture(scope="module", params=["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
@@ -32,43 +32,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 def four() -> Iterator[LocalCluster]:
     with LocalCluster(4, "shm", timeout=90.0, environ={**ENVIRON, "HOLDFAST_BACKEND": "shm"}) as cluster:
         yield cluster
-
-
-def tiny_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
-
-
-def losses_of(model: nn.Module, rank: int, steps: int = 6) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    torch.manual_seed(100 + rank)
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(16, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def train_ddp(rank: int, size: int) -> list[float]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    return losses_of(DistributedDataParallel(tiny_model(), bucket_cap_mb=0.001), rank)
-
-
-def train_fsdp2(rank: int, size: int) -> list[float]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = tiny_model()
-    mesh = init_device_mesh("cpu", (size,))
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return losses_of(model, rank)
 
 
 @pytest.mark.parametrize("train", [train_ddp, train_fsdp2])
