@@ -49,6 +49,14 @@ def two() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def three() -> Iterator[LocalCluster]:
+    """The same, with three ranks."""
+    with LocalCluster(3, "mpi", timeout=2 * PATIENCE) as cluster:
+        cluster.warm_up()
+        yield cluster
+
+
 def survivors(outcomes: list[RankResult], dead: int) -> list[object]:
     """The results of the ranks other than `dead`; raises the first of their errors."""
     rest = [outcome for outcome in outcomes if outcome.rank != dead]
@@ -151,7 +159,7 @@ def test_a_large_send_to_a_stopped_rank_ends_in_time() -> None:
     assert all(waited < PATIENCE for waited in survivors(outcomes, dead=1))  # type: ignore[operator]
 
 
-def test_an_abort_from_another_thread_ends_the_op_on_every_rank(tmp_path: Path) -> None:
+def test_an_abort_from_another_thread_ends_the_op_on_every_rank(three: LocalCluster, tmp_path: Path) -> None:
     """The third rank never enters the op."""
 
     def body(comm: Communicator, count: int) -> float:
@@ -168,9 +176,8 @@ def test_an_abort_from_another_thread_ends_the_op_on_every_rank(tmp_path: Path) 
         (tmp_path / f"{comm.rank} {count}").touch()
         return took
 
-    with LocalCluster(3, "mpi", timeout=2 * PATIENCE) as cluster:
-        for count in (1, 1 << 22):
-            assert max(cluster.run(body, count)) < PATIENCE
+    for count in (1, 1 << 22):
+        assert max(three.run(body, count)) < PATIENCE
 
 
 def test_later_ops_name_the_reason_of_another_ranks_abort(two: LocalCluster) -> None:
@@ -191,7 +198,7 @@ def test_later_ops_name_the_reason_of_another_ranks_abort(two: LocalCluster) -> 
     assert all("called off" in reason for reason in said), said
 
 
-def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(tmp_path: Path) -> None:
+def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(three: LocalCluster, tmp_path: Path) -> None:
     """Open MPI crashes when a communicator is revoked that a process has not finished building."""
 
     def body(comm: Communicator) -> None:
@@ -204,8 +211,7 @@ def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(tmp_path: Path)
                     part.barrier()
             part.close()
 
-    with LocalCluster(3, "mpi", timeout=60.0) as cluster:
-        cluster.run(body)
+    three.run(body)
 
 
 class _Watcher:

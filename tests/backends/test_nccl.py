@@ -28,7 +28,7 @@ from holdfast import comms
 from holdfast.backends.nccl import rccl
 from holdfast.backends.nccl import stand_in as stand_in_plugin
 from holdfast.backends.nccl import transport as nccl
-from holdfast.backends.nccl.device_reduction import combine, device_reduction_of
+from holdfast.backends.nccl.device_reduction import DeviceReduction, combine, device_reduction_of
 from holdfast.backends.nccl.stand_in import OnTheHost
 from holdfast.comms import (
     BackendUnavailable,
@@ -125,6 +125,17 @@ def reduced_by_library(given: list[Tensor], op: ReduceOp) -> Tensor:
     return total if factor is None else (total * factor).to(total.dtype)
 
 
+def carried(plan: DeviceReduction | None, inputs: list[Tensor], op: ReduceOp) -> Tensor:
+    """The ranks' tensors, reduced as `plan` says; None: gathered and combined on each rank."""
+    found = inputs[0].clone()
+    if plan is None:
+        combine(inputs, op, found)
+    else:
+        given = [plan.given(each.clone()) for each in inputs]
+        plan.finish(reduced_by_library(given, plan.native), found, len(inputs))
+    return found
+
+
 @given(
     st.sampled_from([*arithmetic.REDUCIBLE, *EIGHT_BIT_FLOATS]),
     st.sampled_from(sorted(OPS_BY_NAME)),
@@ -138,11 +149,7 @@ def test_every_reduction_is_carried_by_one_that_nccl_has(dtype: torch.dtype, nam
         plan = device_reduction_of(dtype, op)
     except Unsupported:
         return
-    found = inputs[0].clone()
-    if plan is None:
-        combine(inputs, op, found)
-    else:
-        plan.finish(reduced_by_library([plan.given(each.clone()) for each in inputs], plan.native), found, ranks)
+    found = carried(plan, inputs, op)
     if dtype in EIGHT_BIT_FLOATS:
         expected = reduced_by_library([each.float() for each in inputs], op) if op.name not in ("min", "max") else None
         if expected is not None:
@@ -166,9 +173,7 @@ def test_averages_of_unsigned_numbers_are_right() -> None:
         plan = device_reduction_of(dtype, ReduceOp.AVG)
         assert plan is not None
         inputs = [torch.tensor([1, 7, 40_000], dtype=dtype), torch.tensor([4, 2, 20_000], dtype=dtype)]
-        found = inputs[0].clone()
-        plan.finish(reduced_by_library([plan.given(each) for each in inputs], plan.native), found, 2)
-        assert found.tolist() == [2, 4, 30_000]
+        assert carried(plan, inputs, ReduceOp.AVG).tolist() == [2, 4, 30_000]
     with pytest.raises(Unsupported, match="uint64"):
         device_reduction_of(torch.uint64, ReduceOp.AVG)
 
@@ -193,14 +198,7 @@ def test_each_op_calls_its_counterpart_of_torchs_group(size: int) -> None:
                 except Unsupported:
                     continue
                 inputs = [(torch.arange(6) + r).to(dtype) for r in range(size)]
-                plan = device_reduction_of(dtype, op)
-                expected = inputs[0].clone()
-                if plan is None:
-                    combine(inputs, op, expected)
-                else:
-                    plan.finish(
-                        reduced_by_library([plan.given(i.clone()) for i in inputs], plan.native), expected, size
-                    )
+                expected = carried(device_reduction_of(dtype, op), inputs, op)
                 mine = inputs[rank].clone()
                 transport.all_reduce(mine, op, soon())
                 assert torch.equal(mine, expected), (dtype, op)

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from support.source_tree import ROOT
+from support import source_tree
 
 TABLE = Path(__file__).with_name("torch_names.toml")
-FOLDERS = ("comms", "backends", "ft", "store", "rl", "harness")
 OWN_NAMESPACES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
 """The modules whose attributes are checked as well, where a module of ours has given them a name."""
 
@@ -35,10 +34,8 @@ Uses = dict[str, dict[str, str]]
 def uses() -> Uses:
     """The modules of torch that holdfast imports, and the names that it takes from them."""
     found: Uses = {}
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if "torch" in (text := path.read_text()):
-                _uses_of(ast.parse(text), str(path.relative_to(ROOT)), found)
+    for path in source_tree.modules():
+        _uses_of(source_tree.parsed(path), str(path), found)
     return found
 
 

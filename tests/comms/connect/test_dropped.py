@@ -84,7 +84,7 @@ def test_a_window_keeps_its_communicator_alive(tmp_path: Path) -> None:
     assert settled()
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)])
 def test_peers_of_a_dropped_communicator_do_not_wait_for_it(backend: str) -> None:
     def body(comm: Communicator) -> str:
         part = comm.split([0, 1], timeout=30.0)

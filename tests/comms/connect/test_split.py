@@ -16,10 +16,8 @@ from holdfast.comms import Communicator, OpTimeout, PeerFailed, Revoked
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
 
-BACKENDS = ["inproc", "shm", "gloo", "ucx"]
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)])
 def test_an_abort_ends_split_communicators(backend: str) -> None:
     """Rank 0 waits in a split of two for rank 1, which never comes. Aborting the whole ends the wait."""
 
@@ -58,7 +56,7 @@ def test_a_split_that_is_late_names_the_missing_rank_by_both_numbers() -> None:
         assert "(of 'whole', rank 1 is rank 2)" in ranks.run(waits)[1]
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "mpi"])
+@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", "mpi"])
 def test_a_split_communicator_outlives_close_of_the_whole(backend: str) -> None:
     """One rank is late, and the other waits long enough to check for failures."""
 

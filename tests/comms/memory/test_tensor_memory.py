@@ -183,9 +183,15 @@ def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callabl
 
 
 fast_paths = pytest.mark.parametrize("checks", ["0"], indirect=True)
+shared_code = pytest.mark.parametrize(
+    "two_ranks",
+    ["inproc", "shm", "gloo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx", "mpi"))],
+    indirect=True,
+)
 
 
 @fast_paths
+@shared_code
 def test_every_op_refuses_a_tensor_without_memory_by_name_and_goes_on(
     two_ranks: LocalCluster,
 ) -> None:
@@ -210,6 +216,7 @@ def test_every_op_refuses_a_tensor_without_memory_by_name_and_goes_on(
 
 
 @fast_paths
+@shared_code
 def test_every_tensor_with_plain_memory_is_taken(two_ranks: LocalCluster) -> None:
     def take(comm: Communicator) -> list[str]:
         wrong = []
@@ -251,22 +258,19 @@ def test_a_window_refuses_tensors_without_memory_and_takes_all_others(two_ranks:
 
 
 @pytest.mark.parametrize("name", ["inproc", "shm", "ucx"])
-@pytest.mark.parametrize("make", MEMORYLESS)
-def test_a_plane_refuses_tensors_without_memory(name: str, make: Callable[[], torch.Tensor]) -> None:
+def test_a_plane_refuses_tensors_without_memory_and_takes_parameters_and_subclasses(name: str) -> None:
     with comms.memory(name) as plane, plane.expose(torch.ones(COUNT), writable=True) as region:
-        with pytest.raises(Unsupported, match="an exposed tensor"):
-            plane.expose(make())
-        with pytest.raises(Unsupported, match="into"):
-            plane.read(region.handle, make())
-        with pytest.raises(Unsupported, match="source"):
-            plane.write(region.handle, make())
-
-
-@pytest.mark.parametrize("make", [parameter, named_parameter, tagged])
-def test_a_plane_takes_parameters_and_subclasses_with_plain_memory(make: Callable[[], torch.Tensor]) -> None:
-    with comms.memory("inproc") as plane, plane.expose(make(), writable=True) as region:
-        plane.write(region.handle, make()).wait()
-        plane.read(region.handle, make()).wait()
+        for make in MEMORYLESS:
+            with pytest.raises(Unsupported, match="an exposed tensor"):
+                plane.expose(make())
+            with pytest.raises(Unsupported, match="into"):
+                plane.read(region.handle, make())
+            with pytest.raises(Unsupported, match="source"):
+                plane.write(region.handle, make())
+        for make in (parameter, named_parameter, tagged):
+            with plane.expose(make(), writable=True) as other:
+                plane.write(other.handle, make()).wait()
+                plane.read(other.handle, make()).wait()
 
 
 @pytest.mark.parametrize("make", MEMORYLESS)

@@ -124,6 +124,11 @@ def _everywhere(comm: Communicator) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize(
+    "two_ranks",
+    ["inproc", "shm", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gloo", "ucx", "mpi"))],
+    indirect=True,
+)
 def test_a_communicator_takes_whole_numbers_of_every_kind(two_ranks: LocalCluster) -> None:
     assert two_ranks.run(_everywhere) == [[], []]
 
@@ -155,7 +160,9 @@ def _in_windows(comm: Communicator) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "two_ranks", ["inproc", "shm", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)], indirect=True
+    "two_ranks",
+    ["inproc", "shm", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx", "mpi"))],
+    indirect=True,
 )
 def test_a_window_takes_whole_numbers_of_every_kind(two_ranks: LocalCluster) -> None:
     assert two_ranks.run(_in_windows) == [[], []]

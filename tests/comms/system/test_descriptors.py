@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import Liveness, start_time, this_host, this_process
+from support.programs.forked_programs import ForkedProgram
 
 KINDS: dict[str, Callable[[], int]] = {
     "file": lambda: os.open(os.devnull, os.O_RDONLY),
@@ -112,10 +114,9 @@ for file in files:
 @pytest.mark.parametrize("backend", ["shm", "ucx"])
 def test_a_program_that_closes_all_numbers_keeps_its_own_files(backend: str, tmp_path: Path) -> None:
     """The communicator goes on, or ends with an error that blames no living rank; the process ends well."""
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", DAEMON, str(rank), backend, str(tmp_path)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors.decode()
+    with contextlib.ExitStack() as stack:
+        arguments = [["daemon.py", str(rank), backend, str(tmp_path)] for rank in range(2)]
+        ranks = [stack.enter_context(ForkedProgram(DAEMON, each, None, os.environ)) for each in arguments]
+        for program in ranks:
+            done = program.communicate(100.0)
+            assert done.returncode == 0, done.stderr

@@ -23,8 +23,10 @@ from support.meeting import free_port
 from support.torch_groups import ENVIRON, in_group
 from support.waiting import PATIENCE
 
+BACKENDS = ["shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)]
 
-@pytest.fixture(scope="module", params=["shm", "gloo", "ucx"])
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def three(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Three processes. The environment chooses their transport."""
     backend = str(request.param)
@@ -183,7 +185,7 @@ def test_a_receive_that_timed_out_leaves_the_channel_as_it_was(three: LocalClust
     in_group(three, tmp_path, body)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("met", [True, False], ids=["connected", "not connected"])
 def test_a_dead_peer_ends_sends_and_receives_at_once(backend: str, met: bool, tmp_path: Path) -> None:
     """The ops' timeout is 60 seconds."""
@@ -221,7 +223,7 @@ def test_a_dead_peer_ends_sends_and_receives_at_once(backend: str, met: bool, tm
     assert isinstance(survivor.value, float) and survivor.value < 10
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died(backend: str) -> None:
     """Rank 0 serves torch's store."""
     port = free_port()

@@ -16,7 +16,9 @@ from holdfast.harness import LocalCluster
 from support.torch_groups import ENVIRON, in_group
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
+@pytest.fixture(
+    scope="module", params=["shm", "gloo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx", "mpi"))]
+)
 def two(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     backend = str(request.param)
     if not registry().backend(backend).info.capabilities.windows:

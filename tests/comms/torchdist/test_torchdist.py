@@ -19,7 +19,9 @@ from holdfast.harness import LocalCluster
 from support.torch_groups import ENVIRON, in_group, losses_of, tiny_model, train_ddp, train_fsdp2
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
+@pytest.fixture(
+    scope="module", params=["shm", "gloo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx", "mpi"))]
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Two processes. The environment chooses their transport."""
     backend = str(request.param)
@@ -401,3 +403,23 @@ def test_the_debug_level_detail_finds_ranks_that_disagree(tmp_path: Path) -> Non
     environ = {**ENVIRON, "HOLDFAST_BACKEND": "shm", "HOLDFAST_CHECK": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     with LocalCluster(2, "shm", timeout=60.0, environ=environ) as cluster:
         in_group(cluster, tmp_path, body)
+
+
+def test_groups_with_equal_numbers_and_different_members_are_a_mismatch(four: LocalCluster, tmp_path: Path) -> None:
+    """Ranks 1 and 2 make a group without rank 0; rank 0's next group then takes the same number."""
+
+    def body(rank: int, size: int) -> None:
+        if rank in (1, 2):
+            dist.new_group([1, 2])
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises(
+                Mismatch, match=r"of ranks \[0, 2\] on rank 0, and of ranks \[1, 2\] on rank 1: every rank"
+            ):
+                dist.new_group([0, 2])
+        dist.barrier()
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor == 4
+
+    in_group(four, tmp_path, body)
