@@ -111,26 +111,6 @@ def test_tied_weights_are_filled_if_the_version_has_equal_bytes_for_them(store: 
     assert all(bool((each == 1).all()) for each in into.values())
 
 
-def test_a_tied_model_is_filled_from_a_tied_model_only(store: WeightStore) -> None:
-    class Model(nn.Module):
-        def __init__(self, tied: bool) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(900, 100), nn.Linear(100, 900, bias=False)
-            if tied:
-                self.head.weight = self.embedding.weight
-
-    trained, other, reader = Model(True), Model(False), Model(True)
-    same, different = next(version), next(version)
-    store.publish(same, trained.state_dict())
-    store.publish(different, other.state_dict())
-    before = reader.head.weight.detach().clone()
-    with pytest.raises(Mismatch, match="share memory"):
-        store.get(different, reader.state_dict())
-    assert torch.equal(reader.head.weight, before)
-    store.get(same, reader.state_dict())
-    assert torch.equal(reader.head.weight, trained.embedding.weight)
-
-
 def test_views_that_interleave_without_a_common_byte_are_filled(store: WeightStore) -> None:
     state = {"left": torch.randn(500, 300), "right": torch.randn(500, 400), "conjugate": torch.randn(5, 2).cfloat()}
     base, pairs = torch.zeros(500, 700), torch.zeros(5, 2, dtype=torch.complex64)
