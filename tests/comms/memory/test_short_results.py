@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import os
-import re
 
 import pytest
 import torch
@@ -16,63 +14,6 @@ from holdfast.backends.common.process_memory import MOST_BYTES, read_process, wr
 from holdfast.comms import Communicator
 from holdfast.comms.system.file_io import read_all, read_at, write_all
 from holdfast.harness import LocalCluster
-from support.source_tree import ROOT, modules, nodes
-
-TRANSFERS = {"read", "write", "pread", "pwrite", "readv", "writev", "preadv", "pwritev", "sendfile", "copy_file_range"}
-"""Functions of `os` that may move fewer bytes than requested."""
-
-AS_THEY_COME = {
-    "comms/system/file_io.py": "the loops themselves",
-    "ft/telemetry/event_log.py": "a line is appended whole or taken back",
-    "ft/registers/inotify.py": "notifications are drained, not looked at",
-    "harness/asv/counters.py": "a counter is read whole or not at all",
-    "harness/chaos/faults/disk.py": "it writes until the disk is full",
-    "ft/launch/guarded_process.py": "single bytes",
-    "ft/launch/guardian.py": "a line that a pipe takes at once or not at all",
-    "ft/launch/local_launcher.py": "lines are put together from what has come",
-    "harness/testbed/netns.py": "single bytes",
-    "rl/environments/sandbox/watch.py": "output is taken as it comes, up to its limit",
-    "rl/environments/sandbox/inside/execute.py": "a loop of its own: the sandbox has the standard library alone",
-    "rl/environments/sandbox/inside/namespaces.py": "a line that /proc takes at once or not at all",
-    "rl/environments/sandbox/inside/run.py": "lines that a pipe takes at once; a file in memory is read whole",
-    "rl/environments/sandbox/inside/template.py": "a line of /proc",
-}
-
-
-def test_every_other_transfer_goes_through_file_io() -> None:
-    wrong = [
-        f"{path}:{node.lineno}: os.{node.func.attr}"
-        for path, node in nodes()
-        if isinstance(node, ast.Call)
-        and str(path) not in AS_THEY_COME
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "os"
-        and node.func.attr in TRANSFERS
-    ]
-    assert not wrong, "a short result is no error: use comms/system/file_io.py: " + ", ".join(wrong)
-
-
-def test_only_process_copy_copies_between_processes() -> None:
-    """No other Python or C code copies between processes, and compiled code makes no other transfers."""
-    sources = [*(ROOT / "comms/native").rglob("*.[ch]"), *(ROOT / "store/native").rglob("*.[ch]")]
-    transfers = re.compile(r"SYS_process_vm_|\b(?:p?readv?|p?writev?|sendfile|send|recv)\(\w*fd")
-    assert [path.name for path in sources if transfers.search(path.read_text())] == ["process_copy.c"]
-    calls = re.compile(r"\.process_vm_(?:readv|writev)\(")
-    assert not [path for path in modules() if calls.search((ROOT / path).read_text())]
-
-
-def test_a_partial_send_is_continued() -> None:
-    """`sendall` continues by itself; code that calls `send` uses its result."""
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, node in nodes()
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr == "send"
-        and ast.unparse(node.value.func.value).lower().endswith(("sock", "socket"))
-    ]
-    assert not wrong, ", ".join(wrong)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 50))

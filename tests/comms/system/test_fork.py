@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import os
@@ -19,7 +18,6 @@ import torch
 from holdfast import comms
 from holdfast.comms import Communicator, UsedAfterFork, Work
 from holdfast.comms.plan import OpDescription
-from holdfast.comms.system import forks
 from holdfast.ft import Session
 from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.loop import LoopThread
@@ -27,7 +25,6 @@ from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.children import Child
-from support.source_tree import nodes
 
 on_processes = pytest.mark.parametrize(
     "two_ranks", ["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)], indirect=True
@@ -278,17 +275,3 @@ def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Pa
         lease.release()
         client.close()
         loop.run(server.close(), 10.0)
-
-
-def test_only_one_helper_asks_for_the_current_process() -> None:
-    """Comparing process ids, or another fork handler, would be a second way."""
-    wrong = []
-    for path, node in nodes("comms", "backends", "ft", "store", "rl"):
-        if not isinstance(node, ast.Compare | ast.Call) or path.name == Path(forks.__file__).name:
-            continue
-        words = ast.unparse(node)
-        own_pid = isinstance(node, ast.Compare) and "getpid()" in words and "_pid" in words
-        handler = isinstance(node, ast.Call) and words.startswith("os.register_at_fork")
-        if own_pid or handler:
-            wrong.append(f"{path}:{node.lineno}: {words[:60]}")
-    assert not wrong, "use comms.forks: " + "; ".join(wrong)
