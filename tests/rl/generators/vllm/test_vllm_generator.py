@@ -157,14 +157,46 @@ async def check_an_update_of_running_samples(process: Any, trainer: Trainer, on_
     assert 0.1 < spent < report.cpu, "vLLM's process does the work, and its time counts"
 
 
+async def check_a_failed_update(process: Any, trainer: Trainer) -> None:
+    """Nothing is drawn until a whole update worked; and without its engine the process ends."""
+    before = trainer.version
+    running = asyncio.create_task(
+        process.call("generate", request(*PROMPTS, max_new_tokens=2000, samples=2, temperature=1.0), timeout=CALL)
+    )
+    broken = trainer.publish(leave_out="model.norm.weight")
+    with pytest.raises(EndpointFailed, match=f"UpdateFailed.*version {broken}.*model.norm.weight"):
+        await process.call("update", broken, timeout=CALL)
+    await asyncio.wait([running])
+    assert running.exception() is None or "GeneratorNotReady" in str(running.exception())
+    health = await process.call("health", timeout=CALL)
+    assert (health.ready, health.version, health.running) == (False, before, 0)
+    with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*its last update failed"):
+        await process.call("generate", request(*PROMPTS), timeout=CALL)
+    await process.call("update", trainer.publish(), timeout=CALL)
+    await check_like_transformers(process, trainer)
+    with pytest.raises(EndpointFailed, match=r"VersionGone.*version 0"):
+        await process.call("generate", request(*PROMPTS, version=0), timeout=CALL)
+    with pytest.raises(EndpointFailed, match=r"BadRequest.*2049 tokens"):
+        await process.call("generate", request((1,) * 5, max_new_tokens=2044), timeout=CALL)
+
+    (engine,) = (each for each in psutil.Process(process.pid).children() if "EngineCore" in str(each.cmdline()))
+    engine.kill()
+    with pytest.raises(ActorDied):
+        await process.call("generate", request(*PROMPTS), timeout=CALL)
+
+
 @pytest.mark.parametrize("kind, on_update", [("qwen2", "wait"), ("qwen3", "abort")])
 async def test_each_version_is_drawn_from_as_by_transformers_and_updates_treat_running_samples_as_told(
     kind: str, on_update: str, python: str, store: WeightStore
 ) -> None:
     trainer = Trainer(store, kind, tie_word_embeddings=True, max_position_embeddings=2048)
     async with replica(python, store, trainer, on_update=on_update) as process:
+        with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*no version"):
+            await process.call("generate", request(*PROMPTS), timeout=CALL)
         await check_versions(process, trainer)
         await check_an_update_of_running_samples(process, trainer, on_update)
+        if on_update == "abort":
+            await check_a_failed_update(process, trainer)
 
 
 def test_samples_run_on_over_an_update_and_no_process_of_a_killed_replica_is_left(
@@ -189,36 +221,3 @@ async def test_two_ranks_draw_as_one(python: str, store: WeightStore) -> None:
     trainer = Trainer(store, tie_word_embeddings=False)
     async with replica(python, store, trainer, tensor_parallel=2) as process:
         await check_versions(process, trainer)
-
-
-async def test_after_a_failed_update_nothing_is_drawn_until_a_whole_one_worked_and_without_its_engine_it_ends(
-    python: str, store: WeightStore
-) -> None:
-    trainer = Trainer(store)
-    async with replica(python, store, trainer) as process:
-        with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*no version"):
-            await process.call("generate", request(*PROMPTS), timeout=CALL)
-        await process.call("update", trainer.publish(), timeout=CALL)
-        running = asyncio.create_task(
-            process.call("generate", request(*PROMPTS, max_new_tokens=58, samples=8, temperature=1.0), timeout=CALL)
-        )
-        broken = trainer.publish(leave_out="model.norm.weight")
-        with pytest.raises(EndpointFailed, match=f"UpdateFailed.*version {broken}.*model.norm.weight"):
-            await process.call("update", broken, timeout=CALL)
-        await asyncio.wait([running])
-        assert running.exception() is None or "GeneratorNotReady" in str(running.exception())
-        health = await process.call("health", timeout=CALL)
-        assert (health.ready, health.version, health.running) == (False, 0, 0)
-        with pytest.raises(EndpointFailed, match=r"GeneratorNotReady.*its last update failed"):
-            await process.call("generate", request(*PROMPTS), timeout=CALL)
-        await process.call("update", trainer.publish(), timeout=CALL)
-        await check_like_transformers(process, trainer)
-        with pytest.raises(EndpointFailed, match=r"VersionGone.*version 0"):
-            await process.call("generate", request(*PROMPTS, version=0), timeout=CALL)
-        with pytest.raises(EndpointFailed, match=r"BadRequest.*65 tokens"):
-            await process.call("generate", request((1,) * 5, max_new_tokens=60), timeout=CALL)
-
-        (engine,) = (each for each in psutil.Process(process.pid).children() if "EngineCore" in str(each.cmdline()))
-        engine.kill()
-        with pytest.raises(ActorDied):
-            await process.call("generate", request(*PROMPTS), timeout=CALL)
