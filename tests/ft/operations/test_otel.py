@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from holdfast.ft import events
 from holdfast.ft.events import Event, stamped
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.otel import export
+from support.programs.forked_programs import run_forked
 
 
 @dataclass
@@ -140,8 +140,7 @@ print(sorted({event.name for event in profile.events() if "holdfast" in event.na
 
 def test_a_session_exports_its_steps_and_a_profile_has_their_ranges(tmp_path: Path) -> None:
     """The whole way, in a program of its own."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "key")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_forked(PROGRAM, ["program", str(tmp_path / "key")])
     spans, ranges = done.stdout.splitlines() or ["", ""]
     assert spans == "3", done.stderr
     assert ast.literal_eval(ranges)[:1] == ["holdfast rebuild of epoch 1"], ranges

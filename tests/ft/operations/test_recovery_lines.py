@@ -6,8 +6,6 @@ import io
 import logging
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +15,7 @@ import pytest
 from holdfast.ft import events
 from holdfast.ft.telemetry import event_logger
 from holdfast.ft.telemetry.event_logger import EventLogger
-
-COMMAND = str(Path(sys.executable).with_name("holdfast"))
+from support.programs.forked_programs import run_holdfast
 
 JOB = """
 import os, signal
@@ -38,8 +35,7 @@ def test_a_job_that_loses_a_rank_tells_its_story_in_few_lines(tmp_path: Path) ->
     """One of three ranks is killed."""
     (tmp_path / "job.py").write_text(JOB)
     environ = {name: value for name, value in os.environ.items() if name != "HOLDFAST_LOG"}
-    command = [COMMAND, "run", "-n", "3", str(tmp_path / "job.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+    done = run_holdfast("run", "-n", "3", tmp_path / "job.py", environ=environ, timeout=240)
     lines = [found["text"] for line in done.stdout.splitlines() if (found := LINE.fullmatch(line))]
     lost = next(number for number, line in enumerate(lines) if "rank 2 is lost" in line or "rank 2 (p" in line)
     story = lines[lost:]
