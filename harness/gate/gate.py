@@ -78,9 +78,13 @@ class GateReport(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ComparisonState:
-    """The state of one comparison of one workload: the ratios of its clusters, and the decision so far."""
+    """The state of one comparison of one workload: the ratios of its clusters, and the decision so far.
+
+    `extra` is a share of work that the head does beyond the base's: 0.05 makes it 5% slower.
+    """
 
     workload: GateWorkload
+    extra: float = 0.0
     ratios: list[float] = field(default_factory=list)
     base: list[float] = field(default_factory=list)
     head: list[float] = field(default_factory=list)
@@ -121,59 +125,48 @@ def chosen(names: Sequence[str]) -> tuple[GateWorkload, ...]:
     return tuple(known[name] for name in names) if names else WORKLOADS
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The comparison of all workloads, with `extra` work for the head: 0.05 makes it 5% slower."""
-
-    states: tuple[ComparisonState, ...]
-    extra: float = 0.0
-
-
-def cluster(launcher: PairLauncher, sides: Sequence[Side], number: int, comparisons: Sequence[Comparison]) -> None:
+def cluster(launcher: PairLauncher, sides: Sequence[Side], number: int, states: Sequence[ComparisonState]) -> None:
     """Run all undecided workloads on one fresh pair of processes.
 
     The side that is forked first, and the side with the first turn, change from cluster to cluster. A workload that
     ends the processes of a side ends the cluster: the others come in the next one.
     """
-    order = [0, 1] if number % 2 == 0 else [1, 0]
-    with launcher.pair([sides[index] for index in order]) as started:
-        for comparison in comparisons:
-            running = {
-                "base": started[order.index(0)],
-                "head": replace(started[order.index(1)], extra=comparison.extra),
-            }
-            if order[0] == 1:
-                running = dict(reversed(running.items()))
-            for state in comparison.states:
-                if not state.open:
-                    continue
-                try:
-                    taken = slices(running, state.workload, GROUPS * state.workload.ranks)
-                except CannotRun as error:
-                    state.why, state.broken = str(error), error.name == "head"
-                    if error.ended:
-                        return
-                    continue
-                state.add(taken["base"], taken["head"])
+    order = ["base", "head"] if number % 2 == 0 else ["head", "base"]
+    by_name = dict(zip(("base", "head"), sides, strict=True))
+    with launcher.pair([by_name[name] for name in order]) as started:
+        for state in states:
+            if not state.open:
+                continue
+            running = dict(zip(order, started, strict=True))
+            running["head"] = replace(running["head"], extra=state.extra)
+            try:
+                taken = slices(running, state.workload, GROUPS * state.workload.ranks)
+            except CannotRun as error:
+                state.why, state.broken = str(error), error.name == "head"
+                if error.ended:
+                    return
+                continue
+            state.add(taken["base"], taken["head"])
 
 
 def compare(
     launcher: PairLauncher,
     sides: tuple[Side, Side],
     rule: DecisionRule,
-    comparisons: Sequence[Comparison],
+    states: Sequence[ComparisonState],
     progress: Progress = lambda text: None,
 ) -> None:
     """Run clusters until every workload is decided, or there were `rule.most` of them."""
+    workloads = len({state.workload.name for state in states})
     for number in range(rule.most):
-        still = [(comparison, state) for comparison in comparisons for state in comparison.states if state.open]
+        still = [state for state in states if state.open]
         if not still:
             break
-        progress(f"pair {number + 1}: {', '.join(state.workload.name for _, state in still)}")
-        cluster(launcher, sides, number, comparisons)
-        for comparison, state in still:
+        progress(f"pair {number + 1}: {', '.join(state.workload.name for state in still)}")
+        cluster(launcher, sides, number, still)
+        for state in still:
             if state.ratios and not state.why:
-                state.judge(rule, len(comparison.states))
+                state.judge(rule, workloads)
 
 
 def run(
@@ -183,7 +176,7 @@ def run(
     began, noise = time.monotonic(), Noise()
     states = tuple(ComparisonState(workload) for workload in chosen(names))
     with PairLauncher() as launcher:
-        compare(launcher, sides, rule, [Comparison(states)], progress)
+        compare(launcher, sides, rule, states, progress)
     return GateReport(
         base=sides[0].title,
         head=sides[1].title,

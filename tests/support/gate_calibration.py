@@ -17,7 +17,7 @@ import msgspec
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.harness.gate.decide import DecisionRule
-from holdfast.harness.gate.gate import Comparison, ComparisonState, chosen, compare
+from holdfast.harness.gate.gate import ComparisonState, chosen, compare
 from holdfast.harness.gate.pairs import PairLauncher
 from holdfast.harness.gate.sides import Side, build
 from holdfast.harness.measure.noise import Noise
@@ -110,17 +110,15 @@ def calibrate(
         with PairLauncher() as launcher:
             for trial in range(1, trials + 1):
                 equal, slowed = (
-                    Comparison(tuple(ComparisonState(workload) for workload in workloads), amount)
-                    for amount in (0.0, injected)
+                    [ComparisonState(workload, amount) for workload in workloads] for amount in (0.0, injected)
                 )
-                compare(launcher, sides, rule, (equal, slowed))
-                for comparison in (equal, slowed):
-                    for state in comparison.states:
-                        if state.why:
-                            raise ValueError(f"{state.workload.name} does not run: {state.why}")
-                        done[comparison.extra, state.workload.name].append(state)
-                alarms += any(state.verdict == "slower" for state in equal.states)
-                found += sum(state.verdict == "slower" for state in slowed.states)
+                compare(launcher, sides, rule, (*equal, *slowed))
+                for state in (*equal, *slowed):
+                    if state.why:
+                        raise ValueError(f"{state.workload.name} does not run: {state.why}")
+                    done[state.extra, state.workload.name].append(state)
+                alarms += any(state.verdict == "slower" for state in equal)
+                found += sum(state.verdict == "slower" for state in slowed)
                 progress(f"trial {trial} of {trials}: {alarms} alarms, {found} of {trial * len(workloads)} found")
     except KeyboardInterrupt:
         trial -= 1

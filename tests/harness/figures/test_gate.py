@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from holdfast.comms import reproducible
 from holdfast.harness.cli.app import app
 from holdfast.harness.gate.decide import DecisionRule, Verdict, decide
-from holdfast.harness.gate.gate import Comparison, ComparisonState, GateReport, WorkloadResult, chosen, cluster
+from holdfast.harness.gate.gate import ComparisonState, GateReport, WorkloadResult, chosen, cluster
 from holdfast.harness.gate.pairs import PairLauncher, RunningSide, SideFailed
 from holdfast.harness.gate.show import markdown
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
@@ -306,7 +306,7 @@ def _verdicts(monkeypatch: pytest.MonkeyPatch, base: FakeRank, head: FakeRank) -
     monkeypatch.setattr("holdfast.harness.gate.pairs.call", call)
     side = Side("a", "a", Path(), Path())
     states = tuple(ComparisonState(workload) for workload in chosen(["call", "store"]))
-    cluster(OnePair(), (side, side), 0, [Comparison(states)])
+    cluster(OnePair(), (side, side), 0, states)
     return [state.finding().verdict for state in states]
 
 
