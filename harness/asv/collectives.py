@@ -73,8 +73,7 @@ class Instructions:
     def track_bytecodes(self) -> int:
         import torch
 
-        from holdfast.harness.asv.counters import bytecodes
-        from holdfast.harness.bench.overhead.alone import one_rank
+        from holdfast.harness.asv.counters import bytecodes, one_rank
 
         tensor = torch.ones(2)
         with one_rank() as comm:
@@ -99,8 +98,7 @@ class ProcessorInstructions:
     def track_instructions(self) -> int:
         import torch
 
-        from holdfast.harness.asv.counters import instructions
-        from holdfast.harness.bench.overhead.alone import one_rank
+        from holdfast.harness.asv.counters import instructions, one_rank
 
         tensor = torch.ones(2)
         with one_rank() as comm:
@@ -113,6 +111,7 @@ class Memory:
     def peakmem_all_reduce(self) -> None:
         import torch
 
-        from holdfast.harness.bench.overhead.alone import run_connected_ranks
+        from holdfast.harness import LocalCluster
 
-        run_connected_ranks(2, lambda comm: comm.all_reduce(torch.ones(4 << 20)))
+        with LocalCluster(2, "inproc", timeout=60.0) as ranks:
+            ranks.run(lambda comm: comm.all_reduce(torch.ones(4 << 20)))

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.comms.communicator import Communicator
 
 Op = Callable[[], object]
 WARM_UP, OPS = 50, 200
+SECONDS = 60.0
 
 _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
 _HARDWARE, _INSTRUCTIONS = 0, 1
 _USER_ONLY = 1 << 5 | 1 << 6
 """exclude_kernel and exclude_hv of `struct perf_event_attr` (man 2 perf_event_open)."""
 _SIZE = 136
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[Communicator]:
+    """A communicator of one rank, to count what a call executes."""
+    import torch.distributed as dist
+
+    from holdfast import comms
+
+    with comms.connect("inproc", rank=0, size=1, rendezvous=dist.HashStore(), timeout=SECONDS) as comm:
+        yield comm
 
 
 class CountersUnavailable(RuntimeError):

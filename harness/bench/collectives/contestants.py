@@ -6,8 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
-from typing import Protocol, Self
 
 from holdfast.harness.bench.collectives.ranks import (
     GLOO,
@@ -53,27 +51,6 @@ def _backend_missing(backend: str) -> str | None:
     return None if missing is None else f"{missing.reason}; {missing.install_hint}"
 
 
-class RunningContestant(Protocol):
-    """The running ranks of a contestant. A context manager that ends them."""
-
-    contestant: str
-    ranks: int
-
-    @property
-    def detail(self) -> str: ...
-
-    def measure(self, order: Measure, timeout: float) -> list[Measurement]:
-        """Give the order to all ranks; their answers by rank. Raises as `workers.call`."""
-
-    def close(self, gently: bool = True) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
 class RankGroup(WorkerGroup):
     """The running ranks of one contestant, which are workers of ours."""
 
@@ -90,7 +67,12 @@ class RankGroup(WorkerGroup):
         return f"{super().detail}; {placing}"
 
     def measure(self, order: Measure, timeout: float) -> list[Measurement]:
+        """Give the order to all ranks; their answers by rank. Raises as `workers.call`."""
         return self.call("measure", order, into=Measurement, timeout=timeout)
+
+
+RunningContestant = RankGroup | Perftest
+"""The running ranks of a contestant."""
 
 
 def _start_ranks(contestant: str, ranks: int, place: Place) -> Sequence[Started]:

@@ -187,7 +187,8 @@ def run(plan: BenchPlan, progress: Progress = lambda text: None) -> Bench:
             running: dict[str, RunningContestant] = {}
             for name in names:
                 try:
-                    running[name] = ends.enter_context(start(name, ranks))
+                    running[name] = start(name, ranks)
+                    ends.callback(running[name].close)
                 except WorkerFailed as error:
                     skipped[name] = str(error)
             found.contestants |= {f"{name}, {counted(ranks, 'rank')}": each.detail for name, each in running.items()}

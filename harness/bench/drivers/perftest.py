@@ -13,7 +13,6 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Self
 
 from holdfast.harness.bench.collectives.definitions import SMALL
 from holdfast.harness.bench.collectives.ranks import Measure, Measurement
@@ -133,12 +132,6 @@ class Perftest:
                 process.kill()
             process.communicate()
         self._running = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _average(words: str) -> float:

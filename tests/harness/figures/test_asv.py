@@ -13,9 +13,8 @@ import torch
 
 from holdfast.harness.asv import pages
 from holdfast.harness.asv.common import RankClock, Ranks
-from holdfast.harness.asv.counters import CountersUnavailable, bytecodes, instructions
+from holdfast.harness.asv.counters import CountersUnavailable, bytecodes, instructions, one_rank
 from holdfast.harness.bench.collectives.counting import count_traffic
-from holdfast.harness.bench.overhead.alone import one_rank, run_connected_ranks
 from support.browser import dom, needs_chromium, served
 from support.source_tree import ROOT
 
@@ -51,11 +50,6 @@ def test_instructions_are_counted_or_the_reason_is_said() -> None:
         assert "count" in str(error)
     else:
         assert count > 10
-
-
-def test_an_error_of_a_thread_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run_connected_ranks(1, lambda comm: 1 / 0)
 
 
 # Ranks that stay alive -------------------------------------------------------------------------------------------
