@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from holdfast.harness.asv import pages
-from holdfast.harness.asv.common import RankClock, Ranks
+from holdfast.harness.asv.common import RankClock, Ranks, RankTimes
 from holdfast.harness.asv.counters import CountersUnavailable, bytecodes, instructions, one_rank
+from holdfast.harness.asv.one_sided import Atomics
 from holdfast.harness.bench.collectives.counting import count_traffic
 from support.browser import dom, needs_chromium, served
 from support.source_tree import ROOT
@@ -70,6 +72,12 @@ def test_ranks_are_started_once_and_the_clock_shows_what_they_measured() -> None
 def test_asv_skips_benchmarks_that_cannot_run_here() -> None:
     with pytest.raises(NotImplementedError, match="nosuch"):
         Ranks().group("holdfast:nosuch", 2)
+
+
+def test_asv_passes_over_the_base_of_benchmarks() -> None:
+    """It would run each class with a `time_` method that a module has, but takes no abstract ones."""
+    assert inspect.isabstract(RankTimes)
+    assert not inspect.isabstract(Atomics)
 
 
 # The pages -------------------------------------------------------------------------------------------------------
