@@ -85,8 +85,8 @@ class _Formatter(logging.Formatter):
         return super().formatMessage(record)
 
 
-class EventLogger:
-    """Logs the events of one process. `wants` may be called from any thread, the logger itself from one."""
+class EventDescriber:
+    """Gives each event of one process a level and a line, in the order of the events."""
 
     def __init__(self, identity: str) -> None:
         self._identity = identity
@@ -97,14 +97,9 @@ class EventLogger:
         self._tellers: tuple[str, ...] = ()
         """The members that were members before, in rank order; the first that is not lost tells what all learn."""
         self._lost: set[str] = set()
-        self._window_ends, self._lines = 0.0, 0
 
-    def wants(self, event: Event) -> bool:
-        """Whether the event may lead to a line, or changes who tells."""
-        return type(event) in _TELLS_WHO or _log.isEnabledFor(event.level)
-
-    def __call__(self, event: Event) -> None:
-        """Log an event."""
+    def level(self, event: Event) -> int:
+        """The level of the event's line, after this process has learnt what the event says. Call it once an event."""
         match event:
             case ViewInstalled():
                 self._install(event)
@@ -112,9 +107,18 @@ class EventLogger:
                 self._lost.update(event.members)
             case SpareWaits():
                 self._is_spare = True
-        level = self._level(event)
-        if _log.isEnabledFor(level) and self._fits(level):
-            _log.log(level, "%s: %s", self._who(), self._sentence(event))
+        return self._level(event)
+
+    def line(self, event: Event) -> str:
+        """The event as one line, with the rank and the epoch of this process."""
+        text = f"{event}; {event.then}" if event.then else str(event)
+        return f"{self.who()}: {_IDENTITY.sub(self._named, text)}"
+
+    def who(self) -> str:
+        """The rank and the epoch of this process, or what it is without a rank."""
+        if self._rank >= 0:
+            return f"rank {self._rank}, epoch {self._epoch}"
+        return f"{'spare ' if self._is_spare else ''}{self._identity}"
 
     def _install(self, event: ViewInstalled) -> None:
         if self._members:
@@ -135,27 +139,36 @@ class EventLogger:
             return event.level
         return logging.DEBUG if event.shared or len(self._members) > MANY_MEMBERS else logging.INFO
 
+    def _named(self, found: re.Match[str]) -> str:
+        rank = self._ranks.get(found[0])
+        return found[0] if rank is None else f"rank {rank}"
+
+
+class EventLogger:
+    """Logs the events of one process. `wants` may be called from any thread, the logger itself from one."""
+
+    def __init__(self, identity: str) -> None:
+        self._describer = EventDescriber(identity)
+        self._window_ends, self._lines = 0.0, 0
+
+    def wants(self, event: Event) -> bool:
+        """Whether the event may lead to a line, or changes who tells."""
+        return type(event) in _TELLS_WHO or _log.isEnabledFor(event.level)
+
+    def __call__(self, event: Event) -> None:
+        """Log an event."""
+        level = self._describer.level(event)
+        if _log.isEnabledFor(level) and self._fits(level):
+            _log.log(level, "%s", self._describer.line(event))
+
     def _fits(self, level: int) -> bool:
         """Count a line; whether it may be written. The first one of the next window says how many were left out."""
         now = time.monotonic()
         if now >= self._window_ends:
             left_out, self._lines, self._window_ends = self._lines - MOST_LINES, 0, now + WINDOW
             if left_out > 0:
-                _log.warning("%s: %d lines were left out; %s=debug shows all", self._who(), left_out, LEVEL)
+                _log.warning("%s: %d lines were left out; %s=debug shows all", self._describer.who(), left_out, LEVEL)
         if level <= logging.DEBUG:
             return True
         self._lines += 1
         return self._lines <= MOST_LINES or _log.isEnabledFor(logging.DEBUG)
-
-    def _who(self) -> str:
-        if self._rank >= 0:
-            return f"rank {self._rank}, epoch {self._epoch}"
-        return f"{'spare ' if self._is_spare else ''}{self._identity}"
-
-    def _sentence(self, event: Event) -> str:
-        text = f"{event}; {event.then}" if event.then else str(event)
-        return _IDENTITY.sub(self._named, text)
-
-    def _named(self, found: re.Match[str]) -> str:
-        rank = self._ranks.get(found[0])
-        return found[0] if rank is None else f"rank {rank}"

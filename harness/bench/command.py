@@ -67,11 +67,13 @@ def _bench(
     from holdfast.ft.console.outputs import check_file, check_folder, check_modules, writing
     from holdfast.harness.bench.collectives.run import BenchPlan, expected_seconds, run
     from holdfast.harness.bench.output import compare, page, show
+    from holdfast.harness.bench.output.plot import check_plot
+    from holdfast.harness.bench.output.plot import plot as draw_plot
 
     try:
         then = compare.load(against) if against is not None else None
         if plot is not None:
-            show.check_plot(plot)
+            check_plot(plot)
             check_file(plot, "--plot")
         if report is not None:
             check_modules("report", "--report", "jinja2")
@@ -119,7 +121,7 @@ def _bench(
     with writing("holdfast bench"):
         if plot is not None:
             try:
-                show.plot(bench, plot)
+                draw_plot(bench, plot)
                 notes.print(f"plot: {plot}")
             except ValueError as error:
                 notes.print(f"no plot: {error}")

@@ -1,7 +1,7 @@
 """Draws the pictures of docs/benchmarks/index.md from data: `python -m holdfast.harness.bench.figures FOLDER`.
 
 `make figures-data` measures that data anew; `make figures` draws. A picture without data is reported as missing.
-Pictures of simulations are drawn by `holdfast simulate --figures`, in a folder of their own.
+Pictures of simulations are drawn by `python docs/experiments/growth.py`, in a folder of their own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 import msgspec
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.bench.output import compare, pictures
-from holdfast.harness.bench.output.chart import PercentileBar, draw_bars
+from holdfast.harness.bench.output import compare, plot
+from holdfast.harness.bench.output.plot import PercentileBar, draw_bars
 from holdfast.harness.bench.output.show import show_time
 from holdfast.harness.bench.recovery.peer import PeerRecovery
 from holdfast.harness.bench.recovery.recovery import RecoveryBench
+from holdfast.harness.report.plot import FONT
 
 TIMELINE = "A timeline of every process of the run, with the faults"
 """The text alternative of the timeline in a chaos report."""
@@ -31,16 +32,13 @@ class Recoveries(msgspec.Struct, frozen=True):
     peer: PeerRecovery
 
 
-FONT = 'svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }'
-
-
 def _collectives(folder: Path) -> Iterator[tuple[str, str]]:
     """Bus bandwidth of each op, and the time of small all_reduces."""
     for path in sorted((folder / "bench").glob("*.json")):
         bench = compare.load(path)
-        draw = pictures.times if path.stem == "small" else pictures.bandwidths
-        for name, picture in draw(bench, standalone=True):
-            yield f"bench-{name}", picture
+        draw = plot.times if path.stem == "small" else plot.bandwidths
+        for name, chart in draw(bench):
+            yield f"bench-{name}", chart.svg(name, standalone=True)
 
 
 def _recovery(folder: Path) -> Iterator[tuple[str, str]]:
@@ -55,7 +53,8 @@ def _recovery(folder: Path) -> Iterator[tuple[str, str]]:
     ]
     kills = counted(len(ours.kills), "kill")
     heading = f"SIGKILL of 1 of {ours.ranks} ranks in an all_reduce, to the survivors' next: {kills} each"
-    yield "recovery", draw_bars(heading, bars, lambda milliseconds: show_time(1e3 * milliseconds), standalone=True)
+    chart = draw_bars(heading, bars, lambda milliseconds: show_time(1e3 * milliseconds))
+    yield "recovery", chart.svg(heading, standalone=True)
 
 
 def _chaos(folder: Path) -> Iterator[tuple[str, str]]:

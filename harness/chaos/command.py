@@ -238,7 +238,7 @@ def _run(
     runs: list[ChaosRun] = []
     refused: list[str] = []
     with progress(console(stderr=True), console(quiet=quiet)) as bar:
-        runner = ScenarioRunner(bar.step)
+        runner = ScenarioRunner(bar.step, narrate=bar.note)
         for (name, scenario), own in zip(loaded, ids, strict=True):
             bar.begin(scenario, compare)
             try:

@@ -77,6 +77,7 @@ class RunProgress:
         if self._progress is not None:
             if phase != self._phase:
                 self._drop()
+                self._began = time.monotonic()
                 self._task = self._progress.add_task(phase, total=total or None)
             self._progress.update(self._task, completed=done, total=total or None)
         elif phase != self._phase:
@@ -88,6 +89,11 @@ class RunProgress:
             self._next = time.monotonic() + _LINE_SECONDS
             self._notes.print(f"  {phase}: {done}/{total} steps")
         self._phase, self._last = phase, (done, total)
+
+    def note(self, text: str, is_fault: bool) -> None:
+        """Show a fault, or an event of the recovery from it, with the seconds since its phase began."""
+        at = f"{time.monotonic() - self._began:8.2f} s  "
+        self._notes.print(Text(at + text, style="bold red" if is_fault else ""), soft_wrap=True)
 
     def end(self, run: ChaosRun) -> None:
         """Show that a scenario is over."""
@@ -136,7 +142,6 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
         "", "scenario", "faults", "detected", "rebuilt", "resumed", "goodput", "violations", title_justify="left"
     )
     for run in report.runs:
-        injected = sum(fault.time is not None for fault in run.strikes)
         stages = [
             coarse_seconds(run.percentiles[name].p50) if name in run.percentiles else "-"
             for name in ("detected", "rebuilt", "resumed")
@@ -144,7 +149,7 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
         goodput = "-" if run.goodput is None else f"{run.goodput:.0%}"
         broken = sum(len(finding.violations) for finding in run.findings)
         mark = Text("✓", "green") if run.passed else Text("✗", "bold red")
-        table.add_row(mark, run.name, str(injected), *stages, goodput, str(broken))
+        table.add_row(mark, run.name, str(len(run.injected)), *stages, goodput, str(broken))
     yield table
     for run in report.runs:
         if run.passed and run.unchecked:

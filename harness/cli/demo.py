@@ -95,7 +95,7 @@ def _demo(scenario: Scenario, repeat: str, seed: int, json: bool, folder: Path) 
     total = scenario.workload.steps or 0
     out = console(quiet=json)
     with LiveView(out, total, quiet=json) as view:
-        runner = ScenarioRunner(observe=view, announce=view.note)
+        runner = ScenarioRunner(observe=view, narrate=view.note)
         source = text_of(library.path_of(scenario.name))
         run = runner.run(scenario, seed, source=source, compare=False, repeat=repeat).run
     if json:

@@ -6,12 +6,12 @@ write(report, Path("report.html"))
 
 from holdfast.harness.report.model import (
     Curve,
+    FaultRecord,
     Figure,
     Learning,
     Point,
     ProcessRecord,
     RecoveryStage,
-    ReportedFault,
     RunReport,
     Span,
 )
@@ -19,12 +19,12 @@ from holdfast.harness.report.render import render, write
 
 __all__ = [
     "Curve",
+    "FaultRecord",
     "Figure",
     "Learning",
     "Point",
     "ProcessRecord",
     "RecoveryStage",
-    "ReportedFault",
     "RunReport",
     "Span",
     "render",

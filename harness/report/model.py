@@ -62,15 +62,35 @@ class RecoveryStage(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class ReportedFault(msgspec.Struct, frozen=True):
-    """An injected fault: its title, its target, the committed steps before it, and its stages by time."""
+class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault, and the recovery from it: one that was injected, or a loss that the run saw.
 
-    time: float
-    title: str
-    target: str
-    steps: int
-    stages: tuple[RecoveryStage, ...]
+    `time` is None if its moment never came (`when` says which), or if it was `refused`. `step`: so many steps were
+    committed before it. An injected one has the `number` and the `type` of the schedule.
+    """
+
+    words: str
+    victims: tuple[str, ...]
+    time: float | None
+    step: int
+    stages: tuple[RecoveryStage, ...] = ()
+    number: int = 0
+    type: str = ""
+    when: str = ""
+    healed: float | None = None
+    refused: str = ""
     note: str = ""
+
+    @property
+    def at(self) -> float:
+        """The time of a fault that came."""
+        assert self.time is not None, self
+        return self.time
+
+    @property
+    def target(self) -> str:
+        """The processes that it hit."""
+        return ", ".join(self.victims)
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -141,6 +161,6 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     learning: Learning
     lanes: tuple[ProcessRecord, ...]
     spans: tuple[Span, ...]
-    faults: tuple[ReportedFault, ...]
+    faults: tuple[FaultRecord, ...]
     configuration: tuple[tuple[str, str], ...]
     repeat: tuple[str, ...]

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.curve import draw_curve
-from holdfast.harness.report.histogram import draw_histogram
-from holdfast.harness.report.model import Learning, ReportedFault, RunReport
-from holdfast.harness.report.rate import draw_rate
+from holdfast.harness.report.charts import draw_curve, draw_histogram, draw_rate
+from holdfast.harness.report.model import FaultRecord, Learning, RunReport
 from holdfast.harness.report.scene import activities, draw_scene
 from holdfast.harness.report.timeline import draw_timeline
 
@@ -20,14 +18,17 @@ if TYPE_CHECKING:
 TEMPLATE = "report.html.j2"
 
 
-def environment() -> Environment:
-    """The jinja2 environment of templates. Raises ModuleNotFoundError, naming what to install, without jinja2."""
+def environment(*folders: Path) -> Environment:
+    """The jinja2 environment of the templates in `folders` and here.
+
+    Raises ModuleNotFoundError, naming what to install, without jinja2.
+    """
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("reports need jinja2: pip install 'holdfast[report]'") from error
     made = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -37,7 +38,7 @@ def environment() -> Environment:
     return made
 
 
-def draw_learning(learning: Learning, faults: Sequence[ReportedFault], seconds: float) -> dict[str, Any]:
+def draw_learning(learning: Learning, faults: Sequence[FaultRecord], seconds: float) -> dict[str, Any]:
     """The pictures of `learning.html.j2`, by name."""
     from markupsafe import Markup
 

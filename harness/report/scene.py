@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.model import ProcessRecord, ReportedFault, Span
+from holdfast.harness.report.model import FaultRecord, ProcessRecord, Span
 from holdfast.harness.report.svg import AxisScale, badge, cross, drawing, element, line, text, title
 from holdfast.harness.report.timeline import LANE, LEFT, RIGHT, WIDTH, words
 
@@ -23,25 +23,25 @@ LONGEST = 3.0
 """The most seconds after the fault: a picture shows only the start of a longer stage."""
 
 
-def window(fault: ReportedFault) -> tuple[float, float]:
+def window(fault: FaultRecord) -> tuple[float, float]:
     """The start and the end of the picture of a fault."""
     recovery = min(LONGEST, max([stage.seconds for stage in fault.stages], default=0.0))
-    return fault.time - max(LEAST, BEFORE * recovery), fault.time + recovery + max(LEAST, AFTER * recovery)
+    return fault.at - max(LEAST, BEFORE * recovery), fault.at + recovery + max(LEAST, AFTER * recovery)
 
 
 def _in_scene(spans: Sequence[Span], low: float, high: float) -> list[Span]:
     return [span for span in spans if span.end > low and span.start < high]
 
 
-def draw_scene(fault: ReportedFault, number: int, lanes: Sequence[ProcessRecord], spans: Sequence[Span]) -> str:
+def draw_scene(fault: FaultRecord, number: int, lanes: Sequence[ProcessRecord], spans: Sequence[Span]) -> str:
     """The SVG: those of `lanes` that lived at the time."""
     low, high = window(fault)
     x = AxisScale(low, high, LEFT, WIDTH - RIGHT)
     alive = [lane for lane in lanes if lane.born < high and lane.ended > low]
     bottom = TOP + LANE * len(alive)
     parts = []
-    for moment in AxisScale(1e3 * (low - fault.time), 1e3 * (high - fault.time), 0, 1).ticks(8):
-        across = x(fault.time + moment / 1e3)
+    for moment in AxisScale(1e3 * (low - fault.at), 1e3 * (high - fault.at), 0, 1).ticks(8):
+        across = x(fault.at + moment / 1e3)
         parts.append(line(across, TOP - 4, across, bottom, "grid"))
         parts.append(text(across, bottom + 16, _after(moment / 1e3), "axis", "middle"))
     for row, lane in enumerate(alive):
@@ -49,12 +49,12 @@ def draw_scene(fault: ReportedFault, number: int, lanes: Sequence[ProcessRecord]
         parts.append(text(LEFT - 12, top + BAR / 2 + 4, lane.name, "lane-name", "end"))
         parts += _lane(lane, _in_scene([span for span in spans if span.process == lane.name], low, high), x, top)
     parts += _stages(fault, x, bottom)
-    parts.append(line(x(fault.time), TOP - 12, x(fault.time), bottom, "fault-line"))
-    parts.append(badge(x(fault.time), TOP - 20, number, f"{fault.title} ({fault.target})"))
-    return drawing(WIDTH, bottom + 26, parts, f"What each process did around: {fault.title}")
+    parts.append(line(x(fault.at), TOP - 12, x(fault.at), bottom, "fault-line"))
+    parts.append(badge(x(fault.at), TOP - 20, number, f"{fault.words} ({fault.target})"))
+    return drawing(WIDTH, bottom + 26, parts, f"What each process did around: {fault.words}")
 
 
-def activities(fault: ReportedFault, spans: Sequence[Span]) -> list[str]:
+def activities(fault: FaultRecord, spans: Sequence[Span]) -> list[str]:
     """The activities in the picture of a fault, in alphabetical order."""
     return sorted({span.activity for span in _in_scene(spans, *window(fault))})
 
@@ -88,12 +88,12 @@ def _lane(lane: ProcessRecord, spans: Sequence[Span], x: AxisScale, top: float) 
     return parts
 
 
-def _stages(fault: ReportedFault, x: AxisScale, bottom: float) -> list[str]:
+def _stages(fault: FaultRecord, x: AxisScale, bottom: float) -> list[str]:
     """A labelled vertical line for each stage; labels are on two rows where lines are close."""
     parts: list[str] = []
-    rows = {TOP - 16: x(fault.time) + 14, TOP - 32: 0.0, TOP - 48: 0.0}
+    rows = {TOP - 16: x(fault.at) + 14, TOP - 32: 0.0, TOP - 48: 0.0}
     for index, stage in enumerate(fault.stages):
-        across = x(fault.time + stage.seconds)
+        across = x(fault.at + stage.seconds)
         if across > x.end:
             continue
         parts.append(line(across, TOP - 10, across, bottom, f"stage-line stage-{index % 5}"))

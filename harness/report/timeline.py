@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.model import ProcessRecord, ReportedFault, Span
+from holdfast.harness.report.model import FaultRecord, ProcessRecord, Span
 from holdfast.harness.report.svg import AxisScale, badge, cross, drawing, element, line, text, title
 
 WIDTH = 1000.0
@@ -87,7 +87,7 @@ def _lane(lane: ProcessRecord, spans: Sequence[Span], x: AxisScale, top: float) 
 
 
 def draw_timeline(
-    lanes: Sequence[ProcessRecord], spans: Sequence[Span], faults: Sequence[ReportedFault], seconds: float
+    lanes: Sequence[ProcessRecord], spans: Sequence[Span], faults: Sequence[FaultRecord], seconds: float
 ) -> str:
     """The SVG: lanes in the given order, roles set apart."""
     x = AxisScale(0, max(seconds, 1e-3), LEFT, WIDTH - RIGHT)
@@ -104,8 +104,8 @@ def draw_timeline(
     for lane, start in zip(lanes, tops, strict=True):
         parts += _lane(lane, [span for span in spans if span.process == lane.name], x, start)
     for number, fault in enumerate(faults, start=1):
-        parts.append(line(x(fault.time), TOP - 12, x(fault.time), bottom, "fault-line"))
+        parts.append(line(x(fault.at), TOP - 12, x(fault.at), bottom, "fault-line"))
         parts.append(
-            badge(x(fault.time), TOP - 22, number, f"{fault.title} ({fault.target}) at {coarse_seconds(fault.time)}")
+            badge(x(fault.at), TOP - 22, number, f"{fault.words} ({fault.target}) at {coarse_seconds(fault.at)}")
         )
     return drawing(WIDTH, bottom + 28, parts, "A timeline of every process of the run, with the faults")

@@ -89,10 +89,10 @@ class LiveView:
         if not self._quiet:
             self._print(text)
 
-    def note(self, text: str) -> None:
-        """Show a line that is no event."""
+    def note(self, text: str, is_fault: bool = True) -> None:
+        """Show a line that is no event of this run: a fault, or what the job's ranks did about it."""
         if not self._quiet:
-            self._print(text, "bold red")
+            self._print(text, "bold red" if is_fault else "")
 
     def figures(self, wide: bool = True) -> str:
         """Reward, held-out reward, speed and, if there is room for it, staleness, in words."""

@@ -7,20 +7,20 @@ from itertools import pairwise
 from statistics import median
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report.model import RecoveryStage, ReportedFault
+from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from holdfast.harness.training.run_facts import RunFacts
 
 
-def lost_processes(facts: RunFacts) -> tuple[ReportedFault, ...]:
+def lost_processes(facts: RunFacts) -> tuple[FaultRecord, ...]:
     """Each process that died, and each driver that another one took over from, by time.
 
     The stages count from the moment at which the driver, or the next one, saw the loss: another process in its place,
     and the next step. The note has the time by which that step was longer than the steps of the run are.
     """
-    return tuple(sorted(_faults(facts), key=lambda fault: fault.time))
+    return tuple(sorted(_faults(facts), key=lambda fault: fault.at))
 
 
-def _faults(facts: RunFacts) -> Iterator[ReportedFault]:
+def _faults(facts: RunFacts) -> Iterator[FaultRecord]:
     for lost in facts.lost.values():
         others = [each for each in facts.started.values() if each.replaces == lost.name]
         placed = min((facts.ready.get(each.name, each.time) for each in others), default=None)
@@ -30,7 +30,7 @@ def _faults(facts: RunFacts) -> Iterator[ReportedFault]:
         yield _fault(facts, facts.ends.get(before.name, after.time), "driver lost", before.name, after.time)
 
 
-def _fault(facts: RunFacts, at: float, title: str, target: str, placed: float | None) -> ReportedFault:
+def _fault(facts: RunFacts, at: float, title: str, target: str, placed: float | None) -> FaultRecord:
     steps = sorted(facts.steps.values(), key=lambda step: step.time)
     times = [step.time for step in steps]
     done = sum(time <= at for time in times)
@@ -43,4 +43,4 @@ def _fault(facts: RunFacts, at: float, title: str, target: str, placed: float | 
             usual = median(gaps)
             more = max(0.0, times[done] - times[done - 1] - usual)
             note = f"The step took {coarse_seconds(more)} longer than the median of {coarse_seconds(usual)}."
-    return ReportedFault(time=at, title=title, target=target, steps=done, stages=tuple(stages), note=note)
+    return FaultRecord(time=at, words=title, victims=(target,), step=done, stages=tuple(stages), note=note)

@@ -9,39 +9,28 @@ from pathlib import Path
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.ranks import HOLDFAST
-from holdfast.harness.bench.output import pictures
-from holdfast.harness.bench.output.chart import SERIES_STYLE
+from holdfast.harness.bench.output import plot
 from holdfast.harness.bench.output.compare import Compared
 from holdfast.harness.bench.output.results import Bench
 from holdfast.harness.bench.output.show import show_time
+from holdfast.harness.report.render import environment
 
 TEMPLATE = "page.html.j2"
 
 
 def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> str:
     """The page. Raises ModuleNotFoundError, naming what to install, without jinja2."""
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-        from markupsafe import Markup
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("reports need jinja2: pip install 'holdfast[report]'") from error
-    here = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader([here, here.parents[1] / "report"]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"counted": counted, "size": format_bytes, "time": show_time, "short": pictures.short}
-    charts = [*pictures.bandwidths(bench), *pictures.times(bench), *pictures.sweeps(bench)]
+    templates = environment(Path(__file__).parent)
+    templates.filters |= {"counted": counted, "size": format_bytes, "time": show_time, "short": plot.short}
+    from markupsafe import Markup
+
+    charts = [*plot.bandwidths(bench), *plot.times(bench), *plot.sweeps(bench)]
     ours = [failure for failure in (*bench.failures, *bench.unmeasured) if failure.contestant.startswith(HOLDFAST)]
-    page = environment.get_template(TEMPLATE).render(
+    page = templates.get_template(TEMPLATE).render(
         bench=bench,
         good=not bench.wrong and not ours,
         when=when or datetime.now(UTC).strftime("%-d %B %Y, %H:%M UTC"),
-        style=Markup(SERIES_STYLE),
-        charts=[(name, Markup(chart)) for name, chart in charts],
+        charts=[(name, Markup(chart.svg(name))) for name, chart in charts],
         pairs=list(dict.fromkeys((row.op, row.ranks) for row in bench.rows)),
         operations=OPERATIONS,
         compared=compared,

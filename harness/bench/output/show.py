@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,14 +11,11 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
 from holdfast.ft.console.units import counted, format_bytes, format_seconds
-from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.ranks import HOLDFAST
 from holdfast.harness.bench.output.results import Bench, BenchRow, OpRatio
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from holdfast.harness.bench.output.compare import Compared
     from holdfast.harness.bench.recovery.recovery import RecoveryBench
 
@@ -167,70 +163,3 @@ def show_recovery(bench: RecoveryBench, out: Console) -> None:
         values = (spread.median, spread.p90, spread.p99, spread.max)
         table.add_row(name, *(f"{value:.2f} ms" for value in values), style="bold" if name.startswith("whole") else "")
     out.print(table)
-
-
-def _panel(axes: Axes, rows: list[BenchRow], bandwidth: bool) -> None:
-    for name in dict.fromkeys(row.contestant for row in rows):
-        mine = sorted((row for row in rows if row.contestant == name), key=lambda row: row.nbytes)
-        sizes = [row.nbytes for row in mine]
-        width = 2.2 if name.startswith(HOLDFAST) else 1.4
-        if name == MEMCPY:
-            if bandwidth:
-                roof = [row.busbw for row in mine]
-                axes.plot(sizes, roof, "--", color="grey", label="copy in memory: the roofline", linewidth=1.4)
-        elif bandwidth:
-            axes.plot(sizes, [row.busbw for row in mine], "o-", label=_short(name), linewidth=width, markersize=4)
-        else:
-            (line,) = axes.plot(
-                sizes, [r.timing.p50 for r in mine], "o-", label=_short(name), linewidth=width, markersize=4
-            )
-            axes.fill_between(
-                sizes,
-                [r.timing.min for r in mine],
-                [r.timing.p99 for r in mine],
-                alpha=0.12,
-                color=line.get_color(),
-            )
-    axes.set_xscale("log", base=2)
-    ticks = sorted({row.nbytes for row in rows})
-    axes.set_xticks(ticks, [format_bytes(size) for size in ticks], rotation=40, ha="right", fontsize=8)
-    axes.grid(alpha=0.25)
-    if not bandwidth:
-        axes.set_yscale("log")
-
-
-def check_plot(path: Path) -> None:
-    """Raise ValueError if a picture cannot be written to `path`; for use before anything is measured."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ValueError("plots need matplotlib: pip install 'holdfast[report]'") from error
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
-        raise ValueError(f"{path} does not say what to write: end it with .png or .svg ({', '.join(sorted(known))})")
-
-
-def plot(bench: Bench, path: Path) -> None:
-    """Write a picture: for each op and number of ranks the time on the left, bus bandwidth on the right.
-
-    Raises ValueError if there is nothing to plot. `check_plot` says whether it can be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    pairs = list(dict.fromkeys((row.op, row.ranks) for row in bench.rows if row.nbytes))
-    if not pairs:
-        raise ValueError("there is nothing to plot: no op with a size was measured")
-    figure = Figure(figsize=(11, 3.6 * len(pairs)), layout="constrained")
-    panels = figure.subplots(len(pairs), 2, squeeze=False)
-    for (op, ranks), (times, bandwidths) in zip(pairs, panels, strict=True):
-        rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
-        _panel(times, rows, bandwidth=False)
-        _panel(bandwidths, rows, bandwidth=True)
-        times.set_title(f"{op}, {counted(ranks, 'rank')}", loc="left", fontsize=11)
-        times.set_ylabel("us an op: p50, min to p99 shaded")
-        bandwidths.set_ylabel("bus bandwidth, GB/s")
-        bandwidths.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)

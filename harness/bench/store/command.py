@@ -49,7 +49,7 @@ def store(
     """
     from holdfast.ft.console.console import console, styled, working
     from holdfast.ft.console.outputs import check_file, writing
-    from holdfast.harness.bench.output.show import check_plot
+    from holdfast.harness.bench.output.plot import check_plot
     from holdfast.harness.bench.store import drivers, show
     from holdfast.harness.bench.store.run import StorePlan, run
     from holdfast.harness.bench.store.workloads import WORKLOADS

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from holdfast.harness.chaos.judge.record import HostLoss
-from holdfast.harness.chaos.run.scenario_run import FaultOutcome
+from holdfast.harness.chaos.run.scenario_run import PlannedFault
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
 from holdfast.rl.run.run_events import Activity, CallTakenOver, CopiesRestored, StepTrained
 
 NOTE = "host-lost"
 
 
-def host_losses(record: TrainingRecord, faults: Sequence[FaultOutcome]) -> tuple[HostLoss, ...]:
+def host_losses(record: TrainingRecord, faults: Sequence[PlannedFault]) -> tuple[HostLoss, ...]:
     """What followed the loss of each host."""
     return tuple(
         _after(record, noted.time, frozenset(victim.label or victim.name for victim in noted.victims))

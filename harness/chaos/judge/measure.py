@@ -8,10 +8,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.ft import events
-from holdfast.harness.chaos.judge.record import InjectedFault, Percentiles, Speed
-from holdfast.harness.chaos.run.scenario_run import FaultOutcome, RawRun
+from holdfast.harness.chaos.judge.record import Percentiles, Speed
+from holdfast.harness.chaos.run.scenario_run import PlannedFault, RawRun
 from holdfast.harness.invariants import Event
-from holdfast.harness.report.model import RecoveryStage, Span
+from holdfast.harness.report.model import FaultRecord, RecoveryStage, Span
 
 DETECTED = (
     events.DeathsDetected
@@ -47,35 +47,20 @@ def rebuilds(logged: Iterable[Event]) -> int:
     return max(0, len({event.epoch for event in logged if isinstance(event, events.CommunicatorBuilt)}) - 1)
 
 
-def injected_faults(raw: RawRun) -> tuple[InjectedFault, ...]:
+def injected_faults(raw: RawRun) -> tuple[FaultRecord, ...]:
     """Every planned fault, in the order of the schedule, with the stages of its recovery."""
     moments = sorted(fault.time for fault in raw.faults if fault.time is not None)
     found = []
     for fault in raw.faults:
-        victims = tuple(str(victim) for noted in fault.noted for victim in noted.victims)
         stages: tuple[RecoveryStage, ...] = ()
         if fault.time is not None:
             after = next((moment for moment in moments if moment > fault.time), math.inf)
             stages = tuple(_stages(fault, raw.events, after))
-        planned = fault.planned
-        found.append(
-            InjectedFault(
-                number=planned.number,
-                type=planned.type,
-                words=planned.what.words(),
-                when=planned.when.words(),
-                time=None if fault.time is None else fault.time - raw.began,
-                healed=None if fault.healed is None else fault.healed - raw.began,
-                victims=victims,
-                step=fault.step,
-                stages=stages,
-                refused=fault.refused,
-            )
-        )
+        found.append(fault.record(raw.began, stages))
     return tuple(found)
 
 
-def _stages(fault: FaultOutcome, logged: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
+def _stages(fault: PlannedFault, logged: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
     """The stages between the fault and the next one; where two overlap, those of the recovery from both."""
     assert fault.time is not None
     at = fault.time
@@ -117,7 +102,7 @@ def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> flo
     return max((event.time for event in of_epoch), default=None)
 
 
-def percentiles(found: Iterable[InjectedFault]) -> dict[str, Percentiles]:
+def percentiles(found: Iterable[FaultRecord]) -> dict[str, Percentiles]:
     """Percentiles of each stage over the faults with a recovery; "undisturbed": of the others, to the next step."""
     seconds: dict[str, list[float]] = {}
     for fault in found:
@@ -215,7 +200,7 @@ CLOSE_UPS = 12
 """The number of faults around which long runs keep every span."""
 
 
-def thinned(found: tuple[Span, ...], faults: Sequence[InjectedFault], seconds: float) -> tuple[Span, ...]:
+def thinned(found: tuple[Span, ...], faults: Sequence[FaultRecord], seconds: float) -> tuple[Span, ...]:
     """Spans for a picture of the whole run: long runs merge neighbours away from the first faults."""
     if len(found) <= MOST_SPANS:
         return found

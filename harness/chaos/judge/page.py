@@ -12,12 +12,11 @@ import msgspec
 from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.harness.chaos.judge.checks import OF_RESULTS, WEIGHTS
 from holdfast.harness.chaos.judge.compare import ComparedFigure, compared
-from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, HostLoss, InjectedFault
-from holdfast.harness.report.model import Figure, ReportedFault
-from holdfast.harness.report.progress import OUTAGE, draw_progress
+from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, HostLoss
+from holdfast.harness.report.charts import OUTAGE, draw_progress, draw_strip
+from holdfast.harness.report.model import FaultRecord, Figure
 from holdfast.harness.report.render import draw_learning, environment
 from holdfast.harness.report.scene import activities, draw_scene
-from holdfast.harness.report.strip import draw_strip
 from holdfast.harness.report.timeline import draw_timeline
 from holdfast.harness.training import episodes_page
 
@@ -38,7 +37,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     stood_still: bool
     timeline: Any
     strip: Any
-    faults: tuple[ReportedFault, ...]
+    faults: tuple[FaultRecord, ...]
     scenes: tuple[Any, ...]
     activities: tuple[list[str], ...]
     roles: tuple[str, ...]
@@ -72,7 +71,7 @@ def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, 
     old, new = ({run.name: run for run in report.runs} for report in (before, after))
     both = [(old[name], new[name]) for name in new if name in old]
     pictures = [
-        tuple(Markup(draw_progress(run.progress, _faults(run), longest, _rate(run))) for run in pair)
+        tuple(Markup(draw_progress(run.progress, run.injected, longest, _rate(run))) for run in pair)
         for pair in both
         for longest in [max(run.seconds for run in pair)]
     ]
@@ -86,7 +85,7 @@ def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, 
 
 
 def _section(run: ChaosRun, markup: Any) -> Section:
-    faults = _faults(run)
+    faults = run.injected
     lanes = sorted(run.lives, key=lambda life: _ORDER.index(life.role) if life.role in _ORDER else 99)
     shown = [fault for fault in faults if fault.stages][:SCENES]
     rows: dict[str, list[tuple[float, str]]] = {}
@@ -104,7 +103,7 @@ def _section(run: ChaosRun, markup: Any) -> Section:
         stood_still=OUTAGE in progress,
         timeline=markup(draw_timeline(lanes, run.spans, faults, run.seconds)),
         strip=markup(draw_strip(rows)) if rows else "",
-        faults=tuple(faults),
+        faults=faults,
         scenes=tuple(markup(draw_scene(fault, faults.index(fault) + 1, lanes, run.spans)) for fault in shown),
         activities=tuple(activities(fault, run.spans) for fault in shown),
         roles=tuple(dict.fromkeys(lane.role for lane in lanes)),
@@ -130,28 +129,6 @@ def _rate(run: ChaosRun) -> float | None:
     return run.reference.rate if run.reference is not None else None
 
 
-def _faults(run: ChaosRun) -> list[ReportedFault]:
-    return [
-        ReportedFault(
-            time=fault.time,
-            title=fault.words,
-            target=", ".join(fault.victims),
-            steps=fault.step,
-            stages=fault.stages,
-            note=_note(fault),
-        )
-        for fault in run.strikes
-        if fault.time is not None
-    ]
-
-
-def _note(fault: InjectedFault) -> str:
-    healed = ""
-    if fault.healed is not None and fault.time is not None:
-        healed = f"; it lasted {coarse_seconds(fault.healed - fault.time)}"
-    return f"Planned: {fault.when}{healed}."
-
-
 def figures_of(run: ChaosRun) -> tuple[Figure, ...]:
     """The key figures of a run."""
     found = []
@@ -161,7 +138,7 @@ def figures_of(run: ChaosRun) -> tuple[Figure, ...]:
     found.append(Figure("Steps committed", f"{run.speed.steps:,}", f"{run.speed.rate:,.1f} a second"))
     if run.goodput is not None:
         found.append(Figure("Goodput", f"{run.goodput:.1%}", "of the steps a second without faults"))
-    injected = sum(fault.time is not None for fault in run.strikes)
+    injected = len(run.injected)
     found.append(Figure("Faults", f"{injected}", counted(run.rebuilds, "rebuild")))
     for name, note in (("detected", "from the fault"), ("rebuilt", "from the fault"), ("resumed", "to the next step")):
         if name in run.percentiles:

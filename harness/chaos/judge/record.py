@@ -10,25 +10,10 @@ from typing import Any
 import msgspec
 
 from holdfast.harness.invariants import CheckResult
-from holdfast.harness.report.model import Learning, ProcessRecord, RecoveryStage, Span
+from holdfast.harness.report.model import FaultRecord, Learning, ProcessRecord, Span
 from holdfast.harness.training.episodes_page import GroupRows
 
 SCHEMA = 1
-
-
-class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault of the schedule, and its effect. `time` is None if its moment never came."""
-
-    number: int
-    type: str
-    words: str
-    when: str
-    time: float | None
-    healed: float | None
-    victims: tuple[str, ...]
-    step: int
-    stages: tuple[RecoveryStage, ...] = ()
-    refused: str = ""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +83,7 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     passed: bool
     failures: tuple[str, ...]
     violated: tuple[str, ...]
-    strikes: tuple[InjectedFault, ...]
+    strikes: tuple[FaultRecord, ...]
     lives: tuple[ProcessRecord, ...]
     spans: tuple[Span, ...]
     findings: tuple[CheckResult, ...]
@@ -123,6 +108,11 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     repeat: str = ""
     output: str = ""
     extra: dict[str, Any] = {}
+
+    @property
+    def injected(self) -> tuple[FaultRecord, ...]:
+        """The faults whose moment came."""
+        return tuple(fault for fault in self.strikes if fault.time is not None)
 
     @property
     def goodput(self) -> float | None:

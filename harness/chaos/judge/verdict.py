@@ -8,12 +8,13 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.events import FaultInjected, SessionFailed
 from holdfast.harness.chaos.judge.checks import OnlyFaultyMembersLeave
-from holdfast.harness.chaos.judge.record import InjectedFault, Speed
+from holdfast.harness.chaos.judge.record import Speed
 from holdfast.harness.chaos.judge.training import held_out
 from holdfast.harness.chaos.run.process_set import ENDED_WITH_DRIVER, EXITED_WELL
 from holdfast.harness.chaos.run.scenario_run import RawRun
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.invariants import CheckResult
+from holdfast.harness.report.model import FaultRecord
 
 LEFT = OnlyFaultyMembersLeave.name
 SHOWN = 3
@@ -29,7 +30,7 @@ def failures(
     scenario: Scenario,
     raw: RawRun,
     findings: Sequence[CheckResult],
-    faults: Sequence[InjectedFault],
+    faults: Sequence[FaultRecord],
     speed: Speed,
     reference: Speed | None,
     rebuilds: int,

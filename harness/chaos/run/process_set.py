@@ -29,6 +29,7 @@ from holdfast.harness.chaos.workloads.orders import Stop
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.invariants import Event, read_directory
+from holdfast.harness.report.model import Fate, ProcessRecord
 from holdfast.harness.testbed.small_disk import small_disk
 
 END_SECONDS = 10.0
@@ -38,8 +39,11 @@ ENDED_WITH_DRIVER = "ended with its driver"
 
 
 @dataclass(slots=True)
-class StartedProcess:
-    """A started process, with times on `time.monotonic()`. `ended` is 0 while it lives."""
+class RunProcess:
+    """A process of a run while that lasts, with times on `time.monotonic()`; `record` is what remains of it.
+
+    `ended` is 0 while it lives.
+    """
 
     name: str
     role: str
@@ -51,6 +55,17 @@ class StartedProcess:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it still lives, or has ended as it should."""
+        return not self.ended or self.how == EXITED_WELL
+
+    def record(self, began: float, ended: float, role: str, struck: bool) -> ProcessRecord:
+        """The process in seconds since the run `began`; it ended at `ended`, by a fault if it was `struck`."""
+        fate: Fate = "finished" if self.ended_well else "killed" if struck else "lost"
+        note = "" if self.ended_well else self.how
+        return ProcessRecord(self.name, role, self.pid, max(0.0, self.born - began), ended - began, fate, note)
 
     @property
     def forked(self) -> ForkedProcess:
@@ -72,7 +87,7 @@ class DrivenProcessSet(ProcessSet):
     """A set of processes that the loop of a run drives."""
 
     def __init__(self) -> None:
-        self.begun: list[StartedProcess] = []
+        self.begun: list[RunProcess] = []
         self._log_tail: LogTail | None = None
 
     @abstractmethod
@@ -109,10 +124,10 @@ class DrivenProcessSet(ProcessSet):
         found = ((name, tail(process.output, 2000)) for name, process in forked)
         return "\n".join(f"[{name}] {text}" for name, text in found if text)
 
-    def _victim(self, begun: StartedProcess) -> Victim:
+    def _victim(self, begun: RunProcess) -> Victim:
         return Victim(begun.name, begun.process)
 
-    def _note_ends(self) -> list[StartedProcess]:
+    def _note_ends(self) -> list[RunProcess]:
         """The processes that have ended since the last call."""
         new = [each for each in self.begun if not each.ended and not each.process.alive()]
         for each in new:
@@ -256,7 +271,7 @@ class SessionProcesses(DrivenProcessSet):
     def _see_new(self) -> None:
         for number in range(len(self.begun), len(self.job.processes)):
             process = self.job.processes[number]
-            self.begun.append(StartedProcess(process.name, "rank", process, time.monotonic()))
+            self.begun.append(RunProcess(process.name, "rank", process, time.monotonic()))
 
     def _member(self, view: View | None, rank: int) -> Victim:
         assert view is not None
@@ -266,7 +281,7 @@ class SessionProcesses(DrivenProcessSet):
             raise NoTargetProcess(f"rank {rank} is process {member.peer.pid}, which is not of this job")
         return Victim(member.id, process, rank)
 
-    def _victim(self, begun: StartedProcess) -> Victim:
+    def _victim(self, begun: RunProcess) -> Victim:
         view = self.view()
         for rank, member in enumerate(() if view is None else view.members):
             if member.peer.pid == begun.process.pid:
@@ -352,9 +367,9 @@ class StoreProcesses(DrivenProcessSet):
             output=self.directory / f"{name}.log",
             environ=self._contract.environ(),
         )
-        self.begun.append(StartedProcess(name, role, process, time.monotonic()))
+        self.begun.append(RunProcess(name, role, process, time.monotonic()))
 
-    def _take(self, each: StartedProcess) -> None:
+    def _take(self, each: RunProcess) -> None:
         """Take the message that a process sent before it ended."""
         try:
             value = each.forked.channel.recv(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.console.units import coarse_seconds
 from holdfast.ft.events import (
     FaultHealed,
     FaultInjected,
@@ -25,14 +27,15 @@ from holdfast.ft.events import (
 )
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.event_logger import EventDescriber
 from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
 from holdfast.harness.chaos.run.hosts import Hosts
 from holdfast.harness.chaos.run.points import PointGate, WaitingProcess, fits, gate_address
 from holdfast.harness.chaos.run.process_set import (
     DrivenProcessSet,
     Results,
+    RunProcess,
     SessionProcesses,
-    StartedProcess,
     Step,
     StoreProcesses,
 )
@@ -46,6 +49,7 @@ from holdfast.harness.cluster.spares import standing_by
 from holdfast.harness.invariants import Event, merge
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
+from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from holdfast.harness.testbed.actor_hosts import ActorHosts
 from holdfast.harness.training import preload
 from holdfast.rl.run.telemetry import Observer
@@ -60,9 +64,13 @@ Watch = Callable[[int, int], None]
 """Called a few times a second with the number of committed steps and of all steps."""
 
 
+Narrate = Callable[[str, bool], None]
+"""Called with a line for each fault that is injected, and for each event of the recoveries (not `is_fault`)."""
+
+
 @dataclass(slots=True)
-class FaultOutcome:
-    """A planned fault and its injection, with times on `time.monotonic()`."""
+class PlannedFault:
+    """A fault of the schedule while the run lasts, with times on `time.monotonic()`; `record` is what remains of it."""
 
     planned: Planned
     time: float | None = None
@@ -77,6 +85,25 @@ class FaultOutcome:
         """Whether the fault is neither injected nor refused yet."""
         return self.time is None and not self.refused
 
+    def record(self, began: float, stages: tuple[RecoveryStage, ...]) -> FaultRecord:
+        """The fault, in seconds since the run `began`, with the stages of the recovery from it."""
+        healed, lasted = None, ""
+        if self.healed is not None and self.time is not None:
+            healed, lasted = self.healed - began, f"; it lasted {coarse_seconds(self.healed - self.time)}"
+        return FaultRecord(
+            words=self.planned.what.words(),
+            victims=tuple(str(victim) for noted in self.noted for victim in noted.victims),
+            time=None if self.time is None else self.time - began,
+            step=self.step,
+            stages=stages,
+            number=self.planned.number,
+            type=self.planned.type,
+            when=self.planned.when.words(),
+            healed=healed,
+            refused=self.refused,
+            note=f"Planned: {self.planned.when.words()}{lasted}.",
+        )
+
 
 @dataclass(slots=True)
 class RawRun:
@@ -89,8 +116,8 @@ class RawRun:
     jobs: list[list[Event]] = field(default_factory=list)
     """The events once more, of each job for itself."""
     training: TrainingRecord | None = None
-    faults: list[FaultOutcome] = field(default_factory=list)
-    lives: list[StartedProcess] = field(default_factory=list)
+    faults: list[PlannedFault] = field(default_factory=list)
+    lives: list[RunProcess] = field(default_factory=list)
     results: Results = field(default_factory=Results)
     traffic: tuple[LinkTraffic, ...] = ()
     output: str = ""
@@ -115,12 +142,13 @@ class ScenarioRun:
         seed: int = 0,
         watch: Watch = lambda done, total: None,
         observe: Observer = lambda event: None,
-        announce: Callable[[str], None] = lambda words: None,
+        narrate: Narrate = lambda text, is_fault: None,
     ) -> None:
         self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
         self._steps, self._seed, self._watch = steps or 0, seed, watch
-        self._observe, self._announce = observe, announce
-        self._raw = RawRun(time.monotonic(), faults=[FaultOutcome(each) for each in planned])
+        self._observe, self._narrate = observe, narrate
+        self._describers: dict[str, EventDescriber] = {}
+        self._raw = RawRun(time.monotonic(), faults=[PlannedFault(each) for each in planned])
         self._newest_step = -1
         self._addresses: set[str] = set()
         self._complete = scenario.workload.family != "session" or scenario.job.spares == 0
@@ -229,10 +257,18 @@ class ScenarioRun:
                 self._standby.append(event)
             if not self._raw.started and isinstance(event, StepBegun | StepCommitted):
                 self._raw.started = event.time
+            self._describe(event)
         if self._links is not None:
             self._links.control_endpoints(self._addresses)
         if new:
             self._watch(self._newest_step + 1, self._steps)
+
+    def _describe(self, event: Event) -> None:
+        """Narrate what a job logs at INFO, from the first fault on."""
+        describer = self._describers.setdefault(event.process, EventDescriber(event.process))
+        level = describer.level(event)
+        if level >= logging.INFO and any(fault.time is not None for fault in self._raw.faults):
+            self._narrate(describer.line(event), False)
 
     def _ready(self) -> bool:
         """Whether all spares stand by. Faults wait for this, so that equal seeds break equal jobs."""
@@ -265,7 +301,7 @@ class ScenarioRun:
             if due_step or due_time:
                 self._inject(fault)
 
-    def _inject(self, fault: FaultOutcome) -> None:
+    def _inject(self, fault: PlannedFault) -> None:
         self._context.number, before = fault.planned.number, len(self._context.noted)
         fault.step = self._newest_step + 1
         try:
@@ -276,7 +312,7 @@ class ScenarioRun:
         fault.noted = tuple(self._context.noted[before:])
         fault.time = fault.noted[0].time if fault.noted else time.monotonic()
         victims = ", ".join(str(victim) for noted in fault.noted for victim in noted.victims)
-        self._announce(f"{fault.planned.what.summary} {victims} ({fault.planned.when.words()})")
+        self._narrate(f"{fault.planned.what.summary} {victims} ({fault.planned.when.words()})", True)
 
     def _mend(self, now: float) -> None:
         """Undo the faults that have lasted long enough; all of them if `now` is infinite."""
@@ -306,7 +342,7 @@ def _within(events: Sequence[Event], fates: Sequence[Event]) -> list[Event]:
     return [each for each in fates if each.process in mine]
 
 
-def _fates(faults: Sequence[FaultOutcome]) -> list[Event]:
+def _fates(faults: Sequence[PlannedFault]) -> list[Event]:
     """Events of the killed and paused processes, which log nothing themselves: checkers need them."""
     found: list[Event] = []
     for each in faults:

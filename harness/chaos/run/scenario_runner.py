@@ -18,8 +18,7 @@ from holdfast.ft.events import StepBegun, StepCommitted
 from holdfast.harness.chaos.judge import checks, measure, training, verdict
 from holdfast.harness.chaos.judge.host_loss import host_losses
 from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, Speed
-from holdfast.harness.chaos.run.process_set import EXITED_WELL
-from holdfast.harness.chaos.run.scenario_run import KILLED, RawRun, ScenarioRun, Watch
+from holdfast.harness.chaos.run.scenario_run import KILLED, Narrate, RawRun, ScenarioRun, Watch
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
 from holdfast.harness.chaos.scenario.workload import AllReduce, ReinforcementLearning, StoreWorkload
@@ -58,16 +57,16 @@ class ScenarioRunner:
     """Runs scenarios one after the other, and reuses fault-free runs of equal workload and job.
 
     `watch(phase, done, total)` is called with the progress, `observe` with the events of a run of reinforcement
-    learning with faults, and `announce` with each fault that is injected, in words.
+    learning with faults, and `narrate` with a line for each fault that is injected and each event of a recovery.
     """
 
     def __init__(
         self,
         watch: Callable[[str, int, int], None] = lambda phase, done, total: None,
         observe: Observer = lambda event: None,
-        announce: Callable[[str], None] = lambda words: None,
+        narrate: Narrate = lambda text, is_fault: None,
     ) -> None:
-        self._watch, self._observe, self._announce = watch, observe, announce
+        self._watch, self._observe, self._narrate = watch, observe, narrate
         self._references: dict[bytes, Reference] = {}
 
     def run(
@@ -143,7 +142,7 @@ class ScenarioRunner:
                 seed=seed,
                 watch=watch,
                 observe=self._observe if planned else lambda event: None,
-                announce=self._announce,
+                narrate=self._narrate,
             )
             return scenario_run.run()
 
@@ -285,22 +284,11 @@ def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
     working = {event.pid for event in raw.events if isinstance(event, StepBegun | StepCommitted)}
     found = []
     for life in raw.lives:
-        well = not life.ended or life.how == EXITED_WELL
         ended = life.ended or raw.ended
         if (fault := faults.get(life.pid)) is not None and fault.what in KILLED:
             ended = min(ended, fault.time)
         role = life.role if life.role != "rank" or life.pid in working else "spare"
-        found.append(
-            ProcessRecord(
-                name=life.name,
-                role=role,
-                pid=life.pid,
-                born=max(0.0, life.born - raw.began),
-                ended=ended - raw.began,
-                fate="finished" if well else "killed" if life.pid in faults else "lost",
-                note="" if well else life.how,
-            )
-        )
+        found.append(life.record(raw.began, ended, role, life.pid in faults))
     return tuple(found)
 
 

@@ -22,7 +22,7 @@ from holdfast.harness.chaos.run.process_set import (
     EXITED_WELL,
     DrivenProcessSet,
     Results,
-    StartedProcess,
+    RunProcess,
 )
 from holdfast.harness.chaos.workloads.training import driver_of
 from holdfast.harness.invariants import Event, read_directory
@@ -44,7 +44,7 @@ GONE_SECONDS = 10.0
 class DriverLife:
     """A driver, and the events that it wrote. `zero` is the run's time 0 on `time.monotonic()`."""
 
-    started: StartedProcess
+    started: RunProcess
     zero: float = 0.0
     events: list[run_events.Event] = field(default_factory=list)
 
@@ -92,7 +92,7 @@ class TrainingProcesses(DrivenProcessSet):
         self._tail = RunEventTail(self._run.events_file)
         self._logs: list[LogTail] = []
         self._drivers: list[DriverLife] = []
-        self._named: dict[str, StartedProcess] = {}
+        self._named: dict[str, RunProcess] = {}
         self._foreign: list[ForeignProcess] = []
         self._identities: dict[int, str] = {}
         self._digest, self._errors, self._left = "", list[str](), tuple[str, ...]()
@@ -121,7 +121,7 @@ class TrainingProcesses(DrivenProcessSet):
         known = super().of_pid(pid)
         return known or Victim(f"process {pid}", self._opened(f"process {pid}", pid))
 
-    def _victim(self, begun: StartedProcess) -> Victim:
+    def _victim(self, begun: RunProcess) -> Victim:
         return Victim(self._identities.get(begun.process.pid, begun.name), begun.process, label=begun.name)
 
     # -- the run
@@ -225,7 +225,7 @@ class TrainingProcesses(DrivenProcessSet):
             output=self.directory / f"driver-{len(self._drivers)}.log",
             environ=self._environ,
         )
-        started = StartedProcess(name, "driver", process, time.monotonic())
+        started = RunProcess(name, "driver", process, time.monotonic())
         self.begun.append(started)
         self._drivers.append(DriverLife(started))
 
@@ -243,7 +243,7 @@ class TrainingProcesses(DrivenProcessSet):
         driver = self._drivers[-1]
         if isinstance(event, run_events.ProcessStarted) and event.role != "driver":
             name = _numbered(event.name, len(self._drivers) - 1)
-            started = StartedProcess(name, event.role, self._opened(name, event.pid), driver.zero + event.time)
+            started = RunProcess(name, event.role, self._opened(name, event.pid), driver.zero + event.time)
             self._named[event.name] = started
             self.begun.append(started)
         elif isinstance(event, run_events.ProcessLost) and event.name in self._named:

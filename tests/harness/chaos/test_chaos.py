@@ -30,11 +30,11 @@ from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyFaultyMembe
 from holdfast.harness.chaos.judge.compare import compared, load_report
 from holdfast.harness.chaos.judge.measure import injected_faults, percentiles
 from holdfast.harness.chaos.judge.page import figures_of, write_comparison, write_report
-from holdfast.harness.chaos.judge.record import ChaosReport, InjectedFault, Speed
+from holdfast.harness.chaos.judge.record import ChaosReport, Speed
 from holdfast.harness.chaos.judge.verdict import failures
 from holdfast.harness.chaos.run.fault_context import FaultNote
 from holdfast.harness.chaos.run.points import LATE_STEPS, fits
-from holdfast.harness.chaos.run.scenario_run import FaultOutcome, RawRun
+from holdfast.harness.chaos.run.scenario_run import PlannedFault, RawRun
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.planning import Planned, Trigger
 from holdfast.harness.chaos.scenario.scenario import Scenario
@@ -45,7 +45,7 @@ from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli.app import app
 from holdfast.harness.invariants import Bounds, CheckResult, Event, read_log
 from holdfast.harness.links.policy import LinkTraffic
-from holdfast.harness.report.model import RecoveryStage
+from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from support.browser import dom, needs_chromium, screenshot
 from support.event_records import an_event
 from support.source_tree import ROOT
@@ -84,6 +84,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "too-much.toml").write_text(KILL.replace("ranks = 2\nrebuilds", "ranks = 5\nrebuilds"))
     done = invoke("run", str(folder / "kill.toml"), str(folder / "too-much.toml"), "--report", str(folder), "--json")
     (folder / "stdout").write_text(done.stdout)
+    (folder / "stderr").write_text(done.stderr)
     assert done.exit_code == 1, done.output
     return folder
 
@@ -107,6 +108,15 @@ def test_a_kill_between_prepare_and_commit_loses_nothing(killed: Path) -> None:
     looked = {finding.invariant: finding.looked for finding in held.findings}
     assert looked["every sample once"] == 60
     assert looked["one membership an epoch"] > 0
+
+
+def test_the_terminal_tells_each_recovery_in_a_few_lines(killed: Path) -> None:
+    lines = (killed / "stderr").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if "SIGKILL" in line)
+    recovery = [line for line in lines[first : first + 11] if " s  " in line]
+    told = "\n".join(recovery)
+    assert 4 <= len(recovery) <= 11, told
+    assert "rank 1 is lost" in told and "epoch 2 begins with 2 members" in told, told
 
 
 def test_json_has_every_figure_and_no_pictures(killed: Path) -> None:
@@ -149,7 +159,7 @@ def test_a_store_process_that_ends_without_a_fault_fails_the_run(
 @pytest.mark.parametrize(("again", "came"), [(True, True), (True, False), (False, True)])
 def test_a_run_may_end_before_a_recurring_fault_comes_again(again: bool, came: bool) -> None:
     raw = history()
-    raw.faults = [FaultOutcome(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
+    raw.faults = [PlannedFault(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
     raw.faults[0].time = 1.0 if came else None
     scenario = Scenario(
         name="faster", title="", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
@@ -214,7 +224,7 @@ def link_faults(**traffic: int) -> list[str]:
     raw = RawRun(0.0, traffic=(LinkTraffic(source=1, target=2, control=False, connections=1, bytes=9, **traffic),))
     made = (chaos_module.lossy(0.1, step=1).what, chaos_module.cut(1, lasts=50.0, step=1).what)
     raw.faults = [
-        FaultOutcome(Planned(number=number, type="", when=Trigger(step=1), what=what), time=1.0)
+        PlannedFault(Planned(number=number, type="", when=Trigger(step=1), what=what), time=1.0)
         for number, what in enumerate(made, start=1)
     ]
     raw.too_long = True
@@ -358,9 +368,7 @@ def test_every_drawn_mark_has_a_legend(killed: Path, tmp_path: Path) -> None:
 
 def test_a_slower_run_is_worse() -> None:
     stage = [RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.01)]
-    fault = InjectedFault(
-        number=1, type="kill", words="kill", when="", time=1.0, healed=None, victims=(), step=1, stages=tuple(stage)
-    )
+    fault = FaultRecord(words="kill", victims=(), time=1.0, step=1, stages=tuple(stage))
     slower = msgspec.structs.replace(fault, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.5)))
     assert percentiles([fault])["resumed"].p50 == 0.01
     assert percentiles([fault, slower])["resumed"].worst == 0.5
@@ -376,7 +384,7 @@ def history(*lines: tuple[float, str, dict[str, Any]]) -> RawRun:
     faults = []
     for number, moment in enumerate((1.0, 5.0), start=1):
         planned = Planned(number=number, type="kill", when=Trigger(seconds=moment), what=kill)
-        faults.append(FaultOutcome(planned, time=moment, noted=(FaultNote(number, "kill", (), moment),)))
+        faults.append(PlannedFault(planned, time=moment, noted=(FaultNote(number, "kill", (), moment),)))
     return RawRun(0.0, events=[an_event(kind, time=at, **fields) for at, kind, fields in lines], faults=faults)
 
 

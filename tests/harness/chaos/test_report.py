@@ -15,21 +15,23 @@ import pytest
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report import (
     Curve,
+    FaultRecord,
     Learning,
     ProcessRecord,
     RecoveryStage,
-    ReportedFault,
     RunReport,
     Span,
     render,
     write,
 )
-from holdfast.harness.report.curve import HEIGHT, Point, draw_curve, smoothed
+from holdfast.harness.report.charts import Point, draw_curve, smoothed
 from holdfast.harness.report.scene import LEAST, LONGEST, window
 from holdfast.harness.report.svg import AxisScale
 from holdfast.harness.report.timeline import LEFT, WIDTH, busy, draw_timeline
 from support.browser import needs_chromium, screenshot
 from support.samples.report_sample import STRUCK, sample_report
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def pictures(page: str) -> list[ElementTree.Element]:
 
 
 def texts(picture: ElementTree.Element) -> list[str]:
-    return [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    return [element.text or "" for element in picture.iter(f"{SVG}text")]
 
 
 # What is on the page ---------------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def test_bars_stay_within_the_axis() -> None:
     lane = ProcessRecord("a", "rank", 1, -3.0, 99.0, "finished")
     spans = [Span("a", "rebuild", -2.0, -1.0), Span("a", "rebuild", -1.0, 0.2), Span("a", "step", -0.5, 20.0)]
     [picture] = pictures(f'<div class="chart">{draw_timeline([lane], spans, [], 10.0)}</div>')
-    bars = list(picture.iter("{http://www.w3.org/2000/svg}rect"))
+    bars = list(picture.iter(f"{SVG}rect"))
     assert len(bars) == 2, "one for the process, one for the rebuild that ended in the picture"
     for bar in bars:
         assert float(bar.attrib["x"]) >= LEFT
@@ -101,8 +103,15 @@ def test_rewards_beyond_one_and_below_zero_have_an_axis_of_their_own() -> None:
         points = tuple(Point(step, value) for step, value in enumerate(values))
         [curve] = pictures(f'<div class="chart">{draw_curve(Curve(points, points), ())}</div>')
         assert ticks <= set(texts(curve))
-        for dot in curve.iter("{http://www.w3.org/2000/svg}circle"):
-            assert 0 <= float(dot.attrib["cy"]) <= HEIGHT
+        height = float(curve.attrib["viewBox"].split()[-1])
+        dots = [
+            dot
+            for group in curve.iter(f"{SVG}g")
+            if group.find(f"{SVG}title") is not None
+            for dot in group.iter(f"{SVG}use")
+        ]
+        assert len(dots) == len(points)
+        assert all(0 <= float(dot.attrib["y"]) <= height for dot in dots)
 
 
 def test_a_run_that_ended_before_anything_happened_can_be_shown() -> None:
@@ -126,7 +135,11 @@ def test_names_are_data_and_never_markup() -> None:
         learning=Learning(curve=Curve((Point(1, 0.5),), ())),
         lanes=(ProcessRecord(nasty, "trainer", 1, 0.0, 1.0, "killed", nasty),),
         spans=(Span(nasty, "train", 0.1, 0.9, nasty),),
-        faults=(ReportedFault(0.5, nasty, nasty, 1, (RecoveryStage(nasty, 0.1),), nasty),),
+        faults=(
+            FaultRecord(
+                words=nasty, victims=(nasty,), time=0.5, step=1, stages=(RecoveryStage(nasty, 0.1),), note=nasty
+            ),
+        ),
         configuration=((nasty, nasty),),
         repeat=(nasty,),
     )
@@ -183,8 +196,10 @@ def test_axes_have_round_numbers() -> None:
 
 
 def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> None:
-    quick = ReportedFault(10.0, "f", "p", 1, (RecoveryStage("detected", 0.001),))
-    slow = ReportedFault(10.0, "f", "p", 1, (RecoveryStage("replaced", 50.0),))
+    quick, slow = (
+        FaultRecord(words="f", victims=("p",), time=10.0, step=1, stages=(RecoveryStage(name, seconds),))
+        for name, seconds in (("detected", 0.001), ("replaced", 50.0))
+    )
     assert window(quick) == pytest.approx((10.0 - LEAST, 10.001 + LEAST))
     assert window(slow)[1] < 10.0 + 2 * LONGEST
 

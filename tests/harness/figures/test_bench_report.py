@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from holdfast.ft.console.console import console
 from holdfast.harness.bench.command import app
-from holdfast.harness.bench.output import chart, compare, page, pictures, show
+from holdfast.harness.bench.output import compare, page, plot, show
 from holdfast.harness.bench.output.results import Bench, BenchRow, OpFailure, ratios
 from holdfast.harness.measure.results import Machine
 from holdfast.harness.measure.stats import Timing
+from holdfast.harness.report.plot import Chart
 
 MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
 NAMES = ("holdfast:shm", "openmpi", "memcpy")
@@ -68,32 +69,52 @@ def test_a_failure_of_ours_is_shown_at_the_top_and_is_not_well() -> None:
     assert "it &lt;broke&gt;" in text
 
 
+def drawn(chart: Chart) -> ElementTree.Element:
+    return ElementTree.fromstring(chart.svg("a chart", standalone=True))
+
+
+def tips(drawing: ElementTree.Element) -> list[str]:
+    return [each.text or "" for each in drawing.iter() if each.tag.endswith("title")]
+
+
 def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
     series = [
-        chart.Series(f"number {index}", ((8.0, 1e-3 * (index + 1)), (1e6, 50.0 + index / 100)), index)
+        plot.Series(f"number {index}", ((8.0, 1e-3 * (index + 1)), (1e6, 50.0 + index / 100)), index)
         for index in range(6)
     ]
-    drawing = ElementTree.fromstring(chart.draw_lines("many", series, str, str, "GB/s", standalone=True))
-    names = [each for each in drawing.iter() if (each.text or "").startswith("number")]
-    heights = sorted(float(each.get("y", "nan")) for each in names if each.tag.endswith("text"))
-    assert all(below - above >= chart.LABEL_GAP - 0.1 for above, below in itertools.pairwise(heights))
-    dots = [each for each in drawing.iter() if each.tag.endswith("circle")]
-    assert all(0 < float(dot.get("cx", 0)) < chart.WIDTH and 0 < float(dot.get("cy", 0)) < chart.HEIGHT for dot in dots)
+    drawing = drawn(plot.draw_lines("many", series, str, str, "GB/s"))
+    names = [each for each in drawing.iter() if (each.text or "").startswith("number") and each.tag.endswith("text")]
+    heights = sorted(float(each.get("y", "nan")) for each in names)
+    assert len(heights) == 6
+    assert all(below - above >= plot.LABEL_GAP - 0.1 for above, below in itertools.pairwise(heights))
+    width, height = map(float, drawing.attrib["viewBox"].split()[2:])
+    dots = [each for each in drawing.iter() if each.tag.endswith("use")]
+    assert all(0 < float(dot.get("x", 0)) < width and 0 < float(dot.get("y", 0)) < height for dot in dots)
+    assert "number 3, 8.0: 0.004" in tips(drawing)
     with pytest.raises(ValueError, match="nothing to draw"):
-        chart.draw_lines("none", [], str, str, "")
+        plot.draw_lines("none", [], str, str, "")
 
 
 def test_bars_are_drawn_to_their_percentiles() -> None:
-    bars = [chart.PercentileBar("ours", 5.0, 8.0, 10.0, 0), chart.PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
-    drawing = ElementTree.fromstring(chart.draw_bars("recovery", bars, lambda value: f"{value:g} ms"))
-    widths = [float(each.get("width", 0)) for each in drawing.iter() if each.tag.endswith("rect")]
-    assert widths == sorted(widths[:3], reverse=True) + sorted(widths[3:], reverse=True)
-    assert widths[3] / widths[0] == pytest.approx(4.0)
+    bars = [plot.PercentileBar("ours", 5.0, 8.0, 10.0, 0), plot.PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
+    chart = plot.draw_bars("recovery", bars, lambda value: f"{value:g} ms")
+    assert [round(patch.get_width()) for patch in chart.axes.patches] == [10, 8, 5, 40, 30, 20]  # type: ignore[attr-defined]
+    assert set(tips(drawn(chart))) == {
+        "ours: median 5 ms, p90 8 ms, p99 10 ms",
+        "theirs: median 20 ms, p90 30 ms, p99 40 ms",
+    }
+
+
+def test_a_chart_takes_the_colours_of_its_page_and_alone_it_brings_them() -> None:
+    chart = plot.draw_lines("one", [plot.Series("a", ((1.0, 1.0), (2.0, 3.0)), 0)], str, str, "y")
+    inside = chart.svg("one")
+    assert "var(--s0)" in inside and not re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", inside)
+    assert "<style" not in inside and "prefers-color-scheme: dark" in chart.svg("one", standalone=True)
 
 
 def test_names_of_pictures_say_what_they_show() -> None:
-    assert [name for name, _ in pictures.bandwidths(bench())] == ["all_reduce-2", "all_reduce-4"]
-    assert [name for name, _ in pictures.sweeps(bench())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
+    assert [name for name, _ in plot.bandwidths(bench())] == ["all_reduce-2", "all_reduce-4"]
+    assert [name for name, _ in plot.sweeps(bench())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
 
 
 @pytest.mark.parametrize("columns", [60, 80])

@@ -7,12 +7,12 @@ import random
 
 from holdfast.harness.report.model import (
     Curve,
+    FaultRecord,
     Figure,
     Learning,
     Point,
     ProcessRecord,
     RecoveryStage,
-    ReportedFault,
     RunReport,
     Span,
 )
@@ -108,6 +108,7 @@ def sample_report(steps: int = 1000, verdict: str = "", faults: bool = True) -> 
     )
 
 
-def _fault(name: str, step: int) -> ReportedFault:
+def _fault(name: str, step: int) -> FaultRecord:
     stages = (RecoveryStage("detected", 0.0009), RecoveryStage("rebuilt", 0.0071), RecoveryStage("resumed", 0.0486))
-    return ReportedFault(STRUCK[name], f"SIGKILL of a {name.split('-')[0]}", name, step, stages, "Planned.")
+    words = f"SIGKILL of a {name.split('-')[0]}"
+    return FaultRecord(words=words, victims=(name,), time=STRUCK[name], step=step, stages=stages, note="Planned.")
