@@ -6,6 +6,7 @@ signal or cannot write ends with a status from 64 on, so that no script takes a 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 import math
@@ -18,10 +19,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
+
+Options = TypeVar("Options")
 
 CANNOT_BEGIN = 2
 """Bad options, or a missing requirement."""
@@ -63,6 +66,24 @@ class CommandGroup(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         return super().command(name, **{"cls": GuardedCommand, **options})
+
+
+def with_options(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Make a function of one object a command: its options are the fields of that dataclass, in their order."""
+
+    def decorate(body: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def command(**values: Any) -> None:
+            body(options(**values))
+
+        hints = get_type_hints(options, include_extras=True)
+        signature = inspect.signature(options)
+        parameters = [each.replace(annotation=hints[each.name]) for each in signature.parameters.values()]
+        command.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return decorate
 
 
 def by_paragraph(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from holdfast.harness.asv.common import profile
-from holdfast.harness.bench.recovery.recovery import RecoveryBench, run
+from holdfast.harness.bench.recovery.recovery import RecoveryBench, RecoveryPlan, run
 
 KILLS = profile(5, 30)
 
@@ -21,7 +21,7 @@ class Recovery:
     def setup_cache(self) -> dict[tuple[str, int, int], RecoveryBench]:
         """Do all kills once; the figures below are taken from them."""
         backends, ranks, spares = self.params
-        return {(b, n, s): run(b, n, KILLS, s) for b in backends for n in ranks for s in spares}
+        return {(b, n, s): run(RecoveryPlan(b, n, KILLS, s)) for b in backends for n in ranks for s in spares}
 
     setup_cache.timeout = 600  # type: ignore[attr-defined]
 

@@ -62,16 +62,13 @@ class Handover(RankTimed):
     def setup(self, size: int) -> None:
         from holdfast.harness.bench.store.data import model_shapes
         from holdfast.harness.bench.store.drivers import HOLDFAST
-        from holdfast.harness.bench.store.team_plan import TeamPlan
-        from holdfast.harness.bench.store.teams import Team
+        from holdfast.harness.bench.store.teams import Team, TeamPlan
 
         if not hasattr(self, "team"):
             self.versions = itertools.count(1)
-            tensors, threads = model_shapes(size, "bfloat16"), os.cpu_count() or 1
-            plan = TeamPlan(1, 1, holders=0, replicas=1, nbytes=size, threads=threads, torchstore_source=None)
-            self.team = Team(HOLDFAST, plan)
+            self.team = Team(HOLDFAST, TeamPlan(model_shapes(size, "bfloat16"), os.cpu_count() or 1))
             atexit.register(self.team.close)
-            self.team.prepare(tensors)
+            self.team.prepare()
             for _ in range(FIRST_TURNS):
                 self._measure("get")
 
@@ -82,7 +79,7 @@ class Handover(RankTimed):
         turn = exchange(self.team, next(self.versions))
         if turn.wrong:
             raise ArithmeticError(f"{turn.wrong} tensors came out wrong")
-        self.timer.advance(turn.seconds[figure])
+        self.timer.advance(turn.seconds[figure][0])
 
     def time_publish(self, size: int) -> None:
         self._measure("publish")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.ft.console.command_line import CommandGroup
+from holdfast.ft.console.command_line import CommandGroup, with_options
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
 from holdfast.harness.bench.store.command import store
+
+if TYPE_CHECKING:
+    from holdfast.harness.bench.collectives.run import BenchPlan
+    from holdfast.harness.bench.recovery.recovery import RecoveryPlan
 
 app = CommandGroup(
     name="bench",
@@ -45,127 +50,110 @@ def _contestants(
     return ours + chosen + ((MEMCPY,) if bound else ()), ours
 
 
-def _bench(
-    ops: tuple[str, ...],
-    backends: str,
-    ranks: str,
-    sizes: str,
-    dtype: str,
-    peers: bool,
-    only: str | None,
-    bound: bool,
-    rounds: int,
-    seconds: float,
-    iterations: int | None,
-    fresh: bool,
-    json: bool,
-    plot: Path | None,
-    report: Path | None,
-    against: Path | None,
-) -> None:
-    from holdfast.ft.console.console import console, styled, working
-    from holdfast.ft.console.outputs import check_file, check_folder, check_modules, writing
-    from holdfast.harness.bench.collectives.run import BenchPlan, expected_seconds, run
-    from holdfast.harness.bench.output import compare, page, show
-    from holdfast.harness.bench.output.plot import check_plot
-    from holdfast.harness.bench.output.plot import plot as draw_plot
+@dataclass(frozen=True)
+class OpsOptions:
+    """The options of the commands that measure ops."""
 
-    try:
-        then = compare.load(against) if against is not None else None
-        if plot is not None:
-            check_plot(plot)
-            check_file(plot, "--plot")
-        if report is not None:
-            check_modules("report", "--report", "jinja2")
-            check_folder(report, "--report", "report.html", "bench.json")
-        drawn = plot is not None or report is not None
-        everyone, ours = _contestants(ops[0], backends, peers, only, bound or drawn)
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not one that all libraries here reduce: {', '.join(DTYPES)}")
-        for op in ops if fresh else ():
+    backends: Annotated[str, typer.Option(help="Our backends, as shm,gloo.")] = "shm"
+    ranks: Annotated[str, typer.Option("-n", "--ranks", help="Numbers of ranks, as 2,4, or 2:8 for a sweep.")] = "2"
+    sizes: Annotated[str, typer.Option(help="8,4K,1M or first:last or first:last:factor (8 unless given).")] = "8:64M"
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32"
+    peers: Annotated[bool, typer.Option("--peers", help="Run other libraries interleaved, and print ratios.")] = False
+    only: Annotated[str | None, typer.Option("--peer", help="Only these of them, as torch-gloo,openmpi.")] = None
+    bound: Annotated[bool, typer.Option("--bound", help="Copy as many bytes in turn: what memory allows.")] = False
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each library at each size.")] = 5
+    seconds: Annotated[float, typer.Option(min=0.01, help="Timing of each library at each size, in all.")] = 1.0
+    iterations: Annotated[int | None, typer.Option("--iters", min=1, help="Ops a turn, instead of by time.")] = None
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Write inputs anew before each op, as programs do; in the time taken.")
+    ] = False
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    plot: Annotated[Path | None, typer.Option(help="Write a plot, with the roofline, to this file (.png, .svg).")] = (
+        None
+    )
+    report: Annotated[
+        Path | None, typer.Option(help="Write report.html and bench.json to this folder; has the roofline.")
+    ] = None
+    against: Annotated[Path | None, typer.Option(help="Compare with this stored run (JSON).")] = None
+
+    def plan(self, ops: tuple[str, ...]) -> BenchPlan:
+        """What to measure. Raises ValueError for options that cannot be met."""
+        from holdfast.harness.bench.collectives.run import BenchPlan
+
+        drawn = self.plot is not None or self.report is not None
+        everyone, ours = _contestants(ops[0], self.backends, self.peers, self.only, self.bound or drawn)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not one that all libraries here reduce: {', '.join(DTYPES)}")
+        for op in ops if self.fresh else ():
             if OPERATIONS[op].kind not in ("collective", "point to point"):
                 raise ValueError(f"--fresh is for ops on the tensors of all ranks, and {op} is not one")
-        plan = BenchPlan(
+        return BenchPlan(
             operations=ops,
             contestants=everyone,
             ours=ours,
-            ranks=parse_counts(ranks, 1 if ops[0] == "copy" else 2),
-            sizes=parse_sizes(sizes),
-            dtype=dtype,
-            rounds=rounds,
-            seconds=seconds,
-            iterations=iterations,
-            fresh=fresh,
+            ranks=parse_counts(self.ranks, 1 if ops[0] == "copy" else 2),
+            sizes=parse_sizes(self.sizes),
+            dtype=self.dtype,
+            rounds=self.rounds,
+            seconds=self.seconds,
+            iterations=self.iterations,
+            fresh=self.fresh,
             command=shlex.join(["holdfast", *sys.argv[1:]]),
         )
+
+
+def _bench(ops: tuple[str, ...], options: OpsOptions) -> None:
+    from holdfast.ft.console.console import console, styled, working
+    from holdfast.ft.console.outputs import check_file, check_folder, check_modules, writing
+    from holdfast.harness.bench.collectives.run import expected_seconds, run
+    from holdfast.harness.bench.output import compare, page, show
+    from holdfast.harness.bench.output import plot as picture
+
+    try:
+        then = compare.load(options.against) if options.against is not None else None
+        if options.plot is not None:
+            picture.check_plot(options.plot)
+            check_file(options.plot, "--plot")
+        if options.report is not None:
+            check_modules("report", "--report", "jinja2", "matplotlib")
+            check_folder(options.report, "--report", "report.html", "bench.json")
+        plan = options.plan(ops)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     notes, out = console(stderr=True), console()
     begin = f"{plan.command}: about {expected_seconds(plan):.0f} s"
     with working(notes, begin) as progress:
         bench = run(plan, progress)
-    if json:
+    if options.json:
         typer.echo(bench.json())
     else:
         show.show(bench, out)
     compared = compare.compare(bench, then) if then is not None else ()
-    if then is not None and not json:
+    if then is not None and not options.json:
         show.show_compared(compared, compare.differing(bench, then), out)
-    broken = [failure for failure in bench.failures if failure.contestant in ours]
-    left_out = {*bench.skipped, *(each.contestant for each in bench.unmeasured)} & {*ours}
+    broken = [failure for failure in bench.failures if failure.contestant in plan.ours]
+    left_out = {*bench.skipped, *(each.contestant for each in bench.unmeasured)} & {*plan.ours}
     if bench.wrong or broken or left_out:
         notes.print(
             styled("not all is well", "bold red") + f": {bench.wrong} wrong elements, {len(broken)} failures and "
             f"{len(left_out)} of our own backends left out"
         )
     with writing("holdfast bench"):
-        if plot is not None:
+        if options.plot is not None:
             try:
-                draw_plot(bench, plot)
-                notes.print(f"plot: {plot}")
+                picture.plot(bench, options.plot)
+                notes.print(f"plot: {options.plot}")
             except ValueError as error:
                 notes.print(f"no plot: {error}")
-        if report is not None:
-            notes.print(f"report: {page.write(bench, report, compared)}")
+        if options.report is not None:
+            notes.print(f"report: {page.write(bench, options.report, compared)}")
     raise typer.Exit(1 if bench.wrong or broken or left_out else 0)
 
 
 def _command(ops: tuple[str, ...]) -> Callable[..., None]:
-    def command(
-        backends: Annotated[str, typer.Option(help="Our backends, as shm,gloo.")] = "shm",
-        ranks: Annotated[
-            str, typer.Option("-n", "--ranks", help="Numbers of ranks, as 2,4, or 2:8 for a sweep.")
-        ] = "2",
-        sizes: Annotated[
-            str, typer.Option(help="8,4K,1M or first:last or first:last:factor (8 unless given).")
-        ] = "8:64M",
-        dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "float32",
-        peers: Annotated[
-            bool, typer.Option("--peers", help="Run other libraries interleaved, and print ratios.")
-        ] = False,
-        only: Annotated[str | None, typer.Option("--peer", help="Only these of them, as torch-gloo,openmpi.")] = None,
-        bound: Annotated[bool, typer.Option("--bound", help="Copy as many bytes in turn: what memory allows.")] = False,
-        rounds: Annotated[int, typer.Option(min=1, help="Turns of each library at each size.")] = 5,
-        seconds: Annotated[float, typer.Option(min=0.01, help="Timing of each library at each size, in all.")] = 1.0,
-        iterations: Annotated[
-            int | None, typer.Option("--iters", min=1, help="Ops a turn, instead of by time.")
-        ] = None,
-        fresh: Annotated[
-            bool, typer.Option("--fresh", help="Write inputs anew before each op, as programs do; in the time taken.")
-        ] = False,
-        json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-        plot: Annotated[
-            Path | None, typer.Option(help="Write a plot, with the roofline, to this file (.png, .svg).")
-        ] = None,
-        report: Annotated[
-            Path | None, typer.Option(help="Write report.html and bench.json to this folder; has the roofline.")
-        ] = None,
-        against: Annotated[Path | None, typer.Option(help="Compare with this stored run (JSON).")] = None,
-    ) -> None:
-        _bench(
-            ops, backends, ranks, sizes, dtype, peers, only, bound, rounds, seconds, iterations, fresh, json, plot,
-            report, against,
-        )  # fmt: skip
+    @with_options(OpsOptions)
+    def command(options: OpsOptions) -> None:
+        _bench(ops, options)
 
     return command
 
@@ -226,20 +214,26 @@ def imports(
         )
 
 
-@app.command("experts")
-def experts(
+@dataclass(frozen=True)
+class ExpertsOptions:
+    """The options of `holdfast bench experts`."""
+
     contestants: Annotated[
         str, typer.Option(help="What to measure, in turns: switch:BACKEND and all_to_all:BACKEND, with commas.")
-    ] = "switch:shm,switch:gloo,all_to_all:shm,all_to_all:gloo,all_to_all:mpi",
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in a step.")] = 256,
-    hidden: Annotated[int, typer.Option(min=1, help="Floats of a token.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20,
-    kills: Annotated[int, typer.Option(min=0, help="Then kill a rank so often, at random.")] = 20,
-    kill_backend: Annotated[str, typer.Option(help="The backend of the kills.")] = "shm",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+    ] = "switch:shm,switch:gloo,all_to_all:shm,all_to_all:gloo,all_to_all:mpi"
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks.")] = 3
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in a step.")] = 256
+    hidden: Annotated[int, typer.Option(min=1, help="Floats of a token.")] = 1024
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 5
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20
+    kills: Annotated[int, typer.Option(min=0, help="Then kill a rank so often, at random.")] = 20
+    kill_backend: Annotated[str, typer.Option(help="The backend of the kills.")] = "shm"
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+
+
+@app.command("experts")
+@with_options(ExpertsOptions)
+def experts(options: ExpertsOptions) -> None:
     """Measure an exchange for experts that outlives a rank beside all_to_all_single; then kill ranks in it.
 
     [bold]Examples[/bold]
@@ -250,16 +244,18 @@ def experts(
     from holdfast.ft.console.console import console, print_json, working
     from holdfast.harness.bench.experts import Load, run
 
-    names = [name.strip() for name in contestants.split(",") if name.strip()]
-    load = Load(tokens, hidden, 4 * ranks)
+    names = [name.strip() for name in options.contestants.split(",") if name.strip()]
+    load = Load(options.tokens, options.hidden, 4 * options.ranks)
     try:
         with working(console(stderr=True), f"{counted(len(names), 'contestant')}, in turns") as progress:
-            bench = run(names, ranks, load, rounds, steps, kills, kill_backend, progress)
+            bench = run(
+                names, options.ranks, load, options.rounds, options.steps, options.kills, options.kill_backend, progress
+            )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except HoldfastError as error:
         raise _failed("experts", error) from error
-    if json:
+    if options.json:
         print_json(bench)
         return
     for exchange in bench.exchanges:
@@ -315,26 +311,48 @@ def hosts(
     typer.echo(f"other processes used {bench.others:.2f} CPUs")
 
 
-@app.command("recovery")
-def recovery(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 4,
-    kills: Annotated[int, typer.Option(min=1, help="How often to kill.")] = 50,
-    backend: Annotated[str, typer.Option(help="A backend whose ranks are processes.")] = "shm",
-    spares: Annotated[int, typer.Option(min=0, help="Hot spares to promote; 0: go on with one rank less.")] = 0,
-    together: Annotated[int, typer.Option(min=1, help="How many ranks to kill at once.")] = 1,
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """The options of `holdfast bench recovery`."""
+
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 4
+    kills: Annotated[int, typer.Option(min=1, help="How often to kill.")] = 50
+    backend: Annotated[str, typer.Option(help="A backend whose ranks are processes.")] = "shm"
+    spares: Annotated[int, typer.Option(min=0, help="Hot spares to promote; 0: go on with one rank less.")] = 0
+    together: Annotated[int, typer.Option(min=1, help="How many ranks to kill at once.")] = 1
     proposer: Annotated[
         bool, typer.Option("--proposer", help="Then kill the rank that proposes the next epoch, too, before it tells.")
-    ] = False,
+    ] = False
     stopped: Annotated[
         bool, typer.Option("--stop", help="Stop ranks (SIGSTOP), do not kill them: they are found by their silence.")
-    ] = False,
-    size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K",
-    seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Then the same with Open MPI's ULFM (shrink and go on).")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+    ] = False
+    size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K"
+    seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0
+    peers: Annotated[bool, typer.Option("--peers", help="Then the same with Open MPI's ULFM (shrink and go on).")] = (
+        False
+    )
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+
+    def plan(self) -> RecoveryPlan:
+        """What to measure. Raises ValueError for options that cannot be met."""
+        from holdfast.harness.bench.recovery.recovery import RecoveryPlan
+
+        return RecoveryPlan(
+            self.backend,
+            self.ranks,
+            self.kills,
+            self.spares,
+            parse_size(self.size),
+            self.seed,
+            self.together,
+            self.proposer,
+            self.stopped,
+        )
+
+
+@app.command("recovery")
+@with_options(RecoveryOptions)
+def recovery(options: RecoveryOptions) -> None:
     """Measure the time from a SIGKILL inside an all_reduce to the survivors' next correct one.
 
     [bold]Examples[/bold]
@@ -352,39 +370,29 @@ def recovery(
     from holdfast.harness.bench.recovery import peer as recovery_peer
     from holdfast.harness.bench.recovery.recovery import run
 
-    if peers and (reason := missing(OPENMPI)) is not None:
+    if options.peers and (reason := missing(OPENMPI)) is not None:
         raise typer.BadParameter(f"--peers: {reason}")
-    if peers and stopped:
+    if options.peers and options.stopped:
         raise typer.BadParameter("--peers with --stop: ULFM's recovery is measured from ranks that are killed")
 
     try:
-        nbytes = parse_size(size)
+        plan = options.plan()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     notes, out = console(stderr=True), console()
+    begin = f"{counted(plan.kills, 'kill')} of ranks over {plan.backend}, about a second each"
     try:
-        with working(
-            notes, f"{counted(kills, 'kill')} of ranks over {backend}, about a second each", every=2.0
-        ) as progress:
-            bench = run(
-                backend,
-                ranks,
-                kills,
-                spares,
-                nbytes,
-                seed,
-                progress,
-                together=together,
-                proposer=proposer,
-                stopped=stopped,
+        with working(notes, begin, every=2.0) as progress:
+            bench = run(plan, progress)
+            peer = (
+                recovery_peer.run(plan.ranks, plan.kills, plan.nbytes, plan.seed, progress) if options.peers else None
             )
-            peer = recovery_peer.run(ranks, kills, nbytes, seed, progress) if peers else None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except HoldfastError as error:
         raise _failed("recovery", error) from error
-    if json:
-        print_json({"holdfast": bench, "peer": peer} if peers else bench)
+    if options.json:
+        print_json({"holdfast": bench, "peer": peer} if options.peers else bench)
         return
     show.show_recovery(bench, out)
     if peer is not None:

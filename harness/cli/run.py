@@ -3,66 +3,118 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.ft.console.command_line import with_options
+
 if TYPE_CHECKING:
     from holdfast.ft.launch.hosts.host_agent import HostPlan
+    from holdfast.ft.launch.local_launcher import LaunchPlan
 
 
-def run(
-    script: Annotated[str, typer.Argument(help="The Python script to run; it joins by holdfast.ft.Session.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of `holdfast run`."""
+
+    script: Annotated[str, typer.Argument(help="The Python script to run; it joins by holdfast.ft.Session.")]
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None
     size: Annotated[
         int | None, typer.Option("-n", "--size", min=1, show_default="nnodes * nproc, or 2", help="How many ranks.")
-    ] = None,
-    spares: Annotated[int, typer.Option(min=0, help="Further processes, on each host, that wait for a death.")] = 0,
+    ] = None
+    spares: Annotated[int, typer.Option(min=0, help="Further processes, on each host, that wait for a death.")] = 0
     backend: Annotated[
         str | None, typer.Option(show_default="shm, or gloo on several hosts", help="A backend, or several: ucx,gloo.")
-    ] = None,
-    job: Annotated[str | None, typer.Option(show_default="job", help="The name of the job.")] = None,
+    ] = None
+    job: Annotated[str | None, typer.Option(show_default="job", help="The name of the job.")] = None
     grace: Annotated[
         float,
         typer.Option(
             min=0.0, show_default="no limit", help="Seconds that processes may go on after the job's last step."
         ),
-    ] = float("inf"),
+    ] = float("inf")
     min_size: Annotated[
         int | None, typer.Option(min=1, help="How few ranks the job can go on with, if the script does not say it.")
-    ] = None,
+    ] = None
     shards: Annotated[
         int | None, typer.Option(min=1, help="Into how many parts a step is divided, if the script does not say it.")
-    ] = None,
+    ] = None
     check: Annotated[
         bool, typer.Option("--check", help="Check that all ranks call the same ops with the same arguments (slower).")
-    ] = False,
+    ] = False
     logs: Annotated[
         Path | None, typer.Option(help="Write event logs, flight recordings and output to this folder, as they come.")
-    ] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="How many processes that die are started again, as spares.")] = 0,
+    ] = None
+    restarts: Annotated[int, typer.Option(min=0, help="How many processes that die are started again, as spares.")] = 0
     leave: Annotated[
         float | None, typer.Option(min=0.0, show_default="25", help="Seconds after SIGTERM to end a step and leave.")
-    ] = None,
+    ] = None
     nnodes: Annotated[
         int | None, typer.Option(min=1, show_default="the scheduler's, or 1", help="On how many hosts the job runs.")
-    ] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="How many ranks each host starts.")] = None,
-    register: Annotated[
-        str | None, typer.Option(help="The URL of the job's register: etcd://a:2379,b:2379/job.")
-    ] = None,
+    ] = None
+    nproc: Annotated[int | None, typer.Option(min=1, help="How many ranks each host starts.")] = None
+    register: Annotated[str | None, typer.Option(help="The URL of the job's register: etcd://a:2379,b:2379/job.")] = (
+        None
+    )
     interface: Annotated[
         str | None, typer.Option(help="Where the other hosts reach this one: eth0, 10.0.0.0/24 or an address.")
-    ] = None,
-    key_file: Annotated[Path | None, typer.Option(help="The file with the job's key, alike on all hosts.")] = None,
+    ] = None
+    key_file: Annotated[Path | None, typer.Option(help="The file with the job's key, alike on all hosts.")] = None
     node: Annotated[
         str | None, typer.Option(show_default="the scheduler's or the host's", help="This host's name.")
-    ] = None,
+    ] = None
     detach: Annotated[
         bool, typer.Option("--detach", help="Let the processes go on if this command is killed; needs --logs.")
-    ] = False,
-) -> None:
+    ] = False
+
+    def plan(self, several: bool) -> LaunchPlan:
+        """What to start here, as a job on `several` hosts or on this one. Raises ValueError."""
+        from holdfast.ft.environment.placement import placement
+        from holdfast.ft.launch.local_launcher import LEAVE_SECONDS, LaunchPlan, python_command
+
+        environ = os.environ if several else {}
+        return LaunchPlan(
+            python_command(self.script, self.arguments or ()),
+            self.size or (self.nodes() * self.nproc if self.nproc else 2),
+            self.spares,
+            self.backend or environ.get("HOLDFAST_BACKEND") or ("gloo" if several else "shm"),
+            self.job or environ.get("HOLDFAST_JOB") or (placement(environ).job if several else "") or "job",
+            self.grace,
+            self.min_size,
+            self.shards,
+            self.check,
+            (self.nproc or self.size or 2) if several else None,
+            self.restarts,
+            self.detach,
+            LEAVE_SECONDS if self.leave is None else self.leave,
+        )
+
+    def nodes(self) -> int:
+        """On how many hosts the job is. Raises ValueError."""
+        from holdfast.ft.environment.placement import placement
+
+        return self.nnodes or (placement(os.environ).nodes or 1 if self.nproc else 1)
+
+    def host(self) -> HostPlan:
+        """This host's part in the job, from options and environment. Raises ValueError for what is missing."""
+        from holdfast.ft.launch.hosts.host_agent import HostPlan, host_name
+
+        url = self.register or os.environ.get("HOLDFAST_REGISTER")
+        key = str(self.key_file or os.environ.get("HOLDFAST_KEY_FILE") or "")
+        if not url or not key:
+            raise ValueError(
+                f"a job on {self.nodes()} hosts needs a register that all of them reach, and one key: give --register "
+                "etcd://host:2379/name and --key-file"
+            )
+        name, interface = self.node or host_name(os.environ), self.interface or os.environ.get("HOLDFAST_INTERFACE", "")
+        return HostPlan(self.nodes(), url, Path(key), name, interface)
+
+
+@with_options(RunOptions)
+def run(options: RunOptions) -> None:
     """Run a script as one job: its ranks and spares, each of which joins by ft.Session().
 
     [bold]Examples[/bold]
@@ -102,49 +154,15 @@ def run(
     started. If not 0, a table at the end says which ranks failed, and how.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.ft.environment.placement import placement
-    from holdfast.ft.launch.local_launcher import LEAVE_SECONDS, LaunchPlan, launch, python_command
+    from holdfast.ft.launch.local_launcher import launch
 
-    if not Path(script).is_file():
-        raise typer.BadParameter(f"there is no file {script}", param_hint="SCRIPT")
+    if not Path(options.script).is_file():
+        raise typer.BadParameter(f"there is no file {options.script}", param_hint="SCRIPT")
     try:
-        nodes = nnodes or (placement(os.environ).nodes or 1 if nproc else 1)
-        several = nodes > 1 or register is not None
-        host = _host(nodes, register, key_file, node, interface) if several else None
-        given = os.environ if several else {}
-        here = (nproc or size or 2) if several else None
-        plan = LaunchPlan(
-            python_command(script, arguments or ()),
-            size or (nodes * nproc if nproc else 2),
-            spares,
-            backend or given.get("HOLDFAST_BACKEND") or ("gloo" if several else "shm"),
-            job or given.get("HOLDFAST_JOB") or (placement(given).job if several else "") or "job",
-            grace,
-            min_size,
-            shards,
-            check,
-            here,
-            restarts,
-            detach,
-            LEAVE_SECONDS if leave is None else leave,
-        )
-        status = launch(plan, logs, host)
+        several = options.nodes() > 1 or options.register is not None
+        host = options.host() if several else None
+        status = launch(options.plan(several), options.logs, host)
     except (HoldfastError, ValueError, OSError) as error:
         typer.echo(f"holdfast run: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(status)
-
-
-def _host(nodes: int, register: str | None, key_file: Path | None, node: str | None, interface: str | None) -> HostPlan:
-    """This host's part in the job, from options and environment. Raises ValueError for what is missing."""
-    from holdfast.ft.launch.hosts.host_agent import HostPlan, host_name
-
-    url = register or os.environ.get("HOLDFAST_REGISTER")
-    key = str(key_file or os.environ.get("HOLDFAST_KEY_FILE") or "")
-    if not url or not key:
-        raise ValueError(
-            f"a job on {nodes} hosts needs a register that all of them reach, and one key: give --register "
-            "etcd://host:2379/name and --key-file"
-        )
-    name = node or host_name(os.environ)
-    return HostPlan(nodes, url, Path(key), name, interface or os.environ.get("HOLDFAST_INTERFACE", ""))

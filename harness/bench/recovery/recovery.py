@@ -60,6 +60,36 @@ class RecoveryTiming(msgspec.Struct, frozen=True):
     total: float
 
 
+class RecoveryPlan(msgspec.Struct, frozen=True):
+    """Kill ranks chosen at random, `kills` times, `together` of them at once. Raises ValueError if none would be left.
+
+    With `proposer` also the one that proposes the next epoch, as soon as the register has it. With `spares` a job takes
+    one for each rank that is killed, and as many kills; without, each kill is of a new job, which goes on with one rank
+    less. `stopped`: SIGSTOP, not SIGKILL.
+    """
+
+    backend: str = "shm"
+    ranks: int = 4
+    kills: int = 50
+    spares: int = 0
+    nbytes: int = 64 * 1024
+    seed: int = 0
+    together: int = 1
+    proposer: bool = False
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.together <= self.lost < self.ranks:
+            raise ValueError(f"{self.lost} of {self.ranks} ranks cannot die and somebody recover")
+        if self.proposer and self.spares:
+            raise ValueError("a job whose proposer dies is used once: ask for no spares")
+
+    @property
+    def lost(self) -> int:
+        """How many ranks a job loses at a time."""
+        return self.together + self.proposer
+
+
 class RecoveryBench(msgspec.Struct, frozen=True):
     """A whole run. The parts are differences: `agree` is from detection to installation, and so on.
 
@@ -85,22 +115,12 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     stopped: bool = False
 
     @staticmethod
-    def of(
-        backend: str,
-        ranks: int,
-        spares: int,
-        nbytes: int,
-        together: int,
-        proposer: bool,
-        stopped: bool,
-        others: float,
-        kills: tuple[RecoveryTiming, ...],
-    ) -> RecoveryBench:
+    def of(plan: RecoveryPlan, others: float, kills: tuple[RecoveryTiming, ...]) -> RecoveryBench:
         return RecoveryBench(
-            backend,
-            ranks,
-            spares,
-            nbytes,
+            plan.backend,
+            plan.ranks,
+            plan.spares,
+            plan.nbytes,
             others,
             kills,
             total=Spread.of(kill.total for kill in kills),
@@ -109,9 +129,9 @@ class RecoveryBench(msgspec.Struct, frozen=True):
             agree=Spread.of(kill.agree - kill.detect for kill in kills),
             rebuild=Spread.of(kill.rebuild - kill.agree for kill in kills),
             first_op=Spread.of(kill.total - kill.rebuild for kill in kills),
-            together=together,
-            proposer=proposer,
-            stopped=stopped,
+            together=plan.together,
+            proposer=plan.proposer,
+            stopped=plan.stopped,
         )
 
 
@@ -211,47 +231,27 @@ def last_with(lost: set[str], events: list[dict[str, Any]], epoch: int) -> int:
     return max([epoch, *held])
 
 
-def run(
-    backend: str,
-    ranks: int,
-    kills: int,
-    spares: int = 0,
-    nbytes: int = 64 * 1024,
-    seed: int = 0,
-    progress: Callable[[str], None] = lambda text: None,
-    *,
-    together: int = 1,
-    proposer: bool = False,
-    stopped: bool = False,
-) -> RecoveryBench:
-    """Kill ranks chosen at random, `kills` times, `together` of them at once. Raises ValueError if none would be left.
-
-    With `proposer` also the one that proposes the next epoch, as soon as the register has it. With `spares` a job takes
-    one for each rank that is killed, and as many kills; without, each kill is of a new job, which goes on with one rank
-    less. `stopped`: SIGSTOP, not SIGKILL.
-    """
-    lost = together + proposer
-    if not 0 < together <= lost < ranks:
-        raise ValueError(f"{lost} of {ranks} ranks cannot die and somebody recover")
-    if proposer and spares:
-        raise ValueError("a job whose proposer dies is used once: ask for no spares")
-    choose = random.Random(seed)
+def run(plan: RecoveryPlan, progress: Callable[[str], None] = lambda text: None) -> RecoveryBench:
+    """Measure, about a second for each kill."""
+    choose, number = random.Random(plan.seed), signal.SIGSTOP if plan.stopped else signal.SIGKILL
     done: list[RecoveryTiming] = []
     noise = Noise(zygote_pid)
-    options = {"min_size": ranks - lost}
-    quiet = {"HOLDFAST_CHECK": "0", **({"HOLDFAST_FAULT": "rebuild.after_propose:0:0"} if proposer else {})}
-    with LocalCluster(ranks, backend, spares=spares, session=options, environ=quiet, threads=1, echo=False) as cluster:
-        while len(done) < kills:
-            with cluster.start(reduce_for_ever, max(1, nbytes // 4)) as job:
+    options = {"min_size": plan.ranks - plan.lost}
+    environ = {"HOLDFAST_CHECK": "0", **({"HOLDFAST_FAULT": "rebuild.after_propose:0:0"} if plan.proposer else {})}
+    with LocalCluster(
+        plan.ranks, plan.backend, spares=plan.spares, session=options, environ=environ, threads=1, echo=False
+    ) as cluster:
+        while len(done) < plan.kills:
+            with cluster.start(reduce_for_ever, max(1, plan.nbytes // 4)) as job:
                 job.wait_for_spares()
                 view = job.view()
                 _wait_for_all(job, view.epoch - 1, {member.peer.pid for member in view.members})
-                for _ in range(min(max(1, spares // together), kills - len(done))):
+                for _ in range(min(max(1, plan.spares // plan.together), plan.kills - len(done))):
                     time.sleep(SETTLE + choose.random() * SETTLE)
-                    victims = choose.sample(range(1 if proposer else 0, ranks), together)
-                    done.append(_inject(job, victims, proposer, signal.SIGSTOP if stopped else signal.SIGKILL))
-                    progress(f"{len(done)} of {kills} kills, median {_median(done):.1f} ms")
-    return RecoveryBench.of(backend, ranks, spares, nbytes, together, proposer, stopped, noise.cpus(), tuple(done))
+                    victims = choose.sample(range(1 if plan.proposer else 0, plan.ranks), plan.together)
+                    done.append(_inject(job, victims, plan.proposer, number))
+                    progress(f"{len(done)} of {plan.kills} kills, median {_median(done):.1f} ms")
+    return RecoveryBench.of(plan, noise.cpus(), tuple(done))
 
 
 def _median(done: list[RecoveryTiming]) -> float:

@@ -5,33 +5,41 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from holdfast.ft.console.command_line import with_options
 from holdfast.harness.bench.collectives.definitions import parse_size
 
 PEERS = "torchstore,memcpy,safetensors,dcp"
 
 
-def store(
-    peers: Annotated[str, typer.Option(help=f"Other ways to run interleaved, of {PEERS}; all for all of them.")] = "",
-    workloads: Annotated[str, typer.Option(help="Only these workloads, as model,small.")] = "",
-    size: Annotated[str, typer.Option(help="Bytes of the large states.")] = "512M",
-    starts: Annotated[int, typer.Option(min=1, help="How often all processes are started anew.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each after the first three of a start.")] = 7,
+@dataclass(frozen=True)
+class StoreOptions:
+    """The options of `holdfast bench store`."""
+
+    peers: Annotated[str, typer.Option(help=f"Other ways to run interleaved, of {PEERS}; all for all of them.")] = ""
+    workloads: Annotated[str, typer.Option(help="Only these workloads, as model,small.")] = ""
+    size: Annotated[str, typer.Option(help="Bytes of the large states.")] = "512M"
+    starts: Annotated[int, typer.Option(min=1, help="How often all processes are started anew.")] = 2
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each after the first three of a start.")] = 7
     threads: Annotated[
         int | None, typer.Option(min=1, show_default="as many as CPUs", help="Threads of torch in each process.")
-    ] = None,
+    ] = None
     torchstore_source: Annotated[
         Path | None,
         typer.Option(envvar="HOLDFAST_TORCHSTORE", help="A checkout of torchstore's main branch; make store-peers."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file (.png, .svg).")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write Markdown tables to this file.")] = None,
-) -> None:
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file (.png, .svg).")] = None
+    markdown: Annotated[Path | None, typer.Option(help="Write Markdown tables to this file.")] = None
+
+
+@with_options(StoreOptions)
+def store(options: StoreOptions) -> None:
     """Measure the weight store, beside other ways to hand weights from process to process.
 
     [bold]Examples[/bold]
@@ -55,18 +63,18 @@ def store(
     from holdfast.harness.bench.store.workloads import WORKLOADS
 
     try:
-        if plot is not None:
-            check_plot(plot)
-            check_file(plot, "--plot")
-        check_file(markdown, "--markdown")
+        if options.plot is not None:
+            check_plot(options.plot)
+            check_file(options.plot, "--plot")
+        check_file(options.markdown, "--markdown")
         plan = StorePlan(
-            workloads=_named("workloads", workloads, [each.name for each in WORKLOADS], "all"),
-            peers=_named("peers", peers, drivers.PEERS, ""),
-            size=parse_size(size),
-            starts=starts,
-            rounds=rounds,
-            threads=threads or os.cpu_count() or 1,
-            torchstore_source=torchstore_source,
+            workloads=_named("workloads", options.workloads, [each.name for each in WORKLOADS], "all"),
+            peers=_named("peers", options.peers, drivers.PEERS, ""),
+            size=parse_size(options.size),
+            starts=options.starts,
+            rounds=options.rounds,
+            threads=options.threads or os.cpu_count() or 1,
+            torchstore_source=options.torchstore_source,
             command=shlex.join(["holdfast", *sys.argv[1:]]),
         )
         notes = console(stderr=True)
@@ -74,7 +82,7 @@ def store(
             bench = run(plan, progress)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if json:
+    if options.json:
         typer.echo(bench.json())
     else:
         show.show(bench, console())
@@ -84,13 +92,13 @@ def store(
             styled("not all is well", "bold red") + f": {bench.wrong} wrong tensors, {len(broken)} failures of holdfast"
         )
     with writing("holdfast bench store"):
-        if markdown is not None:
-            markdown.write_text(show.markdown(bench) + "\n", encoding="utf-8")
-            notes.print(f"tables: {markdown}")
-        if plot is not None:
+        if options.markdown is not None:
+            options.markdown.write_text(show.markdown(bench) + "\n", encoding="utf-8")
+            notes.print(f"tables: {options.markdown}")
+        if options.plot is not None:
             try:
-                show.plot(bench, plot)
-                notes.print(f"plot: {plot}")
+                show.plot(bench, options.plot)
+                notes.print(f"plot: {options.plot}")
             except ValueError as error:
                 notes.print(f"no plot: {error}")
     raise typer.Exit(1 if bench.wrong or broken else 0)

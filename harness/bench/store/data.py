@@ -1,14 +1,15 @@
-"""The states that are handed over: shapes of real models or plain tensors, values by seed and version, digests."""
+"""The states that are handed over: shapes of real models or plain tensors, values by version, digests, shards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import xxhash
-
-from holdfast.harness.bench.store.wire import TensorShape
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 State = dict[str, torch.Tensor]
 DimOf = Callable[[str], int | None]
 """The dimension along which a tensor of this name is sharded; None if it is not."""
+
+
+class TensorShape(msgspec.Struct, frozen=True):
+    """A tensor of the state that is handed over; `dtype` is torch's name of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
 
 BLANK = 0xA5
 """The byte that targets are filled with before a get: no version has a tensor of it."""
@@ -163,3 +173,49 @@ def as_dtensors(
             stride=on_meta(each).stride(),
         )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What a rank of FSDP that publishes, or of tensor parallelism that gets, has of `tensors`.
+
+    `readers` ranks get them.
+    """
+
+    tensors: Sequence[TensorShape]
+    rank: int
+    ranks: int
+    readers: int
+    mesh: DeviceMesh
+
+    @staticmethod
+    def of(tensors: Sequence[TensorShape], role: str, rank: int, sharded: tuple[int, int], folder: Path) -> Shards:
+        """Join the other workers of the role, over gloo: `sharded` says how many publishers and readers there are."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        ranks = sharded[0 if role == "publisher" else 1]
+        if not dist.is_initialized():
+            meeting = (folder / f"{role}s").as_uri()
+            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+        return Shards(tensors, rank, ranks, sharded[1], init_device_mesh("cpu", (ranks,)))
+
+    def give(self, source: State) -> State:
+        """The DTensors of a publisher: views of its source."""
+        local = shard(source, fsdp_dim, self.rank, self.ranks)
+        return as_dtensors(local, self.tensors, fsdp_dim, self.mesh)
+
+    def target(self) -> State:
+        """New shards of a reader."""
+        whole = {each.name: on_meta(each) for each in self.tensors}
+        local = shard(whole, tensor_parallel_dim, self.rank, self.ranks)
+        return target([TensorShape(each.name, each.dtype, tuple(local[each.name].shape)) for each in self.tensors])
+
+    def take(self, target: State) -> State:
+        """The DTensors of a reader, over its shards."""
+        return as_dtensors(target, self.tensors, tensor_parallel_dim, self.mesh)
+
+    def digests(self, source: State) -> tuple[tuple[int, ...], ...]:
+        """The digests of the shards of each reader."""
+        shards = (shard(source, tensor_parallel_dim, rank, self.readers) for rank in range(self.readers))
+        return tuple(map(digests, shards))

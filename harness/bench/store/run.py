@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,13 @@ from holdfast.harness.bench.store.data import bytes_of
 from holdfast.harness.bench.store.drivers import HOLDFAST
 from holdfast.harness.bench.store.goals import judge
 from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreFailure, StoreRow, ratios
-from holdfast.harness.bench.store.team_plan import TeamPlan
-from holdfast.harness.bench.store.teams import Team, WorkerFailed, missing
-from holdfast.harness.bench.store.workloads import WORKLOADS, BenchWorkload
+from holdfast.harness.bench.store.teams import Team, TeamPlan, missing
+from holdfast.harness.bench.store.workloads import WORKLOADS, StoreBenchWorkload
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.results import Machine
+from holdfast.harness.measure.rounds import Turn, take_turns, total_wrong
 from holdfast.harness.measure.stats import Timing
+from holdfast.harness.measure.workers import WorkerFailed
 
 Progress = Callable[[str], None]
 
@@ -36,15 +36,6 @@ class StorePlan:
     threads: int
     torchstore_source: Path | None
     command: str
-
-
-class _Turns:
-    """What the turns of one contestant in one workload gave, by start."""
-
-    def __init__(self) -> None:
-        self.seconds: list[list[dict[str, float]]] = []
-        self.memory: dict[str, int] = {}
-        self.wrong = 0
 
 
 def run(plan: StorePlan, progress: Progress = lambda text: None) -> StoreBench:
@@ -82,86 +73,71 @@ def run(plan: StorePlan, progress: Progress = lambda text: None) -> StoreBench:
 
 def _measure(
     plan: StorePlan,
-    workload: BenchWorkload,
+    workload: StoreBenchWorkload,
     names: Sequence[str],
     details: dict[str, str],
     failures: list[StoreFailure],
     progress: Progress,
 ) -> list[StoreRow]:
-    tensors = workload.shapes(plan.size)
-    turns: dict[str, _Turns] = defaultdict(_Turns)
-    nbytes = bytes_of(tensors)
-    team_plan = TeamPlan(
-        workload.publishers,
-        workload.readers,
-        workload.holders,
-        workload.replicas,
-        nbytes,
-        plan.threads,
-        plan.torchstore_source,
-        workload.apart,
-    )
-    for start in range(plan.starts):
+    team_plan = workload.team(plan.size, plan.threads, plan.torchstore_source)
+    starts: dict[str, list[list[Turn]]] = {name: [] for name in names}
+    for start in range(1, plan.starts + 1):
+        where = f"{workload.name}, start {start} of {plan.starts}"
         with ExitStack() as running:
             teams: dict[str, Team] = {}
 
-            def drop(name: str, error: Exception, teams: dict[str, Team] = teams) -> None:
-                failures.append(StoreFailure(workload.name, name, str(error)))
+            def failed(name: str, error: Exception, teams: dict[str, Team] = teams) -> None:
+                failures.append(StoreFailure(workload=workload.name, contestant=name, reason=str(error)))
                 if name in teams:
-                    teams.pop(name).close(gently=False)
+                    teams[name].close(gently=False)
 
             for name in names:
-                progress(f"{workload.name}, start {start + 1} of {plan.starts}: {name} starts")
+                progress(f"{where}: {name} starts")
                 try:
                     teams[name] = running.enter_context(Team(name, team_plan))
-                    teams[name].prepare(tensors, workload.sharded)
                     details[name] = teams[name].detail
-                    turns[name].seconds.append([])
                 except WorkerFailed as error:
-                    drop(name, error)
-            for turn in range(FIRST_TURNS + plan.rounds):
-                progress(f"{workload.name}, start {start + 1} of {plan.starts}, turn {turn + 1}")
-                order = list(teams)
-                for name in order[turn % len(order) :] + order[: turn % len(order)] if order else ():
-                    try:
-                        taken = workload.turn(teams[name], turn + 1)
-                    except WorkerFailed as error:
-                        drop(name, error)
-                        continue
-                    turns[name].seconds[-1].append(dict(taken.seconds))
-                    turns[name].wrong += taken.wrong
-                    for figure, memory in taken.memory.items():
-                        turns[name].memory[figure] = max(memory, turns[name].memory.get(figure, 0))
-        names = [name for name in names if name in teams]
+                    failed(name, error)
+            turns = take_turns(workload, teams, _told(FIRST_TURNS + plan.rounds, where, progress), failed)
+        for name, taken in turns.items():
+            starts[name].append(taken)
+        names = [name for name in names if name in turns]
     return [
         row
         for figure in workload.figures
-        for name, each in turns.items()
-        if (row := _row(workload.name, figure, name, nbytes, len(tensors), each)) is not None
+        for name, each in starts.items()
+        if (row := _row(workload.name, figure, name, team_plan, each)) is not None
     ]
 
 
-def _row(workload: str, figure: str, name: str, nbytes: int, tensors: int, turns: _Turns) -> StoreRow | None:
-    """The row of a figure; None if no later turn gave it."""
-    first = [max(early) for start in turns.seconds if (early := _of(figure, start[:FIRST_TURNS]))]
-    later = [seconds for start in turns.seconds for seconds in _of(figure, start[FIRST_TURNS:])]
+def _told(rounds: int, where: str, progress: Progress) -> Iterator[int]:
+    for number in range(rounds):
+        progress(f"{where}, turn {number + 1}")
+        yield number
+
+
+def _row(workload: str, figure: str, name: str, plan: TeamPlan, starts: Sequence[Sequence[Turn]]) -> StoreRow | None:
+    """The row of a figure, from the turns of each start; None if no later turn gave it."""
+    first = [max(early) for turns in starts if (early := _of(figure, turns[:FIRST_TURNS]))]
+    later = [seconds for turns in starts for seconds in _of(figure, turns[FIRST_TURNS:])]
     if not later:
         return None
-    timing = Timing.of(later, 1)
+    timing, nbytes = Timing.of(later, 1), bytes_of(plan.tensors)
+    everything = [turn for turns in starts for turn in turns]
     return StoreRow(
         workload=workload,
         figure=figure,
         contestant=name,
         nbytes=nbytes,
-        tensors=tensors,
+        tensors=len(plan.tensors),
         timing=timing,
         turns=tuple(1e6 * seconds for seconds in later),
         first=1e6 * statistics.median(first) if first else timing.p50,
         rate=nbytes / timing.p50 / 1e3,
-        memory=turns.memory.get(figure),
-        wrong=turns.wrong,
+        memory=max((turn.memory[figure] for turn in everything if figure in turn.memory), default=None),
+        wrong=total_wrong(turn.wrong for turn in everything),
     )
 
 
-def _of(figure: str, turns: Sequence[dict[str, float]]) -> list[float]:
-    return [turn[figure] for turn in turns if figure in turn]
+def _of(figure: str, turns: Sequence[Turn]) -> list[float]:
+    return [seconds for turn in turns for seconds in turn.seconds.get(figure, ())]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -14,9 +13,7 @@ from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.output.show import QUIET, show_time
 from holdfast.harness.bench.store.drivers import HOLDFAST
 from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreRatio, StoreRow
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from holdfast.harness.report.plot import SERIES, Chart, light
 
 CAPTION = (
     f"p50, min and p99 of the turns after the first {FIRST_TURNS} of each start, of which `first` is the slowest; "
@@ -102,8 +99,8 @@ def _goals(bench: StoreBench) -> FoldingTable:
     for name in ("workload", "figure", "to reach", "reached", ""):
         table.add_column(name, justify="right" if name == "reached" else "left")
     for goal in bench.goals:
-        verdict = Text("yes", "green") if goal.met else Text("no", "bold red")
-        table.add_row(goal.workload, goal.figure, goal.goal, goal.reached, verdict)
+        reached = Text("yes", "green") if goal.met else Text("no", "bold red")
+        table.add_row(goal.workload, goal.figure, goal.goal, goal.reached, reached)
     return table
 
 
@@ -140,38 +137,26 @@ def plot(bench: StoreBench, path: Path) -> None:
 
     Raises ValueError if there is nothing to plot.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
     workloads = [name for name in bench.workloads if any(row.workload == name for row in bench.rows)]
     if not workloads:
         raise ValueError("there is nothing to plot: nothing was measured")
     names = list(dict.fromkeys(row.contestant for row in bench.rows))
-    colours = {name: f"C{index}" for index, name in enumerate(names)}
-    counts = [sum(row.workload == name for row in bench.rows) for name in workloads]
-    figure = Figure(figsize=(11, sum(0.7 + 0.3 * count for count in counts)), layout="constrained")
-    ratios = {"height_ratios": [0.7 + 0.3 * count for count in counts]}
-    panels = figure.subplots(len(workloads), 1, squeeze=False, gridspec_kw=ratios)
-    for name, (axes,) in zip(workloads, panels, strict=True):
+    heights = [64 + 22.0 * sum(row.workload == name for row in bench.rows) for name in workloads]
+    chart = Chart(1000, sum(heights), heights)
+    for name, axes in zip(workloads, chart.all_axes, strict=True):
         rows = [row for row in bench.rows if row.workload == name]
-        _panel(axes, rows, colours)
-        axes.set_title(_heading(bench, name, rows), loc="left", fontsize=10)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text: a tenth of the size
-        figure.savefig(path, dpi=150)
-
-
-def _panel(axes: Axes, rows: Sequence[StoreRow], colours: dict[str, str]) -> None:
-    for place, row in enumerate(rows):
-        low, mid, high = (value / 1e3 for value in (row.timing.min, row.timing.p50, row.timing.p99))
-        spread = [[mid - low], [high - mid]]
-        mark = "D" if row.contestant == HOLDFAST else "o"
-        axes.errorbar(mid, place, xerr=spread, fmt=mark, color=colours[row.contestant], linewidth=1.4, capsize=3)
-        axes.annotate(f"  {show_time(row.timing.p50)}", (high, place), va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [f"{row.figure}, {row.contestant}" for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("ms: p50, min to p99", fontsize=8)
-    axes.grid(axis="x", alpha=0.25)
-    axes.margins(x=0.15, y=0.1)
+        axes.set_title(_heading(bench, name, rows), loc="left", fontsize=12)
+        for place, row in enumerate(rows):
+            low, mid, high = (value / 1e3 for value in (row.timing.min, row.timing.p50, row.timing.p99))
+            mark = "D" if row.contestant == HOLDFAST else "o"
+            paint = light(f"s{names.index(row.contestant) % SERIES}")
+            axes.errorbar(mid, place, xerr=[[mid - low], [high - mid]], fmt=mark, color=paint, capsize=3)
+            axes.annotate(f"  {show_time(row.timing.p50)}", (high, place), va="center", size=11)
+        axes.set_yticks(range(len(rows)), [f"{row.figure}, {row.contestant}" for row in rows], color=light("ink"))
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: show_time(1e3 * value))
+        axes.minorticks_off()
+        axes.grid(axis="x")
+        axes.margins(x=0.15, y=0.15)
+    chart.save(path)

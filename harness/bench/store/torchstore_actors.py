@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Awaitable
 from importlib import import_module
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch
 
 from holdfast.harness.bench.store.data import State
 from holdfast.harness.bench.store.drivers import StoreDriver, WorkerPlan
-from holdfast.harness.bench.store.worker import serve
+from holdfast.harness.bench.store.worker import StoreWorker, waited
+from holdfast.harness.measure.worker import serve
 
 KEY = "weights"
 """Every version is put under this key: what is there already is put fastest."""
@@ -46,10 +48,17 @@ class TorchstoreDriver(StoreDriver):
 
 
 async def _serve(actor: object, role: str, rank: int, folder: str, shared: str) -> None:
-    """The endpoint of an actor: be a worker."""
+    """The endpoint of an actor: be a worker. Its coroutines run in the loop of the actor, calls come in a thread."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.environ["LOCAL_RANK"] = str(rank)
-    await serve(WorkerPlan(role, rank, Path(folder), Path(shared), 1, 0, "auto"), TorchstoreDriver())
+    loop, driver = asyncio.get_running_loop(), TorchstoreDriver()
+
+    def run(call: Awaitable[Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(waited(call), loop).result()
+
+    plan = WorkerPlan(role, rank, Path(folder), Path(shared), 1, 0, "auto")
+    address = Path(folder) / "socket"
+    await asyncio.to_thread(serve, address, StoreWorker(plan, driver), role, rank, driver.detail, run)
 
 
 async def _run(publishers: int, readers: int, folder: str, shared: str) -> None:

@@ -1,112 +1,94 @@
-"""One worker: a publisher, holder or reader of one contestant, which carries out the orders of the bench.
-
-It dials the socket of its team. While the others have their turn it sleeps in a read. It ends when the bench does: its
-socket is closed then.
-"""
+"""One worker of a contestant: a publisher, holder or reader, whose methods the bench calls."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import time
-import traceback
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.message_socket import MessageSocket
+import msgspec
+
 from holdfast.harness.bench.store import data
+from holdfast.harness.bench.store.data import Shards, TensorShape
 from holdfast.harness.bench.store.drivers import DRIVERS, StoreDriver, WorkerPlan
-from holdfast.harness.bench.store.shards import Shards
-from holdfast.harness.bench.store.wire import (
-    DECODER,
-    Answer,
-    Blank,
-    Change,
-    Check,
-    Checked,
-    Digests,
-    Done,
-    Failed,
-    Get,
-    How,
-    Message,
-    Prepare,
-    Publish,
-    StopStoreWorker,
-    StoreWorkerReady,
-    Took,
-)
+from holdfast.harness.measure.worker import serve
 
-SOCKET = "socket"
+T = TypeVar("T")
+
+How = Literal["get", "follow", "copy", "load", "map", "whole"]
+"""Get into the target, do so as soon as the version is published ("follow"), or the same copies without a check
+("copy"); "load", "map": new tensors; "whole": all of each tensor, whatever the shards of this reader are.
+"""
 
 
-async def serve(plan: WorkerPlan, driver: StoreDriver) -> None:
-    """Carry out orders until the bench says stop, or is gone."""
-    executor = OrderExecutor(plan, driver)
-    with MessageSocket.dial(plan.folder / SOCKET, DECODER) as bench:
-        bench.send(StoreWorkerReady(plan.role, plan.rank, os.getpid(), driver.detail))
-        while True:
-            try:
-                order = await asyncio.to_thread(bench.receive)
-            except EOFError:
-                return
-            if isinstance(order, StopStoreWorker):
-                return
-            try:
-                bench.send(await executor.carry_out(order))
-            except Exception as error:
-                bench.send(Failed("".join(traceback.format_exception_only(error)).strip()))
+class Took(msgspec.Struct, frozen=True):
+    """When the op began and ended (CLOCK_MONOTONIC, seconds), the same clock in all processes.
+
+    `memory`: the bytes of private memory that the process has more since.
+    """
+
+    began: float
+    ended: float
+    memory: int
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
 
 
-class OrderExecutor:
-    """Carries out orders on the source and the target of a worker."""
+class Digests(msgspec.Struct, frozen=True):
+    """The digests of the tensors of the source: of those of each reader's shards, and of the whole ones."""
+
+    shards: tuple[tuple[int, ...], ...]
+    whole: tuple[int, ...]
+
+
+class StoreWorker:
+    """What the bench may call: the source and the target of a worker, and its driver."""
 
     def __init__(self, plan: WorkerPlan, driver: StoreDriver) -> None:
         self._plan, self._driver = plan, driver
-        self._prepare = Prepare((), 0)
+        self._tensors: tuple[TensorShape, ...] = ()
+        self._seed = 0
         self._shards: Shards | None = None
         self._source: data.State = {}
         self._target: data.State = {}
         self._whole: data.State = {}
         self._got: data.State = {}
 
-    async def carry_out(self, order: Message) -> Answer:
-        match order:
-            case Prepare():
-                self._prepare = order
-                self._shards = Shards.of(order, self._plan) if order.sharded else None
-                self._source, self._target, self._whole, self._got = {}, {}, {}, {}
-            case Change(version, share):
-                return self._change(version, share)
-            case Publish(version):
-                state = self._shards.give(self._source) if self._shards else self._source
-                return await _timed(self._driver.publish(version, state))
-            case Blank():
-                self._got = {}
-                self._target = self._target or (self._shards.target() if self._shards else self._new_target())
-                data.blank(self._target)
-                data.blank(self._whole)
-            case Get(version, how):
-                return await self._get(version, how)
-            case Check(digests):
-                got = {each.name: self._got[each.name] for each in self._prepare.tensors}
-                pairs = zip(digests, data.digests(got), strict=True)
-                return Checked(sum(expected != found for expected, found in pairs))
-            case _:
-                raise TypeError(f"a worker cannot do {order}")
-        return Done()
+    def prepare(self, tensors: tuple[TensorShape, ...], seed: int, sharded: tuple[int, int] | None = None) -> None:
+        """What the state is; a source has values of `seed`.
 
-    def _new_target(self) -> data.State:
-        return data.target(self._prepare.tensors)
+        `sharded` (publishers, readers): the publishers are ranks of FSDP, the readers ranks of tensor parallelism.
+        """
+        plan = self._plan
+        self._tensors, self._seed = tensors, seed
+        self._shards = Shards.of(tensors, plan.role, plan.rank, sharded, plan.folder) if sharded else None
+        self._source, self._target, self._whole, self._got = {}, {}, {}, {}
 
-    def _change(self, version: int, share: float) -> Digests:
-        self._source = self._source or data.source(self._prepare.tensors, self._prepare.seed)
+    def change(self, version: int, share: float = 0.0) -> Digests:
+        """Make the source that of a version: a `share` of its elements differ, and one at least."""
+        self._source = self._source or data.source(self._tensors, self._seed)
         data.change(self._source, version, share)
         return Digests(self._shards.digests(self._source) if self._shards else (), data.digests(self._source))
 
-    async def _get(self, version: int, how: How) -> Took:
+    async def publish(self, version: int) -> Took:
+        """Publish the source as a version."""
+        state = self._shards.give(self._source) if self._shards else self._source
+        return await _timed(self._driver.publish(version, state))
+
+    def blank(self) -> None:
+        """Overwrite the target, so that nothing in it can be right by chance."""
+        self._got = {}
+        self._target = self._target or (self._shards.target() if self._shards else data.target(self._tensors))
+        data.blank(self._target)
+        data.blank(self._whole)
+
+    async def get(self, version: int, how: How = "get") -> Took:
+        """Get a version, as `how` says."""
         if how in ("load", "map"):
             call = self._driver.load if how == "load" else self._driver.map
 
@@ -115,13 +97,18 @@ class OrderExecutor:
 
             return await _timed(load())
         if how == "whole":
-            self._whole = self._whole or self._new_target()
+            self._whole = self._whole or data.target(self._tensors)
             self._got = self._whole
             return await _timed(self._driver.get(version, self._whole))
         self._got = self._target
         into = self._shards.take(self._target) if self._shards else self._target
         ops = {"get": self._driver.get, "follow": self._driver.follow, "copy": self._driver.copy}
         return await _timed(ops[how](version, into))
+
+    def check(self, digests: tuple[int, ...]) -> int:
+        """How many tensors of what was got last have other digests."""
+        found = data.digests({each.name: self._got[each.name] for each in self._tensors})
+        return sum(expected != digest for expected, digest in zip(digests, found, strict=True))
 
 
 async def _timed(op: Awaitable[None]) -> Took:
@@ -139,11 +126,20 @@ def _private_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("RssAnon:"))
 
 
-def work(contestant: str, plan: WorkerPlan, channel: ProcessChannel) -> None:
-    """Be a worker: what the process does that the zygote forked for it. `channel` is not used."""
-    channel.close()
+async def waited(call: Awaitable[T]) -> T:
+    """A coroutine of anything that can be waited for."""
+    return await call
+
+
+def be_worker(contestant: str, plan: WorkerPlan, address: Path) -> None:
+    """Serve as a worker until the bench hangs up: what the process does that the zygote forked."""
     driver = DRIVERS[contestant](plan)
     try:
-        asyncio.run(serve(plan, driver))
+        with asyncio.Runner() as runner:
+
+            def run(call: Awaitable[Any]) -> Any:
+                return runner.run(waited(call))
+
+            serve(address, StoreWorker(plan, driver), plan.role, plan.rank, driver.detail, run)
     finally:
         driver.close()

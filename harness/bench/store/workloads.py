@@ -9,26 +9,16 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.bench.store.data import equal_shapes, model_shapes
+from holdfast.harness.bench.store.data import TensorShape, equal_shapes, model_shapes
 from holdfast.harness.bench.store.drivers import HOLDFAST, MEMCPY, PEERS, SAFETENSORS, TORCHSTORE
 from holdfast.harness.bench.store.goals import Goal
-from holdfast.harness.bench.store.teams import Team, Worker
-from holdfast.harness.bench.store.wire import (
-    Answer,
-    Blank,
-    Change,
-    Check,
-    Checked,
-    Digests,
-    Get,
-    How,
-    Order,
-    Publish,
-    TensorShape,
-    Took,
-)
+from holdfast.harness.bench.store.teams import Team, TeamPlan
+from holdfast.harness.bench.store.worker import Digests, How, Took
+from holdfast.harness.measure.rounds import Turn, Workload
+from holdfast.harness.measure.workers import Worker, call
 
 EVERYONE = (HOLDFAST, *PEERS)
 FAN_OUT = 8
@@ -41,24 +31,15 @@ FOLLOWING_SECONDS = 0.03
 """Seconds after which a reader that was told to follow waits for a version."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchTurn:
-    """The seconds of each figure of a turn, how many tensors came out wrong, and private bytes by figure."""
-
-    seconds: Mapping[str, float]
-    wrong: int
-    memory: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchWorkload:
+@dataclass(frozen=True)
+class StoreBenchWorkload(Workload[Team]):
     """One workload: its state by `--size`, its workers, and what a turn with a version's number is."""
 
     name: str
     what: str
     figures: Sequence[str]
     shapes: Callable[[int], tuple[TensorShape, ...]]
-    turn: Callable[[Team, int], BenchTurn]
+    body: Callable[[Team, int], Turn]
     contestants: Sequence[str] = EVERYONE
     publishers: int = 1
     readers: int = 1
@@ -68,149 +49,159 @@ class BenchWorkload:
     apart: bool = False
     goals: Sequence[Goal] = field(default=())
 
+    def team(self, size: int, threads: int, torchstore_source: Path | None) -> TeamPlan:
+        """The workers of each contestant."""
+        return TeamPlan(
+            self.shapes(size), threads, self.publishers, self.readers, self.holders, self.replicas, self.sharded,
+            self.apart, torchstore_source,
+        )  # fmt: skip
 
-def ask(workers: Sequence[Worker], order: Order) -> list[Answer]:
-    """Give an order to several workers at once; their answers in order."""
-    for worker in workers:
-        worker.send(order)
-    return [worker.answer() for worker in workers]
+    def set_up(self, contestant: Team) -> None:
+        contestant.prepare()
+
+    def turn(self, contestant: Team, number: int) -> Turn:
+        return self.body(contestant, number + 1)
 
 
 def change(team: Team, version: int, share: float = 0.0) -> Digests:
     """Make the source of all publishers that of a version: a share of its elements differ."""
-    answer = ask(team.publishers, Change(version, share))[0]
-    assert isinstance(answer, Digests)
-    return answer
+    return call(team.publishers, "change", version, share, into=Digests)[0]
 
 
 def publish(team: Team, version: int) -> Took:
     """Publish a version: from the first publisher's start to the last one's end."""
-    return _span(ask(team.publishers, Publish(version)))
+    return _span(call(team.publishers, "publish", version, into=Took))
+
+
+def blank(readers: Sequence[Worker]) -> None:
+    """Overwrite the targets of readers."""
+    call(readers, "blank", into=type(None))
 
 
 def get(readers: Sequence[Worker], version: int, how: How = "get") -> Took:
     """Have all readers get a version at once: from the first one's start to the last one's end."""
-    ask(readers, Blank())
-    return _span(ask(readers, Get(version, how)))
+    blank(readers)
+    return again(readers, version, how)
 
 
-def _span(answers: Sequence[Answer]) -> Took:
-    took = [answer for answer in answers if isinstance(answer, Took)]
+def again(readers: Sequence[Worker], version: int, how: How = "get") -> Took:
+    """The same into what the readers have."""
+    return _span(call(readers, "get", version, how, into=Took))
+
+
+def _span(took: Sequence[Took]) -> Took:
     return Took(min(each.began for each in took), max(each.ended for each in took), max(each.memory for each in took))
-
-
-def _seconds(took: Took) -> float:
-    return took.ended - took.began
 
 
 def wrong(readers: Sequence[Worker], digests: Digests, sharded: bool = False) -> int:
     """How many tensors that the readers got are not those of the version."""
     for reader in readers:
-        reader.send(Check(digests.shards[reader.rank] if sharded else digests.whole))
-    answers = [reader.answer() for reader in readers]
-    return sum(each.wrong for each in answers if isinstance(each, Checked))
+        reader.send("check", digests.shards[reader.rank] if sharded else digests.whole)
+    return sum(reader.answer(int) for reader in readers)
+
+
+def _turn(seconds: Mapping[str, float], wrong: int, memory: Mapping[str, int] | None = None) -> Turn:
+    return Turn({figure: [each] for figure, each in seconds.items()}, wrong, memory or {})
 
 
 # Turns ----------------------------------------------------------------------------------------------------------------
 
 
-def exchange(team: Team, version: int) -> BenchTurn:
+def exchange(team: Team, version: int) -> Turn:
     """Publish a version, and have one reader get it."""
     digests, readers = change(team, version), team.readers[:1]
     published = publish(team, version)
     got = get(readers, version)
-    return BenchTurn({"publish": _seconds(published), "get": _seconds(got)}, wrong(readers, digests))
+    return _turn({"publish": published.seconds, "get": got.seconds}, wrong(readers, digests))
 
 
-def _load(team: Team, version: int) -> BenchTurn:
+def _load(team: Team, version: int) -> Turn:
     digests, readers = change(team, version), team.readers[:1]
     publish(team, version)
     seconds, memory, bad = {}, {}, 0
     for figure, how in _LOADS.items():
         if how == "load" or team.contestant == HOLDFAST:
             took = get(readers, version, how)
-            seconds[figure], memory[figure] = _seconds(took), took.memory
+            seconds[figure], memory[figure] = took.seconds, took.memory
             bad += wrong(readers, digests)
-    return BenchTurn(seconds, bad, memory)
+    return _turn(seconds, bad, memory)
 
 
-def _verification(team: Team, version: int) -> BenchTurn:
+def _verification(team: Team, version: int) -> Turn:
     turn, readers = exchange(team, version), team.readers[:1]
-    copied = _span(ask(readers, Get(version, "copy")))  # maps the version
-    copied = _span(ask(readers, Get(version, "copy")))
-    return BenchTurn({"get": turn.seconds["get"], "copies alone": _seconds(copied)}, turn.wrong)
+    again(readers, version, "copy")  # maps the version
+    copied = again(readers, version, "copy")
+    return Turn({"get": turn.seconds["get"], "copies alone": [copied.seconds]}, turn.wrong)
 
 
-def _reshard(team: Team, version: int) -> BenchTurn:
+def _reshard(team: Team, version: int) -> Turn:
     digests = change(team, version)
     published = publish(team, version)
     got = get(team.readers, version)
     bad = wrong(team.readers, digests, sharded=True)
     one = team.readers[:1]
     whole = get(one, version, "whole")
-    seconds = {"publish": _seconds(published), "resharded": _seconds(got), "whole, one reader": _seconds(whole)}
-    return BenchTurn(seconds, bad + wrong(one, digests))
+    seconds = {"publish": published.seconds, "resharded": got.seconds, "whole, one reader": whole.seconds}
+    return _turn(seconds, bad + wrong(one, digests))
 
 
-def _fan_out(team: Team, version: int) -> BenchTurn:
+def _fan_out(team: Team, version: int) -> Turn:
     digests = change(team, version)
     publish(team, version)
     one = get(team.readers[:1], version)
     bad = wrong(team.readers[:1], digests)
     everyone = get(team.readers, version)
     bad += wrong(team.readers, digests)
-    seconds = {"one reader": _seconds(one), f"{FAN_OUT} readers": _seconds(everyone)}
+    seconds = {"one reader": one.seconds, f"{FAN_OUT} readers": everyone.seconds}
     if team.contestant == HOLDFAST:
-        seconds[f"{FAN_OUT} readers that map"] = _seconds(get(team.readers, version, "map"))
+        seconds[f"{FAN_OUT} readers that map"] = get(team.readers, version, "map").seconds
         bad += wrong(team.readers, digests)
-    return BenchTurn(seconds, bad)
+    return _turn(seconds, bad)
 
 
-def _served(team: Team, version: int) -> BenchTurn:
+def _served(team: Team, version: int) -> Turn:
     digests, reader = change(team, version), team.readers[0]
-    ask([reader], Blank())
-    reader.send(Get(version, "follow"))
+    blank([reader])
+    reader.send("get", version, "follow")
     time.sleep(FOLLOWING_SECONDS)
     published = publish(team, version)
-    served = reader.answer()
-    assert isinstance(served, Took)
-    return BenchTurn({"served": served.ended - published.began}, wrong([reader], digests))
+    served = reader.answer(Took)
+    return _turn({"served": served.ended - published.began}, wrong([reader], digests))
 
 
-def _delta(team: Team, version: int) -> BenchTurn:
+def _delta(team: Team, version: int) -> Turn:
     """Publish a version that differs everywhere, then one that differs a little: the reader has the one before."""
     seconds, bad, readers = {}, 0, team.readers[:1]
     if version == 1:
-        ask(readers, Blank())
+        blank(readers)
     for number, (figure, share) in enumerate(_CHANGES.items(), 2 * version):
         digests = change(team, number, share)
         published = publish(team, number)
-        got = _span(ask(readers, Get(number)))
-        seconds[figure] = _seconds(published) + _seconds(got)
+        got = again(readers, number)
+        seconds[figure] = published.seconds + got.seconds
         bad += wrong(readers, digests)
-    return BenchTurn(seconds, bad)
+    return _turn(seconds, bad)
 
 
-def _killed(team: Team, version: int) -> BenchTurn:
+def _killed(team: Team, version: int) -> Turn:
     """Kill a holder in the middle of a get: in turn the publisher and the other one."""
     digests, reader = change(team, version), team.readers[0]
     publish(team, version)
-    undisturbed = _seconds(get([reader], version))
+    undisturbed = get([reader], version).seconds
     bad = wrong([reader], digests)
     victim = (team.publishers if version % 2 else team.holders)[0]
-    ask([reader], Blank())
-    reader.send(Get(version))
+    blank([reader])
+    reader.send("get", version)
     time.sleep(undisturbed * random.Random(version).uniform(0.2, 0.7))
     victim.kill()
     killed = time.monotonic()
-    took = reader.answer()
-    assert isinstance(took, Took)
+    took = reader.answer(Took)
     seconds = {"undisturbed": undisturbed}
     if took.began < killed < took.ended:
-        seconds["a holder killed"] = _seconds(took)
+        seconds["a holder killed"] = took.seconds
     bad += wrong([reader], digests)
-    team.replace(victim)
-    return BenchTurn(seconds, bad)
+    team.start_again(victim)
+    return _turn(seconds, bad)
 
 
 def _model(nbytes: int) -> tuple[TensorShape, ...]:
@@ -246,7 +237,7 @@ AT_MEMORY_SPEED = (
 )
 
 WORKLOADS = (
-    BenchWorkload(
+    StoreBenchWorkload(
         "model",
         "a model in bfloat16, from another process of the host",
         ("publish", "get"),
@@ -254,7 +245,7 @@ WORKLOADS = (
         exchange,
         goals=AT_MEMORY_SPEED,
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "random",
         "8 random tensors of float32",
         ("publish", "get"),
@@ -262,7 +253,7 @@ WORKLOADS = (
         exchange,
         goals=AT_MEMORY_SPEED,
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "replicas",
         "the model, kept by two processes before the publish returns; by one in the others",
         ("publish", "get"),
@@ -273,7 +264,7 @@ WORKLOADS = (
         replicas=2,
         goals=(Goal("publish", "speed", 0.45, MEMCPY), Goal("publish", "first", 1.3)),
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "small",
         "300 tensors of 16 KiB",
         ("publish", "get"),
@@ -286,7 +277,7 @@ WORKLOADS = (
             Goal("get", "first", 1.3),
         ),
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "load",
         "the model as new tensors; mapped: where the holder has them",
         tuple(_LOADS),
@@ -295,7 +286,7 @@ WORKLOADS = (
         contestants=(HOLDFAST, TORCHSTORE, MEMCPY, SAFETENSORS),
         goals=(Goal("mapped", "seconds", 0.005), Goal("mapped", "memory", 1 << 20)),
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "reshard",
         f"half of the size, from {counted(FSDP_RANKS, 'rank')} of FSDP to {TP_RANKS} of tensor parallelism",
         ("publish", "resharded", "whole, one reader"),
@@ -310,7 +301,7 @@ WORKLOADS = (
             Goal("resharded", "speed", 2.0, TORCHSTORE),
         ),
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "verification",
         "a get, beside its copies without checksums",
         ("get", "copies alone"),
@@ -319,7 +310,7 @@ WORKLOADS = (
         contestants=(HOLDFAST,),
         goals=(Goal("get", "times", 1 / 0.9, "copies alone"),),
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "delta",
         "publish and get of the model by a reader on another host, over TCP, that has the version before",
         tuple(_CHANGES),
@@ -329,7 +320,7 @@ WORKLOADS = (
         apart=True,
         goals=(Goal("1% changed", "times", 0.2, "all changed"),),
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "killed",
         "a holder ended by SIGKILL in the middle of a get; the other one goes on",
         ("undisturbed", "a holder killed"),
@@ -340,7 +331,7 @@ WORKLOADS = (
         replicas=2,
         goals=(Goal("a holder killed", "more", 0.05, "undisturbed"),),
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "fan-out",
         f"a quarter of the size: the newest version to {FAN_OUT} readers at once",
         ("one reader", f"{FAN_OUT} readers", f"{FAN_OUT} readers that map"),
@@ -354,7 +345,7 @@ WORKLOADS = (
             Goal(f"{FAN_OUT} readers that map", "times", 3.0, "one reader"),
         ),
     ),
-    BenchWorkload(
+    StoreBenchWorkload(
         "served",
         "from the start of a publish to the tensors of a reader that follows: 10 million parameters in float32",
         ("served",),

@@ -39,6 +39,7 @@ from holdfast.harness.bench.output.results import Bench, BenchRow, ratios
 from holdfast.harness.bench.overhead.imports import measure
 from holdfast.harness.bench.recovery import peer as recovery_peer
 from holdfast.harness.bench.recovery import recovery
+from holdfast.harness.measure import workers
 from holdfast.harness.measure.barrier import Barrier
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Timing
@@ -442,7 +443,7 @@ def test_a_recovery_without_a_trace_is_an_error() -> None:
 
 @pytest.mark.thorough
 def test_recovery_with_spares_is_measured_on_real_kills() -> None:
-    bench = recovery.run("shm", ranks=3, kills=2, spares=2)
+    bench = recovery.run(recovery.RecoveryPlan(ranks=3, kills=2, spares=2))
     assert len(bench.kills) == 2
     assert all(0 < kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
     assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / 2)
@@ -463,14 +464,14 @@ def test_a_job_has_recovered_once_none_of_the_lost_is_a_member() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("proposer", [False, True])
 def test_recovery_from_the_loss_of_several_is_measured(proposer: bool) -> None:
-    bench = recovery.run("shm", ranks=4, kills=1, together=1 if proposer else 2, proposer=proposer)
+    bench = recovery.run(recovery.RecoveryPlan(ranks=4, kills=1, together=1 if proposer else 2, proposer=proposer))
     (kill,) = bench.kills
     assert 0 < kill.detect <= kill.total
 
 
 @pytest.mark.thorough
 def test_recovery_from_a_rank_that_stops_is_measured() -> None:
-    bench = recovery.run("shm", ranks=3, kills=1, stopped=True)
+    bench = recovery.run(recovery.RecoveryPlan(ranks=3, kills=1, stopped=True))
     (stop,) = bench.kills
     silent = Timeouts().suspect - Timeouts().heartbeat  # its last heartbeat was before it stopped
     assert 1e3 * silent <= stop.detect <= stop.total
@@ -507,7 +508,7 @@ def test_recovery_of_ulfm_is_measured_on_real_kills_and_nothing_is_left(
 ) -> None:
     if (reason := missing("openmpi")) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(recovery_peer, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path)
     peer = recovery_peer.run(ranks=3, kills=1)
     assert "ULFM" in peer.library
     assert peer.total.median == peer.kills[0] > 0

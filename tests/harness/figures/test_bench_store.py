@@ -18,8 +18,7 @@ from holdfast.harness.bench.store.goals import Goal, judge
 from holdfast.harness.bench.store.results import StoreBench, StoreRow, ratios
 from holdfast.harness.bench.store.run import StorePlan, run
 from holdfast.harness.bench.store.teams import missing
-from holdfast.harness.bench.store.wire import Blank, Change, Check, Checked, Digests, Get, Prepare
-from holdfast.harness.bench.store.worker import OrderExecutor
+from holdfast.harness.bench.store.worker import StoreWorker
 from holdfast.harness.bench.store.workloads import WORKLOADS
 from holdfast.harness.cli.app import app
 from holdfast.harness.measure.stats import Timing
@@ -116,18 +115,14 @@ class PartialDriver(StoreDriver):
 
 
 def test_a_tensor_that_was_not_got_is_wrong(tmp_path: Path) -> None:
-    async def wrong() -> object:
-        driver = PartialDriver()
-        worker = OrderExecutor(WorkerPlan("both", 0, tmp_path, tmp_path, 1, 0, "auto"), driver)
-        await worker.carry_out(Prepare(SHAPES, 1))
-        digests = await worker.carry_out(Change(1))
-        assert isinstance(digests, Digests)
-        await driver.publish(1, data.source(SHAPES, 1))
-        await worker.carry_out(Blank())
-        await worker.carry_out(Get(1))
-        return await worker.carry_out(Check(digests.whole))
-
-    assert asyncio.run(wrong()) == Checked(len(SHAPES))  # the first ones lack the change of the version
+    driver = PartialDriver()
+    worker = StoreWorker(WorkerPlan("both", 0, tmp_path, tmp_path, 1, 0, "auto"), driver)
+    worker.prepare(SHAPES, 1)
+    digests = worker.change(1)
+    asyncio.run(driver.publish(1, data.source(SHAPES, 1)))
+    worker.blank()
+    asyncio.run(worker.get(1))
+    assert worker.check(digests.whole) == len(SHAPES), "the first ones lack the change of the version"
 
 
 def test_every_version_differs_from_the_one_before_in_every_tensor() -> None:
@@ -166,7 +161,19 @@ def test_a_size_that_no_model_has_is_refused() -> None:
 
 def a_row(figure: str, contestant: str, milliseconds: float, first: float) -> StoreRow:
     timing = Timing.of([milliseconds / 1e3], 1)
-    return StoreRow("w", figure, contestant, 1, 1, timing, (1e3 * milliseconds,), 1e3 * first, 1.0, 1 << 20, 0)
+    return StoreRow(
+        workload="w",
+        figure=figure,
+        contestant=contestant,
+        nbytes=1,
+        tensors=1,
+        timing=timing,
+        turns=(1e3 * milliseconds,),
+        first=1e3 * first,
+        rate=1.0,
+        memory=1 << 20,
+        wrong=0,
+    )
 
 
 @pytest.mark.parametrize(
