@@ -242,7 +242,7 @@ def experts(options: ExpertsOptions) -> None:
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json, working
-    from holdfast.harness.bench.experts import Load, run
+    from holdfast.harness.bench.experts import Load, run, show
 
     names = [name.strip() for name in options.contestants.split(",") if name.strip()]
     load = Load(options.tokens, options.hidden, 4 * options.ranks)
@@ -258,16 +258,7 @@ def experts(options: ExpertsOptions) -> None:
     if options.json:
         print_json(bench)
         return
-    for exchange in bench.exchanges:
-        typer.echo(f"{exchange.contestant}: {exchange.ms:.2f} ms a step, {exchange.gb_per_s:.2f} GB/s a rank")
-    for absent in bench.absent:
-        typer.echo(f"not measured: {absent}")
-    if (died := bench.kills) is not None:
-        typer.echo(
-            f"{counted(died.kills, 'kill')} over {died.backend}, all results right; SIGKILL to the survivors' combined "
-            f"result: median {died.median_ms:.1f} ms, {died.best_ms:.1f} to {died.worst_ms:.1f}"
-        )
-    typer.echo(f"other processes used {bench.others:.2f} CPUs")
+    show(bench, console())
 
 
 @app.command("hosts")
@@ -288,8 +279,7 @@ def hosts(
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json, working
-    from holdfast.ft.console.units import format_bytes
-    from holdfast.harness.bench.overhead.hosts import run
+    from holdfast.harness.bench.overhead.hosts import run, show
 
     try:
         parsed = parse_sizes(sizes)
@@ -303,12 +293,7 @@ def hosts(
     if json:
         print_json(bench)
         return
-    for cost in bench.costs:
-        typer.echo(
-            f"{cost.op}, {format_bytes(cost.nbytes)}: {bench.layered} {cost.layered_ms:.2f} ms, {bench.flat} "
-            f"{cost.flat_ms:.2f}: {cost.speed:.2f} times as fast"
-        )
-    typer.echo(f"other processes used {bench.others:.2f} CPUs")
+    show(bench, console())
 
 
 @dataclass(frozen=True)
@@ -421,8 +406,8 @@ def overhead(
         holdfast bench overhead --backend gloo --rounds 20
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.ft.console.console import print_json
-    from holdfast.harness.bench.overhead.overhead import run, table
+    from holdfast.ft.console.console import console, print_json
+    from holdfast.harness.bench.overhead.overhead import run, show
 
     try:
         nbytes = parse_size(size)
@@ -435,7 +420,7 @@ def overhead(
     if json:
         print_json(cost)
     else:
-        typer.echo(table(cost))
+        show(cost, console())
 
 
 @app.command("layer")
@@ -461,8 +446,8 @@ def layer(
         holdfast bench layer nccl --stand-in --sizes 8
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.ft.console.console import print_json
-    from holdfast.harness.bench.overhead.layer import STAND_IN, run, table
+    from holdfast.ft.console.console import console, print_json
+    from holdfast.harness.bench.overhead.layer import STAND_IN, run, show
 
     if stand_in and backend != "nccl":
         raise typer.BadParameter(f"--stand-in: {backend} needs none", param_hint="--stand-in")
@@ -477,4 +462,4 @@ def layer(
     if json:
         print_json(cost)
     else:
-        typer.echo(table(cost))
+        show(cost, console())

@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from rich.console import Console
 
 from holdfast.comms.errors import BackendUnavailable, HoldfastError
 from holdfast.comms.experts import Switch
+from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.show import figures, others
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator
@@ -229,3 +232,19 @@ def _outlive(comm: Communicator, victim: int, moment: int | float, place: Path) 
         if sum(switch.alive) != comm.size - 1:
             raise HoldfastError(f"rank {comm.rank} sees {switch.alive}, and rank {victim} alone was killed")
     return masked_in, end
+
+
+def show(bench: ExpertsBench, out: Console) -> None:
+    """Print the times of the contestants, and what the kills cost."""
+    columns = ("contestant", "a step", "GB/s a rank")
+    table = figures(f"{counted(bench.ranks, 'rank')}", columns, names=("contestant",), caption=others(bench.others))
+    for exchange in bench.exchanges:
+        table.add_row(exchange.contestant, f"{exchange.ms:.2f} ms", f"{exchange.gb_per_s:.2f}")
+    out.print(table)
+    for absent in bench.absent:
+        out.print(f"not measured: {absent}")
+    if (died := bench.kills) is not None:
+        out.print(
+            f"{counted(died.kills, 'kill')} over {died.backend}, all results right; SIGKILL to the survivors' combined "
+            f"result: median {died.median_ms:.1f} ms, {died.best_ms:.1f} to {died.worst_ms:.1f}"
+        )

@@ -16,9 +16,9 @@ import msgspec
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.output import compare, plot
 from holdfast.harness.bench.output.plot import PercentileBar, draw_bars
-from holdfast.harness.bench.output.show import show_time
 from holdfast.harness.bench.recovery.peer import PeerRecovery
 from holdfast.harness.bench.recovery.recovery import RecoveryBench
+from holdfast.harness.measure.show import show_time
 from holdfast.harness.report.plot import FONT
 
 TIMELINE = "A timeline of every process of the run, with the faults"

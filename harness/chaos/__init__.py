@@ -1,4 +1,4 @@
-"""Chaos on real processes: inject the faults of a data centre into a job, check every invariant, judge the run.
+"""Chaos on real processes: inject the faults of a data centre into a job, check every invariant.
 
 From a shell `holdfast chaos run`. From Python, or under pytest by the fixture of the same name:
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
+from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.run.scenario_runner import ScenarioOutcome, ScenarioRunner
 from holdfast.harness.chaos.scenario.fault_type import fault_types
 from holdfast.harness.chaos.scenario.scenario import At, Expect, JobSpec, Scenario, ScenarioFault, check_fits
@@ -51,7 +51,7 @@ class Result:
 
     def write(self, folder: Path | str) -> Path:
         """Write report.html and run.json into a folder; returns the path of the page."""
-        from holdfast.harness.chaos.judge.page import write_report
+        from holdfast.harness.chaos.outcome.page import write_report
         from holdfast.harness.chaos.show import machine
 
         report = ChaosReport(version=version("holdfast"), machine=machine(), runs=(self.report,))
@@ -77,7 +77,7 @@ def run(
     repeat: str = "",
     **job: Any,
 ) -> Result:
-    """Call `fn(session, *args)` on every rank of a job, inject `faults`, and judge the run.
+    """Call `fn(session, *args)` on every rank of a job, inject `faults`, and check the run.
 
     `fn` trains under the `ft.Session` that it is given, as under `holdfast run`; it may be a function of a script or
     test module. With `compare` it is run without faults first, and the results of all ranks must have the bits of that

@@ -12,10 +12,10 @@ import typer
 from holdfast.ft.console.command_line import CommandGroup
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
+    from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun
 
 app = CommandGroup(
-    help="Break a job on real processes, and judge how it recovers.",
+    help="Break a job on real processes, and see how it recovers.",
     epilog="Start with: holdfast chaos list, then holdfast chaos run kill-rank. All keys: docs/reference/scenarios.md.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -111,7 +111,7 @@ def run(
         bool, typer.Option("--reference/--no-reference", help="Also run without faults, for goodput and equal bits.")
     ] = True,
 ) -> None:
-    """Run scenarios on real processes of this machine, break them, check every invariant, and judge.
+    """Run scenarios on real processes of this machine, break them, and check every invariant.
 
     [bold]Examples[/bold]
 
@@ -155,7 +155,7 @@ def run(
     else:
         _tell(made)
     with writing("holdfast chaos"):
-        from holdfast.harness.chaos.judge.page import write_folder
+        from holdfast.harness.chaos.outcome.page import write_folder
 
         write_folder(made, report)
     typer.echo(f"report: {report / 'report.html'}", err=json)
@@ -169,7 +169,7 @@ def compare(
     report: Annotated[Path | None, typer.Option(help="Folder for compare.html.")] = None,
     json: Json = False,
 ) -> None:
-    """Set two runs side by side: verdicts, percentiles of detection, rebuild and resume, goodput.
+    """Set two runs side by side: outcomes, percentiles of detection, rebuild and resume, goodput.
 
     [bold]Examples[/bold]
 
@@ -182,7 +182,7 @@ def compare(
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json
     from holdfast.ft.console.outputs import check_folder, check_modules, writing
-    from holdfast.harness.chaos.judge.compare import compared, load_report
+    from holdfast.harness.chaos.outcome.compare import compared, load_report
     from holdfast.harness.chaos.show import comparison
 
     if report is not None:
@@ -206,7 +206,7 @@ def compare(
         for name in both:
             out.print(comparison(new[name].title, (_label(before), _label(after)), rows[name]))
     if report is not None:
-        from holdfast.harness.chaos.judge.page import write_comparison
+        from holdfast.harness.chaos.outcome.page import write_comparison
 
         with writing("holdfast chaos"):
             write_comparison(*reports, (_label(before), _label(after)), report / "compare.html")
@@ -227,7 +227,7 @@ def _run(
 
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console
-    from holdfast.harness.chaos.judge.record import ChaosReport
+    from holdfast.harness.chaos.outcome.record import ChaosReport
     from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
     from holdfast.harness.chaos.scenario import library
     from holdfast.harness.chaos.scenario.scenario import text_of

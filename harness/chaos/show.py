@@ -17,10 +17,10 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, panel, styled
 from holdfast.ft.console.units import coarse_seconds, counted
-from holdfast.harness.chaos.judge.compare import ComparedFigure
-from holdfast.harness.chaos.judge.measure import STAGES
-from holdfast.harness.chaos.judge.page import figures_of
-from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun
+from holdfast.harness.chaos.outcome.compare import ComparedFigure
+from holdfast.harness.chaos.outcome.measure import STAGES
+from holdfast.harness.chaos.outcome.page import figures_of
+from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.scenario.fault_type import FaultType
 from holdfast.harness.chaos.scenario.scenario import Scenario
 
@@ -159,7 +159,7 @@ def results(report: ChaosReport) -> Iterator[RenderableType]:
 
 
 def whole_run(run: ChaosRun) -> Iterator[RenderableType]:
-    """The figures of one run, what each fault cost, and the verdict."""
+    """The figures of one run, what each fault cost, and whether it came out as expected."""
     table = FoldingTable(show_header=False, box=None, padding=(0, 2))
     for figure in figures_of(run):
         table.add_row(figure.label.lower(), styled(figure.value, "bold"), figure.note)
@@ -190,5 +190,5 @@ def comparison(title: str, names: tuple[str, str], rows: Sequence[ComparedFigure
     table = FoldingTable("", *names, "change", "", title=title, title_justify="left")
     styles = {"better": "green", "worse": "red", "equal": "dim", "": ""}
     for row in rows:
-        table.add_row(row.name, row.before, row.after, row.change, Text(row.judgement, styles[row.judgement]))
+        table.add_row(row.name, row.before, row.after, row.change, Text(row.direction, styles[row.direction]))
     return table

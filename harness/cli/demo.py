@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from holdfast.harness.chaos.judge.record import ChaosRun
+    from holdfast.harness.chaos.outcome.record import ChaosRun
     from holdfast.harness.chaos.scenario.scenario import Scenario
 
 SCENARIO = "rl-demo"
@@ -84,8 +84,8 @@ def _demo(scenario: Scenario, repeat: str, seed: int, json: bool, folder: Path) 
 
     from holdfast.ft.console.console import console, print_json
     from holdfast.ft.console.outputs import writing
-    from holdfast.harness.chaos.judge.page import write_folder
-    from holdfast.harness.chaos.judge.record import ChaosReport
+    from holdfast.harness.chaos.outcome.page import write_folder
+    from holdfast.harness.chaos.outcome.record import ChaosReport
     from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
     from holdfast.harness.chaos.scenario import library
     from holdfast.harness.chaos.scenario.scenario import text_of

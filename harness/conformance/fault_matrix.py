@@ -94,7 +94,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CellResult:
     """The ends of the survivors of a cell, and what they amount to."""
 
     backend: str
@@ -149,8 +149,8 @@ def cells(backend: str, ops: Iterable[str] = OPS, faults: Iterable[str] = FAULTS
                     yield Cell(op, fault, mode)
 
 
-def measure(backend: str, wanted: Sequence[Cell]) -> Iterator[Verdict]:
-    """The verdict on each cell. The processes live on from cell to cell, but for those that are killed."""
+def measure(backend: str, wanted: Sequence[Cell]) -> Iterator[CellResult]:
+    """The result of each cell. The processes live on from cell to cell, but for those that are killed."""
     outer = "gloo" if backend == STAND_IN else backend
     lasting, deadly = ([cell for cell in wanted if (cell.fault == "kill") == kills] for kills in (False, True))
     environ = {"HOLDFAST_CHECK": "0"}
@@ -161,11 +161,11 @@ def measure(backend: str, wanted: Sequence[Cell]) -> Iterator[Verdict]:
         if lasting:
             by_rank = cluster.run(_run_cells, backend, lasting, folder)
             for cell, ends in zip(lasting, zip(*by_rank, strict=True), strict=True):
-                yield Verdict(backend, cell, tuple(end for rank, end in enumerate(ends) if rank != VICTIM))
+                yield CellResult(backend, cell, tuple(end for rank, end in enumerate(ends) if rank != VICTIM))
         for number, cell in enumerate(deadly, len(lasting)):
             outcomes = cluster.outcomes(_run_cells, backend, [cell], folder, number)
             survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != VICTIM]
-            yield Verdict(backend, cell, tuple(_end_of(outcome) for outcome in survivors))
+            yield CellResult(backend, cell, tuple(_end_of(outcome) for outcome in survivors))
 
 
 def _end_of(outcome: Any) -> End:
@@ -264,24 +264,24 @@ def _use_next(backend: str, rank: int, size: int, place: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Measure backends (all that can run here); exit status 1 if a cell is not as it should be."""
     wanted = [each for each in arguments if each in BACKENDS] or list(BACKENDS)
-    found: dict[str, list[Verdict]] = {}
+    found: dict[str, list[CellResult]] = {}
     for backend in wanted:
         found[backend] = list(measure(backend, list(cells(backend))))
-        wrong = [verdict for verdict in found[backend] if verdict.missing]
+        wrong = [result for result in found[backend] if result.missing]
         print(
             f"{backend}: {len(found[backend])} cells, {len(wrong)} not as they should be", *wrong, sep="\n", flush=True
         )
     if "--write" in arguments:
         page = Path(arguments[arguments.index("--write") + 1])
         page.write_text(page.read_text().partition(_MARK)[0] + _MARK + "\n" + table(found) + "\n")
-    return 1 if any(verdict.missing for verdicts in found.values() for verdict in verdicts) else 0
+    return 1 if any(result.missing for results in found.values() for result in results) else 0
 
 
 _MARK = "<!-- the table: python -m holdfast.harness.conformance.fault_matrix --write docs/reference/fault-matrix.md -->"
 
 
-def table(found: Mapping[str, Sequence[Verdict]]) -> str:
-    """The verdicts as a table in Markdown: a row for each op and way to call it, a column for each fault."""
+def table(found: Mapping[str, Sequence[CellResult]]) -> str:
+    """The results as a table in Markdown: a row for each op and way to call it, a column for each fault."""
     lines = ["", f"| op | called | {' | '.join(FAULTS)} |", "|---" * (2 + len(FAULTS)) + "|"]
     for op in OPS:
         for mode in MODES:
@@ -291,11 +291,11 @@ def table(found: Mapping[str, Sequence[Verdict]]) -> str:
     return "\n".join(lines)
 
 
-def _entry(found: Mapping[str, Sequence[Verdict]], cell: Cell) -> str:
-    verdicts = {backend: each for backend, verdicts in found.items() for each in verdicts if each.cell == cell}
-    wrong = [f"{backend}: not {', '.join(each.missing)}" for backend, each in verdicts.items() if each.missing]
-    good = len(verdicts) - len(wrong)
-    return "; ".join([*([f"{good} of {len(verdicts)}"] if verdicts else ["-"]), *wrong])
+def _entry(found: Mapping[str, Sequence[CellResult]], cell: Cell) -> str:
+    results = {backend: each for backend, results in found.items() for each in results if each.cell == cell}
+    wrong = [f"{backend}: not {', '.join(each.missing)}" for backend, each in results.items() if each.missing]
+    good = len(results) - len(wrong)
+    return "; ".join([*([f"{good} of {len(results)}"] if results else ["-"]), *wrong])
 
 
 if __name__ == "__main__":

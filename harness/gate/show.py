@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
-from holdfast.harness.bench.output.show import show_time
 from holdfast.harness.gate.decide import DecisionRule
 from holdfast.harness.gate.gate import GateReport, WorkloadResult
+from holdfast.harness.measure.show import show_time
 
 _MARK = {
     "does not run": "❌ does not run",

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from holdfast.harness.measure.workers import OpFailed, WorkerFailed
 
 C = TypeVar("C")
+N = TypeVar("N")
 
 FAILURES = (NotImplementedError, OpFailed, WorkerFailed)
 """What a contestant may fail with: it has no such op, the op failed, or its workers did."""
@@ -46,7 +47,7 @@ Order = Callable[[Sequence[str], int], Iterable[str]]
 """Who has a turn in round `number`, in order."""
 
 
-def rotated(names: Sequence[str], number: int) -> Iterable[str]:
+def rotated(names: Sequence[N], number: int) -> Iterable[N]:
     """Each once; the first of a round is the second of the one before, so none always follows the same other one."""
     first = number % max(1, len(names))
     return [*names[first:], *names[:first]]

@@ -149,11 +149,11 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `verdict` says whether it is `good`; `summary` is one or two sentences, `when` a date in words."""
+    """A whole run. `outcome` is what came of it, `good` whether that is well; `summary` one or two sentences, `when` a date."""
 
     title: str
     good: bool
-    verdict: str
+    outcome: str
     summary: str
     when: str
     seconds: float

@@ -32,7 +32,7 @@ def report_of(
     return RunReport(
         title=title,
         good=done >= steps,
-        verdict="all steps done" if done >= steps else f"{done:,} of {counted(steps, 'step')} done",
+        outcome="all steps done" if done >= steps else f"{done:,} of {counted(steps, 'step')} done",
         summary=_summary(facts),
         when=f"{began:%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
         seconds=facts.seconds,

@@ -12,7 +12,7 @@ from holdfast.harness.bench.collectives.ranks import HOLDFAST
 from holdfast.harness.bench.output import plot
 from holdfast.harness.bench.output.compare import Compared
 from holdfast.harness.bench.output.results import Bench
-from holdfast.harness.bench.output.show import show_time
+from holdfast.harness.measure.show import show_time
 from holdfast.harness.report.render import environment
 
 TEMPLATE = "page.html.j2"

@@ -12,7 +12,7 @@ from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.ranks import HOLDFAST
 from holdfast.harness.bench.output.results import Bench, BenchRow
-from holdfast.harness.bench.output.show import show_time
+from holdfast.harness.measure.show import show_time
 from holdfast.harness.report.plot import SERIES, Chart, light
 
 if TYPE_CHECKING:

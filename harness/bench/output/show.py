@@ -9,24 +9,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.ft.console.console import FoldingTable, styled
-from holdfast.ft.console.units import counted, format_bytes, format_seconds
+from holdfast.ft.console.console import styled
+from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.ranks import HOLDFAST
 from holdfast.harness.bench.output.results import Bench, BenchRow, OpRatio
+from holdfast.harness.measure.show import figures, others, show_machine, show_time
 
 if TYPE_CHECKING:
     from holdfast.harness.bench.output.compare import Compared
     from holdfast.harness.bench.recovery.recovery import RecoveryBench
-
-
-QUIET = 0.1
-"""CPUs that other processes may use before the figures are in doubt."""
-
-
-def show_time(microseconds: float) -> str:
-    """Microseconds to three figures, with a unit."""
-    return format_seconds(1e-6 * microseconds)
 
 
 def _short(contestant: str) -> str:
@@ -46,20 +38,14 @@ def _table(
     operation = OPERATIONS[op]
     all_right = () if any(row.wrong for row in rows) else ("#wrong",)
     speed_ups = [f"{_short(name)} speed-up" for name in ours]
-    table = FoldingTable(
-        drop=("min", "p99", "algbw GB/s", *all_right, "busbw GB/s", *reversed(speed_ups)),
-        title=f"{op}, {counted(ranks, 'rank')}" + (", inputs written anew before each op" if fresh else ""),
-        title_justify="left",
+    table = figures(
+        f"{op}, {counted(ranks, 'rank')}" + (", inputs written anew before each op" if fresh else ""),
+        ("size", "library", "p50", "p99", "min", "algbw GB/s", "busbw GB/s", "#wrong", *speed_ups),
+        names=("library",),
         caption=f"size: {operation.size}; busbw = algbw x {operation.factor}"
         + ("; speed-up: how many times as fast, median over the rounds" if ours else ""),
-        caption_justify="left",
+        drop=("min", "p99", "algbw GB/s", *all_right, "busbw GB/s", *reversed(speed_ups)),
     )
-    for name in ("size", "library"):
-        table.add_column(name, justify="right" if name == "size" else "left")
-    for name in ("p50", "p99", "min", "algbw GB/s", "busbw GB/s", "#wrong"):
-        table.add_column(name, justify="right")
-    for name in speed_ups:
-        table.add_column(name, justify="right")
     before = None
     for row in sorted(rows, key=lambda row: row.nbytes):
         if before not in (None, row.nbytes):
@@ -82,14 +68,7 @@ def _table(
 
 def show(bench: Bench, out: Console) -> None:
     """Print the whole bench."""
-    here = bench.machine
-    out.print(
-        Text(
-            f"{here.processor}, {counted(here.cpus, 'CPU')}, Linux {here.kernel}, "
-            f"Python {here.python}, torch {here.torch}; "
-        )
-        + styled(f"other processes used {here.others:.2f} CPUs meanwhile", "yellow" if here.others > QUIET else "")
-    )
+    out.print(show_machine(bench.machine))
     for name, detail in bench.contestants.items():
         out.print(f"  {name}: {detail}")
     for name, reason in bench.skipped.items():
@@ -112,15 +91,13 @@ def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: C
     """Print this run beside the stored one."""
     for words in differing:
         out.print(styled("another machine", "yellow") + f": {words}")
-    table = FoldingTable(
-        drop=("then / now", "then", "ranks"),
-        title="beside the stored run",
-        title_justify="left",
+    table = figures(
+        "beside the stored run",
+        ("op", "ranks", "size", "library", "then", "now", "then / now", ""),
+        names=("op", "library", ""),
         caption="changed: all turns of one run lie beyond all turns of the other; `holdfast gate` finds small changes",
-        caption_justify="left",
+        drop=("then / now", "then", "ranks"),
     )
-    for name in ("op", "ranks", "size", "library", "then", "now", "then / now", ""):
-        table.add_column(name, justify="left" if name in ("op", "library", "") else "right")
     styles = {"slower": "bold red", "faster": "green"}
     for each in compared:
         table.add_row(
@@ -142,16 +119,13 @@ def show_recovery(bench: RecoveryBench, out: Console) -> None:
     spares = f", {counted(bench.spares, 'spare')}" if bench.spares else ", no spares"
     signal, kills = ("SIGSTOP", "times") if bench.stopped else ("SIGKILL", "kills")
     proposer = " and then of the proposer" if bench.proposer else ""
-    table = FoldingTable(
-        title=f"{signal} of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{spares}, "
+    table = figures(
+        f"{signal} of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{spares}, "
         f"{len(bench.kills)} {kills}",
-        title_justify="left",
-        caption=f"until the last survivor's next correct all_reduce; others used {bench.others:.2f} CPUs meanwhile",
-        caption_justify="left",
+        ("", "median", "p90", "p99", "max"),
+        names=("",),
+        caption=f"until the last survivor's next correct all_reduce; {others(bench.others)}",
     )
-    table.add_column("")
-    for name in ("median", "p90", "p99", "max"):
-        table.add_column(name, justify="right")
     for name, spread in (
         ("whole recovery", bench.total),
         ("the process is gone, as the killer sees it", bench.gone),

@@ -7,22 +7,23 @@ bits of all ranks with each other.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from rich.console import Console
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.paths import url_of
-from holdfast.ft.console.units import counted
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.zygote_client import zygote, zygote_pid
+from holdfast.ft.console.units import counted, format_bytes
+from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.show import figures, others
+from holdfast.harness.measure.worker import serve
+from holdfast.harness.measure.workers import Fork, Place, Started, WorkerGroup
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 
 if TYPE_CHECKING:
@@ -78,38 +79,27 @@ def run(
     Raises `Unsupported` if this process may not make namespaces, and `HoldfastError` for a rank that fails.
     """
     noise = Noise(zygote_pid)
-    with Network(hosts) as network, tempfile.TemporaryDirectory(prefix="holdfast-hosts-") as folder:
+    with Network(hosts) as network:
         progress(f"{outer} and hier-{outer}, {counted(hosts * ranks, 'rank')} on {counted(hosts, 'host')}")
-        processes = []
-        try:
-            for rank in range(hosts * ranks):
-                host = rank % hosts if in_turns else rank // ranks
-                job = _Job(outer, url_of("file", Path(folder) / "meeting"), rank, hosts * ranks, tuple(sizes), rounds)
-                processes.append(
-                    zygote().spawn(
-                        _rank(job, network.entry(host)),
-                        name=f"rank {rank}",
-                        output=Path(folder) / f"{rank}.log",
-                        environ={
-                            "HOLDFAST_CHECK": "0",
-                            "HOLDFAST_HOST": network.addresses[host],
-                            "GLOO_SOCKET_IFNAME": "eth0",
-                            "UCX_TLS": "tcp,self",
-                        },
-                    )
+        places = [rank % hosts if in_turns else rank // ranks for rank in range(hosts * ranks)]
+
+        def start(place: Place) -> Sequence[Started]:
+            return [
+                Fork(
+                    place,
+                    f"rank {rank}",
+                    partial(_be_rank, place, outer, rank, hosts * ranks, network.entry(host)),
+                    environ={
+                        "HOLDFAST_HOST": network.addresses[host],
+                        "GLOO_SOCKET_IFNAME": "eth0",
+                        "UCX_TLS": "tcp,self",
+                    },
                 )
-            by_rank = []
-            for process in processes:
-                try:
-                    outcome = process.channel.recv(SECONDS)
-                except EOFError:
-                    raise HoldfastError(f"{process.name} ended: {process.epitaph()}") from None
-                if isinstance(outcome, str):
-                    raise HoldfastError(f"{process.name} failed: {outcome}")
-                by_rank.append(msgspec.msgpack.decode(outcome, type=list[_Measured]))
-        finally:
-            for process in processes:
-                process.close()
+                for rank, host in enumerate(places)
+            ]
+
+        with WorkerGroup(outer, hosts * ranks, start) as group:
+            by_rank = group.call("measure", tuple(sizes), rounds, into=list[_Measured], timeout=SECONDS)
     costs = tuple(_cost(measured) for measured in zip(*by_rank, strict=True))
     return HostsBench(outer, f"hier-{outer}", hosts, ranks, costs, noise.cpus())
 
@@ -126,44 +116,35 @@ def _cost(by_rank: Sequence[_Measured]) -> HostsCost:
     return HostsCost(op, nbytes, statistics.median(flat) * 1e3, statistics.median(layered) * 1e3, speed)
 
 
-class _Job(msgspec.Struct, frozen=True):
-    outer: str
-    meeting: str
-    rank: int
-    size: int
-    sizes: tuple[int, ...]
-    rounds: int
+class HostsRank:
+    """One rank, on its host."""
+
+    def __init__(self, outer: str, meeting: str, rank: int, size: int) -> None:
+        self._outer, self._meeting, self._rank, self._size = outer, meeting, rank, size
+
+    def measure(self, sizes: tuple[int, ...], rounds: int) -> list[_Measured]:
+        """Take turns between both communicators."""
+        measured = []
+        with self._connect(self._outer, "flat") as flat, self._connect(f"hier-{self._outer}", "layered") as layered:
+            for op in OPS:
+                for nbytes in sizes:
+                    turns = [(_timed(flat, op, nbytes), _timed(layered, op, nbytes)) for _ in range(rounds + 2)][2:]
+                    seconds = [(one[0], other[0]) for one, other in turns]
+                    measured.append(_Measured(op, nbytes, seconds, (turns[-1][0][1], turns[-1][1][1])))
+        return measured
+
+    def _connect(self, backend: str, name: str) -> Communicator:
+        from holdfast import comms
+
+        return comms.connect(
+            backend, rank=self._rank, size=self._size, rendezvous=self._meeting, name=name, timeout=120.0
+        )
 
 
-def _rank(job: _Job, entry: EnterNamespace) -> Callable[[ProcessChannel], None]:
-    """The body of one process: takes turns between both communicators, and sends what it measured."""
-
-    def target(channel: ProcessChannel) -> None:
-        entry()
-        try:
-            measured = _measure(job)
-        except Exception as error:
-            channel.send(f"{type(error).__name__}: {error}")
-            return
-        channel.send(msgspec.msgpack.encode(measured))
-
-    return target
-
-
-def _measure(job: _Job) -> list[_Measured]:
-    from holdfast import comms
-
-    def connect(backend: str, name: str) -> Communicator:
-        return comms.connect(backend, rank=job.rank, size=job.size, rendezvous=job.meeting, name=name, timeout=120.0)
-
-    measured = []
-    with connect(job.outer, "flat") as flat, connect(f"hier-{job.outer}", "layered") as layered:
-        for op in OPS:
-            for nbytes in job.sizes:
-                turns = [(_timed(flat, op, nbytes), _timed(layered, op, nbytes)) for _ in range(job.rounds + 2)][2:]
-                seconds = [(one[0], other[0]) for one, other in turns]
-                measured.append(_Measured(op, nbytes, seconds, (turns[-1][0][1], turns[-1][1][1])))
-    return measured
+def _be_rank(place: Place, outer: str, rank: int, size: int, entry: EnterNamespace) -> None:
+    entry()
+    meeting = url_of("file", place.folder / "meeting")
+    serve(place.address, HostsRank(outer, meeting, rank, size), "rank", rank, outer)
 
 
 def _timed(comm: Communicator, op: str, nbytes: int) -> tuple[float, int]:
@@ -197,3 +178,14 @@ def _timed(comm: Communicator, op: str, nbytes: int) -> tuple[float, int]:
     if not torch.equal(result, expected):
         raise HoldfastError(f"{op} of {nbytes} bytes over {comm.backend!r} gave a wrong result on rank {rank}")
     return seconds, zlib.crc32(result.numpy().tobytes())
+
+
+def show(bench: HostsBench, out: Console) -> None:
+    """Print the costs."""
+    columns = ("op", "size", bench.layered, bench.flat, "times as fast")
+    title = f"{counted(bench.ranks, 'rank')} on each of {counted(bench.hosts, 'host')}"
+    table = figures(title, columns, names=("op",), caption=others(bench.others))
+    for cost in bench.costs:
+        times = (f"{milliseconds:.2f} ms" for milliseconds in (cost.layered_ms, cost.flat_ms))
+        table.add_row(cost.op, format_bytes(cost.nbytes), *times, f"{cost.speed:.2f}")
+    out.print(table)

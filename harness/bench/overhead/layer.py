@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import importlib
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from rich.console import Console
 
 from holdfast.comms.errors import Unsupported
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.zygote_client import zygote_pid
+from holdfast.harness.bench.overhead.blocks import Way, agreed_block, block_times, slowest
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.show import figures, others
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +46,6 @@ WAYS = {
 
 _BLOCK_SECONDS = 0.005
 _MOST_OPS = 2_000
-
-Way = Callable[["torch.Tensor"], object]
 
 
 class CallCost(msgspec.Struct, frozen=True):
@@ -99,10 +100,10 @@ def run(
 
 
 def _costs(backend: str, nbytes: int, by_rank: Sequence[Sequence[Sequence[float]]]) -> Iterator[CallCost]:
-    """The cost of each way: in each round the time of the slowest rank."""
-    slowest = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*by_rank, strict=True)]
-    for way, times in zip(WAYS[backend], slowest, strict=True):
-        pairs = list(zip(times, slowest[0], strict=True))
+    """The cost of each way."""
+    times_of = slowest(by_rank)
+    for way, times in zip(WAYS[backend], times_of, strict=True):
+        pairs = list(zip(times, times_of[0], strict=True))
         yield CallCost(
             nbytes,
             way,
@@ -122,41 +123,20 @@ def _take_turns(comm: Communicator, backend: str, meeting: str, count: int, roun
 
     tensor = torch.empty(count, device=comm.device)
     with _OTHERS[backend](comm, meeting, tensor) as others:
-        ways: tuple[Way, ...] = (*others, comm.all_reduce)
+        ways: tuple[Way, ...] = (*others, partial(comm.all_reduce, tensor))
         for way in ways:
             _check(comm, way, tensor)
-        block = _block_size(comm, ways[0], tensor)
-        times: list[list[float]] = [[] for _ in ways]
-        for turn in range(rounds):
-            for place in range(len(ways)):
-                number = (turn + place) % len(ways)
-                way = ways[number]
-                comm.barrier()
-                way(tensor)
-                began = time.perf_counter()
-                for _ in range(block):
-                    way(tensor)
-                times[number].append((time.perf_counter() - began) / block)
-    return times
+        block = agreed_block(comm, ways[0], _BLOCK_SECONDS, _MOST_OPS)
+        return block_times(ways, rounds, block, line_up=comm.barrier)
 
 
 def _check(comm: Communicator, way: Way, tensor: torch.Tensor) -> None:
     """Check that a way reduces its input. Leaves zeros in `tensor`: any number of sums of zeros are zeros."""
     tensor.fill_(comm.rank + 1)
-    way(tensor)
+    way()
     if not bool((tensor == comm.size * (comm.size + 1) // 2).all()):
         raise ArithmeticError(f"an all_reduce over {comm.backend} gave {tensor}")
     tensor.zero_()
-
-
-def _block_size(comm: Communicator, way: Way, tensor: torch.Tensor) -> int:
-    """How many calls take `_BLOCK_SECONDS`; the same on all ranks."""
-    began = time.perf_counter()
-    for _ in range(20):
-        way(tensor)
-    mine = int(_BLOCK_SECONDS / max(1e-7, (time.perf_counter() - began) / 20))
-    agreed: int = comm.broadcast_object(max(2, min(_MOST_OPS, mine)), 0)
-    return agreed
 
 
 @contextmanager
@@ -168,7 +148,7 @@ def _gloo(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tu
     try:
         group: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         tensors, options = [tensor], dist.AllreduceOptions()
-        yield lambda _: group.allreduce(tensors, options).wait(), dist.all_reduce
+        yield lambda: group.allreduce(tensors, options).wait(), partial(dist.all_reduce, tensor)
     finally:
         dist.destroy_process_group()
 
@@ -180,7 +160,7 @@ def _mpi(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tup
     world = MPI.COMM_WORLD.Dup()
     try:
         place, buffer, add = MPI.IN_PLACE, [tensor.numpy(), tensor.numel(), MPI.FLOAT], MPI.SUM
-        yield (lambda _: world.Allreduce(place, buffer, add),)
+        yield (lambda: world.Allreduce(place, buffer, add),)
     finally:
         world.Free()
 
@@ -209,7 +189,7 @@ def _queued_by(group: Any, tensor: torch.Tensor) -> Way:
     tensors, options = [tensor], dist.AllreduceOptions()
     options.asyncOp = False
 
-    def way(_: torch.Tensor) -> object:
+    def way() -> object:
         work = group.allreduce(tensors, options)
         return None if work is None else work.wait()
 
@@ -235,14 +215,17 @@ _PLUGIN = "holdfast.backends.nccl.stand_in"
 _OTHERS = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl, STAND_IN: _stand_in}
 
 
-def table(cost: LayerCost) -> str:
-    """The costs as a table for the terminal."""
-    lines = [
-        f"all_reduce over {cost.backend}, {counted(cost.ranks, 'rank')}, us a call: median, least; beside the first"
-    ]
-    lines += [
-        f"  {format_bytes(call.nbytes):>8}  {call.way:30} {call.us:10.2f} {call.least_us:10.2f}"
-        f"  {call.extra_us:+9.2f} us  x{call.speed:.3f}"
-        for call in cost.calls
-    ]
-    return "\n".join([*lines, f"other processes used {cost.others:.2f} CPUs meanwhile"])
+def show(cost: LayerCost, out: Console) -> None:
+    """Print the costs."""
+    table = figures(
+        f"all_reduce over {cost.backend}, {counted(cost.ranks, 'rank')}",
+        ("size", "way", "median", "least", "more", "speed"),
+        names=("way",),
+        caption=f"a call, median and least; beside the first; {others(cost.others)}",
+    )
+    for call in cost.calls:
+        table.add_row(
+            format_bytes(call.nbytes), call.way, f"{call.us:.2f} us", f"{call.least_us:.2f} us",
+            f"{call.extra_us:+.2f} us", f"x{call.speed:.3f}",
+        )  # fmt: skip
+    out.print(table)

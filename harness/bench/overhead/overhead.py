@@ -16,15 +16,19 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from rich.console import Console
 
-from holdfast.ft.console.units import counted
+from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.zygote_client import zygote_pid
+from holdfast.harness.bench.overhead.blocks import agreed_block, block_times, slowest
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.show import figures, others
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator
@@ -132,36 +136,17 @@ def _ops(comm: Communicator, folder: str, rounds: int, count: int, clock: Callab
     recorders: list[Recorder | None] = [None, recorder(1), OpTally(recorder(2))]
     comms = [_another(comm, folder, f"variant-{n}", each) for n, each in enumerate(recorders)]
     tensor = torch.zeros(count)
-    block = _block_size(comms[0], tensor)
-    times: list[list[float]] = [[] for _ in comms]
-    for turn in range(rounds):
-        for place in range(len(comms)):
-            number = (turn + place) % len(comms)
-            reduce = comms[number].all_reduce
-            reduce(tensor)
-            began = clock()
-            for _ in range(block):
-                reduce(tensor)
-            times[number].append((clock() - began) / block)
+    ways = [partial(each.all_reduce, tensor) for each in comms]
+    times = block_times(ways, rounds, agreed_block(comms[0], ways[0], 0.02, 20_000, tries=200), clock)
     for each in comms:
         each.close()
     return times
 
 
-def _block_size(comm: Communicator, tensor: object) -> int:
-    """How many ops take about 20 ms; the same on all ranks."""
-    began = time.perf_counter()
-    for _ in range(200):
-        comm.all_reduce(tensor)  # type: ignore[arg-type]
-    mine = int(0.02 / max(1e-7, (time.perf_counter() - began) / 200))
-    agreed: int = comm.broadcast_object(max(10, min(20_000, mine)), 0)
-    return agreed
-
-
 def _op_costs(by_rank: Sequence[Sequence[Sequence[float]]], alone: Sequence[Sequence[float]]) -> tuple[OpCost, ...]:
     """The costs of each op and kind of observer: in each round the time of the slowest rank."""
-    slowest = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*by_rank, strict=True)]
-    bare = slowest[0]
+    times_of = slowest(by_rank)
+    bare = times_of[0]
     return tuple(
         OpCost(
             variant,
@@ -171,7 +156,7 @@ def _op_costs(by_rank: Sequence[Sequence[Sequence[float]]], alone: Sequence[Sequ
             1e6 * statistics.median(cpu),
             1e6 * statistics.median(t - b for t, b in zip(cpu, alone[0], strict=True)),
         )
-        for variant, times, cpu in zip(VARIANTS, slowest, alone, strict=True)
+        for variant, times, cpu in zip(VARIANTS, times_of, alone, strict=True)
     )
 
 
@@ -268,24 +253,25 @@ def _step_cost(by_rank: Sequence[_Steps], alone: _Steps, work_ms: float) -> Step
     )
 
 
-def table(cost: Overhead) -> str:
-    """The cost as a table for the terminal."""
-    lines = [
-        f"{cost.backend}, {counted(cost.ranks, 'rank')}, all_reduce of {cost.nbytes} B, "
-        f"{counted(os.cpu_count() or 1, 'CPU')}"
-    ]
-    lines += [
-        f"  {op.variant:22} {op.us:8.2f} us  {op.extra_us:+7.2f} us  x{op.ratio:.3f}"
-        f"   alone, CPU time: {op.alone_us:6.2f} us  {op.alone_extra_us:+6.2f} us"
-        for op in cost.ops
-    ]
+def show(cost: Overhead, out: Console) -> None:
+    """Print the costs of ops and of steps."""
+    here = f"{cost.backend}, {counted(cost.ranks, 'rank')}, {counted(os.cpu_count() or 1, 'CPU')}"
+    columns = ("observed by", "time", "more", "ratio", "CPU time alone", "more of it")
+    ops = figures(f"an all_reduce of {format_bytes(cost.nbytes)}: {here}", columns, names=("observed by",))
+    for op in cost.ops:
+        ops.add_row(
+            op.variant, f"{op.us:.2f} us", f"{op.extra_us:+.2f} us", f"x{op.ratio:.3f}", f"{op.alone_us:.2f} us",
+            f"{op.alone_extra_us:+.2f} us",
+        )  # fmt: skip
+    out.print(ops)
     step = cost.step
-    lines += [
+    steps = figures(
         f"a step of {cost.work_ms:g} ms of work and an all_reduce of 64 KiB",
-        f"  bare                   {step.bare_ms:8.2f} ms",
-        f"  under ft.Session       {step.session_ms:8.2f} ms  {step.extra_us:+7.0f} us  {step.share:+.2%}",
-        f"  CPU time, alone        {step.alone_us:8.0f} us of its thread, {step.background:.2%} of a CPU elsewhere: "
-        f"{step.paid:.2%} of a step, to reach: 1%",
-        f"other processes used {cost.others:.2f} CPUs meanwhile",
-    ]
-    return "\n".join(lines)
+        ("", "time", "more", "share"),
+        names=("",),
+        caption=f"CPU time, alone: {step.alone_us:.0f} us of its thread, {step.background:.2%} of a CPU elsewhere: "
+        f"{step.paid:.2%} of a step, to reach: 1%; {others(cost.others)}",
+    )
+    steps.add_row("bare", f"{step.bare_ms:.2f} ms", "", "")
+    steps.add_row("under ft.Session", f"{step.session_ms:.2f} ms", f"{step.extra_us:+.0f} us", f"{step.share:+.2%}")
+    out.print(steps)

@@ -45,7 +45,7 @@ class Goal:
                 return f"at most {format_seconds(self.bound)} more than {self.beside}"
 
 
-def judge(
+def check(
     workload: str,
     goal: Goal,
     rows: Mapping[tuple[str, str], StoreRow],

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.store.data import bytes_of
 from holdfast.harness.bench.store.drivers import HOLDFAST
-from holdfast.harness.bench.store.goals import judge
+from holdfast.harness.bench.store.goals import check
 from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreFailure, StoreRow, ratios
 from holdfast.harness.bench.store.teams import Team, TeamPlan, missing
 from holdfast.harness.bench.store.workloads import WORKLOADS, StoreBenchWorkload
@@ -53,7 +53,7 @@ def run(plan: StorePlan, progress: Progress = lambda text: None) -> StoreBench:
     found = ratios(rows, HOLDFAST)
     ours = {(row.workload, row.figure): row for row in rows if row.contestant == HOLDFAST}
     by_peer = {(each.workload, each.figure, each.peer): each for each in found}
-    judged = (judge(each.name, goal, ours, by_peer) for each in chosen for goal in each.goals)
+    checked = (check(each.name, goal, ours, by_peer) for each in chosen for goal in each.goals)
     return StoreBench(
         machine=Machine.here(noise),
         command=plan.command,
@@ -66,7 +66,7 @@ def run(plan: StorePlan, progress: Progress = lambda text: None) -> StoreBench:
         skipped=skipped,
         rows=tuple(rows),
         ratios=found,
-        goals=tuple(each for each in judged if each is not None),
+        goals=tuple(each for each in checked if each is not None),
         failures=tuple(failures),
     )
 

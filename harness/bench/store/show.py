@@ -10,9 +10,9 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
 from holdfast.ft.console.units import counted, format_bytes
-from holdfast.harness.bench.output.show import QUIET, show_time
 from holdfast.harness.bench.store.drivers import HOLDFAST
 from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreRatio, StoreRow
+from holdfast.harness.measure.show import describe, figures, show_machine, show_time
 from holdfast.harness.report.plot import SERIES, Chart, light
 
 CAPTION = (
@@ -35,17 +35,13 @@ def _heading(bench: StoreBench, workload: str, rows: Sequence[StoreRow]) -> str:
     return f"{workload}: {bench.workloads[workload]}; {state}"
 
 
-def _machine(bench: StoreBench) -> str:
-    here = bench.machine
-    return (
-        f"{here.processor}, {counted(here.cpus, 'CPU')}, Linux {here.kernel}, Python {here.python}, "
-        f"torch {here.torch}, {counted(bench.threads, 'thread')}; other processes used {here.others:.2f} CPUs meanwhile"
-    )
+def _threads(bench: StoreBench) -> str:
+    return f", {counted(bench.threads, 'thread')}"
 
 
 def show(bench: StoreBench, out: Console) -> None:
     """Print the whole run."""
-    out.print(styled(_machine(bench), "yellow" if bench.machine.others > QUIET else ""))
+    out.print(show_machine(bench.machine, _threads(bench)))
     for name, detail in bench.contestants.items():
         out.print(f"  {name}: {detail}")
     for name, reason in bench.skipped.items():
@@ -64,17 +60,13 @@ def show(bench: StoreBench, out: Console) -> None:
 
 def _table(bench: StoreBench, workload: str, rows: Sequence[StoreRow]) -> FoldingTable:
     all_right = () if any(row.wrong for row in rows) else ("#wrong",)
-    table = FoldingTable(
-        drop=("min", "p99", *all_right, "first", "GB/s"),
-        title=_heading(bench, workload, rows),
-        title_justify="left",
+    table = figures(
+        _heading(bench, workload, rows),
+        ("figure", "library", "p50", "min", "p99", "first", "GB/s", "#wrong", "speed-up"),
+        names=("figure", "library"),
         caption=CAPTION,
-        caption_justify="left",
+        drop=("min", "p99", *all_right, "first", "GB/s"),
     )
-    for name in ("figure", "library"):
-        table.add_column(name, justify="left")
-    for name in ("p50", "min", "p99", "first", "GB/s", "#wrong", "speed-up"):
-        table.add_column(name, justify="right")
     before = None
     for row in rows:
         if before not in (None, row.figure):
@@ -95,9 +87,8 @@ def _table(bench: StoreBench, workload: str, rows: Sequence[StoreRow]) -> Foldin
 
 
 def _goals(bench: StoreBench) -> FoldingTable:
-    table = FoldingTable(title="to reach", title_justify="left")
-    for name in ("workload", "figure", "to reach", "reached", ""):
-        table.add_column(name, justify="right" if name == "reached" else "left")
+    columns = ("workload", "figure", "to reach", "reached", "")
+    table = figures("to reach", columns, names=("workload", "figure", "to reach", ""))
     for goal in bench.goals:
         reached = Text("yes", "green") if goal.met else Text("no", "bold red")
         table.add_row(goal.workload, goal.figure, goal.goal, goal.reached, reached)
@@ -106,7 +97,7 @@ def _goals(bench: StoreBench) -> FoldingTable:
 
 def markdown(bench: StoreBench) -> str:
     """The run as Markdown, for the documentation."""
-    lines = [f"`{bench.command}`", "", f"{_machine(bench)}.", ""]
+    lines = [f"`{bench.command}`", "", f"{describe(bench.machine, _threads(bench))}.", ""]
     lines += [f"- {name}: {detail}" for name, detail in bench.contestants.items()]
     lines += [f"- {name} was left out: {reason}" for name, reason in bench.skipped.items()]
     if bench.goals:

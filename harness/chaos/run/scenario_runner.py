@@ -15,9 +15,9 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.events import StepBegun, StepCommitted
-from holdfast.harness.chaos.judge import checks, measure, training, verdict
-from holdfast.harness.chaos.judge.host_loss import host_losses
-from holdfast.harness.chaos.judge.record import ChaosRun, LinkTotals, Speed
+from holdfast.harness.chaos.outcome import checks, expectation, measure, training
+from holdfast.harness.chaos.outcome.host_loss import host_losses
+from holdfast.harness.chaos.outcome.record import ChaosRun, LinkTotals, Speed
 from holdfast.harness.chaos.run.scenario_run import KILLED, Narrate, RawRun, ScenarioRun, Watch
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
@@ -103,7 +103,7 @@ class ScenarioRunner:
             bits = self._reference(_fast(scenario), body, args, "without faults or pauses")
             reference = replace(sample, digest=bits.digest)
         raw = self._run(scenario, planned, body, args, seed, "with faults")
-        return _judged(scenario, seed, source, began, raw, reference, repeat)
+        return _outcome(scenario, seed, source, began, raw, reference, repeat)
 
     def _reference(
         self, scenario: Scenario, body: Callable[..., Any] | None, args: Sequence[Any], phase: str
@@ -176,7 +176,7 @@ def _digests(scenario: Scenario, raw: RawRun) -> dict[str, str]:
     return {name: digest_of(value) for name, value in raw.results.values.items() if value is not None}
 
 
-def _judged(
+def _outcome(
     scenario: Scenario, seed: int, source: str, began: str, raw: RawRun, reference: Reference | None, repeat: str
 ) -> ScenarioOutcome:
     bounds = Bounds(operation=scenario.job.timeouts.operation + 5.0, progress=scenario.expect.progress)
@@ -197,7 +197,7 @@ def _judged(
         findings.append(checks.growth(raw.events))
     faults, speed, rebuilds = measure.injected_faults(raw), measure.speed(raw.events), measure.rebuilds(raw.events)
     compared = reference.speed if reference is not None else None
-    found = verdict.failures(scenario, raw, findings, faults, speed, compared, rebuilds)
+    found = expectation.failures(scenario, raw, findings, faults, speed, compared, rebuilds)
     lives = _lives(raw)
     names = {life.pid: life.name for life in lives}
     spans = measure.spans(raw, names)
@@ -219,7 +219,7 @@ def _judged(
         expected=scenario.expect.verdict,
         passed=not found,
         failures=tuple(found),
-        violated=verdict.violated(findings),
+        violated=expectation.violated(findings),
         strikes=faults,
         lives=lives,
         spans=measure.thinned(spans, faults, raw.ended - raw.began),

@@ -64,13 +64,13 @@ class _RecoveryTimes:
     """Records the first and last times of events after the fault."""
 
     def __init__(self, checks: InvariantChecks) -> None:
-        self._judges = checks
+        self._checks = checks
         self.struck: float | None = None
         self.detected: float | None = None
         self.installed = 0.0
 
     def observe(self, event: Event) -> None:
-        self._judges.observe(event)
+        self._checks.observe(event)
         if isinstance(event, events.FaultInjected) and self.struck is None:
             self.struck = event.time
         elif (

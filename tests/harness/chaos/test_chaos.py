@@ -26,12 +26,12 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.fault_gate import Arrival, GateAddress, GateAgent, PointFilter
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import chaos as chaos_module
-from holdfast.harness.chaos.judge.checks import EverySampleOnce, OnlyFaultyMembersLeave, growth, same_weights
-from holdfast.harness.chaos.judge.compare import compared, load_report
-from holdfast.harness.chaos.judge.measure import injected_faults, percentiles
-from holdfast.harness.chaos.judge.page import figures_of, write_comparison, write_report
-from holdfast.harness.chaos.judge.record import ChaosReport, Speed
-from holdfast.harness.chaos.judge.verdict import failures
+from holdfast.harness.chaos.outcome.checks import EverySampleOnce, OnlyFaultyMembersLeave, growth, same_weights
+from holdfast.harness.chaos.outcome.compare import compared, load_report
+from holdfast.harness.chaos.outcome.expectation import failures
+from holdfast.harness.chaos.outcome.measure import injected_faults, percentiles
+from holdfast.harness.chaos.outcome.page import figures_of, write_comparison, write_report
+from holdfast.harness.chaos.outcome.record import ChaosReport, Speed
 from holdfast.harness.chaos.run.fault_context import FaultNote
 from holdfast.harness.chaos.run.points import LATE_STEPS, fits
 from holdfast.harness.chaos.run.scenario_run import PlannedFault, RawRun
@@ -220,7 +220,7 @@ def test_faults_whose_moment_never_came_fail_the_run_by_name(chaos: Any) -> None
 
 
 def link_faults(**traffic: int) -> list[str]:
-    """The verdict on a run with `lossy` and a cut on one host, which did not end; `traffic` was counted."""
+    """What is not as expected in a run with `lossy` and a cut on one host, which did not end; `traffic` was counted."""
     raw = RawRun(0.0, traffic=(LinkTraffic(source=1, target=2, control=False, connections=1, bytes=9, **traffic),))
     made = (chaos_module.lossy(0.1, step=1).what, chaos_module.cut(1, lasts=50.0, step=1).what)
     raw.faults = [
@@ -296,7 +296,7 @@ def test_two_runs_are_compared_side_by_side(killed: Path, tmp_path: Path) -> Non
     assert "steps a second" in done.stdout
     assert (tmp_path / "compare.html").stat().st_size > 5000
     report = load_report(killed)
-    assert all(row.judgement in ("equal", "") for row in compared(report.runs[0], report.runs[0]))
+    assert all(row.direction in ("equal", "") for row in compared(report.runs[0], report.runs[0]))
 
 
 CUT = """<script>

@@ -12,7 +12,7 @@ from holdfast.ft.membership.view import Job, View
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.runtime.register import Register
 from holdfast.harness import chaos
-from holdfast.harness.chaos.judge.checks import RegisterAwayBreaksNothing
+from holdfast.harness.chaos.outcome.checks import RegisterAwayBreaksNothing
 from holdfast.harness.chaos.run.registers import EtcdServer, TcpServer
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.scenario import BadScenario, JobSpec, Scenario, parse

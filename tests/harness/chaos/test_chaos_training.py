@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ft.fault_gate import Arrival
-from holdfast.harness.chaos.judge import training
-from holdfast.harness.chaos.judge.record import ChaosRun
+from holdfast.harness.chaos.outcome import training
+from holdfast.harness.chaos.outcome.record import ChaosRun
 from holdfast.harness.chaos.run.log_tail import LogTail
 from holdfast.harness.chaos.run.points import fits
 from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner

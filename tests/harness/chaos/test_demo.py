@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.harness.chaos.judge.compare import load_report
-from holdfast.harness.chaos.judge.training import PROMPTS
+from holdfast.harness.chaos.outcome.compare import load_report
+from holdfast.harness.chaos.outcome.training import PROMPTS
 from holdfast.harness.cli.app import app
 from support.waiting import becomes_true
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.harness.chaos.judge.compare import load_report
-from holdfast.harness.chaos.judge.training import COPIES, PROMPTS, STEPS, VERSIONS
+from holdfast.harness.chaos.outcome.compare import load_report
+from holdfast.harness.chaos.outcome.training import COPIES, PROMPTS, STEPS, VERSIONS
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.scenario import BadScenario, parse, text_of
 from holdfast.harness.cli.app import app

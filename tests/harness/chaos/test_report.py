@@ -60,10 +60,10 @@ def test_the_report_is_self_contained_for_light_and_dark_and_narrow_screens(page
         assert words in page
 
 
-def test_the_report_has_the_verdict_the_figures_and_the_command_to_repeat_it(page: str) -> None:
+def test_the_report_has_the_outcome_the_figures_and_the_command_to_repeat_it(page: str) -> None:
     for words in ("✓ all steps done", "10.3% → 90.7%", "holdfast rl train run.toml", "20 November 2025, 14:02 UTC"):
         assert words in page
-    undone = render(sample_report(verdict="40 of 1,000 steps done", faults=False))
+    undone = render(sample_report(outcome="40 of 1,000 steps done", faults=False))
     assert "✗ 40 of 1,000 steps done" in undone
     assert "Lost processes" in page and "Lost processes" not in undone
 
@@ -127,7 +127,7 @@ def test_names_are_data_and_never_markup() -> None:
     report = RunReport(
         title=nasty,
         good=True,
-        verdict=nasty,
+        outcome=nasty,
         summary=nasty,
         when="",
         seconds=1.0,

@@ -16,7 +16,7 @@ from holdfast.ft.console.console import FoldingTable, console, panel, print_json
 from holdfast.ft.console.output import LONGEST_LINE, LineSplitter
 from holdfast.ft.console.units import counted, format_seconds
 from holdfast.ft.console.visible import visible, visible_but_colours
-from holdfast.harness.chaos.judge.compare import ComparedFigure
+from holdfast.harness.chaos.outcome.compare import ComparedFigure
 from holdfast.harness.chaos.show import comparison
 from holdfast.harness.gate.decide import DecisionRule
 from holdfast.harness.gate.gate import GateReport, WorkloadResult

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from holdfast.harness.bench.store import data, show
 from holdfast.harness.bench.store.drivers import DCP, HOLDFAST, MEMCPY, SAFETENSORS, TORCHSTORE, StoreDriver, WorkerPlan
-from holdfast.harness.bench.store.goals import Goal, judge
+from holdfast.harness.bench.store.goals import Goal, check
 from holdfast.harness.bench.store.results import StoreBench, StoreRow, ratios
 from holdfast.harness.bench.store.run import StorePlan, run
 from holdfast.harness.bench.store.teams import missing
@@ -193,7 +193,7 @@ def test_a_goal_is_judged_by_its_measure(goal: Goal, reached: str, met: bool) ->
     mine = [a_row("get", HOLDFAST, 10, 20), a_row("half", HOLDFAST, 5, 5)]
     rows = {(row.workload, row.figure): row for row in mine}
     found = ratios([*mine, a_row("get", MEMCPY, 8, 8)], HOLDFAST)
-    result = judge("w", goal, rows, {(each.workload, each.figure, each.peer): each for each in found})
+    result = check("w", goal, rows, {(each.workload, each.figure, each.peer): each for each in found})
     assert result is not None
     assert (result.reached, result.met) == (reached, met)
 

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from holdfast.comms.errors import Unsupported
+from holdfast.ft.console.console import console
 from holdfast.harness.bench.overhead import layer, overhead
 
 
 @pytest.mark.thorough
-def test_overhead_measures_every_variant_and_steps_with_and_without_a_session() -> None:
+def test_overhead_measures_every_variant_and_steps_with_and_without_a_session(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     cost = overhead.run(rounds=8, work_ms=1.0)
     assert [op.variant for op in cost.ops] == list(overhead.VARIANTS)
     assert cost.ops[0].ratio == 1
@@ -18,7 +21,8 @@ def test_overhead_measures_every_variant_and_steps_with_and_without_a_session() 
     assert 0 < cost.ops[1].alone_extra_us < 100
     assert cost.step.bare_ms >= 0.1
     assert 0 < cost.step.background < 1
-    assert "under ft.Session" in overhead.table(cost)
+    overhead.show(cost, console())
+    assert "under ft.Session" in capsys.readouterr().out
 
 
 def _backend(name: str) -> object:
@@ -29,7 +33,7 @@ def _backend(name: str) -> object:
 
 
 @pytest.mark.parametrize("backend", map(_backend, sorted(layer.WAYS)))
-def test_layer_measures_each_way_at_each_size(backend: str) -> None:
+def test_layer_measures_each_way_at_each_size(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     ways = layer.WAYS[backend]
     cost = layer.run(backend, [8, 65_536], rounds=6)
     assert [(call.nbytes, call.way) for call in cost.calls] == [(n, way) for n in (8, 65_536) for way in ways]
@@ -37,7 +41,8 @@ def test_layer_measures_each_way_at_each_size(backend: str) -> None:
         assert 0 < call.least_us <= call.us
         if call.way == ways[0]:
             assert (call.extra_us, call.speed) == (0, 1)
-    assert layer.HOLDFAST in layer.table(cost)
+    layer.show(cost, console())
+    assert layer.HOLDFAST in capsys.readouterr().out
 
 
 def test_layer_refuses_a_transport_that_wraps_no_library() -> None:

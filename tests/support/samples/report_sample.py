@@ -49,7 +49,7 @@ def _generator_spans(name: str, first: float, until: float, noise: random.Random
     return spans
 
 
-def sample_report(steps: int = 1000, verdict: str = "", faults: bool = True) -> RunReport:
+def sample_report(steps: int = 1000, outcome: str = "", faults: bool = True) -> RunReport:
     """The report of a run of `steps` steps; with `faults` a trainer, a generator and a holder were killed."""
     noise = random.Random(7)
     begins, at = [], 2.5
@@ -88,8 +88,8 @@ def sample_report(steps: int = 1000, verdict: str = "", faults: bool = True) -> 
     spans += _generator_spans("generator-1", 2.4, SECONDS, noise)
     return RunReport(
         title="A run of reinforcement learning",
-        good=not verdict,
-        verdict=verdict or "all steps done",
+        good=not outcome,
+        outcome=outcome or "all steps done",
         summary="A tiny Llama learnt to add three digits.",
         when="20 November 2025, 14:02 UTC",
         seconds=SECONDS,

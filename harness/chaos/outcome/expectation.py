@@ -1,4 +1,4 @@
-"""Judges whether a run had the outcome that its scenario expects, and says why not."""
+"""How a run differs from the outcome that its scenario expects, in words."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from holdfast.ft.console.units import counted
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.events import FaultInjected, SessionFailed
-from holdfast.harness.chaos.judge.checks import OnlyFaultyMembersLeave
-from holdfast.harness.chaos.judge.record import Speed
-from holdfast.harness.chaos.judge.training import held_out
+from holdfast.harness.chaos.outcome.checks import OnlyFaultyMembersLeave
+from holdfast.harness.chaos.outcome.record import Speed
+from holdfast.harness.chaos.outcome.training import held_out
 from holdfast.harness.chaos.run.process_set import ENDED_WITH_DRIVER, EXITED_WELL
 from holdfast.harness.chaos.run.scenario_run import RawRun
 from holdfast.harness.chaos.scenario.scenario import Scenario
@@ -18,7 +18,7 @@ from holdfast.harness.report.model import FaultRecord
 
 LEFT = OnlyFaultyMembersLeave.name
 SHOWN = 3
-"""The most violations of one invariant that a verdict lists."""
+"""The most violations of one invariant that are listed."""
 
 
 def violated(findings: Sequence[CheckResult]) -> tuple[str, ...]:

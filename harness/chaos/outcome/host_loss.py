@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from holdfast.harness.chaos.judge.record import HostLoss
+from holdfast.harness.chaos.outcome.record import HostLoss
 from holdfast.harness.chaos.run.scenario_run import PlannedFault
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
 from holdfast.rl.run.run_events import Activity, CallTakenOver, CopiesRestored, StepTrained

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.ft import events
-from holdfast.harness.chaos.judge.record import Percentiles, Speed
+from holdfast.harness.chaos.outcome.record import Percentiles, Speed
 from holdfast.harness.chaos.run.scenario_run import PlannedFault, RawRun
 from holdfast.harness.invariants import Event
 from holdfast.harness.report.model import FaultRecord, RecoveryStage, Span

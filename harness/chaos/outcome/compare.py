@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.console.units import format_seconds
-from holdfast.harness.chaos.judge.record import SCHEMA, ChaosReport, ChaosRun
+from holdfast.harness.chaos.outcome.record import SCHEMA, ChaosReport, ChaosRun
 
 TOLERANCE = 0.1
 """Relative changes up to this are called equal: single runs on a busy machine differ by more."""
@@ -19,13 +19,13 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
-    """A figure of both runs, formatted; `judgement` is about the second run."""
+    """A figure of both runs, formatted; `direction` is about the second run."""
 
     name: str
     before: str
     after: str
     change: str
-    judgement: Literal["better", "worse", "equal", ""]
+    direction: Literal["better", "worse", "equal", ""]
 
 
 def load_report(path: Path) -> ChaosReport:
@@ -43,7 +43,7 @@ def load_report(path: Path) -> ChaosReport:
 def compared(before: ChaosRun, after: ChaosRun) -> list[ComparedFigure]:
     """Every figure that both runs have."""
     rows = [
-        _words("verdict", _verdict(before), _verdict(after), better=after.passed and not before.passed,
+        _words("outcome", _outcome(before), _outcome(after), better=after.passed and not before.passed,
                worse=before.passed and not after.passed),
         _number("steps a second", before.speed.rate, after.speed.rate, "{:.1f}".format, higher=True),
     ]  # fmt: skip
@@ -64,7 +64,7 @@ def compared(before: ChaosRun, after: ChaosRun) -> list[ComparedFigure]:
     return rows
 
 
-def _verdict(run: ChaosRun) -> str:
+def _outcome(run: ChaosRun) -> str:
     return "as expected" if run.passed else "not as expected"
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from holdfast.ft.console.units import coarse_seconds, counted
-from holdfast.harness.chaos.judge.checks import OF_RESULTS, WEIGHTS
-from holdfast.harness.chaos.judge.compare import ComparedFigure, compared
-from holdfast.harness.chaos.judge.record import ChaosReport, ChaosRun, HostLoss
+from holdfast.harness.chaos.outcome.checks import OF_RESULTS, WEIGHTS
+from holdfast.harness.chaos.outcome.compare import ComparedFigure, compared
+from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, HostLoss
 from holdfast.harness.report.charts import OUTAGE, draw_progress, draw_strip
 from holdfast.harness.report.model import FaultRecord, Figure
 from holdfast.harness.report.render import draw_learning, environment
@@ -31,7 +31,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
     run: ChaosRun
     when: str
-    verdict: str
+    outcome: str
     figures: tuple[Figure, ...]
     progress: Any
     stood_still: bool
@@ -97,7 +97,7 @@ def _section(run: ChaosRun, markup: Any) -> Section:
     return Section(
         run=run,
         when=f"{datetime.fromisoformat(run.began):%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
-        verdict=_verdict(run),
+        outcome=_in_words(run),
         figures=figures_of(run),
         progress=markup(progress),
         stood_still=OUTAGE in progress,
@@ -118,11 +118,11 @@ def _episodes(run: ChaosRun) -> str:
     return f"{run.name}-episodes.html"
 
 
-def _verdict(run: ChaosRun) -> str:
+def _in_words(run: ChaosRun) -> str:
     if not run.passed:
         return "✗ not as expected"
-    verdict = "✓ held" if run.expected == "held" else "✓ broken, as expected"
-    return f"{verdict}; results unchecked" if run.unchecked else verdict
+    outcome = "✓ held" if run.expected == "held" else "✓ broken, as expected"
+    return f"{outcome}; results unchecked" if run.unchecked else outcome
 
 
 def _rate(run: ChaosRun) -> float | None:
