@@ -149,7 +149,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `outcome` is what came of it, `good` whether that is well; `summary` one or two sentences, `when` a date."""
+    """A whole run. `outcome` is what came of it, `good` whether that is well; `summary` is a sentence or two."""
 
     title: str
     good: bool

@@ -130,7 +130,10 @@ class Chart:
         with self._context(self._settings):
             self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         text = re.sub(
-            r"<metadata>.*?</metadata>|<!--.*?-->|<clipPath.*?</clipPath>", "", out.getvalue(), flags=re.DOTALL
+            r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|<clipPath.*?</clipPath>",
+            "",
+            out.getvalue(),
+            flags=re.DOTALL,
         )
         text = re.sub(r' clip-path="[^"]*"', "", text[text.index("<svg") :]).replace("xlink:href", "href")
         text = re.sub(r" font-family: [^;\"]*;?| transform=\"rotate\(-?0 [^\"]*\"", "", text)
@@ -148,7 +151,7 @@ class Chart:
         if standalone:
             size = f'width="{box[1]}" height="{box[2]}"'
             ground = f'<style>{variables()}{FONT}</style><rect {size} rx="14" style="fill: var(--panel)"/>'
-        head = f'<svg {box[0]} role="img" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
+        head = f'<svg {box[0]} role="img" aria-label="{escape(label)}" stroke-linejoin="round" xmlns="http://www.w3.org/2000/svg">'
         return " ".join((head + ground + inner).split("\n")).strip()
 
     def save(self, path: Path) -> None:

@@ -116,7 +116,7 @@ def test_the_terminal_tells_each_recovery_in_a_few_lines(killed: Path) -> None:
     recovery = [line for line in lines[first : first + 11] if " s  " in line]
     told = "\n".join(recovery)
     assert 4 <= len(recovery) <= 11, told
-    assert "rank 1 is lost" in told and "epoch 2 begins with 2 members" in told, told
+    assert "rank 1 is lost" in told and "begins with 2 members" in told and "is committed" in told, told
 
 
 def test_json_has_every_figure_and_no_pictures(killed: Path) -> None:

@@ -80,7 +80,7 @@ def test_the_report_of_a_run_shows_all_that_its_events_say(tmp_path: Path) -> No
     assert {use.role: use.processes for use in report.learning.uses} == {"trainer": 1}, "the role that reports its work"
     assert [lane.fate for lane in report.lanes] == ["finished", "killed", "finished"]
     [fault] = report.faults
-    assert (fault.target, fault.time, fault.steps) == ("generator-0", 9.0, 17)
+    assert (fault.target, fault.time, fault.step) == ("generator-0", 9.0, 17)
     assert [(stage.name, round(stage.seconds, 3)) for stage in fault.stages] == [
         ("another in its place", 0.1),
         ("next step", 0.5),
@@ -137,7 +137,7 @@ def test_the_time_between_two_drivers_is_a_part_of_the_run(tmp_path: Path) -> No
     assert [(each.value, each.note) for each in report.figures if each.label == "Downtime"] == [
         ("7 s", "without a driver, 54% of the run; 2 drivers")
     ]
-    assert [(each.title, each.target, each.stages[0].seconds) for each in report.faults] == [
+    assert [(each.words, each.target, each.stages[0].seconds) for each in report.faults] == [
         ("driver lost", "driver", 7.0)
     ]
     assert "trainer-0/2" in render(report)
