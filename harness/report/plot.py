@@ -40,6 +40,9 @@ COLOURS = {
 }
 """The light and the dark colour of each name. All light ones differ: they are found by their value."""
 
+OWN = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|<clipPath.*?</clipPath>"
+"""What matplotlib writes and a page must not have, or does not need."""
+
 FONT = 'svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }'
 
 SERIES = 7
@@ -129,12 +132,7 @@ class Chart:
         out = io.StringIO()
         with self._context(self._settings):
             self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-        text = re.sub(
-            r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|<clipPath.*?</clipPath>",
-            "",
-            out.getvalue(),
-            flags=re.DOTALL,
-        )
+        text = re.sub(OWN, "", out.getvalue(), flags=re.DOTALL)
         text = re.sub(r' clip-path="[^"]*"', "", text[text.index("<svg") :]).replace("xlink:href", "href")
         text = re.sub(r" font-family: [^;\"]*;?| transform=\"rotate\(-?0 [^\"]*\"", "", text)
         for name in COLOURS:
