@@ -32,9 +32,10 @@ from holdfast.comms.onesided.host_window import make_window
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Context, Link, Peer
-from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.liveness import Liveness, this_host
 from holdfast.comms.transport.window_memory import WindowMemory
 
+_REASON_SECONDS = 0.5
 _LOOK_SECONDS = 0.001
 _SPINS, _YIELDS = 1000, 200
 _FIRST_ROUNDS = 20
@@ -183,7 +184,25 @@ class UcxTransport(MessageTransport):
     def _explain(self, message: PendingMessage, status: int) -> HoldfastError:
         if status == libucp.ERR_MESSAGE_TRUNCATED:
             return Mismatch(f"rank {message.peer} sent more than the {message.nbytes} bytes that this rank expects")
+        self._check_reason(message.peer)
         return PeerFailed((message.peer,), f"a message failed: {self._worker.lib.text(status)}")
+
+    def _check_reason(self, peer: int) -> None:
+        """Raise the reason for which `peer` broke a connection, if it or the kernel gives one.
+
+        A rank that leaves because another died resets its connections, and would be blamed itself. Its farewell can be
+        lost behind a large message, so on this host, where both ends are seen to live or not, the death is waited for.
+        """
+        local = self._peers[peer].host == this_host()
+        deadline = time.monotonic() + (_REASON_SECONDS if local else 0.0)
+        while True:
+            while self._worker.progress():
+                pass
+            self.notices.poll()
+            self.check_live(self.liveness.dead(), {peer})
+            if time.monotonic() >= deadline:
+                return
+            self.sleep(_REASON_SECONDS / 50)
 
     # -- waiting
 

@@ -15,7 +15,7 @@ from holdfast.comms import Communicator, HoldfastError
 from holdfast.harness import LocalCluster
 
 
-def outlived(backend: str, body: Callable[[Communicator], None], done: Path, timeout: float = 20.0) -> None:
+def outlived(backend: str, body: Callable[[Communicator], None], done: Path, timeout: float = 60.0) -> None:
     """Run `body` on two ranks; one is killed, so the run fails, and the survivor creates the file `done` last."""
     with LocalCluster(2, backend, timeout=timeout) as cluster, pytest.raises(HoldfastError):
         cluster.run(body)

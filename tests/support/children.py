@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ class Child:
             self.pipe.close()
             _live(body, theirs, args)
         theirs.close()
-        self._gone = False
+        self._gone, self._killing = False, threading.Lock()
 
     def tell(self, message: Any) -> None:
         self.pipe.send(message)
@@ -42,11 +43,12 @@ class Child:
         return self.pipe.recv()
 
     def kill(self) -> None:
-        """SIGKILL, and wait until the process is gone."""
-        if not self._gone:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self._gone = True
+        """SIGKILL, and wait until the process is gone. Any thread may call it."""
+        with self._killing:
+            if not self._gone:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                self._gone = True
 
     def stop(self) -> None:
         """SIGSTOP, and wait until the process has stopped."""

@@ -17,6 +17,7 @@ from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward, Score, is_bounded
 from holdfast.rl.rewards.reward_processes import RewardProcesses
+from support.waiting import PATIENCE
 
 T = TypeVar("T")
 PROMPT = Prompt(number=7, tokens=(1,))
@@ -124,7 +125,9 @@ def two_criteria(reward: Reward) -> Rubric:
 
 def test_answers_of_one_moment_share_a_process_and_others_get_more() -> None:
     async def work(processes: RewardProcesses) -> tuple[int, int]:
-        quick = await asyncio.gather(*(processes.score_each(answers("a", "b"), 60.0) for _ in range(20)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("holdfast.rl.rewards.reward_processes._PATIENCE", PATIENCE)
+            quick = await asyncio.gather(*(processes.score_each(answers("a", "b"), 60.0) for _ in range(20)))
         slow = await asyncio.gather(
             processes.score_each(answers("x"), 4 * LIMIT), processes.score_each(answers("a"), 60.0)
         )
