@@ -12,11 +12,12 @@ from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.ft import error_history
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.control.errors import KeyTimeout
+from holdfast.ft.membership.events import LocalFailed, LocalFinished
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.view import View
+from holdfast.ft.node.epoch_guard import EpochGuard
+from holdfast.ft.node.runtime import Runtime
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.runtime.epoch_guard import EpochGuard
-from holdfast.ft.runtime.runtime import Runtime
 from holdfast.ft.settings import Settings
 
 OnError = Literal["raise", "replace"]
@@ -38,7 +39,7 @@ def stop_with_all(
         while view.phase == "running":
             wanted &= view.ranks.keys()
             if _all_have_stopped(runtime, epoch_guard, identity, view, wanted, deadline):
-                runtime.stop(view.epoch, why)
+                runtime.feed(LocalFinished(view.epoch, why, stopped=True))
             elif not epoch_guard.is_over(view.epoch):
                 return False
             view = epoch_guard.wait(view.epoch, timeouts.rebuild + timeouts.join)
@@ -54,7 +55,7 @@ def _all_have_stopped(
     try:
         store = runtime.store(view)
         store.set(f"stopped/{identity}", "")
-        while time.monotonic() < deadline and not runtime.another_member_continues():
+        while time.monotonic() < deadline and not runtime.node.another_continues():
             with contextlib.suppress(KeyTimeout):
                 store.wait([f"stopped/{member}" for member in sorted(wanted)], timedelta(seconds=LOOK_SECONDS))
                 return True
@@ -85,7 +86,7 @@ def end_with(
         return False
     if on == "replace" and not again:
         return False
-    runtime.fail(known, f"{'the same exception came again' if again else 'an exception'}: {known}")
+    runtime.feed(LocalFailed(known, f"{'the same exception came again' if again else 'an exception'}: {known}"))
     with contextlib.suppress(HoldfastError):  # `wait` raises at the end of the job
         while view.phase == "running":
             view = epoch_guard.wait(view.epoch, settings.timeouts.rebuild)

@@ -36,10 +36,11 @@ from holdfast.ft.commit.commit_state import CommitState
 from holdfast.ft.commit.decision import FOUNDER, NEWCOMER, Decision, decide
 from holdfast.ft.communicators import CommunicatorManager
 from holdfast.ft.departure import OnError
+from holdfast.ft.membership.events import EpochBroken, LocalFinished
 from holdfast.ft.membership.view import View
-from holdfast.ft.runtime.epoch_guard import EpochEventLogger, EpochGuard
-from holdfast.ft.runtime.register import Register
-from holdfast.ft.runtime.runtime import Runtime, new_identity
+from holdfast.ft.node.epoch_guard import EpochEventLogger, EpochGuard
+from holdfast.ft.node.register import Register
+from holdfast.ft.node.runtime import Runtime, new_identity
 from holdfast.ft.state.attachments import Attachments
 from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.state.sharded import Build, Shape, Sharded
@@ -276,7 +277,7 @@ class Session:
                 self._settings.name,
                 self._events,
                 self._metrics,
-                lambda: 0 if self._runtime is None else self._runtime.missed_heartbeats,
+                lambda: 0 if self._runtime is None else self._runtime.node.missed_heartbeats,
             )
             undo.push(self._close_telemetry)
             settings.open_single(self._settings)
@@ -380,12 +381,12 @@ class Session:
 
     def _enter_job(self, runtime: Runtime) -> None:
         """Wait until this process is in a running view or the job is over, and build its first communicator."""
-        runtime.ready()
+        runtime.soon(runtime.node.ready)
         view = self._next_view(0)
         if view.phase != "running":
             self._over = True
             return
-        if not runtime.was_spare:
+        if not runtime.node.was_spare:
             self._commit_state.found()
         self._rebuild(view)
 
@@ -396,7 +397,7 @@ class Session:
             assert self._runtime is not None
             try:
                 self._synchronise(comm)
-                self._runtime.at_step(self._commit_state.done)
+                self._runtime.step = self._commit_state.done
                 if self._telemetry is not None:
                     self._telemetry.at_step(self._commit_state.done)
                 with self._epoch_guard.held(comm.epoch):
@@ -451,7 +452,7 @@ class Session:
         """Declare the job finished, and wait until that is agreed."""
         comm = self._open_comm()
         self._reach("finish.before_propose")
-        runtime.finish(comm.epoch)
+        runtime.feed(LocalFinished(comm.epoch))
         self._rebuild(self._next_view(comm.epoch))
 
     def _conclude(self, view: View) -> None:
@@ -473,12 +474,12 @@ class Session:
         timeouts, runtime = self._settings.timeouts, self._runtime
         assert runtime is not None
         if not self._epoch_guard.wait_over(epoch, EVIDENT_SECONDS):
-            runtime.failed(failure)
+            runtime.soon(runtime.node.failed, failure)
         if self._epoch_guard.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
             return
         if not self._commit_state.may_break():
             raise failure
-        runtime.broken(epoch, failure)
+        runtime.feed(EpochBroken(epoch, str(failure)))
 
     def _rebuild(self, view: View) -> None:
         """Build the communicator of `view`, or of the first later view that holds, and settle the open step."""

@@ -3,21 +3,39 @@
 A detector reports evidence as events of `holdfast.ft.membership.events`: `ProvenDeaths` for processes that have
 certainly ended, `Unreachable` for members that the job must go on without although they may live, `Stalled` for a
 process of this host that has to be killed, `Suspicion` and `Cleared` for members that are only silent. It does not
-decide which members the next epoch has. All methods run in the event loop of the runtime and must not block.
+decide which members the next epoch has. All methods run in the event loop of the node and must not block.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft import events
+from holdfast.ft.detectors.process_watch import HostProcesses, Processes
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.events import Event
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.timeouts import Timeouts
+
+
+class Timer(Protocol):
+    """A call that is due at a later time."""
+
+    def cancel(self) -> None:
+        """Do not make the call."""
+
+
+class Time(Protocol):
+    """The port to time. An asyncio event loop is one; the simulator has its own."""
+
+    def time(self) -> float:
+        """The time in seconds, which never goes back."""
+
+    def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> Timer:
+        """Call `callback(*args)` after `delay` seconds, in the thread of the node."""
 
 
 def _no_receiver(*words: object) -> None:
@@ -26,7 +44,7 @@ def _no_receiver(*words: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DetectorContext:
-    """What a detector has to work with.
+    """What a detector has to work with: the time (`loop`), the `processes` of its host, and callbacks.
 
     `tell` passes evidence to the membership of this process; `stop` ends the epoch here at once, without agreement;
     `resign` ends this process's part in the job. `note` writes an event to its log. `send(member_id, body)` reaches the
@@ -39,7 +57,7 @@ class DetectorContext:
 
     me: Member
     timeouts: Timeouts
-    loop: asyncio.AbstractEventLoop
+    loop: Time
     tell: Callable[[Event], None]
     stop: Callable[[str], None]
     resign: Callable[[str], None]
@@ -51,6 +69,7 @@ class DetectorContext:
     suspect: Callable[[str, str], None] = _no_receiver
     confirm: Callable[[str], None] = _no_receiver
     placed: Callable[[str, OpPosition], None] = _no_receiver
+    processes: Processes = field(default_factory=HostProcesses)
 
 
 class Detector:

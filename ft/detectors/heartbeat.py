@@ -13,10 +13,9 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
+from holdfast.ft.detectors.process_watch import PageReader
 from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.membership.events import Stalled
 from holdfast.ft.membership.view import Member, View
@@ -31,9 +30,9 @@ class HeartbeatDetector(Detector):
 
     def __init__(self, context: DetectorContext) -> None:
         super().__init__(context)
-        self._silence = SilenceTracker(context.me, context.timeouts, is_stopped)
-        self._page = HeartbeatPage()
-        self._readers: dict[str, HeartbeatPageReader] = {}
+        self._silence = SilenceTracker(context.me, context.timeouts, context.processes.is_stopped)
+        self._page = context.processes.page()
+        self._readers: dict[str, PageReader] = {}
         self._mates: Mapping[str, Member] = {}
         self._unopened: dict[str, int] = {}
         self._confirm_at = 0.0
@@ -59,7 +58,7 @@ class HeartbeatDetector(Detector):
             self._open(member_id, fd)
 
     def linked(self, member_id: str) -> None:
-        self.context.send(member_id, _encode(int(self._page.fd)))
+        self.context.send(member_id, _encode(self._page.number))
 
     def received(self, member_id: str, body: bytes, now: float) -> None:
         words = _words.decode(body)
@@ -78,7 +77,7 @@ class HeartbeatDetector(Detector):
         if member_id in self._readers:
             return
         try:
-            self._readers[member_id] = HeartbeatPageReader(member.peer, fd)
+            self._readers[member_id] = self.context.processes.open_page(member.peer, fd)
         except OSError as error:
             _log.warning("the heartbeat of %s in shared memory cannot be read, its messages are: %s", member_id, error)
 
@@ -103,10 +102,14 @@ class HeartbeatDetector(Detector):
                 self.context.note(events.MemberStalled(member=finding.member, evidence=finding.evidence))
             self.context.tell(finding)
         self.doubtful = self._silence.any_silent
-        running = self._silence.silent_and_running()
+        running = [member_id for member_id in self._silence.silent_and_running() if self._lives(member_id)]
         if running and now >= self._confirm_at:
             self._confirm_at = now + self.context.timeouts.heartbeat
             self.context.send_all(_encode(running))
+
+    def _lives(self, member_id: str) -> bool:
+        """Whether a silent process exists. One that has ended is not stopped either, and must not be confirmed."""
+        return not self.context.lost(member_id) and not self.context.processes.is_gone(self._mates[member_id].peer)
 
     def close(self) -> None:
         for reader in self._readers.values():

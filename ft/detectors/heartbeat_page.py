@@ -28,13 +28,18 @@ _NAME = "holdfast-pulse"
 
 
 class HeartbeatPage:
-    """The page of this process. Others need `fd` to open it."""
+    """The page of this process. Others need `number` to open it."""
 
     def __init__(self) -> None:
         self.fd = OwnedDescriptor(os.memfd_create(_NAME, os.MFD_CLOEXEC))
         os.ftruncate(self.fd, _BYTES)
         self._page = map_file(self.fd, _BYTES)
         self._version = 0
+
+    @property
+    def number(self) -> int:
+        """The number by which the others open it."""
+        return int(self.fd)
 
     def beat(self, now: float, place: OpPosition) -> None:
         """Record that this process runs. The version is odd while the rest is being written."""

@@ -193,7 +193,7 @@ class NcclRasDetector(Detector):
             return
         if self._op_failed or (now >= self._due and view.members[0].id == self.context.me.id):
             self._due = now + PERIOD_SECONDS
-            self._query = self.context.loop.create_task(self._ask(view, self._op_failed))
+            self._query = asyncio.get_running_loop().create_task(self._ask(view, self._op_failed))
             self._op_failed = False
 
     def failed(self, view: View, failure: HoldfastError, now: float) -> None:

@@ -11,7 +11,7 @@ from holdfast.ft.detectors.detector import Detector, DetectorContext
 
 
 def _pidfd(context: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.process_watch import PidfdDetector
+    from holdfast.ft.detectors.pidfd import PidfdDetector
 
     return PidfdDetector(context)
 

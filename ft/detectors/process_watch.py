@@ -18,12 +18,16 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.transport import liveness
+from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, open_pidfd, read_proc_stat, this_host
-from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.membership.events import Death, ProvenDeaths
-from holdfast.ft.membership.view import Member, View
+from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
+from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.membership.events import Death
+from holdfast.ft.membership.view import Member
 
 OnDeaths = Callable[[tuple[Death, ...]], None]
 
@@ -257,18 +261,80 @@ def death_of(member: Member) -> Death:
     return Death(member.id, f"its process (pid {member.peer.pid}) ended")
 
 
-class PidfdDetector(Detector):
-    """Proves deaths within milliseconds. Can also fence."""
+class Watch(Protocol):
+    """Watches processes of this host (`ProcessWatch`)."""
 
-    def __init__(self, context: DetectorContext) -> None:
-        super().__init__(context)
-        self._processes = ProcessWatch(lambda deaths: context.tell(ProvenDeaths(deaths)))
+    def follow(self, members: Iterable[Member]) -> None: ...
 
-    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
-        self._processes.follow(watched)
+    def fence(self, member: Member) -> bool: ...
 
-    def fence(self, member: Member) -> bool:
-        return self._processes.fence(member)
+    def close(self) -> None: ...
 
-    def close(self) -> None:
-        self._processes.close()
+
+class Page(Protocol):
+    """This process's heartbeat in shared memory (`HeartbeatPage`)."""
+
+    @property
+    def number(self) -> int: ...
+
+    def beat(self, now: float, place: OpPosition) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PageReader(Protocol):
+    """Another process's heartbeat in shared memory (`HeartbeatPageReader`)."""
+
+    def read(self) -> tuple[float, OpPosition] | None: ...
+
+    def close(self) -> None: ...
+
+
+class Processes(Protocol):
+    """The port to the processes of this host: the kernel and its shared memory, or the simulated ones."""
+
+    def watch(self, on_deaths: OnDeaths) -> Watch:
+        """A watch that reports the ends of the processes that it follows."""
+
+    def is_gone(self, peer: Peer) -> bool:
+        """Whether a process of this host has ended. False for one of another host."""
+
+    def is_stopped(self, pid: int) -> bool:
+        """Whether a process is stopped now."""
+
+    def cpu_ticks(self, pid: int) -> int:
+        """The processor time that a process has used."""
+
+    def kill(self, pid: int) -> None:
+        """Send SIGKILL. Raises OSError."""
+
+    def page(self) -> Page:
+        """A new heartbeat page for this process."""
+
+    def open_page(self, peer: Peer, number: int) -> PageReader:
+        """The page `number` of another process. Raises OSError."""
+
+
+class HostProcesses:
+    """The `Processes` of the kernel. `watch` is called in an event loop."""
+
+    def watch(self, on_deaths: OnDeaths) -> ProcessWatch:
+        return ProcessWatch(on_deaths)
+
+    def is_gone(self, peer: Peer) -> bool:
+        return is_gone(peer)
+
+    def is_stopped(self, pid: int) -> bool:
+        return liveness.is_stopped(pid)
+
+    def cpu_ticks(self, pid: int) -> int:
+        return cpu_ticks(pid)
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def page(self) -> HeartbeatPage:
+        return HeartbeatPage()
+
+    def open_page(self, peer: Peer, number: int) -> HeartbeatPageReader:
+        return HeartbeatPageReader(peer, number)

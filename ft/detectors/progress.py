@@ -15,7 +15,6 @@ import msgspec
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.process_watch import cpu_ticks
 from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
 from holdfast.ft.membership.events import Stalled
 from holdfast.ft.membership.view import Member, View
@@ -30,7 +29,7 @@ class ProgressDetector(Detector):
 
     def __init__(self, context: DetectorContext) -> None:
         super().__init__(context)
-        self._progress = StragglerTracker(context.me, context.timeouts, cpu_ticks)
+        self._progress = StragglerTracker(context.me, context.timeouts, context.processes.cpu_ticks)
         self._late: tuple[View, OpTimeout, float] | None = None
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.comms.transport.liveness import is_gone, is_stopped
 from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.process_watch import death_of
@@ -23,7 +22,7 @@ class StandInDetector(Detector):
 
     def __init__(self, context: DetectorContext) -> None:
         super().__init__(context)
-        self._silence = SilenceTracker(context.me, context.timeouts, is_stopped)
+        self._silence = SilenceTracker(context.me, context.timeouts, context.processes.is_stopped)
         self._covered: set[str] = set()
         self._mates: dict[str, Member] = {}
         self._gone: set[str] = set()
@@ -49,7 +48,7 @@ class StandInDetector(Detector):
             self.context.tell(finding)
 
     def look(self, now: float) -> None:
-        ended = [m for m in self._mates.values() if m.id not in self._gone and is_gone(m.peer)]
+        ended = [m for m in self._mates.values() if m.id not in self._gone and self.context.processes.is_gone(m.peer)]
         self._gone |= {member.id for member in ended}
         if ended:
             self.context.tell(ProvenDeaths(tuple(map(death_of, ended))))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
-import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, TypeVar
@@ -17,8 +13,7 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError, describe
 from holdfast.comms.plugins.spec import Available, DetectorInfo
-from holdfast.comms.transport.liveness import is_gone
-from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.detector import Detector, DetectorContext, Timer
 from holdfast.ft.detectors.stand_in import EVIDENCE, StandInDetector
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.events import DetectorLost
@@ -46,12 +41,12 @@ class Detectors:
         """`send(member_id, body)` reaches `received` in another process; None: in all connected ones."""
         self._me = context.me
         self._heartbeat = context.timeouts.heartbeat
-        self._loop = context.loop
+        self._time, self._processes = context.loop, context.processes
         self._send = send
         self.places: dict[str, OpPosition] = {}
         """The last known positions of the members of this host in their ops."""
         self._view: View | None = None
-        self._looking: asyncio.TimerHandle | None = None
+        self._looking: Timer | None = None
         self._watched: tuple[Member, ...] = ()
         self._detectors: dict[str, Detector] = {}
         self._context = dataclasses.replace(context, confirm=self.heard)
@@ -81,15 +76,15 @@ class Detectors:
 
     def beat(self) -> None:
         """Once a heartbeat."""
-        now = time.monotonic()
+        now = self._time.time()
         self._each(lambda detector: detector.beat(now))
         self._look()
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now = self._time.time()
         self._each(lambda detector: detector.look(now))
         if self._looking is None and any(self._each(lambda detector: detector.doubtful)):
-            self._looking = self._loop.call_later(self._heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
+            self._looking = self._time.call_later(self._heartbeat / LOOKS_A_HEARTBEAT, self._look_again)
 
     def _look_again(self) -> None:
         self._looking = None
@@ -101,12 +96,12 @@ class Detectors:
 
     def refused(self, member_id: str) -> None:
         """The host of another process refuses connections to its address: no process listens there any more."""
-        now = time.monotonic()
+        now = self._time.time()
         self._each(lambda detector: detector.refused(member_id, now))
 
     def heard(self, member_id: str) -> None:
         """Another process has shown that it lives."""
-        now = time.monotonic()
+        now = self._time.time()
         self._each(lambda detector: detector.heard(member_id, now))
 
     def received(self, member_id: str, body: bytes) -> None:
@@ -118,7 +113,7 @@ class Detectors:
 
     def _received(self, member_id: str, body: bytes) -> None:
         name, words = _routed.decode(body)
-        now = time.monotonic()
+        now = self._time.time()
         if name == _TO_ALL:
             epoch, member, evidence = _suspicion.decode(words)
             if self._view is not None and self._view.epoch == epoch:
@@ -133,14 +128,14 @@ class Detectors:
 
     def reported(self, observer: str, member: str, evidence: str | None) -> None:
         """Another process suspects a member, or has cleared it (None)."""
-        now = time.monotonic()
+        now = self._time.time()
         self._each(lambda detector: detector.reported(observer, member, evidence, now))
 
     def failed(self, view: View, failure: HoldfastError) -> None:
         """An op of this process's communicator has failed."""
         if self._view is None or self._view.epoch != view.epoch:
             return
-        now = time.monotonic()
+        now = self._time.time()
         self._each(lambda detector: detector.failed(view, failure, now))
 
     def fence(self, member: Member) -> None:
@@ -148,9 +143,9 @@ class Detectors:
 
         A process that has ended already is no error: its end is reported like any other.
         """
-        if not any(self._each(lambda detector: detector.fence(member))) and not is_gone(member.peer):
+        if not any(self._each(lambda detector: detector.fence(member))) and not self._processes.is_gone(member.peer):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(member.peer.pid, signal.SIGKILL)
+                self._processes.kill(member.peer.pid)
 
     def needless(self) -> set[str]:
         """The ids of the processes that read the signs of life of this one.
@@ -168,7 +163,7 @@ class Detectors:
 
     def silent_for(self, member_id: str) -> float | None:
         """Seconds since the last sign of life of a process; None if no detector watches it."""
-        now = time.monotonic()
+        now = self._time.time()
         found = self._each(lambda detector: detector.silent_for(member_id, now))
         return min((seconds for seconds in found if seconds is not None), default=None)
 
@@ -214,7 +209,7 @@ class Detectors:
     def _suspect(self, member: str, evidence: str) -> None:
         if self._view is not None:
             self._send_to(_TO_ALL, None, _encode((self._view.epoch, member, evidence)))
-            self._suspected(self._me.id, member, evidence, time.monotonic())
+            self._suspected(self._me.id, member, evidence, self._time.time())
 
     def _suspected(self, observer: str, member: str, evidence: str, now: float) -> None:
         self._each(lambda detector: detector.suspected(observer, member, evidence, now))

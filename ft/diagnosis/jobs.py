@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.membership.view import View
-from holdfast.ft.runtime.register import Register
+from holdfast.ft.node.register import Register
 from holdfast.ft.telemetry.flight import find
 
 REGISTER = "register.sqlite"

@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.comms.system.keys import create_key
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.events import Event
-from holdfast.ft.runtime.register import Register
+from holdfast.ft.node.register import Register
 from holdfast.ft.telemetry.event_reader import read_events
 
 _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -153,7 +153,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
         return None if kept is None else kept[1]
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        return self.remember("encoded", None, lambda: msgspec.msgpack.encode(self))
 
     @staticmethod
     def decode(data: bytes) -> View:

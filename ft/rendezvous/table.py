@@ -2,7 +2,7 @@
 
 Keys belong to an epoch. When a later epoch begins, the keys of earlier ones are dropped and waits for them end with
 `Revoked`. Every member has a copy, in which it sets and awaits keys; changes are passed on from copy to copy
-(`holdfast.ft.runtime.table_sharing`). What several members may change goes to the first member's copy.
+(`holdfast.ft.node.table_sharing`). What several members may change goes to the first member's copy.
 """
 
 from __future__ import annotations

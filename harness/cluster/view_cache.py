@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from holdfast.ft.membership.view import View
+from holdfast.ft.node.register import Register
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.runtime.register import Register
 
 LOOK_SECONDS = 1.0
 AGAIN_SECONDS = 0.05

@@ -51,7 +51,7 @@ def test_every_shell_snippet_says_whether_it_is_run_and_every_excerpt_is_in_its_
 
 
 def test_files_that_pages_name_exist() -> None:
-    """A path from a package on, as `ft/runtime/`, and the name of a file alone, as `board.py`."""
+    """A path from a package on, as `ft/node/`, and the name of a file alone, as `board.py`."""
     names = {path.name for package in (*PACKAGES, "tests", "docs") for path in (ROOT / package).rglob("*.*")}
     missing = []
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:

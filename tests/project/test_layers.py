@@ -51,7 +51,7 @@ LAYERS = {
         state
         detectors
         settings
-        runtime
+        node
         departure communicators torch_default_group termination
         session
         launch

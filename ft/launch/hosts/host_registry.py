@@ -23,8 +23,8 @@ from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.ft.launch.torch_environment import TorchEnvironment
 from holdfast.ft.membership.view import View
+from holdfast.ft.node.runtime import new_identity
 from holdfast.ft.registers import RegisterAway, open_cell
-from holdfast.ft.runtime.runtime import new_identity
 from holdfast.ft.settings import installed_version, key_check
 
 CELL = "hosts"

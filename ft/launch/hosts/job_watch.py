@@ -7,8 +7,8 @@ import threading
 
 from holdfast.comms.errors import CorruptData
 from holdfast.ft.membership.view import View
+from holdfast.ft.node.register import Register
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.runtime.register import Register
 
 WATCH_SECONDS = 1.0
 AWAY_SECONDS = 0.2

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.ft.events import FaultInjected, ProcessDied, ProcessStopped
+from holdfast.ft.events import FaultInjected, ProcessStopped
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
     BlockRegister,
+    BreakDetector,
     CutPath,
+    DelayConnections,
     DelayPath,
+    DelayRegister,
     DriftClock,
     Fault,
+    JumpClock,
     KillHost,
     KillProcess,
     KillRack,
     KillShare,
+    LoseProposals,
     PartitionHosts,
     PauseProcess,
+    RefuseSignals,
     SlowProcess,
     StartProcess,
 )
@@ -53,7 +59,8 @@ def inject(world: World, fault: Fault) -> None:
             if number < len(world.processes):
                 world.kill(world.processes[number], "SIGKILL")
         case KillHost() | KillRack() | KillShare():
-            _kill_hosts(world, hosts_of(world, fault))
+            for host in hosts_of(world, fault):
+                world.lose_host(host)
         case PauseProcess(process=number, seconds=seconds):
             if number < len(world.processes):
                 pause(world, world.processes[number], seconds)
@@ -74,10 +81,27 @@ def inject(world: World, fault: Fault) -> None:
                 world.after(seconds, _slow, world.processes[number], -delay)
         case DriftClock(process=number, share=share):
             if number < len(world.processes):
-                world.processes[number].drift(share)
+                world.clocks[world.processes[number].host].drift(world.now, share)
         case BlockRegister(seconds=seconds, writes=writes):
             _register(world, writes, 1)
             world.after(seconds, _register, world, writes, -1)
+        case JumpClock(host=host, forward=forward):
+            world.clocks[host].jump(world.now, forward)
+        case DelayConnections(host=host, delay=delay, seconds=seconds):
+            world.paths.slow_connecting(host, delay)
+            world.after(seconds, world.paths.slow_connecting, host, -delay)
+        case BreakDetector(process=number, detector=name):
+            if number < len(world.processes):
+                world.processes[number].break_detector(name)
+        case RefuseSignals(host=host, seconds=seconds):
+            world.refusing[host] += 1
+            world.after(seconds, world.refusing.subtract, (host,))
+        case DelayRegister(delay=delay, seconds=seconds):
+            _delay_register(world, delay)
+            world.after(seconds, _delay_register, world, -delay)
+        case LoseProposals(seconds=seconds, writes=writes):
+            _lose_proposals(world, writes, 1)
+            world.after(seconds, _lose_proposals, world, writes, -1)
         case AtPoint():
             raise ValueError("a fault at a point strikes when the point is reached")
 
@@ -112,16 +136,6 @@ def _say(world: World, fault: Fault, target: str = "") -> None:
     world.say("harness", 0, FaultInjected(what=str(what), target=target, details=details))
 
 
-def _kill_hosts(world: World, hosts: list[int]) -> None:
-    """Kill all processes of these hosts at once, so that none of them can notice."""
-    doomed = [process for host in hosts for process in world.on_host(host) if process.alive]
-    for process in doomed:
-        process.alive = False
-        process.backlog.clear()
-    for process in doomed:
-        world.emit(process, ProcessDied(why="its host is gone"))
-
-
 def _slow(process: SimulatedProcess, delay: float) -> None:
     process.slow = max(0.0, process.slow + delay)
 
@@ -129,3 +143,12 @@ def _slow(process: SimulatedProcess, delay: float) -> None:
 def _register(world: World, writes: bool, by: int) -> None:
     world.register.away += by
     world.register.writes += by if writes else 0
+
+
+def _delay_register(world: World, by: float) -> None:
+    world.register.late = max(0.0, world.register.late + by)
+
+
+def _lose_proposals(world: World, writes: bool, by: int) -> None:
+    world.register.losing += by
+    world.register.lost_writes += by if writes else 0

@@ -36,6 +36,7 @@ class Paths:
         self._isolated: list[frozenset[int]] = []
         self._registerless: list[frozenset[int]] = []
         self._clogs: dict[tuple[int, int], list[float]] = {}
+        self._connecting: dict[int, float] = {}
 
     # Faults ---------------------------------------------------------------------------------------------------
 
@@ -57,6 +58,10 @@ class Paths:
         else:
             delays.remove(delay)
 
+    def slow_connecting(self, host: int, by: float) -> None:
+        """Let connections that a host dials from now on stand later by `by` seconds more."""
+        self._connecting[host] = self._connecting.get(host, 0.0) + by
+
     # Messages -------------------------------------------------------------------------------------------------
 
     def is_cut(self, source: int, target: int) -> bool:
@@ -65,6 +70,10 @@ class Paths:
         if self._cuts and self._cuts.get((source, target), 0) > 0:
             return True
         return any((source in group) != (target in group) for group in self._isolated)
+
+    def connect_delay(self, host: int) -> float:
+        """By how much a connection that a host dials is late."""
+        return self._connecting.get(host, 0.0)
 
     def reaches_register(self, host: int) -> bool:
         return not any(host in group for group in self._registerless)

@@ -6,19 +6,27 @@ from collections.abc import Callable
 
 from holdfast.ft.membership.events import CasFailed, CasLost, CasWon
 from holdfast.ft.membership.view import View
-
-Answer = CasWon | CasLost | CasFailed
+from holdfast.ft.node.ports import Answer
 
 
 class SimulatedRegister:
-    """Holds the newest view. `away` counts current outages, `writes` those in which writes still take effect."""
+    """Holds the newest view. `watchers` are called once after the next write.
+
+    `away` counts current outages, `writes` those in which writes still take effect, `losing` those in which the answers
+    to proposals are lost, and `lost_writes` those of these in which they take effect. Every answer comes `late` seconds
+    later.
+    """
 
     def __init__(self, view: View | None) -> None:
         self.view = view
         self.away = 0
         self.writes = 0
+        self.losing = 0
+        self.lost_writes = 0
+        self.late = 0.0
         self.proposals = 0
         self.on_write: Callable[[View], None] = lambda view: None
+        self.watchers: list[Callable[[], None]] = []
 
     @property
     def epoch(self) -> int:
@@ -34,5 +42,8 @@ class SimulatedRegister:
         if self.epoch == expected:
             self.view = view
             self.on_write(view)
+            watchers, self.watchers = self.watchers, []
+            for look in watchers:
+                look()
             return CasFailed("the answer was lost") if self.away else CasWon(view)
         return CasFailed("the register is away") if self.away else CasLost(self.view)

@@ -177,10 +177,53 @@ class SlowProcess(_Fault, frozen=True, tag="slow"):
 
 
 class DriftClock(_Fault, frozen=True, tag="drift"):
-    """From now on a process's clock runs faster by `share` (slower if negative)."""
+    """From now on the clock of a process's host runs faster by `share` (slower if negative)."""
 
     process: int
     share: float
+
+
+class JumpClock(_Fault, frozen=True, tag="clock_jump"):
+    """The clock of a host jumps forward by `forward` seconds, as that of a virtual machine that was moved."""
+
+    host: int
+    forward: float
+
+
+class DelayConnections(_Fault, frozen=True, tag="links_late"):
+    """For `seconds`, a connection that a host dials stands later by `delay`."""
+
+    host: int
+    delay: float
+    seconds: float
+
+
+class BreakDetector(_Fault, frozen=True, tag="detector_raises"):
+    """A detector of a process raises from now on, whenever it looks."""
+
+    process: int
+    detector: Literal["pidfd", "heartbeat", "observers"]
+
+
+class RefuseSignals(_Fault, frozen=True, tag="signals_refused"):
+    """For `seconds`, the kernel of a host refuses to send SIGKILL."""
+
+    host: int
+    seconds: float
+
+
+class DelayRegister(_Fault, frozen=True, tag="register_late"):
+    """For `seconds`, every answer of the register comes later by `delay`; what is asked for happens at once."""
+
+    delay: float
+    seconds: float
+
+
+class LoseProposals(_Fault, frozen=True, tag="proposals_lost"):
+    """For `seconds`, no proposal is answered. With `writes` it takes effect all the same."""
+
+    seconds: float
+    writes: bool = False
 
 
 class BlockRegister(_Fault, frozen=True, tag="register_away"):
@@ -204,6 +247,12 @@ Fault = (
     | SlowProcess
     | DriftClock
     | BlockRegister
+    | JumpClock
+    | DelayConnections
+    | BreakDetector
+    | RefuseSignals
+    | DelayRegister
+    | LoseProposals
 )
 
 

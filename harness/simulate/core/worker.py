@@ -42,7 +42,7 @@ class SimulatedSession:
         self._view: View | None = None
         self._newer_than = 0
         self._op = ""
-        self._ops = 0
+        self.entered = 0
         self._trying = False
         self._failed_step = -1
         self._attempt = (0, 0)
@@ -60,7 +60,9 @@ class SimulatedSession:
             view = guard.view
             if view is not None and view.epoch > self._newer_than and not guard.is_over(view.epoch):
                 self._enter(view)
-        elif self.stage == "op" and self.interrupted >= self.epoch:
+        elif self.stage == "op" and (
+            self.interrupted >= self.epoch or (self._op.endswith("connect") and guard.is_over(self.epoch))
+        ):
             self._fail()
 
     def _end_with_error(self) -> None:
@@ -74,7 +76,7 @@ class SimulatedSession:
 
     def _enter(self, view: View) -> None:
         first = self._newer_than == 0
-        self._newer_than, self._view, self._ops = view.epoch, view, 0
+        self._newer_than, self._view, self.entered = view.epoch, view, 0
         if view.phase != "running":
             self._conclude(first)
             return
@@ -84,6 +86,8 @@ class SimulatedSession:
         self._reach("rebuild.before_connect", lambda: self._meet("connect", None, self._connected))
 
     def _connected(self, _: Sequence[Any]) -> None:
+        assert self._view is not None
+        self._process.connected(self._view)
         self._reach("rebuild.before_votes", lambda: self._meet("votes", self.commits.vote(), self._voted))
 
     def _voted(self, votes: Sequence[Vote]) -> None:
@@ -94,8 +98,7 @@ class SimulatedSession:
         try:
             decision = decide(votes, rank)
         except HoldfastError as error:
-            me.guard.end(error)
-            me.ended = True
+            me.end(error)
             self.look()
             me.world.leave(me, str(error))
             return
@@ -254,8 +257,8 @@ class SimulatedSession:
             return
         self.stage = "op"
         if who is None:
-            self._ops += 1
-            self._op = f"{view.epoch}:{self._ops}:{op}"
+            self.entered += 1
+            self._op = f"{view.epoch}:{self.entered}:{op}"
         else:
             self._op = f"{view.epoch}:{op}"
         name = self._op

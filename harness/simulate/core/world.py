@@ -1,14 +1,15 @@
 """The simulated world: virtual time, processes, the network between them, and the injected faults.
 
 Every event is an entry in one queue, ordered by time and then by the order of insertion. All random choices come from
-the seed. Its own core drives each process; the world carries messages and keeps the register.
+the seed. Each process has a production `Node`; the world carries its messages, and keeps the clocks and the register.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,11 +18,11 @@ from msgspec import UNSET
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import events
 from holdfast.ft.console.units import counted
-from holdfast.ft.membership.events import LEFT, CasFailed, Death, EpochHeard, ProvenDeaths, Started, ViewRead
-from holdfast.ft.membership.events import Event as MembershipEvent
+from holdfast.ft.membership.events import LEFT, EpochHeard
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.node import messages
 from holdfast.harness.invariants import Event
 from holdfast.harness.simulate.core import faults
 from holdfast.harness.simulate.core.meetings import Meetings
@@ -32,12 +33,13 @@ from holdfast.harness.simulate.core.schedule import AtPoint, Fault, Schedule
 from holdfast.harness.simulate.core.trace import Trace, TraceWriter
 from holdfast.harness.simulate.core.worker import SimulatedSession
 
-PROOF_SECONDS = 0.0004
-"""The median time that the kernel takes to report the end of a process."""
 UNTOLD = ("members", "min_size", "time", "process", "pid")
 """Fields of events that the trace omits, because they follow from the rest."""
 EARLY_BEATS = 3
 """How many heartbeat intervals before a fault a quiet world begins to send heartbeats."""
+
+MOST_DECODED = 100_000
+"""The most messages that are kept decoded: a message that many receive is decoded once."""
 
 Observer = Callable[[Event], None]
 
@@ -69,9 +71,12 @@ class World:
         self._silent = False
         self._by_id: dict[str, SimulatedProcess] = {}
         self._hosts: list[list[SimulatedProcess]] = [[] for _ in range(self.layout.hosts)]
-        self._dead: tuple[tuple[Death, ...], View | None, tuple[int, ...]] = ((), None, ())
+        self.clocks = [HostClock() for _ in range(self.layout.hosts)]
+        self.refusing = Counter[int]()
+        """The hosts whose kernel refuses to send signals."""
+        self._gone: set[int] = set()
+        self._decoded: dict[tuple[str, bytes], messages.Message] = {}
         self._points: list[tuple[AtPoint, list[int]]] = []
-        self._sizes: dict[int, tuple[MembershipEvent, int]] = {}
         self._job = Job("job", self.layout.ranks, self.layout.min_size, self.layout.ranks, ("gloo",), "gloo")
         self._begin()
 
@@ -103,7 +108,7 @@ class World:
     def _start(self, number: int, host: int, member: Member, view: View | None) -> None:
         job = msgspec.structs.replace(self._job, backend="") if self.layout.form else self._job
         core = Membership(member, job, self.layout.timeouts(), shape=Shape(mesh=self.layout.mesh))
-        process = SimulatedProcess(self, number, host, member, core)
+        process = SimulatedProcess(self, number, host, core)
         self.processes.append(process)
         self._by_id[member.id] = process
         self._hosts[host].append(process)
@@ -111,15 +116,11 @@ class World:
             process.worker = SimulatedSession(process, self.layout.steps, self.layout.compute)
         if self.quiet:  # all processes have read the register
             self._silent = True
-            self._begin_process(process, view)
+            process.begin(view)
             self._silent = False
             return
-        self.at(self.now + self.rng.random() * self.layout.heartbeat * 0.2, process, self._begin_process, process, view)
-        self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.beat)
-
-    def _begin_process(self, process: SimulatedProcess, view: View | None) -> None:
-        process.feed(ViewRead(view))
-        process.feed(Started())
+        self.at(self.now + self.rng.random() * self.layout.heartbeat * 0.2, process, process.begin, view)
+        self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.node.watch)
 
     def wake(self, fault: Fault) -> None:
         """In a quiet world, start the heartbeats of a fault's targets and of their observers some time before it.
@@ -133,8 +134,7 @@ class World:
         for process in loud.values():
             if not process.loud and process.alive:
                 process.loud = True
-                process.follow()
-                self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.beat)
+                self.at(self.now + self.rng.random() * self.layout.heartbeat, process, process.node.watch)
 
     def _sweep(self) -> None:
         """In a quiet world, let members that missed a new view show their epoch, one heartbeat interval after it."""
@@ -147,7 +147,7 @@ class World:
                 other = self._by_id[member.id]
                 if not self.paths.loses(process.host, other.host, self.now):
                     delay = self.paths.latency(process.host, other.host)
-                    self.at(self.now + delay, other, other.feed, EpochHeard(process.member, view.epoch))
+                    self.at(self.now + delay, other, other.node.feed, EpochHeard(process.member, view.epoch))
         if behind:
             self.after(self.layout.heartbeat, self._sweep)
 
@@ -178,7 +178,12 @@ class World:
         if process.paused_until > self.now:
             process.backlog.append((act, args))
             return
-        act(*args)
+        try:
+            act(*args)
+        except Exception as error:
+            self.broken(process, error)
+        if process.alive:
+            process.settle()
 
     @property
     def pending(self) -> int:
@@ -216,6 +221,8 @@ class World:
 
     def emit(self, process: SimulatedProcess, event: Event) -> None:
         """Emit an event as the process would log it."""
+        if isinstance(event, events.MemberSuspected):
+            event = msgspec.structs.replace(event, of=self.living_observers(process, event.member))
         self.say(process.member.id, process.number, event)
 
     def say(self, who: str, pid: int, event: Event) -> None:
@@ -228,9 +235,7 @@ class World:
             self._observe(events.stamped(event, who, pid, self.now))
 
     def installed(self, process: SimulatedProcess, view: View) -> None:
-        ids = view.__dict__.get("_ids")
-        if ids is None:
-            ids = view.__dict__["_ids"] = tuple(member.id for member in view.members)
+        ids = view.remember("ids", view.members, lambda: tuple(member.id for member in view.members))
         rank = view.rank_of(process.member.id)
         installed = events.ViewInstalled(
             epoch=view.epoch, members=ids, rank=rank, min_size=view.job.min_size, reason=view.reason
@@ -238,7 +243,7 @@ class World:
         self.emit(process, installed)
 
     def broken(self, process: SimulatedProcess, error: Exception) -> None:
-        """Record that the core of a process raised an error: a bug."""
+        """Record that a process raised an error in its own code: a bug."""
         self.emit(process, events.CoreBroken(error=f"{type(error).__name__}: {error}"))
         self.kill(process, "its core is broken")
 
@@ -247,52 +252,41 @@ class World:
     def process_of(self, member_id: str) -> SimulatedProcess:
         return self._by_id[member_id]
 
-    def ranks_of(self, deaths: tuple[Death, ...], view: View) -> tuple[int, ...]:
-        """The ranks of these members of `view`: one shared object for equal reports of a loss."""
-        if self._dead[0] is not deaths or self._dead[1] is not view:
-            ranks = (view.rank_of(death.id) for death in deaths)
-            self._dead = (deaths, view, tuple(rank for rank in ranks if rank is not None))
-        return self._dead[2]
+    def find(self, member_id: str) -> SimulatedProcess | None:
+        return self._by_id.get(member_id)
 
-    def is_stopped(self, pid: int) -> bool:
-        process = self.processes[pid - 1]
-        return process.alive and process.paused_until > self.now
+    def is_gone(self, host: int) -> bool:
+        """Whether a host has ended, with its kernel: nothing answers there any more."""
+        return host in self._gone
+
+    def lose_host(self, host: int) -> None:
+        """End a host, and all its processes with it: nobody is told."""
+        self._gone.add(host)
+        for process in self._hosts[host]:
+            if process.alive:
+                process.alive = False
+                process.backlog.clear()
+                self.emit(process, events.ProcessDied(why="its host is gone"))
 
     def on_host(self, host: int) -> list[SimulatedProcess]:
         return self._hosts[host]
 
-    def kill_member(self, member_id: str, why: str) -> None:
-        self.kill(self._by_id[member_id], why)
-
     def kill(self, process: SimulatedProcess, why: str) -> None:
-        """SIGKILL a process. The kernel informs the observers on its host."""
+        """SIGKILL a process. The kernel closes its connections, and informs those on its host that watch it."""
         if not process.alive:
             return
         process.alive = False
         process.backlog.clear()
         self.emit(process, events.ProcessDied(why=why))
-        watchers = self._watchers_here(process)
-        for other in watchers:
-            self.prove(other, (process.member.id,))
-
-    def _watchers_here(self, process: SimulatedProcess) -> list[SimulatedProcess]:
-        others = [other for other in self._hosts[process.host] if other.alive and other is not process]
-        if self.quiet:
-            return [other for other in others if not other.core.ended]
-        return [other for other in others if process.member.id in other.watched]
-
-    def prove(self, process: SimulatedProcess, member_ids: tuple[str, ...]) -> None:
-        delay = PROOF_SECONDS * (0.5 + self.rng.random())
-        self.at(self.now + delay, process, self._proved, process, member_ids)
-
-    def _proved(self, process: SimulatedProcess, member_ids: tuple[str, ...]) -> None:
-        process.prove(tuple(Death(member_id, "its process ended") for member_id in member_ids))
+        process.links.close()
+        for other in self._hosts[process.host]:
+            if other.alive:
+                other.watch.ended(process.member.id)
 
     def leave(self, process: SimulatedProcess, why: str) -> None:
         """End a process with a farewell, as a session does when it cannot go on."""
         self.emit(process, events.SessionFailed(error=why))
-        proof = ProvenDeaths((Death(process.member.id, LEFT + why),))
-        self.send_all(process, [self._by_id[who].member for who in {**process.watched, **process.followers}], proof)
+        process.node.leave(why)
         self.after(0.0, self.kill, process, LEFT + why)
 
     def living_observers(self, process: SimulatedProcess, member_id: str) -> int:
@@ -320,94 +314,85 @@ class World:
 
     # Messages -------------------------------------------------------------------------------------------------
 
-    def send_all(self, sender: SimulatedProcess, to: Iterable[Member], event: MembershipEvent) -> None:
-        for member in to:
-            self.send(sender, member.id, event)
-
-    def send(self, sender: SimulatedProcess, member_id: str, event: MembershipEvent) -> None:
+    def send(self, sender: SimulatedProcess, member_id: str, method: str, body: bytes) -> None:
         """Send a message. It may arrive late, twice or never."""
         receiver = self._by_id.get(member_id)
         if receiver is None or self._silent:
             return
+        if method == "beat":
+            self._send_beat(sender, receiver, body)
+            return
         sender.sent += 1
         self.messages += 1
-        if self.quiet:
-            size = self._size(event)
-            sender.bytes += size
-            self.message_bytes += size
-        self._carry(sender, receiver, event, 0)
+        sender.bytes += len(body)
+        self.message_bytes += len(body)
+        self._carry(sender, receiver, (method, body), 0)
 
-    def _carry(self, sender: SimulatedProcess, receiver: SimulatedProcess, event: MembershipEvent, tries: int) -> None:
+    def _carry(self, sender: SimulatedProcess, receiver: SimulatedProcess, notice: messages.Notice, tries: int) -> None:
         source, target = sender.host, receiver.host
         slow = sender.slow + receiver.slow
         cut = self.paths.is_cut(source, target)
         if cut or self.paths.loses(source, target, self.now):
             wait = self.network.retransmit * 2**tries
             if wait and tries < 4:
-                self.at(self.now + wait, sender, self._carry, sender, receiver, event, tries + 1)
+                self.at(self.now + wait, sender, self._carry, sender, receiver, notice, tries + 1)
             return
         for _ in range(self.paths.copies()):
             delay = self.paths.latency(source, target) + slow
-            self.at(self.now + delay, receiver, self._deliver, sender, receiver, event)
+            self.at(self.now + delay, receiver, self._deliver, sender, receiver, *notice)
 
-    def _deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, event: MembershipEvent) -> None:
+    def _deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, method: str, body: bytes) -> None:
         receiver.received += 1
-        if self.quiet:
-            receiver.bytes += self._size(event)
-        self.trace("message", f"{sender.member.id}>{receiver.member.id}", type(event).__name__)
+        receiver.bytes += len(body)
+        self.trace("message", f"{sender.member.id}>{receiver.member.id}", method)
         before = receiver.core.view
-        receiver.hear(event)
+        receiver.node.hear(sender.member.id, self._decode(method, body))
         if receiver.core.view is not before:
             receiver.hops = sender.hops + 1
 
-    def _size(self, event: MembershipEvent) -> int:
-        known = self._sizes.get(id(event))
-        if known is None or known[0] is not event:
-            body = msgspec.msgpack.encode(event)
-            known = self._sizes[id(event)] = (event, len(body))
-            if len(self._sizes) > 100_000:
-                self._sizes.pop(next(iter(self._sizes)))
-        return known[1]
+    def reset_counts(self) -> None:
+        """Count messages and bytes from now on."""
+        for process in self.processes:
+            process.sent = process.received = process.bytes = 0
 
-    def beat(self, sender: SimulatedProcess, member_id: str, epoch: int) -> None:
+    def _decode(self, method: str, body: bytes) -> messages.Message:
+        found = self._decoded.get((method, body))
+        if found is None:
+            found = self._decoded[method, body] = messages.decode(method, body)
+            if len(self._decoded) > MOST_DECODED:
+                self._decoded.pop(next(iter(self._decoded)))
+        return found
+
+    def _send_beat(self, sender: SimulatedProcess, receiver: SimulatedProcess, body: bytes) -> None:
         """Send a heartbeat. A lost one is not sent again."""
-        receiver = self._by_id[member_id]
         source, target = sender.host, receiver.host
-        if (
-            not receiver.loud
-            or not receiver.alive
-            or self.paths.is_cut(source, target)
-            or self.paths.loses(source, target, self.now)
-        ):
+        if not receiver.alive or self.paths.is_cut(source, target) or self.paths.loses(source, target, self.now):
             return
         delay = self.paths.latency(source, target) + sender.slow + receiver.slow
-        self.at(self.now + delay, receiver, receiver.hear_beat, sender, epoch)
+        beat = self._decode("beat", body)
+        self.at(self.now + delay, receiver, receiver.node.hear, sender.member.id, beat)
 
-    # The register ---------------------------------------------------------------------------------------------
 
-    def propose(self, process: SimulatedProcess, number: int, expected: int, view: View) -> None:
-        delay = self.paths.register_latency() + process.slow
-        self.after(delay, self._at_register, process, number, expected, view)
+class HostClock:
+    """The clock of a host. It may run faster or slower than the world's, and jump forward; it never goes back."""
 
-    def _at_register(self, process: SimulatedProcess, number: int, expected: int, view: View) -> None:
-        if self.paths.reaches_register(process.host):
-            answer = self.register.compare_and_set(expected, view)
-        else:
-            answer = CasFailed("the register cannot be reached")
-        process.hops = 0
-        self.trace("register", process.member.id, f"{type(answer).__name__} epoch={view.epoch}")
-        back = self.paths.register_latency() + process.slow
-        self.at(self.now + back, process, process.answered, number, answer)
+    __slots__ = ("_here", "_there", "rate")
 
-    def read_register(self, process: SimulatedProcess) -> None:
-        if self.register.away or not self.paths.reaches_register(process.host):
-            return
-        self.after(self.paths.register_latency() + process.slow, self._read, process)
+    def __init__(self) -> None:
+        self.rate = 1.0
+        self._here = self._there = 0.0
 
-    def _read(self, process: SimulatedProcess) -> None:
-        if not self.register.away and process.alive:
-            back = self.paths.register_latency() + process.slow
-            self.at(self.now + back, process, process.feed, ViewRead(self.register.view))
+    def read(self, now: float) -> float:
+        """What it shows at `now`, the time of the world."""
+        return self._there + (now - self._here) * self.rate
+
+    def drift(self, now: float, share: float) -> None:
+        """From now on run faster by `share`."""
+        self._here, self._there, self.rate = now, self.read(now), 1.0 + share
+
+    def jump(self, now: float, seconds: float) -> None:
+        """Show `seconds` more from now on."""
+        self._here, self._there = now, self.read(now) + seconds
 
 
 def _epoch(view: View | None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.ft.commit.commit_state import CommitState
 from holdfast.ft.commit.decision import HOLDER, NEWCOMER, Decision, Vote
-from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.harness.simulate.core import worker
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
 

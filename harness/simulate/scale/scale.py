@@ -16,7 +16,7 @@ from holdfast.harness.invariants import Bounds, Event, Violation
 from holdfast.harness.simulate.core.schedule import Schedule
 from holdfast.harness.simulate.core.trace import TraceWriter
 from holdfast.harness.simulate.core.world import World
-from holdfast.harness.simulate.search.run import InvariantChecks
+from holdfast.harness.simulate.search.run import InvariantChecks, without_log
 
 SLICE = 0.05
 """Virtual seconds between two checks whether the run is done."""
@@ -28,7 +28,8 @@ class ScaleResult(msgspec.Struct, frozen=True):
     Protocol results in virtual seconds after the first fault: `detected` (first evidence), `agreed` (the register took
     the first view that followed), `installed` (every survivor had the newest view); None if that did not happen.
     `depth` is the longest path of that view from member to member. Messages and bytes are those that survivors sent or
-    received, without heartbeats. Costs of the simulation: `cpu` and `wall` seconds, `memory` GiB.
+    received from the first fault on, without heartbeats. Costs of the simulation: `cpu` and `wall` seconds, `memory`
+    GiB.
     """
 
     ranks: int
@@ -102,6 +103,7 @@ def measure(
             gc.enable()
 
 
+@without_log()
 def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[float, int], None]) -> ScaleResult:
     began, cpu_began = time.perf_counter(), time.process_time()
     checks = InvariantChecks(Bounds(operation=1e6, progress=1e6))
@@ -115,6 +117,7 @@ def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[
         sweep(view)
 
     world.register.on_write = written
+    world.after(min((fault.at for fault in schedule.faults), default=0.0), world.reset_counts)
     setup = time.process_time() - cpu_began
     horizon = schedule.ends() + schedule.bound
     _run(world, checks, clock, horizon, progress)

@@ -15,17 +15,23 @@ from holdfast.ft.faultpoints import POINTS
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
     BlockRegister,
+    BreakDetector,
     CutPath,
+    DelayConnections,
     DelayPath,
+    DelayRegister,
     DriftClock,
     Fault,
     JobLayout,
+    JumpClock,
     KillHost,
     KillProcess,
     KillRack,
+    LoseProposals,
     NetworkModel,
     PartitionHosts,
     PauseProcess,
+    RefuseSignals,
     Schedule,
     SlowProcess,
     StartProcess,
@@ -36,6 +42,10 @@ LAST = 2.5
 """The latest begin of a fault in seconds, or while the job runs."""
 FLAPPING = 0.2
 """The share of seeds with three hosts or more that have flapping links and no other faults."""
+AROUND_NODES = 0.4
+"""The share of seeds with steps in which what nodes stand on fails too: clocks, connections, detectors, register."""
+HEALING = (CutPath, PartitionHosts, DelayPath, PauseProcess, SlowProcess, AtPoint)
+"""The faults after which a member that was silent may be heard again."""
 POINTS_REACHED = tuple(point for point in POINTS if point != "sync.before_chunk")
 
 
@@ -54,7 +64,13 @@ def draw(seed: int, ranks: int | None = None, hosts: int | None = None) -> Sched
         faults = _flapping(rng, layout.hosts)
         layout = replace(layout, form=False, compute=0.06, steps=int(faults[-1].at / 0.06) + 20)
         return Schedule(seed=seed, layout=layout, network=network, faults=tuple(faults))
-    return Schedule(seed=seed, layout=layout, network=network, faults=tuple(_faults(rng, layout)))
+    faults = _faults(rng, layout)
+    if layout.steps and rng.random() < AROUND_NODES:
+        heals = network.loss or any(isinstance(fault, HEALING) for fault in faults)
+        faults += _faults_around_nodes(rng, layout, unanswered=not heals)
+    unanswered = any(isinstance(fault, DelayRegister | LoseProposals) for fault in faults)
+    bound = Schedule().bound + (layout.timeouts().rebuild if unanswered else 0.0)
+    return Schedule(seed=seed, layout=layout, network=network, faults=tuple(faults), bound=bound)
 
 
 def _layout(rng: random.Random) -> JobLayout:
@@ -155,6 +171,32 @@ def _faults_of_a_job(rng: random.Random, layout: JobLayout) -> list[MakeFault]:
             ),
         ]
     return makers
+
+
+def _faults_around_nodes(rng: random.Random, layout: JobLayout, unanswered: bool) -> list[Fault]:
+    """Faults of clocks, detectors and connections, and with `unanswered` one that makes the register's answers late.
+
+    A view that is agreed late may leave out a member that is heard again by then: that is no fault of the protocol.
+    """
+    makers: list[MakeFault] = [
+        lambda at: JumpClock(at=at, host=rng.randrange(layout.hosts), forward=rng.choice((0.3, 1.0, 5.0))),
+        lambda at: BreakDetector(
+            at=at, process=rng.randrange(layout.ranks), detector=rng.choice(("pidfd", "heartbeat", "observers"))
+        ),
+        lambda at: RefuseSignals(at=at, host=rng.randrange(layout.hosts), seconds=rng.choice((0.3, 1.5))),
+        lambda at: DelayConnections(
+            at=at, host=rng.randrange(layout.hosts), delay=rng.choice((0.1, 1.0)), seconds=rng.choice((1.0, 3.0))
+        ),
+    ]
+    late: list[MakeFault] = [
+        lambda at: DelayRegister(at=at, delay=rng.choice((0.05, 0.5, 12.0)), seconds=rng.choice((0.3, 1.0))),
+        lambda at: LoseProposals(at=at, seconds=rng.choice((0.3, 1.0)), writes=rng.random() < 0.5),
+    ]
+    last = min(LAST, 1.1 * layout.steps * layout.compute)
+    faults = [rng.choice(makers)(round(rng.random() * last, 3)) for _ in range(rng.randint(1, 3))]
+    if unanswered and rng.random() < 0.5:
+        faults.append(rng.choice(late)(round(rng.random() * last, 3)))
+    return faults
 
 
 def _losses(rng: random.Random, layout: JobLayout) -> list[MakeFault]:

@@ -9,7 +9,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ import pytest
 from holdfast.comms.errors import Revoked
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import Job, Member, Session, Timeouts, View, faultpoints
-from holdfast.ft.membership.events import CasFailed, CasWon
+from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
+from holdfast.ft.node.register import Register
+from holdfast.ft.node.register_client import RegisterClient
+from holdfast.ft.node.register_threads import RegisterThreads
 from holdfast.ft.registers import RegisterBusy
 from holdfast.ft.rendezvous.table import RendezvousTable
-from holdfast.ft.runtime.register import Register
-from holdfast.ft.runtime.register_client import RegisterClient
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
 
@@ -57,26 +57,39 @@ def test_a_caller_that_must_not_wait_gets_register_busy(register: Register, tmp_
     assert register.try_read() == VIEW
 
 
+@contextmanager
+def asking(path: Path, patience: float, answers: list[Any]) -> Iterator[RegisterClient]:
+    """A client of the register, in the running event loop."""
+    loop = asyncio.get_running_loop()
+    threads = RegisterThreads(f"sqlite://{path}", loop)
+    client = RegisterClient(
+        threads, loop, Timeouts(heartbeat=0.05, suspect=0.1, rebuild=patience), answers.append, answers.append
+    )
+    try:
+        yield client
+    finally:
+        client.end()
+        threads.close()
+
+
 def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
     ticks = 0
 
-    async def propose(pool: ThreadPoolExecutor) -> None:
+    async def propose() -> None:
         nonlocal ticks
-        asking = RegisterClient(register, pool, 10.0, answers.append, answers.append)
-        with held(tmp_path / "job.sqlite"):
-            began = time.monotonic()
-            asking.propose(0, VIEW)
-            while time.monotonic() - began < 0.3:
+        with asking(tmp_path / "job.sqlite", 10.0, answers) as client:
+            with held(tmp_path / "job.sqlite"):
+                began = time.monotonic()
+                client.propose(0, VIEW)
+                while time.monotonic() - began < 0.3:
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+                assert answers == []
+            while not answers:
                 await asyncio.sleep(0.01)
-                ticks += 1
-            assert answers == []
-        while not answers:
-            await asyncio.sleep(0.01)
-        asking.end()
 
-    with ThreadPoolExecutor(1) as pool:
-        asyncio.run(propose(pool))
+    asyncio.run(propose())
     assert answers == [CasWon(VIEW)]
     assert ticks > 5
 
@@ -84,17 +97,31 @@ def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Regis
 def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
 
-    async def propose(pool: ThreadPoolExecutor) -> None:
-        asking = RegisterClient(register, pool, 0.2, answers.append, answers.append)
-        asking.propose(0, VIEW)
-        while not answers:
-            await asyncio.sleep(0.01)
-        asking.end()
+    async def propose() -> None:
+        with asking(tmp_path / "job.sqlite", 0.2, answers) as client, held(tmp_path / "job.sqlite"):
+            client.propose(0, VIEW)
+            while not answers:
+                await asyncio.sleep(0.01)
+            assert [type(answer) for answer in answers] == [CasFailed]
 
-    with ThreadPoolExecutor(1) as pool, held(tmp_path / "job.sqlite"):
-        asyncio.run(propose(pool))
-        assert [type(answer) for answer in answers] == [CasFailed]
-        assert "did not answer within 0.2 s" in answers[0].reason
+    asyncio.run(propose())
+    assert "did not answer within 0.2 s" in answers[0].reason
+
+
+def test_a_view_that_another_process_writes_is_shown_at_once_while_the_job_is_formed(
+    register: Register, tmp_path: Path
+) -> None:
+    shown: list[Any] = []
+
+    async def follow() -> None:
+        with asking(tmp_path / "job.sqlite", 10.0, shown) as client:
+            client.follow()
+            assert register.compare_and_set(0, VIEW)
+            while not shown:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(follow())
+    assert shown == [ViewRead(VIEW)]
 
 
 def stop_in_the_lock() -> None:

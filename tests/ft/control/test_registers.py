@@ -27,9 +27,9 @@ from holdfast.comms.plugins.registry import register, unregister
 from holdfast.comms.plugins.spec import hookimpl
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.node.register import Register
 from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite, tcp
 from holdfast.ft.registers import etcd as etcd_register
-from holdfast.ft.runtime.register import Register
 from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
 from holdfast.harness.testbed.linearizability import OperationRecorder, RegisterOperation, unexplained
 from support.children import children

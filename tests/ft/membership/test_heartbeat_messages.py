@@ -7,8 +7,8 @@ import time
 import torch
 
 from holdfast.ft import Session, Timeouts
-from holdfast.ft.runtime.connections import MemberConnections
-from holdfast.ft.runtime.reactor import CALM_BEATS, CALM_BEATS_A_MESSAGE
+from holdfast.ft.node.connections import MemberConnections
+from holdfast.ft.node.node import CALM_BEATS, CALM_BEATS_A_MESSAGE
 from holdfast.harness import LocalCluster
 
 BEAT = 0.05

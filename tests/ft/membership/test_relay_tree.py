@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.node import messages
+from holdfast.ft.node.ports import Links
+from holdfast.ft.node.table_calls import TableCalls
+from holdfast.ft.node.table_sharing import CHUNK_BYTES, TableSharing, chunks
 from holdfast.ft.rendezvous import handlers as rendezvous
 from holdfast.ft.rendezvous.messages import KeysRequest
 from holdfast.ft.rendezvous.relay import LONGEST_PAUSE, TreeRelay
-from holdfast.ft.runtime import messages
-from holdfast.ft.runtime.table_sharing import CHUNK_BYTES, TableSharing, chunks
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
@@ -107,32 +109,23 @@ def test_large_tables_travel_in_several_messages() -> None:
     assert list(chunks({"large": bytes(2 * CHUNK_BYTES)})) == [{"large": bytes(2 * CHUNK_BYTES)}]
 
 
-class FakeLinks:
+class FakeLinks(Links):
     """The members of a test, and the connections between them, some of which are broken for a time."""
 
     def __init__(self, me: str, members: dict[str, FakeLinks]) -> None:
         self.me, self._members = me, members
-        self.sharing = TableSharing(me, asyncio.get_running_loop(), 5.0)
-        self.sharing.use(self)
-        ignored = lambda *anything: None  # noqa: E731
-        self._notices = messages.handlers(
-            messages.MessageCallbacks(
-                core=ignored,
-                beat=ignored,
-                deaths=ignored,
-                share=self.sharing.received,
-                suspicion=ignored,
-                detectors=ignored,
-            )
-        )
-        self._calls = rendezvous.handlers(self.sharing.table, self.sharing.forward, self.sharing.delete)
+        self.sharing = TableSharing(me, asyncio.get_running_loop(), self)
+        calls = TableCalls(self.sharing, self, 5.0)
+        self._calls = calls.handlers()
         self.broken: set[str] = set()
 
     def notify(self, member_id: str, method: str, body: bytes) -> bool:
         if member_id in self.broken:
             return False
-        receive = self._members[member_id]._notices[method]
-        asyncio.get_running_loop().call_soon(receive, self.me, body)
+        share = messages.decode(method, body)
+        assert isinstance(share, messages.Share)
+        receive = self._members[member_id].sharing.received
+        asyncio.get_running_loop().call_soon(receive, self.me, share.epoch, share.items)
         return True
 
     async def call(self, member: Member, method: str, body: bytes, timeout: float) -> bytes:

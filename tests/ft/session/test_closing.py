@@ -12,8 +12,8 @@ from holdfast import ft
 from holdfast.comms.system.keys import create_key
 from holdfast.ft import settings
 from holdfast.ft.communicators import CommunicatorManager
-from holdfast.ft.runtime.register import Register
-from holdfast.ft.runtime.runtime import Runtime
+from holdfast.ft.node.register import Register
+from holdfast.ft.node.runtime import Runtime
 from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.telemetry import Telemetry

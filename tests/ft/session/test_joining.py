@@ -17,8 +17,8 @@ from holdfast.comms import BackendUnavailable, HoldfastError, Mismatch
 from holdfast.comms.system.keys import KeyRefused, create_key
 from holdfast.ft import Attempt, Session, Timeouts, faultpoints, settings
 from holdfast.ft.control.errors import WrongKey
+from holdfast.ft.node.register import Register
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.runtime.register import Register
 from holdfast.ft.state.fetching import BLOCK
 from support.children import Child, children
 from support.waiting import PATIENCE, eventually

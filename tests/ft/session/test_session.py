@@ -25,7 +25,7 @@ from holdfast.comms import HoldfastError
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.commit.commit_state import BROKEN_EPOCHS
 from holdfast.ft.faultpoints import POINTS
-from holdfast.ft.runtime import reactor
+from holdfast.ft.node import node
 from holdfast.harness import LocalCluster, RankDied, RankFailed
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
@@ -129,7 +129,7 @@ def test_survivors_adopt_the_next_view_before_its_message_arrives() -> None:
     """
 
     def written_to_late(session: Session, steps: int) -> dict[str, Any]:
-        reactor.ANNOUNCED_SECONDS = reactor.WON_SECONDS = 2 * PATIENCE
+        node.ANNOUNCED_SECONDS = node.WON_SECONDS = 2 * PATIENCE
         return tally_up(session, steps)
 
     slow = Timeouts(heartbeat=4.0, suspect=15.0, operation=50.0, rebuild=30.0, join=40.0)
@@ -418,7 +418,7 @@ def test_a_connection_that_is_reset_in_a_rebuild_costs_no_member() -> None:
 
     def reset_once_posted(session: Session, cut: list[str]) -> None:
         assert session._runtime is not None
-        links = session._runtime._reactor.links
+        links = session._runtime.links
         notify = links.notify
 
         def reset(member_id: str, method: str, body: bytes) -> bool:
@@ -566,7 +566,7 @@ def test_a_register_that_is_away_delays_a_rebuild_and_breaks_no_running_epoch() 
 def test_an_evicted_session_refuses_every_step() -> None:
     """The register decides which processes belong to the job, not the session's own view."""
     from holdfast.ft.membership.view import View
-    from holdfast.ft.runtime.register import Register
+    from holdfast.ft.node.register import Register
 
     def linger(session: Session) -> None:
         for attempt in session.steps(10_000):

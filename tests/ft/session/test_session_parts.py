@@ -31,7 +31,7 @@ from holdfast.ft.event_lines import to_record
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.membership.view_delta import delta_between
-from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.ft.telemetry import event_log

@@ -16,7 +16,7 @@ import pytest
 from holdfast.comms.system.keys import create_key
 from holdfast.ft import AlreadyJoined, Session, StepFailed, Timeouts
 from holdfast.ft.error_history import describe, note
-from holdfast.ft.runtime.register import Register
+from holdfast.ft.node.register import Register
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
 from support.children import errors_of

@@ -9,8 +9,8 @@ import pytest
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.membership.view import Job, View
+from holdfast.ft.node.register import Register
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.runtime.register import Register
 from holdfast.harness import chaos
 from holdfast.harness.chaos.outcome.checks import RegisterAwayBreaksNothing
 from holdfast.harness.chaos.run.registers import EtcdServer, TcpServer

@@ -13,11 +13,14 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from holdfast.ft import events
 from holdfast.ft.commit import commit_state, decision
 from holdfast.ft.detectors.observers import ObserversDetector
-from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.membership.state_machine import Membership
-from holdfast.ft.runtime.epoch_guard import EpochGuard
+from holdfast.ft.node.epoch_guard import EpochGuard
+from holdfast.ft.node.node import Node
+from holdfast.ft.node.register_client import RegisterClient
+from holdfast.ft.node.table_sharing import TableSharing
 from holdfast.harness import simulate
 from holdfast.harness.cli import app
 from holdfast.harness.invariants import Event
@@ -25,15 +28,19 @@ from holdfast.harness.simulate.core import worker
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
     BlockRegister,
+    BreakDetector,
     CutPath,
     Fault,
     JobLayout,
+    JumpClock,
     KillHost,
     KillProcess,
     KillRack,
+    LoseProposals,
     NetworkModel,
     PartitionHosts,
     PauseProcess,
+    RefuseSignals,
     Schedule,
     load,
     save,
@@ -93,13 +100,54 @@ def test_a_simulated_process_uses_the_production_classes() -> None:
     world = World(Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1)))
     world.run(0.5)
     for process in world.processes:
+        assert type(process.node) is Node
         assert type(process.core) is Membership
         assert type(process.guard) is EpochGuard
-        assert type(process.silence) is SilenceTracker
-        assert type(process.observing) is ObserversDetector
+        assert type(process.node._register_client) is RegisterClient
+        assert type(process.node.sharing) is TableSharing
+        assert type(process.detectors["observers"]) is ObserversDetector
+        assert set(process.detectors) == {"pidfd", "heartbeat", "observers", "transport", "progress"}
         assert process.worker is not None
         assert type(process.worker.commits) is commit_state.CommitState
     assert worker.decide is decision.decide
+
+
+def test_a_detector_that_raises_is_replaced_and_the_job_goes_on() -> None:
+    seen: list[Event] = []
+    broken = BreakDetector(at=0.2, process=0, detector="observers")
+    schedule = Schedule(
+        layout=JobLayout(ranks=2, hosts=2, racks=1, spares=0), faults=(broken, KillHost(at=0.5, host=1))
+    )
+    assert run(schedule, also=seen.append).violation is None
+    assert [event.detector for event in seen if isinstance(event, events.DetectorLost)] == ["observers"]
+    assert {event.process for event in seen if event.kind == "finished"} == {"p0"}
+
+
+def test_a_signal_that_the_kernel_refuses_is_sent_again() -> None:
+    seen: list[Event] = []
+    faults = (RefuseSignals(at=0.3, host=0, seconds=2.0), PauseProcess(at=0.3, process=0, seconds=4.0))
+    schedule = Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1), faults=faults)
+    assert run(schedule, also=seen.append).violation is None
+    fenced = [event for event in seen if isinstance(event, events.FenceFailed | events.MemberFenced)]
+    assert [type(event) for event in fenced] == [events.FenceFailed, events.MemberFenced]
+    assert any(isinstance(event, events.ProcessDied) and event.process == "p0" for event in seen)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_proposal_without_an_answer_is_given_up_after_the_rebuild_time_and_made_again(writes: bool) -> None:
+    seen: list[Event] = []
+    faults = (KillProcess(at=0.3, process=3), LoseProposals(at=0.2, seconds=0.5, writes=writes))
+    schedule = Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1, spares=0), faults=faults, bound=18.0)
+    assert run(schedule, also=seen.append).violation is None
+    late = [event for event in seen if isinstance(event, events.RegisterUnreachable)]
+    assert late and all("did not answer within 10 s" in event.reason for event in late)
+
+
+def test_a_clock_that_jumps_makes_nobody_suspect() -> None:
+    seen: list[Event] = []
+    schedule = Schedule(faults=(JumpClock(at=0.5, host=0, forward=5.0),))
+    assert run(schedule, also=seen.append).violation is None
+    assert not [event for event in seen if isinstance(event, events.MemberSuspected | events.MemberFenced)]
 
 
 def test_no_module_in_virtual_time_imports_a_clock_or_a_socket() -> None:
@@ -149,9 +197,9 @@ def test_the_host_with_the_first_rank_goes_on_after_a_partition(ranks: int, cut:
     """The first host has at least half of the ranks. Neither host hears the other, or only the second does not."""
     schedule = Schedule(layout=JobLayout(ranks=ranks, hosts=2, racks=1, spares=0, steps=40), faults=(cut,))
     for seed in range(10):
-        events: list[Event] = []
-        assert run(replace(schedule, seed=seed), also=events.append).violation is None
-        finished = {event.process for event in events if event.kind == "finished"}
+        seen: list[Event] = []
+        assert run(replace(schedule, seed=seed), also=seen.append).violation is None
+        finished = {event.process for event in seen if event.kind == "finished"}
         assert finished == {f"p{rank}" for rank in range((ranks + 1) // 2)}, seed
 
 

@@ -1,23 +1,20 @@
-"""Runs the membership state machine of one process in an event loop.
+"""The membership of one process: runs the membership state machine on the ports of its world.
 
-Its events come from the kernel (pidfds), detectors, the other members, the register and timers. It carries out the
-effects: revoke and install epochs in the session's `EpochGuard`, compare-and-set the register, notify the others.
+Its events come from detectors, the other members, the register and timers. It carries out the effects: revoke and
+install epochs in the session's `EpochGuard`, compare-and-set the register, notify the others. It has no thread, socket
+or clock of its own, so the same class runs in an event loop (`Runtime`) and in the virtual time of the simulator.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable
 
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
-from holdfast.comms.plugins.registry import registry
-from holdfast.comms.transport.liveness import is_gone, this_process
-from holdfast.ft import events, faultpoints
-from holdfast.ft.detectors.detector import DetectorContext
+from holdfast.comms.plugins.spec import DetectorInfo
+from holdfast.ft import events
+from holdfast.ft.detectors.detector import DetectorContext, Timer
 from holdfast.ft.detectors.process_watch import death_of
-from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.error_history import StepFailed
 from holdfast.ft.membership.effects import (
@@ -35,30 +32,30 @@ from holdfast.ft.membership.effects import (
     Revoke,
 )
 from holdfast.ft.membership.events import (
+    LEFT,
     CasFailed,
     CasWon,
+    Cleared,
     Death,
     EpochHeard,
     Event,
     ProvenDeaths,
+    SpareAnnounced,
     Started,
+    Suspicion,
     Tick,
+    ViewDeltaReceived,
     ViewRead,
 )
 from holdfast.ft.membership.evidence_reporting import another_proposes_first
 from holdfast.ft.membership.state_machine import Membership
-from holdfast.ft.membership.topology import Shape
-from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view import Member, View
+from holdfast.ft.node import messages
+from holdfast.ft.node.epoch_guard import EpochGuard
+from holdfast.ft.node.ports import Answer, Ports
+from holdfast.ft.node.register_client import RegisterClient
+from holdfast.ft.node.table_sharing import TableSharing, neighbours
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.rendezvous import handlers as rendezvous
-from holdfast.ft.runtime import messages
-from holdfast.ft.runtime.connections import MemberConnections
-from holdfast.ft.runtime.epoch_guard import EpochGuard
-from holdfast.ft.runtime.register import Register
-from holdfast.ft.runtime.register_client import Answer, RegisterClient
-from holdfast.ft.runtime.table_sharing import TableSharing, neighbours
-from holdfast.ft.settings import Settings, one_host_backends
-from holdfast.ft.telemetry.event_log import EventLog
 
 FOLLOW_SECONDS, FOLLOW_FEWER_SECONDS = 0.002, 0.02
 """Delay from a new view to an update of the watched processes; the longer one if no process is new."""
@@ -79,52 +76,43 @@ WON_SECONDS = 0.001
 _log = logging.getLogger("holdfast.ft")
 
 
-class Reactor:
-    """The membership of one process. Made and used in one event loop.
+class Node:
+    """The membership of one process. All methods but the thread-safe ones are called in one thread, its own.
 
-    `step` is passed to fault points. `was_spare` is True once this process has been outside of a running view: there it
-    tells the members of itself once it is `ready`, or they would wait for it while it still prepares its steps.
+    `was_spare` is True once this process has been outside of a running view: there it tells the members of itself once
+    it is `ready`, or they would wait for it while it still prepares its steps. `has_left` is True once it has told the
+    others that it leaves.
     """
 
     def __init__(
         self,
-        identity: str,
-        settings: Settings,
-        epoch_guard: EpochGuard,
-        event_log: EventLog,
-        register: Register,
-        pool: Executor,
+        core: Membership,
+        guard: EpochGuard,
+        ports: Ports,
+        emit: Callable[[events.Event], None],
+        detectors: Iterable[DetectorInfo],
+        at_point: Callable[[str, Callable[[], None]], None],
+        register: str = "",
     ) -> None:
-        self.step = -1
-        self.was_spare = False
-        self._has_left = False
-        self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, event_log
-        self._loop = asyncio.get_running_loop()
-        self.sharing = TableSharing(identity, self._loop, max(settings.timeouts.rebuild, settings.timeouts.operation))
-        callbacks = messages.MessageCallbacks(
-            core=self.feed,
-            beat=self._hear_beat,
-            deaths=self._handle_deaths,
-            share=self.sharing.received,
-            suspicion=self._hear_suspicion,
-            detectors=self._hear_detectors,
-        )
-        self.links = MemberConnections(
-            identity,
-            key=settings.key,
-            job=settings.name,
-            handlers={
-                **rendezvous.handlers(self.sharing.table, self.sharing.forward, self.sharing.delete),
-                **messages.handlers(callbacks),
-            },
-            on_link=self._linked,
-            on_refused=self._refused,
-        )
-        self.sharing.use(self.links)
+        """`core` is the state before any event, and `register` the URL of the register, for errors.
+
+        `at_point(point, go_on)` calls `go_on()`, unless a fault is injected at this point of the protocol.
+        """
+        self.core = core
+        self.was_spare = self.has_left = False
+        self._identity, self._guard, self._emit = core.me.id, guard, emit
+        self._time, self._links, self._processes = ports.time, ports.links, ports.processes
+        self._infos, self._at_point, self._register = detectors, at_point, register
+        self._timeouts = core.timeouts
+        self.sharing = TableSharing(self._identity, ports.time, ports.links)
+        self._register_client = RegisterClient(ports.register, ports.time, core.timeouts, self.feed, self._answered)
         self._detectors: Detectors | None = None
-        self._core: Membership | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._heartbeat_timer: asyncio.TimerHandle | None = None
+        """None until `watch`."""
+        self._closed = False
+        self._timer: Timer | None = None
+        self._timer_at: float | None = None
+        """The time `wake_at` of the core for which the timer is set."""
+        self._heartbeat_timer: Timer | None = None
         self._last_view: View | None = None
         self._calm = 0
         """The heartbeats since the view has changed."""
@@ -132,7 +120,8 @@ class Reactor:
         """How many calls of `feed` are open: an effect may feed the next event."""
         self._following = False
         """Whether an update of the watched processes is due."""
-        self._register_client = RegisterClient(register, pool, settings.timeouts.rebuild, self.feed, self._answered)
+        self._followed_epoch = 0
+        """The epoch of the view that the detectors evaluate: for a moment it is that before the newest."""
         self._announced_self_to: dict[str, Member] = {}
         self._spare_since = 0
         self._is_ready = self._told_spare = False
@@ -144,48 +133,51 @@ class Reactor:
         self._unreported_win: CasWon | None = None
         """The register's answer that this process's core learns a moment later (`WON_SECONDS`)."""
 
-    async def begin(self, host: str, job: Job, view: View | None, threads: tuple[int, ...]) -> None:
-        """Listen on `host` and take part in `job`; `view` is what the register holds.
+    def begin(self, view: View | None) -> None:
+        """Take part in the job; `view` is what the register holds."""
+        self._emit(events.JoinRequested(address=self.core.me.address))
+        self.feed(ViewRead(view))
+        self.feed(Started())
 
-        `threads` are the kernel's numbers of threads of this process that end no sooner than this reactor.
+    def watch(self) -> None:
+        """Watch the others from now on, with all detectors, and show them and the register's views to this process.
+
+        Without it a node only hears what others tell it: the simulator leaves it out where nothing happens.
         """
-        address = await self.links.start(host)
-        me = Member(self._identity, address, this_process(), threads)
         self._detectors = Detectors(
             DetectorContext(
-                me=me,
-                timeouts=self._settings.timeouts,
-                loop=self._loop,
+                me=self.core.me,
+                timeouts=self._timeouts,
+                loop=self._time,
                 tell=self._tell_core,
                 stop=self._stop,
                 resign=self._resign,
-                note=self._events.emit,
-                place=self._epoch_guard.place,
+                note=self._emit,
+                place=self._guard.place,
                 lost=self._is_lost,
+                processes=self._processes,
             ),
-            list(registry().detectors.values()),
+            list(self._infos),
             self._send_detectors,
         )
-        shape = Shape(mesh=self._settings.mesh)
-        self._core = Membership(me, job, self._settings.timeouts, one_host_backends(job.backends), shape)
-        self._events.emit(events.JoinRequested(address=address))
-        self.feed(ViewRead(view))
-        self.feed(Started())
+        self._follow_soon(self.core)
         self._beat()
+        self._register_client.follow()
 
     @property
     def missed_heartbeats(self) -> int:
         """The number of heartbeats of others that did not arrive, so far. Thread-safe."""
         return 0 if self._detectors is None else self._detectors.missed
 
-    def ahead(self, place: OpPosition) -> bool:
-        """Whether another member of this host was seen to have entered more ops than `place` says. Thread-safe."""
+    def another_continues(self) -> bool:
+        """Whether another member of this host was seen to have entered more ops of the epoch. Thread-safe."""
+        place = self._guard.place()
         places = () if self._detectors is None else tuple(self._detectors.places.values())
         return any(there.epoch == place.epoch and there.entered > place.entered for there in places)
 
-    async def end(self) -> None:
-        """Close detectors, timers and connections. No event is handled afterwards."""
-        self._core = None
+    def close(self) -> None:
+        """Close detectors and timers. No event is handled afterwards."""
+        self._closed = True
         self._register_client.end()
         for timer in (self._timer, self._heartbeat_timer):
             if timer is not None:
@@ -194,87 +186,88 @@ class Reactor:
             self._detectors.close()
             self._detectors = None
         self.sharing.flush()
-        await self.links.close()
 
     def leave(self, reason: str, error: str = "") -> None:
         """Tell the others that this process has left the job, as if it had died; `error` as in `Death`."""
-        self._has_left = True
-        self.links.notify_all(*messages.leave(reason, error))
+        self.has_left = True
+        self._links.notify_all(*messages.leave(reason, error))
 
     def feed(self, event: Event) -> None:
         """Pass one event to the state machine and carry out its effects."""
         self._feed_win()  # the answer that waits comes first, or the core would decide without it
-        before = self._core
-        if before is None:
+        if self._closed:
             return
-        self._core, effects = before.on(event, time.monotonic())
+        before = self.core
+        self.core, effects = before.on(event, self._time.time())
         self._depth += 1
         try:
             for effect in effects:
                 self._perform(effect)
         except Exception as error:  # the core believes that the effect has happened: the process cannot go on
             _log.exception("an effect of %r failed", event)
-            self._epoch_guard.end(
-                HoldfastError(f"this process cannot go on in its job: {type(error).__name__}: {error}")
-            )
+            self._guard.end(HoldfastError(f"this process cannot go on in its job: {type(error).__name__}: {error}"))
             raise
         finally:
             self._depth -= 1
             if self._depth == 0:  # notify the others before this process's own threads wake up
-                self._epoch_guard.end_ops()
-        if self._core.spares is not before.spares:
-            for spare in self._core.spares:
+                self._guard.end_ops()
+        if self.core.spares is not before.spares:
+            for spare in self.core.spares:
                 if spare not in before.spares:
-                    self._events.emit(events.SpareWelcomed(spare=spare.id))
-        if self._core.view is not before.view or self._core.spares is not before.spares:
+                    self._emit(events.SpareWelcomed(spare=spare.id))
+        if self.core.view is not before.view or self.core.spares is not before.spares:
             self._follow_soon(before)
-        self._set_timer(self._core.wake_at)
+        self._set_timer(self.core.wake_at)
 
     def _follow_soon(self, before: Membership) -> None:
         """Update the watched processes a moment later, after urgent work."""
-        if not self._following:
-            assert self._core is not None
+        if not self._following and self._detectors is not None:
             known = {member.id for member in before.watched()} | {self._identity}
-            view = self._core.view
-            is_known = view is not None and self._core.shape.is_mesh(view)
-            is_known = is_known and all(member.id in known for member in self._core.watched())
+            view = self.core.view
+            is_known = view is not None and self.core.shape.is_mesh(view)
+            is_known = is_known and all(member.id in known for member in self.core.watched())
             self._following = True
-            self._loop.call_later(FOLLOW_FEWER_SECONDS if is_known else FOLLOW_SECONDS, self._follow)
+            self._time.call_later(FOLLOW_FEWER_SECONDS if is_known else FOLLOW_SECONDS, self._follow)
 
     def _follow(self) -> None:
         self._following = False
-        core = self._core
-        if core is None or self._detectors is None:
+        if self._detectors is None:
             return
-        watched = core.watched()
-        view, mine = core.view, None
+        watched, view = self.core.watched(), self.core.view
+        self._followed_epoch = 0 if view is None else view.epoch
         self._detectors.follow(view, watched)
-        if view is not None:
-            mine = view.rank_of(self._identity)
-        earlier = {m.id for m in view.members[:mine]} if view is not None else set[str]()
         linked = {m.id: m for m in watched}
+        ranks = view.ranks if view is not None else {}
+        mine = ranks.get(self._identity)
         if view is not None and mine is not None:  # the rendezvous table is passed on along these
             linked.update({m.id: m for m in neighbours(view, mine)})
-        self.links.follow(
-            [m for m in linked.values() if m.id in earlier],
-            [m for m in linked.values() if m.id not in earlier],
+        first = len(ranks) if mine is None else mine  # a newcomer dials the members, a member those before it
+        self._links.follow(
+            [m for m in linked.values() if ranks.get(m.id, len(ranks)) < first],
+            [m for m in linked.values() if ranks.get(m.id, len(ranks)) >= first],
         )
 
     def _set_timer(self, at: float | None) -> None:
+        if at == self._timer_at:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._timer_at = at
         if at is not None:
-            delay = max(0.0, at - time.monotonic())
-            self._timer = self._loop.call_later(delay, self.feed, Tick())
+            self._timer = self._time.call_later(max(0.0, at - self._time.time()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._timer_at = None, None
+        self.feed(Tick())
 
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Revoke():
                 self._revoke(effect)
             case Propose(expected, view):
-                self._events.emit(events.ViewProposed(epoch=view.epoch, phase=view.phase, reason=view.reason))
-                self._propose(expected, view)
+                self._emit(events.ViewProposed(epoch=view.epoch, phase=view.phase, reason=view.reason))
+                self._at_point("rebuild.before_propose", lambda: self._register_client.propose(expected, view))
             case Announce(view, to, None):
                 self._announce_to(view, to, messages.install(view))
             case Announce(view, to, change):
@@ -285,8 +278,8 @@ class Reactor:
             case ReportDeaths(deaths, to):
                 self._tell(to, messages.deaths(deaths))
             case ReportSuspicions(seen, to):
-                for word in seen:
-                    self._tell(to, messages.suspicion(word))
+                for statement in seen:
+                    self._tell(to, messages.suspicion(statement))
             case AnnounceSelf(view, to):
                 self.was_spare = True
                 self._announced_self_to = {member.id: member for member in to}
@@ -295,13 +288,13 @@ class Reactor:
                     self._announce_selves()
             case Install(view):
                 self._install(view)
-            case Evicted() if self._has_left:
+            case Evicted() if self.has_left:
                 pass  # the others' next view is there before this process has closed: it says what was asked for
             case Evicted(view, reason):
-                self._events.emit(events.WasEvicted(epoch=view.epoch, reason=reason))
-                self._epoch_guard.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
+                self._emit(events.WasEvicted(epoch=view.epoch, reason=reason))
+                self._guard.end(StaleEpoch(f"evicted in epoch {view.epoch}: {reason}"))
             case Refused(reason):
-                self._epoch_guard.end(Mismatch(f"cannot join job {self._settings.name!r}: {reason}"))
+                self._guard.end(Mismatch(f"cannot join job {self.core.job.name!r}: {reason}"))
             case Fence(member, reason):
                 self._fence(member, reason)
 
@@ -310,11 +303,10 @@ class Reactor:
 
         `last` is the last event on it: an event is written when it changes from success to failure or back.
         """
-        core = self._core
-        if core is None or self._detectors is None:
+        if self._detectors is None:
             return
-        if is_gone(member.peer):
-            if any(m.id == member.id for m in core.watched()) and not self._is_lost(member.id):
+        if self._processes.is_gone(member.peer):
+            if any(m.id == member.id for m in self.core.watched()) and not self._is_lost(member.id):
                 self._handle_deaths((death_of(member),))
             return
         try:
@@ -323,34 +315,33 @@ class Reactor:
             if not isinstance(last, events.FenceFailed):
                 why = f"SIGKILL to pid {member.peer.pid}: {error.strerror or error}"
                 last = events.FenceFailed(member=member.id, reason=reason, error=why)
-                self._events.emit(last)
+                self._emit(last)
         else:
             if not isinstance(last, events.MemberFenced):
                 last = events.MemberFenced(member=member.id, reason=reason)
-                self._events.emit(last)
-        self._loop.call_later(self._settings.timeouts.heartbeat, self._fence, member, reason, last)
+                self._emit(last)
+        self._time.call_later(self._timeouts.heartbeat, self._fence, member, reason, last)
 
     def _revoke(self, effect: Revoke) -> None:
-        view = self._epoch_guard.view
+        view = self._guard.view
         error: HoldfastError
         if effect.dead and view is not None and view.epoch == effect.epoch:
-            ranks = [rank for death in effect.dead if (rank := view.rank_of(death.id)) is not None]
-            error = PeerFailed(ranks, "; ".join(death.evidence for death in effect.dead))
+            error = view.remember("peers failed", effect.dead, lambda: _peers_failed(view, effect.dead)).again()
         else:
             error = Revoked(effect.epoch, effect.reason)
-        if self._epoch_guard.revoke(effect.epoch, error, effect.reason):
+        if self._guard.revoke(effect.epoch, error, effect.reason):
             self.sharing.drop_before(effect.epoch + 1, effect.reason)
 
     def _install(self, view: View) -> None:
         self._announced_self_to = {}
         if view.phase == "failed":
             name = view.job.name
-            self._epoch_guard.end(
+            self._guard.end(
                 HoldfastError(f"job {name!r} has ended: {view.reason}")
                 if view.error is None
                 else StepFailed(name, view.reason, view.error)
             )
-        self._epoch_guard.install(view)
+        self._guard.install(view)
         self.sharing.begin(view)
 
     def _announce_to(self, view: View, to: tuple[Member, ...], notice: messages.Notice) -> None:
@@ -359,31 +350,31 @@ class Reactor:
         if epoch == view.epoch:
             later = tuple(m for m in to if m.id in announced_to)
             to = tuple(m for m in to if m.id not in announced_to)
-            self._loop.call_later(ANNOUNCED_SECONDS, self._tell, later, notice)
+            self._time.call_later(ANNOUNCED_SECONDS, self._tell, later, notice)
         self._tell(to, notice)
 
     def _tell(self, to: tuple[Member, ...], notice: messages.Notice) -> None:
         for member in to:
-            self.links.deliver(member, *notice)
-
-    def _propose(self, expected: int, view: View) -> None:
-        self._reach("rebuild.before_propose")
-        self._register_client.propose(expected, view)
+            self._links.deliver(member, *notice)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, CasFailed):
-            self._events.emit(events.RegisterUnreachable(reason=answer.reason))
+            self._emit(events.RegisterUnreachable(reason=answer.reason))
             away = self._register_client.away
-            if self._epoch_guard.view is None and away >= self._settings.timeouts.rebuild:
+            if self._guard.view is None and away >= self._timeouts.rebuild:
                 why = f"nobody runs the job, and nothing can be agreed for {away:.3g} s: {answer.reason}"
-                self._epoch_guard.end(RegisterAway(self._settings.register, why))
+                self._guard.end(RegisterAway(self._register, why))
         if isinstance(answer, CasWon):
-            self._reach("rebuild.after_propose")
-            if self._announce(answer.view):
-                self._unreported_win = answer
-                self._loop.call_later(WON_SECONDS, self._feed_win)
-                return
-        self.feed(answer)
+            self._at_point("rebuild.after_propose", lambda: self._won(answer))
+        else:
+            self.feed(answer)
+
+    def _won(self, answer: CasWon) -> None:
+        if self._announce(answer.view):
+            self._unreported_win = answer
+            self._time.call_later(WON_SECONDS, self._feed_win)
+        else:
+            self.feed(answer)
 
     def _feed_win(self) -> None:
         won, self._unreported_win = self._unreported_win, None
@@ -395,26 +386,47 @@ class Reactor:
 
         Returns whether the announcement reaches all members of the view.
         """
-        before = self._epoch_guard.view
-        if before is None or view.phase != "running" or not self._epoch_guard.announce(view):
+        before = self._guard.view
+        if before is None or view.phase != "running" or not self._guard.announce(view):
             return False
         self._announced = (view.epoch, frozenset(before.ranks))
         return view.ranks.keys() <= before.ranks.keys()
 
-    def _reach(self, point: str) -> None:
-        if faultpoints.armed():
-            view = self._epoch_guard.view
-            rank = view.rank_of(self._identity) if view is not None else None
-            faultpoints.reach(point, self.step, -1 if rank is None else rank, view.epoch if view is not None else 0)
-
     # Received messages --------------------------------------------------------------------------------------------
+
+    def hear(self, peer: str, message: messages.Message) -> None:
+        """Handle a message of another process. Raises `CorruptData` for an invalid one of a detector."""
+        match message:
+            case messages.Beat(epoch):
+                self._hear_beat(peer, epoch)
+            case ViewRead(view):
+                self.feed(ViewRead(view, peer))
+            case ViewDeltaReceived(change):
+                self.feed(ViewDeltaReceived(change, peer))
+            case SpareAnnounced():
+                self.feed(message)
+            case ProvenDeaths(deaths):
+                self._handle_deaths(deaths)
+            case messages.Farewell(reason, error):
+                self._handle_deaths((Death(peer, LEFT + reason, error),))
+            case messages.Share(epoch, items):
+                self.sharing.received(peer, epoch, items)
+            case Suspicion(member, _, evidence, number):
+                self._hear_suspicion(peer, member, evidence)
+                self.feed(Suspicion(member, peer, evidence, number))
+            case Cleared(member, _, number):
+                self._hear_suspicion(peer, member, None)
+                self.feed(Cleared(member, peer, number))
+            case messages.DetectorMessage(body):
+                if self._detectors is not None:
+                    self._detectors.received(peer, body)
 
     def _handle_deaths(self, deaths: tuple[Death, ...]) -> None:
         deaths, self._deferred = (*self._deferred, *deaths), ()
         if not deaths:
             return
         detectors = self._detectors
-        self._events.emit(
+        self._emit(
             events.DeathsDetected(
                 members=tuple(death.id for death in deaths),
                 evidence="; ".join(death.evidence for death in deaths),
@@ -426,10 +438,11 @@ class Reactor:
 
     def failed(self, failure: HoldfastError) -> None:
         """An op of this process's communicator has failed."""
-        if self._detectors is not None and self._core is not None and self._core.view is not None:
-            self._detectors.failed(self._core.view, failure)
+        if self._detectors is not None and self.core.view is not None:
+            self._detectors.failed(self.core.view, failure)
 
-    def _linked(self, member_id: str) -> None:
+    def linked(self, member_id: str) -> None:
+        """A connection to another process was made."""
         if self._detectors is not None:
             self._detectors.linked(member_id)
         self.sharing.linked(member_id)
@@ -447,13 +460,12 @@ class Reactor:
         to = list(self._announced_self_to.values())
         if to and not self._told_spare:
             self._told_spare = True
-            self._events.emit(events.SpareWaits(epoch=self._spare_since, to=tuple(member.id for member in to)))
+            self._emit(events.SpareWaits(epoch=self._spare_since, to=tuple(member.id for member in to)))
         for member in to:
             self._announce_self(member)
 
     def _announce_self(self, member: Member) -> None:
-        assert self._core is not None
-        self.links.deliver(member, *messages.spare(self._core.me))
+        self._links.deliver(member, *messages.spare(self.core.me))
 
     def _beat(self) -> None:
         """Once a heartbeat: send a sign of life with the epoch, and let the detectors check for silence.
@@ -461,14 +473,14 @@ class Reactor:
         Processes of one host read each other's signs of life in shared memory. They get a message only now and then
         while the epoch lasts, since it costs each of them more than all else that an idle session does.
         """
-        self._heartbeat_timer = self._loop.call_later(self._settings.timeouts.heartbeat, self._beat)
-        view = self._core.view if self._core is not None else None
+        self._heartbeat_timer = self._time.call_later(self._timeouts.heartbeat, self._beat)
+        view = self.core.view
         self._calm = self._calm + 1 if view is self._last_view else 0
         self._last_view = view
         needless: set[str] = set()
         if self._detectors is not None and self._calm > CALM_BEATS and self._calm % CALM_BEATS_A_MESSAGE:
             needless = self._detectors.needless()
-        self.links.notify_all(*messages.beat(view), but=needless)
+        self._links.notify_all(*messages.beat(view), but=needless)
         if self._detectors is not None:
             self._detectors.beat()
 
@@ -477,48 +489,58 @@ class Reactor:
         if not isinstance(event, ProvenDeaths):
             self.feed(event)
             return
-        view = self._epoch_guard.view
+        view = self._guard.view
         if view is not None and any(death.id in view.ranks for death in event.deaths):
-            self._epoch_guard.rest()
+            self._guard.rest()
         self._deferred += event.deaths
         gone = {death.id for death in self._deferred}
-        if self._core is not None and another_proposes_first(
-            self._core.view, self._core.me, gone | self._core.lost().keys()
-        ):
-            self._loop.call_later(DEFER_SECONDS, self._handle_deaths, ())
+        if another_proposes_first(self.core.view, self.core.me, gone | self.core.evidence.lost.keys()):
+            self._time.call_later(DEFER_SECONDS, self._handle_deaths, ())
         else:
             self._handle_deaths(())
 
     def _stop(self, reason: str) -> None:
         """End the epoch here without agreement: this process must do nothing more in it."""
-        view = self._epoch_guard.view
-        if view is not None and self._epoch_guard.revoke(view.epoch, Revoked(view.epoch, reason), reason):
+        view = self._guard.view
+        if (
+            view is not None
+            and not self._judges_another(view)
+            and self._guard.revoke(view.epoch, Revoked(view.epoch, reason), reason)
+        ):
             self.sharing.drop_before(view.epoch + 1, reason)
-            self._epoch_guard.end_ops()
+            self._guard.end_ops()
+
+    def _judges_another(self, view: View) -> bool:
+        """Whether the detectors still evaluate the members of an earlier view: that is no evidence against this one."""
+        return view.epoch != self._followed_epoch
 
     def _resign(self, reason: str) -> None:
         """End this process's part in the job. The others replace it."""
+        view = self._guard.view
+        if view is not None and self._judges_another(view):  # the others have gone on with it: it need not leave
+            return
         self.leave(reason)
-        self._epoch_guard.end(StaleEpoch(f"this process has left the job: {reason}"))
+        self._guard.end(StaleEpoch(f"this process has left the job: {reason}"))
 
-    def _refused(self, member_id: str) -> None:
+    def refused(self, member_id: str) -> None:
+        """The host of another process refuses connections to its address."""
         if self._detectors is not None:
             self._detectors.refused(member_id)
 
     def _is_lost(self, member_id: str) -> bool:
-        return self._core is not None and member_id in self._core.lost()
+        return member_id in self.core.evidence.lost
 
     def _send_detectors(self, member_id: str | None, body: bytes) -> None:
         if member_id is None:
-            self.links.notify_all(*messages.detect(body))
+            self._links.notify_all(*messages.detect(body))
         else:
-            self.links.notify(member_id, *messages.detect(body))
+            self._links.notify(member_id, *messages.detect(body))
 
     def _hear_beat(self, peer: str, epoch: int) -> None:
         if self._detectors is None:
             return
         self._detectors.heard(peer)
-        view = self._core.view if self._core is not None else None
+        view = self.core.view
         rank = view.rank_of(peer) if view is not None else None
         if view is not None and rank is not None and epoch not in (0, view.epoch):
             self.feed(EpochHeard(view.members[rank], epoch))
@@ -527,6 +549,8 @@ class Reactor:
         if self._detectors is not None:
             self._detectors.reported(peer, member, evidence)
 
-    def _hear_detectors(self, peer: str, body: bytes) -> None:
-        if self._detectors is not None:
-            self._detectors.received(peer, body)
+
+def _peers_failed(view: View, dead: tuple[Death, ...]) -> PeerFailed:
+    """The error of ops of `view` that ends because of these deaths."""
+    ranks = [rank for death in dead if (rank := view.rank_of(death.id)) is not None]
+    return PeerFailed(ranks, "; ".join(death.evidence for death in dead))

@@ -1,0 +1,101 @@
+"""Bugs in what a node does around the membership: detectors, the register client, connections and clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.ft.detectors.heartbeat import HeartbeatDetector
+from holdfast.ft.detectors.silence import SilenceTracker
+from holdfast.ft.detectors.watch import Detectors
+from holdfast.ft.membership.events import CasFailed
+from holdfast.ft.membership.view import View
+from holdfast.ft.node.epoch_guard import EpochGuard
+from holdfast.ft.node.node import Node
+from holdfast.ft.node.ports import Answer
+from holdfast.ft.node.register_client import RegisterClient
+from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
+
+
+def _without_stand_in(lose: Callable[..., None]) -> object:
+    return lambda self, name, why, error=None: None
+
+
+def _waits_for_every_answer(take: Callable[..., None]) -> object:
+    def _take(self: RegisterClient, number: int, answer: Answer) -> None:
+        if not (isinstance(answer, CasFailed) and "did not answer within" in answer.reason):
+            take(self, number, answer)
+
+    return _take
+
+
+def _installs_again(install: Callable[..., None]) -> object:
+    def broken(self: EpochGuard, view: View) -> None:
+        if self._view is not None and self._view.epoch == view.epoch:
+            self._view = None
+        install(self, view)
+
+    return broken
+
+
+def _counts_its_absence(allow: Callable[..., None]) -> object:
+    return lambda self, now: None
+
+
+def _never(original: Callable[..., bool]) -> object:
+    return lambda self, *arguments: False
+
+
+def _always(original: Callable[..., bool]) -> object:
+    return lambda self, *arguments: True
+
+
+KNOWN_BUGS: tuple[KnownBug, ...] = (
+    known_bug(
+        "detector lost without a stand-in",
+        "a detector that raises is left out, and nothing takes its place",
+        "ours, first draft",
+        Detectors,
+        "_lose",
+        _without_stand_in,
+    ),
+    known_bug(
+        "answer waited for without end",
+        "a proposal whose answer is lost is never given up",
+        "missing deadline",
+        RegisterClient,
+        "_take",
+        _waits_for_every_answer,
+    ),
+    known_bug(
+        "view installed twice",
+        "a view that is announced in an op and then in a message begins its epoch twice",
+        "at-least-once delivery",
+        EpochGuard,
+        "install",
+        _installs_again,
+    ),
+    known_bug(
+        "own absence blamed on others",
+        "after a jump of the clock, or a pause, all others count as silent for as long",
+        "plain heartbeat detectors",
+        SilenceTracker,
+        "_allow_for_absence",
+        _counts_its_absence,
+    ),
+    known_bug(
+        "stopped by the view before",
+        "evidence about the members of one view ends the epoch of the next",
+        "ours, found by this simulator",
+        Node,
+        "_judges_another",
+        _never,
+    ),
+    known_bug(
+        "dead process confirmed",
+        "a process that has ended is not stopped either, so its host confirms to the others that it lives",
+        "ours, found by this simulator",
+        HeartbeatDetector,
+        "_lives",
+        _always,
+    ),
+)
