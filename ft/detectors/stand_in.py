@@ -1,4 +1,4 @@
-"""The evidence that remains where a built-in detector is missing or has failed: looks at /proc, and messages."""
+"""The evidence that remains where a detector of this host is missing or has failed: looks at /proc, and messages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.process_watch import death_of
 from holdfast.ft.detectors.silence import SilenceTracker
-from holdfast.ft.membership.events import Cleared, ProvenDeaths, Stalled, Suspicion
+from holdfast.ft.membership.events import ProvenDeaths, Stalled
 from holdfast.ft.membership.view import Member, View
 
 EVIDENCE = {
     "pidfd": "looks at /proc once a heartbeat",
     "heartbeat": "heartbeats in messages, and looks at /proc",
-    "observers": "heartbeats in messages, without conclusions on partitions",
 }
 """By the name of a detector that is missing: what this one goes by instead."""
 
@@ -36,15 +35,10 @@ class StandInDetector(Detector):
         mates = {m.id: m for m in watched if m.peer.host == me.host and m.peer.pid != me.pid}
         self._mates = mates if "pidfd" in self._covered else {}
         self._gone &= mates.keys()
-        silent = list(mates.values()) if "heartbeat" in self._covered else []
-        if "observers" in self._covered:
-            silent += [m for m in watched if m.peer.host != me.host]
-        self._silence.follow(silent, self.context.loop.time())
+        self._silence.follow(mates.values() if "heartbeat" in self._covered else (), self.context.loop.time())
 
     def heard(self, member_id: str, now: float) -> None:
         for finding in self._silence.hear(member_id, now):
-            if isinstance(finding, Cleared):
-                self.context.note(events.SuspicionCleared(member=member_id))
             self.context.tell(finding)
 
     def look(self, now: float) -> None:
@@ -55,8 +49,6 @@ class StandInDetector(Detector):
         for finding in self._silence.look(now):
             if isinstance(finding, Stalled):
                 self.context.note(events.MemberStalled(member=finding.member, evidence=finding.evidence))
-            elif isinstance(finding, Suspicion):
-                self.context.note(events.MemberSuspected(member=finding.member, evidence=finding.evidence))
             self.context.tell(finding)
         self.doubtful = self._silence.any_silent
 

@@ -14,6 +14,7 @@ import msgspec
 from holdfast.comms.errors import CorruptData, HoldfastError, describe
 from holdfast.comms.plugins.spec import Available, DetectorInfo
 from holdfast.ft.detectors.detector import Detector, DetectorContext, Timer
+from holdfast.ft.detectors.observers import ObserversDetector
 from holdfast.ft.detectors.stand_in import EVIDENCE, StandInDetector
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.events import DetectorLost
@@ -29,6 +30,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _routed = msgspec.msgpack.Decoder(tuple[str, bytes])
 _suspicion = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1)], str, str])
 _STAND_IN = ""  # no name that a plugin can have
+_OBSERVERS, _OBSERVERS_AGAIN = "observers", "observers again"
 _TO_ALL = ""  # the name for suspicions, which every detector receives
 
 
@@ -48,6 +50,8 @@ class Detectors:
         self._view: View | None = None
         self._looking: Timer | None = None
         self._watched: tuple[Member, ...] = ()
+        self._stopped_by: tuple[str, View | None] = ("", None)
+        """The detector that has ended the epoch of a view here: it alone knows when this process may go on."""
         self._detectors: dict[str, Detector] = {}
         self._context = dataclasses.replace(context, confirm=self.heard)
         for info in infos:
@@ -58,6 +62,7 @@ class Detectors:
                 suspect=self._suspect,
                 confirm=self.heard,
                 placed=self._placed,
+                stop=partial(self._stop, info.name),
             )
             try:
                 status = info.probe()
@@ -191,17 +196,26 @@ class Detectors:
             with contextlib.suppress(Exception):
                 detector.close()
             self._lose(name, describe(error), error)
+            if self._stopped_by == (name, self._view):
+                self._context.resign(f"its detector {name!r} had stopped it, and is lost")
 
     def _lose(self, name: str, why: str, error: Exception | None = None) -> None:
         """Say that this process does without a detector, and go by other evidence in its place."""
-        instead = EVIDENCE.get(name, "nothing")
+        instead = "another one of its kind, begun anew" if name == _OBSERVERS else EVIDENCE.get(name, "nothing")
         _log.warning("detector %r is lost (%s); in its place: %s", name, why, instead, exc_info=error)
         self._context.note(DetectorLost(detector=name, reason=why, instead=instead))
-        if name in EVIDENCE:
+        if name == _OBSERVERS:  # without one, a process that is cut off from a dead host would wait without end
+            again = self._detectors[_OBSERVERS_AGAIN] = ObserversDetector(self._context)
+            again.follow(self._view, self._watched)
+        elif name in EVIDENCE:
             stand_in = self._detectors.setdefault(_STAND_IN, StandInDetector(self._context))
             assert isinstance(stand_in, StandInDetector)
             stand_in.cover(name)
             stand_in.follow(self._view, self._watched)
+
+    def _stop(self, name: str, reason: str) -> None:
+        self._stopped_by = name, self._view
+        self._context.stop(reason)
 
     def _send_to(self, name: str, member_id: str | None, body: bytes) -> None:
         self._send(member_id, _encode((name, body)))

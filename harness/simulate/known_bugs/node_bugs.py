@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.ft.detectors.heartbeat import HeartbeatDetector
-from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import CasFailed
 from holdfast.ft.membership.view import View
@@ -35,10 +34,6 @@ def _installs_again(install: Callable[..., None]) -> object:
         install(self, view)
 
     return broken
-
-
-def _counts_its_absence(allow: Callable[..., None]) -> object:
-    return lambda self, now: None
 
 
 def _never(original: Callable[..., bool]) -> object:
@@ -73,14 +68,6 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         EpochGuard,
         "install",
         _installs_again,
-    ),
-    known_bug(
-        "own absence blamed on others",
-        "after a jump of the clock, or a pause, all others count as silent for as long",
-        "plain heartbeat detectors",
-        SilenceTracker,
-        "_allow_for_absence",
-        _counts_its_absence,
     ),
     known_bug(
         "stopped by the view before",
