@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 from holdfast.ft.detectors.heartbeat import HeartbeatDetector
 from holdfast.ft.detectors.watch import Detectors
-from holdfast.ft.membership.events import CasFailed
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
-from holdfast.ft.node.ports import Answer
 from holdfast.ft.node.register_client import RegisterClient
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
 
@@ -19,12 +17,13 @@ def _without_stand_in(lose: Callable[..., None]) -> object:
     return lambda self, name, why, error=None: None
 
 
-def _waits_for_every_answer(take: Callable[..., None]) -> object:
-    def _take(self: RegisterClient, number: int, answer: Answer) -> None:
-        if not (isinstance(answer, CasFailed) and "did not answer within" in answer.reason):
-            take(self, number, answer)
+def _waits_for_every_answer(propose: Callable[..., None]) -> object:
+    def broken(self: RegisterClient, expected: int, view: View) -> None:
+        propose(self, expected, view)
+        if self._deadline is not None:
+            self._deadline.cancel()
 
-    return _take
+    return broken
 
 
 def _installs_again(install: Callable[..., None]) -> object:
@@ -58,7 +57,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "a proposal whose answer is lost is never given up",
         "missing deadline",
         RegisterClient,
-        "_take",
+        "propose",
         _waits_for_every_answer,
     ),
     known_bug(

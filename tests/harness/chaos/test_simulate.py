@@ -134,13 +134,14 @@ def test_a_signal_that_the_kernel_refuses_is_sent_again() -> None:
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_proposal_without_an_answer_is_given_up_after_the_rebuild_time_and_made_again(writes: bool) -> None:
+def test_a_proposal_without_an_answer_is_found_in_the_register_or_given_up_and_made_again(writes: bool) -> None:
     seen: list[Event] = []
     faults = (KillProcess(at=0.3, process=3), LoseProposals(at=0.2, seconds=0.5, writes=writes))
     schedule = Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1, spares=0), faults=faults, bound=18.0)
     assert run(schedule, also=seen.append).violation is None
     late = [event for event in seen if isinstance(event, events.RegisterUnreachable)]
-    assert late and all("did not answer within 10 s" in event.reason for event in late)
+    assert bool(late) is not writes
+    assert all("did not answer within 10 s" in event.reason for event in late)
 
 
 def test_a_clock_that_jumps_makes_nobody_suspect() -> None:
@@ -356,7 +357,9 @@ def test_a_summary_has_the_faults_and_the_violation() -> None:
 def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
     runner, found = CliRunner(), tmp_path / "found.json"
     bug = ["--bug", "one accuser is enough"]
-    result = runner.invoke(app.app, ["simulate", *bug, "--seeds", "200", "--shrink", "--out", str(found), "--json"])
+    result = runner.invoke(
+        app.app, ["simulate", *bug, "--seed", "8", "--seeds", "200", "--shrink", "--out", str(found), "--json"]
+    )
     assert result.exit_code == 1, result.output
     outcome = json.loads(result.stdout)["outcomes"][-1]
     assert outcome["violation"]["invariant"] == "nobody healthy is evicted"
