@@ -34,7 +34,7 @@ from holdfast.harness.bench.collectives.definitions import (
 from holdfast.harness.bench.collectives.ranks import Bound, Measure, Measurement, time_ops
 from holdfast.harness.bench.command import app
 from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
-from holdfast.harness.bench.output import show
+from holdfast.harness.bench.output import plot, show
 from holdfast.harness.bench.output.results import Bench, BenchRow, ratios
 from holdfast.harness.bench.overhead.imports import measure
 from holdfast.harness.bench.recovery import peer as recovery_peer
@@ -387,7 +387,7 @@ def test_a_backend_of_ours_that_cannot_run_fails_the_command() -> None:
 def test_a_plot_without_data_is_an_error(tmp_path: Path) -> None:
     bench = rounds.run(_plan((), ()))
     with pytest.raises(ValueError, match="nothing to plot"):
-        show.plot(bench, tmp_path / "plot.png")
+        plot.plot(bench, tmp_path / "plot.png")
 
 
 @pytest.mark.thorough
