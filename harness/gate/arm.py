@@ -161,7 +161,7 @@ def main(workloads_path: str, ranks: int) -> None:
             finally:
                 sys.stderr.flush()
                 os._exit(status)
-        os.write(1, b"%d\n" % pid)
+        print(pid, flush=True)
 
 
 if __name__ == "__main__":

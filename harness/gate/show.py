@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.ft.console.console import FoldingTable, styled
+from holdfast.ft.console.console import styled
 from holdfast.harness.gate.decide import DecisionRule
 from holdfast.harness.gate.gate import GateReport, WorkloadResult
-from holdfast.harness.measure.show import show_time
+from holdfast.harness.measure.show import figures, others, show_time
 
 _MARK = {
     "does not run": "❌ does not run",
@@ -42,14 +42,12 @@ def show(report: GateReport, out: Console) -> None:
     if report.pins:
         differ = styled("pinned versions differ", "yellow")
         out.print(differ + f", both sides ran with what is installed: {', '.join(report.pins)}")
-    table = FoldingTable(
-        title=f"CPU time an op, {report.seconds:.0f} s; other processes used {report.others:.2f} CPUs meanwhile",
-        title_justify="left",
+    table = figures(
+        f"CPU time an op, {report.seconds:.0f} s; {others(report.others)}",
+        ("workload", "base", "head", "slower by", "pairs", "verdict"),
+        names=("workload", "slower by", "verdict"),
         caption=promise(report.rule),
-        caption_justify="left",
     )
-    for name in ("workload", "base", "head", "slower by", "pairs", "verdict"):
-        table.add_column(name, justify="right" if name in ("base", "head", "pairs") else "left")
     for each in report.findings:
         verdict = each.verdict if not each.why else f"{each.verdict}: {each.why}"
         table.add_row(
