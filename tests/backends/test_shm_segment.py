@@ -5,59 +5,27 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from holdfast.backends.shm.segment import BOARD_SLOTS, SharedSegment, decode_address
 from holdfast.backends.shm.transport import ShmTransport
 from holdfast.comms import Communicator
 from holdfast.comms.algorithms.shared_memory.board import layout_of
-from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import CorruptData, PeerFailed, Revoked
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
+from support.epochs import Epochs
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[LocalCluster]:
     with LocalCluster(4, "shm", timeout=60.0) as cluster:
         yield cluster
-
-
-class Epochs:
-    """Makes the communicators of one rank, one an epoch, as a session does."""
-
-    def __init__(self, outer: Communicator, path: Path) -> None:
-        self._outer = outer
-        self._peers = [outer._context.peers[rank] for rank in range(outer.size)]
-        self._store = dist.FileStore(str(path / "store"), -1)
-
-    def next(
-        self, epoch: int, ranks: Sequence[int], previous: Communicator | None, connect_payload: Sequence[int] = ()
-    ) -> Communicator:
-        """The communicator of `ranks` (of the outer one) in `epoch`; what comes before is aborted."""
-        if previous is not None:
-            previous.abort("replaced")
-        return connect_members(
-            "shm",
-            rank=list(ranks).index(self._outer.rank),
-            size=len(ranks),
-            store=dist.PrefixStore(str(epoch), self._store),
-            peers=[self._peers[rank] for rank in ranks],
-            epoch=epoch,
-            timeout=20.0,
-            previous=previous,
-            connect_payload=connect_payload,
-        )
-
-    def wait_for_all(self) -> None:
-        """Wait for all ranks of the outer communicator."""
-        self._outer.barrier()
 
 
 def segment_of(comm: Communicator) -> SharedSegment:
@@ -78,7 +46,7 @@ def sum_of(size: int) -> float:
 
 def test_survivors_keep_their_board_slot(four: LocalCluster, tmp_path: Path) -> None:
     def run(outer: Communicator) -> tuple[list[bool], list[float]]:
-        epochs = Epochs(outer, tmp_path)
+        epochs = Epochs("shm", outer, tmp_path)
         comm = epochs.next(1, [0, 1, 2, 3], None)
         kept, sums = [], [total(comm)]
         for epoch, ranks in ((2, [0, 2, 3]), (3, [2, 3])):
@@ -89,7 +57,7 @@ def test_survivors_keep_their_board_slot(four: LocalCluster, tmp_path: Path) -> 
                 before.close()
                 sums.append(total(comm))
         comm.close()
-        epochs.wait_for_all()
+        outer.barrier()
         return kept, sums
 
     results = four.run(run)
@@ -100,7 +68,7 @@ def test_survivors_keep_their_board_slot(four: LocalCluster, tmp_path: Path) -> 
 
 def test_a_new_rank_finds_the_segment_of_the_survivors_at_any_rank(four: LocalCluster, tmp_path: Path) -> None:
     def run(outer: Communicator) -> list[float]:
-        epochs, sums = Epochs(outer, tmp_path), []
+        epochs, sums = Epochs("shm", outer, tmp_path), []
         comm = epochs.next(1, [0, 1, 2], None) if outer.rank < 3 else None
         for epoch, ranks in ((2, [0, 3, 2]), (3, [1, 3, 2])):
             if outer.rank in ranks:
@@ -110,7 +78,7 @@ def test_a_new_rank_finds_the_segment_of_the_survivors_at_any_rank(four: LocalCl
                     before.close()
         if comm is not None:
             comm.close()
-        epochs.wait_for_all()
+        outer.barrier()
         return sums
 
     assert four.run(run) == [[6.0], [6.0], [6.0, 6.0], [6.0, 6.0]]
@@ -120,7 +88,7 @@ def test_ranks_that_guessed_the_wrong_slot_come_to_that_of_rank_0(four: LocalClu
     """Ranks 1 to 3 have kept their segment; rank 0 has not, and makes a new one."""
 
     def run(outer: Communicator) -> tuple[bool, float]:
-        epochs = Epochs(outer, tmp_path)
+        epochs = Epochs("shm", outer, tmp_path)
         before = epochs.next(1, [1, 2, 3], None) if outer.rank else None
         comm = epochs.next(2, [0, 1, 2, 3], None if before is None else before)
         moved = before is None or segment_of(comm) is not segment_of(before)
@@ -128,7 +96,7 @@ def test_ranks_that_guessed_the_wrong_slot_come_to_that_of_rank_0(four: LocalClu
         for each in (before, comm):
             if each is not None:
                 each.close()
-        epochs.wait_for_all()
+        outer.barrier()
         return moved, result
 
     assert four.run(run) == [(True, 10.0)] * 4
@@ -138,7 +106,7 @@ def test_rank_0_tells_a_rank_without_the_segment_where_it_is(four: LocalCluster,
     """All ranks know each other, so rank 0 does not offer its segment unasked; rank 3 has lost it."""
 
     def run(outer: Communicator) -> tuple[bool, float]:
-        epochs = Epochs(outer, tmp_path)
+        epochs = Epochs("shm", outer, tmp_path)
         before = epochs.next(1, [0, 1, 2, 3], None)
         comm = epochs.next(2, [0, 1, 2, 3], None if outer.rank == 3 else before)
         same = segment_of(comm).address.inode == segment_of(before).address.inode
@@ -146,7 +114,7 @@ def test_rank_0_tells_a_rank_without_the_segment_where_it_is(four: LocalCluster,
         before.close()
         after = total(comm)
         comm.close()
-        epochs.wait_for_all()
+        outer.barrier()
         return same, result + after
 
     assert four.run(run) == [(True, 20.0)] * 4
@@ -154,13 +122,13 @@ def test_rank_0_tells_a_rank_without_the_segment_where_it_is(four: LocalCluster,
 
 def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(four: LocalCluster, tmp_path: Path) -> None:
     def run(outer: Communicator) -> tuple[int, list[tuple[int, ...]]]:
-        epochs = Epochs(outer, tmp_path)
+        epochs = Epochs("shm", outer, tmp_path)
         comm = epochs.next(1, [0, 1, 2, 3], None)
         before, counts = comm, []
         for epoch in range(2, 102):
             ranks = [rank for rank in range(4) if (epoch + rank) % 5]
-            wait_for_all = [0, 1, 2, 3] if len(ranks) < 4 else ranks[::-1]
-            comm = epochs.next(epoch, wait_for_all, before, (epoch, -comm.rank))
+            members = [0, 1, 2, 3] if len(ranks) < 4 else ranks[::-1]
+            comm = epochs.next(epoch, members, before, connect_payload=(epoch, -comm.rank))
             assert comm.connect_payloads is not None
             assert all(said[0] == epoch for said in comm.connect_payloads)
             assert total(comm, 10 if epoch % 3 else 70_000) == sum_of(4)
@@ -169,7 +137,7 @@ def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(four: LocalCluster, t
             if epoch % 20 == 0:
                 counts.append(len(list(Path("/proc/self/fd").iterdir())))
         comm.close()
-        epochs.wait_for_all()
+        outer.barrier()
         return max(counts) - min(counts), [tuple(said) for said in comm.connect_payloads or ()]
 
     for spread, _ in four.run(run):
@@ -180,26 +148,17 @@ def test_the_next_epoch_steps_over_one_that_was_never_built(four: LocalCluster, 
     """Epoch 2 is given up, as a rank does not come; epoch 6 has the same slot."""
 
     def run(outer: Communicator) -> float:
-        epochs = Epochs(outer, tmp_path)
+        epochs = Epochs("shm", outer, tmp_path)
         first = epochs.next(1, [0, 1, 2, 3], None)
         if outer.rank:
             with pytest.raises(Exception, match=r"rank\(s\) 0|connect"):
-                connect_members(
-                    "shm",
-                    rank=outer.rank,
-                    size=4,
-                    store=dist.PrefixStore("2", epochs._store),
-                    peers=epochs._peers,
-                    epoch=2,
-                    timeout=0.3,
-                    previous=first,
-                )
-        epochs.wait_for_all()
+                epochs.next(2, [0, 1, 2, 3], first, timeout=0.3)
+        outer.barrier()
         comm = epochs.next(6, [0, 1, 2, 3], first)
         result = total(comm)
         first.close()
         comm.close()
-        epochs.wait_for_all()
+        outer.barrier()
         return result
 
     assert four.run(run) == [10.0] * 4
@@ -277,7 +236,7 @@ def test_a_later_epoch_does_not_wait_for_memory() -> None:
 
 def test_an_announcement_is_left_on_the_board_where_others_wait(four: LocalCluster, tmp_path: Path) -> None:
     def run(outer: Communicator) -> tuple[bytes | None, float]:
-        epochs = Epochs(outer, tmp_path)
+        epochs = Epochs("shm", outer, tmp_path)
         comm = epochs.next(1, [0, 1, 2, 3], None)
         if outer.rank == 2:
             assert comm.announce(b"epoch 2")
@@ -290,7 +249,7 @@ def test_an_announcement_is_left_on_the_board_where_others_wait(four: LocalClust
         found = total(after)
         assert after.announced is None
         after.close()
-        epochs.wait_for_all()
+        outer.barrier()
         return word, found
 
     assert four.run(run) == [(None if rank == 2 else b"epoch 2", 10.0) for rank in range(4)]

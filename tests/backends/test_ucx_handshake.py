@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,48 +17,30 @@ from holdfast.backends.ucx.farewells import HelloReceived, WorkerHello, parse
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.connect import connect_members
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
+from support.epochs import Epochs
 from support.waiting import eventually
 
 
-class Epochs:
-    """One process in epoch after epoch, each with a store in `folder`."""
+class UcxEpochs(Epochs):
+    """One process in epoch after epoch; keeps its communicators until `close`."""
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
-        self.me, self._folder = comm.rank, folder
-        self._peers = [Peer(**peer) for peer in comm.all_gather_object(self._mine())]
-        self._store = dist.FileStore(str(folder / "store"), -1)
+        super().__init__("ucx", comm, folder)
+        self._folder = folder
         self.comm: Communicator | None = None
         self._old: list[Communicator] = []
-
-    @staticmethod
-    def _mine() -> dict[str, str | int]:
-        peer = this_process()
-        return {"host": peer.host, "pid": peer.pid, "started": peer.started}
 
     def enter(
         self, epoch: int, processes: Sequence[int], *, alone: bool = False, timeout: float = 10.0
     ) -> Communicator:
-        """Take part in the next epoch as one of `processes`, in this order; `alone`: no other sees its store."""
+        """Take part in the next epoch as one of `processes`."""
         if self.comm is not None:
-            self.comm.abort("the epoch is over")
             self._old.append(self.comm)
         previous, self.comm = (self._old[-1] if self._old else None), None
-        self.comm = connect_members(
-            "ucx",
-            rank=processes.index(self.me),
-            size=len(processes),
-            store=dist.HashStore() if alone else dist.PrefixStore(str(epoch), self._store),
-            peers=[self._peers[process] for process in processes],
-            epoch=epoch,
-            timeout=timeout,
-            previous=previous,
-            connect_payload=[epoch, self.me],
-        )
+        payload = [epoch, self.me]
+        self.comm = self.next(epoch, processes, previous, alone=alone, timeout=timeout, connect_payload=payload)
         return self.comm
 
     def leave_barrier(self, comm: Communicator) -> None:
@@ -90,11 +71,11 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         yield ranks
 
 
-def in_epochs(size: int, cluster: LocalCluster, body: Callable[[Epochs], object], at: Path) -> list[object]:
+def in_epochs(size: int, cluster: LocalCluster, body: Callable[[UcxEpochs], object], at: Path) -> list[object]:
     """The results of `body` in each of the first `size` processes."""
 
     def whole(comm: Communicator) -> object:
-        epochs = Epochs(comm, at)
+        epochs = UcxEpochs(comm, at)
         try:
             return body(epochs) if comm.rank < size else None
         finally:
@@ -111,7 +92,7 @@ def total(comm: Communicator, count: int = 3) -> float:
 
 
 def test_survivors_reuse_endpoints_without_asking_the_store(cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> object:
+    def body(epochs: UcxEpochs) -> object:
         epochs.enter(1, [0, 1, 2, 3])
         worker = epochs.worker()
         if epochs.me == 1:
@@ -129,7 +110,7 @@ def test_survivors_reuse_endpoints_without_asking_the_store(cluster: LocalCluste
 
 
 def test_survivors_find_a_new_rank_and_a_restarted_rank(cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> float:
+    def body(epochs: UcxEpochs) -> float:
         if epochs.me != 3:
             first = epochs.enter(1, [0, 1, 2])
             epochs.leave_barrier(first)
@@ -144,7 +125,7 @@ def test_survivors_find_a_new_rank_and_a_restarted_rank(cluster: LocalCluster, t
 
 
 def test_a_rank_that_was_left_out_comes_back(cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> float:
+    def body(epochs: UcxEpochs) -> float:
         first = epochs.enter(1, [0, 1, 2])
         total(first, 300_000)
         first.barrier()
@@ -156,7 +137,7 @@ def test_a_rank_that_was_left_out_comes_back(cluster: LocalCluster, tmp_path: Pa
 
 
 def test_the_next_attempt_reuses_the_endpoints_of_a_failed_one(cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> object:
+    def body(epochs: UcxEpochs) -> object:
         epochs.enter(1, [0, 1, 2])
         worker = epochs.worker()
         if epochs.me != 2:
@@ -171,7 +152,7 @@ def test_the_next_attempt_reuses_the_endpoints_of_a_failed_one(cluster: LocalClu
 def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    def body(epochs: Epochs) -> bool:
+    def body(epochs: UcxEpochs) -> bool:
         first = epochs.enter(1, [0, 1])
         epochs.leave_barrier(first)
         if epochs.me == 0:
@@ -191,7 +172,7 @@ def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(
 
 @pytest.mark.parametrize("count", [3, 2_000_000])
 def test_no_epoch_receives_messages_of_an_earlier_one(count: int, cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> float:
+    def body(epochs: UcxEpochs) -> float:
         first = epochs.enter(1, [0, 1])
         if epochs.me == 0:
             work = first.send(torch.full((count,), 7.0), 1, async_op=True)
@@ -211,7 +192,7 @@ def test_no_epoch_receives_messages_of_an_earlier_one(count: int, cluster: Local
 
 
 def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> str:
+    def body(epochs: UcxEpochs) -> str:
         comm = epochs.enter(1, [0, 1])
         if epochs.me == 0:
             transport = comm.transport
@@ -273,7 +254,7 @@ def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
         eventually(gone.exists)
         return False
 
-    def body(epochs: Epochs) -> bool:
+    def body(epochs: UcxEpochs) -> bool:
         with pytest.MonkeyPatch.context() as patch:
             if epochs.me == 0:
                 patch.setattr(handshake._Handshake, "_exchange_addresses", look_late)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.comms import (
@@ -29,7 +30,7 @@ from holdfast.comms import (
 from holdfast.comms.rendezvous.handles import epoch_of, parse_members
 from holdfast.harness import LocalCluster
 from support.meeting import in_threads
-from support.waiting import PATIENCE, eventually, next_line
+from support.waiting import PATIENCE, next_line
 
 
 def total(comm: Communicator) -> float:
@@ -39,34 +40,22 @@ def total(comm: Communicator) -> float:
     return tensor[0].item()
 
 
-class Notes:
-    """What the ranks of a test tell each other beside their communicator: files in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def write(self, name: str, text: str) -> None:
-        draft = self._folder / f".{name}"
-        draft.write_text(text)
-        draft.rename(self._folder / name)
-
-    def read(self, name: str) -> str:
-        eventually((self._folder / name).exists)
-        return (self._folder / name).read_text()
-
-
 @pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
 def test_three_ranks_become_two_by_a_death_and_three_by_a_new_process(backend: str, tmp_path: Path) -> None:
     """Rank 0 dies, where the others met. Rank 3 has had no communicator before."""
-    notes = Notes(tmp_path)
 
     def body(outer: Communicator) -> list[Any]:
         number, seen = outer.rank, list[Any]()
         comm = comms.unconnected(backend, timeout=PATIENCE)
-        notes.write(f"handle-{number}", comm.handle())
+        store = dist.FileStore(str(tmp_path / "store"), -1)
+        store.set(f"handle-{number}", comm.handle())
+
+        def handle(rank: int) -> str:
+            return store.get(f"handle-{rank}").decode()
+
         with comm:
             if number < 3:
-                comm.reconfigure(1, [notes.read(f"handle-{rank}") for rank in range(3)])
+                comm.reconfigure(1, [handle(rank) for rank in range(3)])
                 seen.append((comm.rank, comm.size, total(comm)))
                 if number == 0:
                     if backend == "inproc":
@@ -76,11 +65,11 @@ def test_three_ranks_become_two_by_a_death_and_three_by_a_new_process(backend: s
                 with pytest.raises((PeerFailed, Revoked)):
                     while True:
                         total(comm)
-                comm.reconfigure("two", {notes.read(f"handle-{rank}") for rank in (1, 2)})
-                in_order = sorted(notes.read(f"handle-{rank}") for rank in (1, 2))
+                comm.reconfigure("two", {handle(rank) for rank in (1, 2)})
+                in_order = sorted(handle(rank) for rank in (1, 2))
                 assert comm.rank == in_order.index(comm.handle())
                 seen.append((comm.size, total(comm)))
-            comm.reconfigure(3, [notes.read(f"handle-{rank}") for rank in (3, 1, 2)])
+            comm.reconfigure(3, [handle(rank) for rank in (3, 1, 2)])
             seen.append((comm.rank, comm.size, comm.epoch, total(comm)))
             comm.barrier()
         return seen
