@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from holdfast.harness.bench.collectives.ranks import (
     GLOO,
@@ -22,7 +24,7 @@ from holdfast.harness.bench.drivers.perftest import UCX_PERFTEST, Perftest
 from holdfast.harness.measure.barrier import Barrier
 from holdfast.harness.measure.workers import Fork, Place, Program, Started, WorkerGroup
 
-__all__ = ["HOLDFAST", "MEMCPY", "PEERS", "RankGroup", "RunningContestant", "missing", "start"]
+__all__ = ["HOLDFAST", "MEMCPY", "PEERS", "RankGroup", "RankPlace", "RunningContestant", "missing", "start"]
 
 PEERS = (GLOO, OPENMPI, MPICH, UCX_PERFTEST)
 PRELOAD = ("holdfast.comms", "holdfast.harness.bench.collectives.ranks", "holdfast.harness.bench.drivers.holdfast")
@@ -51,12 +53,22 @@ def _backend_missing(backend: str) -> str | None:
     return None if missing is None else f"{missing.reason}; {missing.install_hint}"
 
 
-class RankGroup(WorkerGroup):
-    """The running ranks of one contestant, which are workers of ours."""
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a forked rank runs: `enter` moves it there, before it uses the network."""
 
-    def __init__(self, contestant: str, ranks: int, timeout: float = 90.0) -> None:
+    enter: Callable[[], object] = lambda: None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class RankGroup(WorkerGroup):
+    """The running ranks of one contestant, which are workers of ours; `placed` says where each runs."""
+
+    def __init__(
+        self, contestant: str, ranks: int, placed: Callable[[int], RankPlace] = lambda rank: RankPlace()
+    ) -> None:
         self.ranks = ranks
-        super().__init__(contestant, ranks, partial(_start_ranks, contestant, ranks), timeout)
+        super().__init__(contestant, ranks, partial(_start_ranks, contestant, ranks, placed))
 
     @property
     def detail(self) -> str:
@@ -75,7 +87,7 @@ RunningContestant = RankGroup | Perftest
 """The running ranks of a contestant."""
 
 
-def _start_ranks(contestant: str, ranks: int, place: Place) -> Sequence[Started]:
+def _start_ranks(contestant: str, ranks: int, placed: Callable[[int], RankPlace], place: Place) -> Sequence[Started]:
     """Start the processes of all ranks: under mpirun where the library needs it, else forked by the zygote."""
     Barrier.create(place.folder / "barrier", ranks)
     ours = _launcher_of(contestant) == "mpirun"
@@ -87,10 +99,16 @@ def _start_ranks(contestant: str, ranks: int, place: Place) -> Sequence[Started]
         return [Program(place, command, launcher.environment)]
     if contestant == f"{HOLDFAST}inproc":
         return [Fork(place, contestant, partial(be_threads, contestant, place.folder, ranks), preload=PRELOAD)]
-    return [
-        Fork(place, f"{contestant} {rank}", partial(be_rank, contestant, place.folder, rank, ranks), preload=PRELOAD)
-        for rank in range(ranks)
-    ]
+    started = []
+    for rank, where in enumerate(map(placed, range(ranks))):
+        be = partial(_enter_and_be_rank, where.enter, contestant, place.folder, rank, ranks)
+        started.append(Fork(place, f"{contestant} {rank}", be, preload=PRELOAD, environ=where.environ))
+    return started
+
+
+def _enter_and_be_rank(enter: Callable[[], object], contestant: str, folder: Path, rank: int, ranks: int) -> None:
+    enter()
+    be_rank(contestant, folder, rank, ranks)
 
 
 def _launcher_of(contestant: str) -> str:

@@ -173,8 +173,12 @@ def expected_seconds(plan: BenchPlan) -> float:
     return (2 * plan.seconds * measured + START_SECONDS) * len(plan.contestants) * len(plan.ranks)
 
 
-def run(plan: BenchPlan, progress: Progress = lambda text: None) -> Bench:
-    """Run the whole plan.
+def run(
+    plan: BenchPlan,
+    progress: Progress = lambda text: None,
+    start: Callable[[str, int], RunningContestant] = start,
+) -> Bench:
+    """Run the whole plan; `start` starts so many ranks of a contestant.
 
     Libraries that cannot run here, or cannot start, are in `skipped` with the reason.
     """

@@ -36,6 +36,7 @@ from holdfast.harness.bench.command import app
 from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
 from holdfast.harness.bench.output import plot, show
 from holdfast.harness.bench.output.results import Bench, BenchRow, ratios
+from holdfast.harness.bench.overhead import hosts
 from holdfast.harness.bench.overhead.imports import measure
 from holdfast.harness.bench.recovery import peer as recovery_peer
 from holdfast.harness.bench.recovery import recovery
@@ -44,6 +45,7 @@ from holdfast.harness.measure.barrier import Barrier
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Timing
 from holdfast.harness.measure.workers import WorkerFailed
+from holdfast.harness.testbed import netns
 
 
 class Summing(LibraryDriver):
@@ -346,6 +348,15 @@ def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> No
             group.measure(COPY, 10.0)
         group.close(gently=False)
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
+def test_layers_between_hosts_are_measured_beside_flat_collectives() -> None:
+    bench = hosts.run("gloo", [4096], hosts=2, ranks=2, rounds=1)
+    assert (bench.flat, bench.layered) == ("gloo", "hier-gloo")
+    assert {cost.op for cost in bench.costs} == set(hosts.OPS)
+    assert all(cost.speed == pytest.approx(cost.flat_ms / cost.layered_ms) for cost in bench.costs)
 
 
 # The command -----------------------------------------------------------------------------------------------------
