@@ -68,7 +68,7 @@ def read_events(directory: Path, bad: Callable[[str], object] = lambda reason: N
 
 def read_log(path: Path) -> list[Event]:
     """The events of one process. Raises `CorruptData` for a line that is no event."""
-    return EventTail(path.parent, _refuse).new_in(path)
+    return EventTail(path.parent, refuse).new_in(path)
 
 
 def read_directory(directory: Path) -> list[Event]:
@@ -81,5 +81,6 @@ def merge(logs: Iterable[Iterable[Event]]) -> list[Event]:
     return sorted((event for log in logs for event in log), key=lambda event: event.time)
 
 
-def _refuse(reason: str) -> NoReturn:
+def refuse(reason: str) -> NoReturn:
+    """What a reader calls that raises `CorruptData` at the first line that is no event."""
     raise CorruptData(reason)

@@ -19,10 +19,10 @@ from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.membership.view import View
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.ft.registers import RegisterAway
+from holdfast.ft.telemetry.event_reader import EventTail, refuse
 from holdfast.harness.chaos.run.fault_context import NoTargetProcess, ProcessSet, Victim
 from holdfast.harness.chaos.run.foreign_process import ForeignProcess
 from holdfast.harness.chaos.run.hosts import Hosts
-from holdfast.harness.chaos.run.log_tail import LogTail
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.chaos.scenario.workload import StoreWorkload
 from holdfast.harness.chaos.workloads.orders import Stop
@@ -88,7 +88,7 @@ class DrivenProcessSet(ProcessSet):
 
     def __init__(self) -> None:
         self.begun: list[RunProcess] = []
-        self._log_tail: LogTail | None = None
+        self._log_tail: EventTail | None = None
 
     @abstractmethod
     def over(self, timeout: float) -> bool:
@@ -105,7 +105,7 @@ class DrivenProcessSet(ProcessSet):
     def new_events(self) -> list[Event]:
         """The events that the processes have logged since the last call, in the order of time."""
         if self._log_tail is None:
-            self._log_tail = LogTail(self.events_directory)
+            self._log_tail = EventTail(self.events_directory, refuse)
         return self._log_tail.new()
 
     def jobs(self) -> list[list[Event]]:

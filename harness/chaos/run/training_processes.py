@@ -14,9 +14,9 @@ import msgspec
 from holdfast.ft import events
 from holdfast.ft.console.output import tail
 from holdfast.ft.processes.zygote_client import zygote
+from holdfast.ft.telemetry.event_reader import EventTail, refuse
 from holdfast.harness.chaos.run.fault_context import NoTargetProcess, Victim
 from holdfast.harness.chaos.run.foreign_process import ForeignProcess
-from holdfast.harness.chaos.run.log_tail import LogTail
 from holdfast.harness.chaos.run.process_set import (
     ENDED_WITH_DRIVER,
     EXITED_WELL,
@@ -90,7 +90,7 @@ class TrainingProcesses(DrivenProcessSet):
         self._environ = {**environ, "TMPDIR": str(self._temporary)}
         self._run = RunDirectory(directory / "run")
         self._tail = RunEventTail(self._run.events_file)
-        self._logs: list[LogTail] = []
+        self._logs: list[EventTail] = []
         self._drivers: list[DriverLife] = []
         self._named: dict[str, RunProcess] = {}
         self._foreign: list[ForeignProcess] = []
@@ -166,7 +166,7 @@ class TrainingProcesses(DrivenProcessSet):
         self._refresh()
         if self._run.sessions.exists():
             for number in range(len(self._logs), len(list(self._run.sessions.iterdir()))):
-                self._logs.append(LogTail(self._run.sessions / str(number)))
+                self._logs.append(EventTail(self._run.sessions / str(number), refuse))
         new = [event for log in self._logs for event in log.new()]
         for event in new:
             if isinstance(event, events.StepBegun):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from holdfast.ft.fault_gate import Arrival
 from holdfast.harness.chaos.outcome import training
 from holdfast.harness.chaos.outcome.record import ChaosRun
-from holdfast.harness.chaos.run.log_tail import LogTail
 from holdfast.harness.chaos.run.points import fits
 from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
@@ -123,18 +121,6 @@ def test_a_driver_that_is_killed_is_resumed(runner: ScenarioRunner) -> None:
     (fault,) = run.strikes
     assert fault.victims == ("driver",)
     assert [stage.name for stage in fault.stages] == ["detected", "rebuilt", "resumed"]
-
-
-def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
-    log, tail = tmp_path / "a.jsonl", LogTail(tmp_path)
-    line = b'{"time": 1.0, "process": "a", "pid": 1, "kind": "joined"}\n'
-    assert tail.new() == []
-    log.write_bytes(line + line[:20])
-    assert [event.kind for event in tail.new()] == ["joined"]
-    assert tail.new() == []
-    with log.open("ab") as file:
-        file.write(line[20:])
-    assert len(tail.new()) == 1
 
 
 # -- what is checked
