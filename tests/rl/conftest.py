@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 
+from holdfast.rl.engine.engine import Engine
+from holdfast.rl.engine.local import LocalEngine
 from support.rl.event_loop import run
+from support.rl.started_monarch import start_monarch_once
 
 SECONDS = 120.0
 """What a test may take that has no mark `timeout`."""
@@ -24,3 +28,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         (limit.args[0] if limit else SECONDS) - 10,
     )
     return True
+
+
+@pytest.fixture(params=["local", pytest.param("monarch", marks=pytest.mark.thorough)])
+def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """A function that makes an engine."""
+    return LocalEngine if request.param == "local" else start_monarch_once()
