@@ -263,19 +263,9 @@ def after_a_late_barrier(*came: int, joint: int = 5001) -> list[Event]:
     By their last known positions none has entered the barrier; meanwhile `came` did, and their next heartbeats say so.
     """
     view, told = view_of("AAAA"), list[Event]()
-    around = DetectorContext(
-        view.members[0],
-        TIMES,
-        asyncio.new_event_loop(),
-        told.append,
-        _ignore,
-        _ignore,
-        _ignore,
-        lambda: OpPosition(3, 5001, False),
-        lambda who: False,
-    )
+    around = detector_context(view, asyncio.new_event_loop(), told.append)
     around.loop.close()
-    detector = ProgressDetector(around)
+    detector = ProgressDetector(dataclasses.replace(around, place=lambda: OpPosition(3, 5001, False)))
     detector.follow(view, view.members[1:])
     for rank in (1, 2, 3):
         detector.placed(f"p{rank}", OpPosition(3, 4000, False))
@@ -500,11 +490,15 @@ def own_infos() -> list[DetectorInfo]:
     return list(registry.detectors.values())
 
 
-METHODS = ["probe", "make", "follow", "beat", "look", "heard", "fence"]
+LOST = [
+    pytest.param(name, method, marks=() if name == "pidfd" or method == "make" else pytest.mark.thorough)
+    for name in ("pidfd", "heartbeat", "observers")
+    for method in ("probe", "make", "follow", "beat", "look", "heard", "fence")
+]
+"""Each method is guarded alike for all detectors; what takes the place of a lost one differs."""
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["pidfd", "heartbeat", "observers"])
+@pytest.mark.parametrize(("name", "method"), LOST)
 def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
     name: str, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

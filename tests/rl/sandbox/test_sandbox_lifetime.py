@@ -27,6 +27,7 @@ from holdfast.rl.environments.sandbox import (
 from holdfast.rl.environments.sandbox.inside import syscalls
 from holdfast.rl.environments.sandbox.template_process import unavailable
 from support.programs import seccomp_deny
+from support.programs.forked_programs import run_forked
 from support.waiting import eventually, next_line
 
 PATIENT = Limits(cpu_seconds=20.0, wall_seconds=60.0)
@@ -226,7 +227,7 @@ with sandbox:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_it_stands_without_privileges(sandbox: Sandbox) -> None:
     code = "from holdfast.rl.environments.sandbox import sandbox, template_process\n" + UNPRIVILEGED + AS_A_USER
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    ran = run_forked(code, ["program"])
     lines = ran.stdout.splitlines()
     assert lines == [
         "ok|1000",
@@ -240,8 +241,8 @@ def test_it_stands_without_privileges(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("name", ["unshare", "mount", "pivot_root", "mount_setattr"])
 def test_a_machine_that_forbids_a_wall_is_told_apart_and_nothing_runs(name: str, sandbox: Sandbox) -> None:
     number = {**syscalls.fatal("x86_64"), **syscalls.conditional("x86_64")}[name]
-    command = [sys.executable, seccomp_deny.__file__, str(number), AS_A_USER]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    denying = Path(seccomp_deny.__file__)
+    ran = run_forked(denying.read_text(), [str(denying), str(number), AS_A_USER])
     word, missing, hint = ran.stdout.strip().split("|")
     assert word == "unavailable"
     assert missing.startswith(name)
