@@ -98,15 +98,10 @@ def test_logprobs_and_versions_are_those_of_the_tokens() -> None:
     assert episode.reward == 1.5
 
 
-def test_an_episode_without_an_end_ends_at_the_limit_of_turns() -> None:
-    result = transcript(played(Misbehaving, saying(*["go"] * 9), max_turns=4))
-    assert (result.finish, len(result.turns), result.reward) == ("turns", 4, 2.0)
-
-
-def test_an_episode_ends_at_the_limit_of_tokens() -> None:
-    result = transcript(played(Misbehaving, saying(*["go"] * 9), max_tokens=8))
-    assert result.finish == "turns"
-    assert len(result.turns) == 2
+def test_an_episode_without_an_end_ends_at_the_limit_of_turns_or_tokens() -> None:
+    for limits, turns in (({"max_turns": 4}, 4), ({"max_tokens": 8}, 2)):
+        result = transcript(played(Misbehaving, saying(*["go"] * 9), **limits))
+        assert (result.finish, len(result.turns), result.reward) == ("turns", turns, 0.5 * turns)
 
 
 @pytest.mark.parametrize("cut", [None, 0, 1])

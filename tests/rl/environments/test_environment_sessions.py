@@ -378,11 +378,6 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_an_observation_is_frozen() -> None:
-    with pytest.raises(AttributeError):
-        Observation(text="a").text = "b"  # type: ignore[misc]
-
-
 async def test_handshakes_that_are_never_done_are_bounded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest are dropped, and a client still gets its session."""
     monkeypatch.setattr("holdfast.rl.environments.server._MOST_HANDSHAKES", 8)

@@ -143,16 +143,12 @@ def test_what_is_drawn_depends_on_the_seed_the_numbers_and_what_was_seen_alone()
 
 
 def test_a_group_that_failed_is_counted_and_another_takes_its_place() -> None:
+    """Tokens are drawn with the version of the step. Those of the environment have 0, which does not count."""
     hints = Hints()
     policy, buffer = played(hints)
     assert [[group.number for group in batch.groups] for batch in policy.batches] == [[0, 2], [3, 4]]
     assert buffer.state().failed == 1
     assert hints.open == 0 and len(hints.begun) == 5
-
-
-def test_tokens_are_drawn_with_the_version_of_the_step() -> None:
-    """The environment's tokens have version 0, which does not count."""
-    policy, _ = played(Hints())
     assert [[group.version for group in batch.groups] for batch in policy.batches] == [[0, 0], [1, 1]]
 
 

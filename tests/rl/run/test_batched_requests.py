@@ -46,9 +46,10 @@ def ask(requests: Sequence[SamplingRequest], size: int) -> tuple[Generator, list
     return generator, asyncio.run(main())
 
 
-def test_each_request_gets_the_completions_of_its_own_seeds() -> None:
+def test_each_request_gets_the_completions_of_its_own_seeds_and_batches_are_the_same_each_time() -> None:
     asked = [request(token) for token in range(1, 8)]
     generator, replies = ask(asked, 3)
+    assert ask(asked, 3)[0].requests == generator.requests
     assert [len(each.prompts) for each in generator.requests] == [3, 3, 1]
     for each, reply in zip(asked, replies, strict=True):
         assert isinstance(reply, list) and tuple(one.tokens[0] for one in reply) == each.seeds
@@ -57,12 +58,6 @@ def test_each_request_gets_the_completions_of_its_own_seeds() -> None:
 def test_requests_of_other_kinds_are_not_joined() -> None:
     generator, _ = ask([request(1), request(2, version=1), request(3), request(4, samples=3)], 8)
     assert sorted(len(each.prompts) for each in generator.requests) == [1, 1, 2]
-
-
-def test_the_same_requests_make_the_same_batches() -> None:
-    asked = [request(token) for token in range(1, 12)]
-    first, second = ask(asked, 4)[0], ask(asked, 4)[0]
-    assert first.requests == second.requests
 
 
 def test_a_failure_reaches_the_requests_of_its_batch_alone() -> None:
