@@ -91,18 +91,18 @@ class Node:
         ports: Ports,
         emit: Callable[[events.Event], None],
         detectors: Iterable[DetectorInfo],
-        at_point: Callable[[str, Callable[[], None]], None],
+        reach: Callable[[str, Callable[[], None]], None],
         register: str = "",
     ) -> None:
         """`core` is the state before any event, and `register` the URL of the register, for errors.
 
-        `at_point(point, go_on)` calls `go_on()`, unless a fault is injected at this point of the protocol.
+        `reach(point, go_on)` calls `go_on()`, unless a fault is injected at this point of the protocol.
         """
         self.core = core
         self.was_spare = self.has_left = False
         self._identity, self._guard, self._emit = core.me.id, guard, emit
         self._time, self._links, self._processes = ports.time, ports.links, ports.processes
-        self._infos, self._at_point, self._register = detectors, at_point, register
+        self._infos, self._reach, self._register = detectors, reach, register
         self._timeouts = core.timeouts
         self.sharing = TableSharing(self._identity, ports.time, ports.links)
         self._register_client = RegisterClient(ports.register, ports.time, core.timeouts, self.feed, self._answered)
@@ -267,7 +267,7 @@ class Node:
                 self._revoke(effect)
             case Propose(expected, view):
                 self._emit(events.ViewProposed(epoch=view.epoch, phase=view.phase, reason=view.reason))
-                self._at_point("rebuild.before_propose", lambda: self._register_client.propose(expected, view))
+                self._reach("rebuild.before_propose", lambda: self._register_client.propose(expected, view))
             case Announce(view, to, None):
                 self._announce_to(view, to, messages.install(view))
             case Announce(view, to, change):
@@ -365,7 +365,7 @@ class Node:
                 why = f"nobody runs the job, and nothing can be agreed for {away:.3g} s: {answer.reason}"
                 self._guard.end(RegisterAway(self._register, why))
         if isinstance(answer, CasWon):
-            self._at_point("rebuild.after_propose", lambda: self._won(answer))
+            self._reach("rebuild.after_propose", lambda: self._won(answer))
         else:
             self.feed(answer)
 

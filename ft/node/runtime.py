@@ -98,7 +98,7 @@ class Runtime:
             Ports(self._thread.loop, self.links, self._register, HostProcesses()),
             self._events.emit,
             registry().detectors.values(),
-            self._at_point,
+            self._reach,
             settings.register,
         )
         self._table = TableCalls(self.node.sharing, self.links, max(timeouts.rebuild, timeouts.operation))
@@ -142,7 +142,7 @@ class Runtime:
         with contextlib.suppress(TimeoutError):
             self._thread.run(end(), START_SECONDS)
 
-    def _at_point(self, point: str, go_on: Callable[[], None]) -> None:
+    def _reach(self, point: str, go_on: Callable[[], None]) -> None:
         if faultpoints.armed():
             view = self._epoch_guard.view
             rank = view.rank_of(self._identity) if view is not None else None
