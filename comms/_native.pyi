@@ -1,7 +1,6 @@
 """The compiled part (comms/native/): a board's waits, small ops and large ones; reductions of memory."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from holdfast.comms.work import Work
@@ -168,69 +167,24 @@ class PreparedOp:
     def __call__(self, async_op: bool = False, timeout: float | None = None) -> Work:
         """As `start`."""
 
-class GroupCall:
-    """An op on one tensor by a torch process group: `holder.group.op([tensor], options)`, and a wait of `limit` for it.
+class OpCall:
+    """Ops of one plan over another library: start one, poll it, and leave what takes longer or fails to the slow path.
 
-    On a RuntimeError, `failed(work or None, error, deadline)` ends the wait or raises.
+    `start(*tensors, deadline)` returns a request, or None if the op is complete. `is_complete(request)` is called up to
+    `polls` times. Then, or after a RuntimeError of either, `finish_late(request or None, error or None, *tensors,
+    deadline)` completes the op or raises. With a `stage` the op runs on that: the first tensor is copied to it and
+    back, and must have its size (ValueError).
     """
 
     def __init__(
         self,
-        holder: object,
-        group: str,
-        op: str,
-        options: object,
-        limit: timedelta,
-        failed: Callable[[Any, RuntimeError, float], None],
+        start: Callable[..., Any],
+        is_complete: Callable[[Any], Any],
+        finish_late: Callable[..., None],
+        polls: int = 1,
+        stage: bytearray | None = None,
     ) -> None: ...
-    def __call__(self, tensor: Any, deadline: float, /) -> None: ...
-
-class RequestCall:
-    """An all_reduce of Open MPI on one tensor of `nbytes`, in place.
-
-    `begin` and `test` are the addresses of MPI_Iallreduce and MPI_Test; `place`, `kind`, `op` and `comm` are MPI's
-    handles as numbers; `max_tests` bounds how often it tests for completion. If the op is not complete then, or MPI
-    reports an error, `finish_request(request, code, tensor, deadline)` completes it or raises (no request: 0). Each
-    call increments `holder.count`. ValueError for a tensor of another size.
-    """
-
-    def __init__(
-        self,
-        holder: object,
-        count: str,
-        nbytes: int,
-        begin: int,
-        place: int,
-        elements: int,
-        kind: int,
-        op: int,
-        comm: int,
-        test: int,
-        max_tests: int,
-        finish_request: Callable[[int, int, Any, float], None],
-    ) -> None: ...
-    def __call__(self, tensor: Any, deadline: float, /) -> None: ...
-
-class PersistentCall:
-    """The same by a persistent `request` of mpi4py on the bytes of `stage`.
-
-    The handle of `request` lies at the address `handle`, MPI_Start at `start`. The tensor is copied to `stage` before,
-    and back afterwards.
-    """
-
-    def __init__(
-        self,
-        holder: object,
-        count: str,
-        stage: bytearray,
-        start: int,
-        request: object,
-        handle: int,
-        test: int,
-        max_tests: int,
-        finish_request: Callable[[int, int, Any, float], None],
-    ) -> None: ...
-    def __call__(self, tensor: Any, deadline: float, /) -> None: ...
+    def __call__(self, *arguments: Any) -> None: ...
 
 class ActiveCalls:
     """Counts the calls of a window under way; each runs inside this context manager.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -81,8 +82,8 @@ _WAIT_SECONDS = 0.02
 _WAIT = timedelta(seconds=_WAIT_SECONDS)
 """How long one wait lasts before it checks for an abort; usually an aborted op ends with its connections."""
 
-_OPTIONS = 256
-"""The number of cached options."""
+_CALLS = 256
+"""The number of cached calls."""
 
 
 class _ConnectionsLost(RuntimeError):
@@ -97,7 +98,7 @@ class GlooTransport(TorchGroup):
 
     def __init__(self, context: Context) -> None:
         self._sockets: list[OwnedDescriptor] = []
-        self._options: dict[tuple[Any, ...], Any] = {}
+        self._calls: dict[tuple[Any, ...], _native.OpCall] = {}
         self._service: RequestService | None = None
         self._channel: TcpChannel | None = None
         self._windows_over: HoldfastError | None = None
@@ -154,54 +155,55 @@ class GlooTransport(TorchGroup):
     # -- running and ending an op
 
     def _collective(
-        self,
-        op: str,
-        start: Callable[..., Any],
-        tensors: tuple[Any, ...],
-        kind: Any,
-        deadline: float,
-        detail: str | int = 0,
+        self, op: str, method: str, given: tuple[Any, ...], kind: Any, deadline: float, detail: str | int = 0
     ) -> None:
-        """Run `start(*tensors, options)` by the deadline.
-
-        The options of a `kind` have a timeout in whole seconds, so this transport keeps the deadline itself.
-        """
-        self._seq += 1
-        if self._error is not None:
-            raise self._error.again()
+        """Run `group.method(*given, options)` by the deadline; `detail` is the reduction or the root."""
         left = deadline - time.monotonic()
-        key = kind, int(left) + 1, detail
-        options = self._options.get(key) or self._make_options(key)
-        limit = _limit(left)
-        work = None
-        try:
-            work = start(*tensors, options)
-            if work is not None:
-                work.wait(limit)
-        except RuntimeError as error:
-            self._wait_again(op, limit, work, error, deadline)
+        self._op_call(op, method, kind, int(left) + 1 if left > _WAIT_SECONDS else 0, detail)(*given, deadline)
 
-    def _wait_again(self, op: str, waited: timedelta, work: Any, error: RuntimeError, deadline: float) -> None:
-        """Continue after the first error of a collective, which may only mean that it takes longer than `waited`."""
-        began = time.monotonic() - (waited.total_seconds() if meaning_of(error) == "timeout" else 0.0)
-        try:
-            if work is None:
-                raise error
-            self._wait(work, deadline)
-        except RuntimeError as last:
-            raise self._explain(op, last, began, deadline, ()) from last
+    def _op_call(self, op: str, method: str, kind: Any, seconds: int, detail: str | int) -> _native.OpCall:
+        """The calls of a method of the group, with options of their `kind`.
 
-    def _make_options(self, key: tuple[Any, int, str | int]) -> Any:
-        """Make and cache torch's options for a kind of op, its seconds, and its reduction or root."""
-        if len(self._options) >= _OPTIONS:
-            self._options.clear()
-        kind, seconds, detail = key
-        given = self._options[key] = options(kind, timedelta(seconds=max(seconds, 1)))
+        The options have a timeout in whole seconds, so this transport keeps the deadline itself: one wait is short.
+        """
+        key = op, method, seconds, detail
+        if (known := self._calls.get(key)) is not None:
+            return known
+        if len(self._calls) >= _CALLS:
+            self._calls.clear()
+        given, limit = options(kind, timedelta(seconds=max(seconds, 1))), _limit(seconds)
         if kind is dist.AllreduceOptions:
             given.reduceOp = _NATIVE_OPS[str(detail)]
         elif kind is dist.BroadcastOptions:
             given.rootRank = detail
-        return given
+        of_one_tensor = kind in (dist.AllreduceOptions, dist.BroadcastOptions)
+
+        def start(*arguments: Any) -> Any:
+            self._seq += 1
+            if self._error is not None:
+                raise self._error.again()
+            if of_one_tensor:
+                return getattr(self._group, method)([arguments[0]], given)
+            return getattr(self._group, method)(*arguments[:-1], given)
+
+        def finish_late(work: Any, error: RuntimeError | None, *arguments: Any) -> None:
+            self._wait_again(op, limit, work, error, arguments[-1])
+
+        call = self._calls[key] = _native.OpCall(start, methodcaller("wait", limit), finish_late)
+        return call
+
+    def _wait_again(self, op: str, waited: timedelta, work: Any, error: RuntimeError | None, deadline: float) -> None:
+        """Continue after the first error of a collective, which may only mean that it takes longer than `waited`."""
+        timed_out = error is None or meaning_of(error) == "timeout"
+        began = time.monotonic() - (waited.total_seconds() if timed_out else 0.0)
+        try:
+            if work is None and error is not None:
+                raise error
+            self._wait(work, deadline)
+        except HoldfastError:  # that of an abort before it
+            raise
+        except RuntimeError as last:
+            raise self._explain(op, last, began, deadline, ()) from last
 
     def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float, awaited: Sequence[int] = ()) -> None:
         """Run `start(limit)`, which is complete when it returns. `awaited`: the ranks that it waits for, if known."""
@@ -283,6 +285,7 @@ class GlooTransport(TorchGroup):
     def _release_group(self) -> None:
         if self.interrupted:
             abandoned_groups.append(self._group)
+        self._calls.clear()  # they refer to this transport
         del self._group
         with self._ending:
             if self._error is not None:
@@ -298,7 +301,7 @@ class GlooTransport(TorchGroup):
         if _reduces(tensor.dtype, op):
             if given is not tensor:
                 tensor.copy_(given)
-            self._collective("all_reduce", self._group.allreduce, ([tensor],), dist.AllreduceOptions, deadline, op.name)
+            self._collective("all_reduce", "allreduce", (tensor,), dist.AllreduceOptions, deadline, op.name)
         else:
             others = [torch.empty_like(given) for _ in range(self.size)]
             self.all_gather(others, given, deadline)
@@ -309,10 +312,8 @@ class GlooTransport(TorchGroup):
         kind, detail = self._native_options(plan)
         if kind is None:
             return super().function(plan)
-        options = self._make_options((kind, int(plan.timeout) + 1, detail))
-        limit = _limit(plan.timeout)
-        name = "allreduce" if plan.op == "all_reduce" else plan.op
-        return _native.GroupCall(self, "_group", name, options, limit, partial(self._wait_again, plan.op, limit))
+        method = "allreduce" if plan.op == "all_reduce" else plan.op
+        return self._op_call(plan.op, method, kind, int(plan.timeout) + 1, detail)
 
     def _native_options(self, plan: OpPlan) -> tuple[Any, str | int]:
         """The options and the reduction or root of an op that gloo runs on a tensor directly; else None."""
@@ -343,8 +344,7 @@ class GlooTransport(TorchGroup):
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
         if tensor.numel() == 0:
             return
-        given = ([_movable(tensor)],)
-        self._collective("broadcast", self._group.broadcast, given, dist.BroadcastOptions, deadline, src)
+        self._collective("broadcast", "broadcast", (_movable(tensor),), dist.BroadcastOptions, deadline, src)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if len({output.nbytes for output in outputs}) > 1:
@@ -353,32 +353,32 @@ class GlooTransport(TorchGroup):
         if tensor.numel() == 0:
             return
         given = [[bytes_of(output) for output in outputs]], [bytes_of(tensor)]
-        self._collective("all_gather", self._group.allgather, given, AllgatherOptions, deadline)
+        self._collective("all_gather", "allgather", given, AllgatherOptions, deadline)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
         if tensor.numel() == 0:
             return
         given = _movable(output.view(-1)), _movable(tensor.view(-1))
-        self._collective("all_gather", self._group._allgather_base, given, AllgatherOptions, deadline)
+        self._collective("all_gather", "_allgather_base", given, AllgatherOptions, deadline)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
         share = [tensor.nbytes // self.size] * self.size
         given = bytes_of(output), bytes_of(tensor), share, share
-        self._collective("all_to_all", self._group.alltoall_base, given, dist.AllToAllOptions, deadline)
+        self._collective("all_to_all", "alltoall_base", given, dist.AllToAllOptions, deadline)
 
     def _exchange(self, op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         """Send `inputs[j]` to rank j, on every rank, as bytes, by gloo's all-to-all with splits."""
         given = torch.cat([bytes_of(tensor) for tensor in inputs])
         taken = torch.empty(sum(t.nbytes for t in outputs), dtype=torch.uint8, device="cpu")
         sizes = [t.nbytes for t in outputs], [t.nbytes for t in inputs]
-        self._collective(op, self._group.alltoall_base, (taken, given, *sizes), dist.AllToAllOptions, deadline)
+        self._collective(op, "alltoall_base", (taken, given, *sizes), dist.AllToAllOptions, deadline)
         start_of = 0
         for output in outputs:
             bytes_of(output).copy_(taken[start_of : start_of + output.nbytes])
             start_of += output.nbytes
 
     def barrier(self, deadline: float) -> None:
-        self._collective("barrier", self._group.barrier, (), dist.BarrierOptions, deadline)
+        self._collective("barrier", "barrier", (), dist.BarrierOptions, deadline)
 
     # -- point to point: a header precedes each message, since one larger than its tensor would abort the process
 

@@ -21,6 +21,7 @@ from holdfast.backends.mpi.buffers import buffer_of
 from holdfast.backends.mpi.handshake import create_group, duplicate
 from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
 from holdfast.backends.mpi.window import MpiWindow, WindowService
+from holdfast.comms._native import OpCall
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
@@ -38,6 +39,8 @@ _log = logging.getLogger("holdfast.backends")
 
 _SPINS, _CROWDED_SPINS = 2000, 50
 """Checks before the first yield: with more ranks than cores, the others need the processor."""
+_TESTS_PER_SPIN = 3
+"""Compiled code tests a request this many times while Python tests it once."""
 _LOOK_SECONDS = 0.001
 _WAITING_SECONDS = 0.01
 _PATIENT_SECONDS = 0.1
@@ -87,7 +90,7 @@ class MpiMessages(MessageTransport):
     def __init__(self, context: Context) -> None:
         self._epoch = context.epoch
         self._error: HoldfastError | None = None
-        self._ending = threading.Lock()
+        self._ending = threading.RLock()  # a signal handler may abort in the middle of an abort
         here = sum(peer.host == context.peers[context.rank].host for peer in context.peers)
         self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
         self._everybody = range(context.size)
@@ -107,6 +110,7 @@ class MpiMessages(MessageTransport):
         self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
         self._peers = context.peers
         self._service: WindowService | None = None
+        self._collective = self._op_call(self._begin, self._finish_begun)
         self._watch = PeerWatch(self._liveness, self._check_live)
         mailbox.open(self._token)
         mailbox.send(StatusMessage(self._token, self.rank, "built"), self._others)
@@ -122,25 +126,42 @@ class MpiMessages(MessageTransport):
         memory: object = None,
     ) -> None:
         """Start one of MPI's own collectives by `start(*given)` and complete it. `memory` is kept until then."""
+        self._collective(op, memory, start, given, deadline)
+
+    def _op_call(
+        self, start: Callable[..., MPI.Request], finish_late: Callable[..., None], stage: bytearray | None = None
+    ) -> OpCall:
+        """The calls of a collective that `start` begins; the tests of its request are compiled."""
+        return OpCall(start, MPI.Request.Test, finish_late, _TESTS_PER_SPIN * self._spins, stage)
+
+    def _begin(
+        self, op: str, memory: object, start: Callable[..., MPI.Request], given: tuple[object, ...], deadline: float
+    ) -> MPI.Request:
         self._op += 1
-        self._rounds = 0
         if self._error is not None:
             raise self._error.again()
-        try:
-            request = start(*given)
-        except MPI.Exception as error:
-            raise self._explain(op, self._op, error) from error
-        self._finish(request, op, self._op, deadline, self._everybody, memory)
+        return start(*given)
 
-    def _finish_request(
-        self, op: str, prepared: MPI.Request | None, handle: int, code: int, memory: object, deadline: float
+    def _finish_begun(
+        self,
+        request: MPI.Request | None,
+        error: RuntimeError | None,
+        op: str,
+        memory: object,
+        start: object,
+        given: object,
+        deadline: float,
     ) -> None:
-        """Complete a collective that compiled code began; without a `handle`, raise why it failed."""
+        self._finish_late(op, memory, request, error, deadline)
+
+    def _finish_late(
+        self, op: str, memory: object, request: MPI.Request | None, error: RuntimeError | None, deadline: float
+    ) -> None:
+        """Complete a collective that was begun, or raise why it failed. Without a `request` it was not begun."""
         self._rounds = 0
-        error = MPI.Exception(code) if code else None
-        if not handle:
-            raise self._explain(op, self._op, MPI.Exception(code)) from error
-        request = MPI.Request.fromhandle(handle) if prepared is None else prepared
+        if request is None:
+            assert error is not None
+            raise self._explain(op, self._op, error) if isinstance(error, MPI.Exception) else error
         self._finish(request, op, self._op, deadline, self._everybody, memory, error=error)
 
     def _finish(
@@ -292,6 +313,7 @@ class MpiMessages(MessageTransport):
         """Release the transport. A revoked communicator is not freed: messages under way could reach its successor."""
         if self._service is not None:
             self._service.close()
+        del self._collective  # it refers to this transport
         self._liveness.close()
         mailbox.close(self._token)
         if self._error is None and not self._comm.Is_revoked():

@@ -7,16 +7,15 @@ does slowly (large reductions). Every choice depends only on what all ranks know
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.mpi import addresses
 from holdfast.backends.mpi.base import MpiMessages, abandon
 from holdfast.backends.mpi.buffers import buffer_of, copy_out, counts, gathered_buffer, receive_buffer
 from holdfast.backends.mpi.datatypes import native
-from holdfast.comms import _native, arithmetic
+from holdfast.comms import arithmetic
+from holdfast.comms._native import OpCall
 from holdfast.comms.algorithms.message_passing import segments
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpPlan
@@ -28,8 +27,6 @@ STAGED_BYTES = 8 << 10
 """Up to this size, a persistent all_reduce on its own buffer, with two copies, is faster than a nonblocking one."""
 MOST_PREPARED = 64
 """The number of persistent requests of a communicator: the first sizes, datatypes and operations that it meets."""
-TESTS_PER_SPIN = 5
-"""Compiled code tests a request this many times while Python tests it once."""
 SEGMENTED_BYTES = 24 << 20
 """From this size on, holdfast's segmented all_reduce is faster than MPI's."""
 PART_BYTES = 1 << 20
@@ -43,7 +40,7 @@ class MpiTransport(MpiMessages):
     """An MPI communicator's collectives."""
 
     def __init__(self, context: Context) -> None:
-        self._prepared: dict[tuple[torch.dtype, str, int], _native.PersistentCall] = {}
+        self._prepared: dict[tuple[torch.dtype, str, int], OpCall] = {}
         self._requests: list[tuple[MPI.Prequest, bytearray]] = []
         self._segmented_bytes: int = context.hints.get("segmented_bytes", SEGMENTED_BYTES)
         super().__init__(context)
@@ -63,8 +60,6 @@ class MpiTransport(MpiMessages):
             exchange = self._exchange("all_reduce", deadline)
             segments.all_reduce(exchange, tensor.view(-1), op, PART_BYTES)
         elif (prepared := self._prepare(tensor.dtype, op, tensor.nbytes)) is not None:
-            if self._error is not None:
-                raise self._error.again()
             prepared(tensor, deadline)
         elif kind is not None:
             mpi, reduce = kind
@@ -72,7 +67,7 @@ class MpiTransport(MpiMessages):
             self._run("all_reduce", self._comm.Iallreduce, given, deadline, tensor)
         arithmetic.postscale(tensor, op, self.size)
 
-    def _prepare(self, dtype: torch.dtype, op: ReduceOp, nbytes: int) -> _native.PersistentCall | None:
+    def _prepare(self, dtype: torch.dtype, op: ReduceOp, nbytes: int) -> OpCall | None:
         """A persistent all_reduce of MPI for `nbytes` bytes; None if each op has to begin a new request.
 
         MPI requires all ranks to make the same ones in the same order. They do: each is made by the first such op, on
@@ -89,18 +84,29 @@ class MpiTransport(MpiMessages):
         except MPI.Exception as error:
             raise self._explain("all_reduce", self._op, error) from error
         self._requests.append((request, stage))
-        self._prepared[form] = _native.PersistentCall(
-            holder=self,
-            count="_op",
-            stage=stage,
-            start=addresses.START,
-            request=request,
-            handle=MPI._addressof(request),
-            test=addresses.TEST,
-            max_tests=TESTS_PER_SPIN * self._spins,
-            finish_request=partial(self._finish_request, "all_reduce", request),
-        )
+
+        def begin(tensor: Tensor) -> MPI.Request:
+            request.Start()
+            return request
+
+        self._prepared[form] = self._all_reduce_call(begin, stage)
         return self._prepared[form]
+
+    def _all_reduce_call(self, begin: Callable[[Tensor], MPI.Request], stage: bytearray | None = None) -> OpCall:
+        """The all_reduces that `begin(tensor)` begins, on the stage if there is one."""
+
+        def start(tensor: Tensor, deadline: float) -> MPI.Request:
+            self._op += 1
+            if self._error is not None:
+                raise self._error.again()
+            return begin(tensor)
+
+        def finish_late(
+            request: MPI.Request | None, error: RuntimeError | None, tensor: Tensor, deadline: float
+        ) -> None:
+            self._finish_late("all_reduce", tensor if stage is None else stage, request, error, deadline)
+
+        return self._op_call(start, finish_late, stage)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         kind = native(tensor.dtype, op)
@@ -203,19 +209,8 @@ class MpiTransport(MpiMessages):
         if (prepared := self._prepare(dtype, reduction, plan.nbytes)) is not None:
             return prepared
         mpi, reduce = kind
-        return _native.RequestCall(
-            holder=self,
-            count="_op",
-            nbytes=plan.nbytes,
-            begin=addresses.ALL_REDUCE,
-            place=int(MPI.IN_PLACE),
-            elements=plan.nbytes // dtype.itemsize,
-            kind=mpi.handle,
-            op=reduce.handle,
-            comm=self._comm.handle,
-            test=addresses.TEST,
-            max_tests=TESTS_PER_SPIN * self._spins,
-            finish_request=partial(self._finish_request, "all_reduce", None),
+        return self._all_reduce_call(
+            lambda tensor: self._comm.Iallreduce(MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce)
         )
 
     # -- the end

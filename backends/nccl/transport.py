@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from holdfast.backends.nccl.ending import ends, failure_of_end
 from holdfast.backends.nccl.grouped_calls import CallingThread, marks_open_group, run_as_group
 from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for, within
 from holdfast.backends.nccl.torch_groups import LEGACY, kind_of_group, make_group, set_timeout
+from holdfast.comms._native import OpCall
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
 from holdfast.comms.ops import ReduceOp
@@ -142,7 +144,7 @@ class NcclTransport(TorchGroup):
     def _raise(self, op: str, error: RuntimeError) -> NoReturn:
         """Raise what a failure of torch's group means; the failure itself if it is this process's (out of memory)."""
         of_nccl = isinstance(error, dist.DistError) or str(error).startswith("NCCL")
-        if self._error is None and not of_nccl:
+        if isinstance(error, HoldfastError) or (self._error is None and not of_nccl):
             raise error
         raise self._explain(op, error) from error
 
@@ -208,23 +210,23 @@ class NcclTransport(TorchGroup):
         seconds, limit, op, single = plan.timeout, _allowed(plan.timeout), plan.op, plan.op in _OF_ONE_TENSOR
         given = options(kind, within(seconds), asyncOp=False, **fields)
 
-        def start(*tensors: Any) -> Any:
-            return getattr(self._group, name)(*(([*tensors],) if single else tensors), given)
+        def queue(*arguments: Any) -> Any:
+            tensors = ([arguments[0]],) if single else arguments[:-1]
+            return getattr(self._group, name)(*tensors, given)
 
-        def call(*arguments: Any) -> None:
+        def start(*arguments: Any) -> Any:
             self._seq += 1
             if self._error is not None:
                 raise self._error.again()
             if self._limit != limit:
                 self._set_timeout(seconds)
-            try:
-                work = self._calls.run(start, *arguments[:-1])
-                if work is not None:
-                    work.wait()
-            except RuntimeError as error:
+            return self._calls.run(queue, *arguments)
+
+        def finish_late(work: Any, error: RuntimeError | None, *arguments: Any) -> None:
+            if error is not None:
                 self._raise(op, error)
 
-        return call
+        return OpCall(start, methodcaller("wait"), finish_late)
 
     def _straight(self, plan: OpPlan) -> tuple[str, Any, dict[str, Any]]:
         """The call of torch's group for an op, its kind of options and their fields; no kind if it needs more."""

@@ -9,10 +9,9 @@
 #include "board/board_type.h"
 #include "board/words.h"
 #include "calls/fast_path.h"
-#include "calls/group_call.h"
+#include "calls/op_call.h"
 #include "calls/order.h"
 #include "calls/prepared_op.h"
-#include "calls/request_call.h"
 #include "calls/window.h"
 #include "digest_copy.h"
 #include "element_diff.h"
@@ -166,9 +165,7 @@ static int module_exec(PyObject *module) {
                    add_type(module, "Order", &order_spec, &made->order) ||
                    add_type(module, "FastPath", &fast_spec, &made->fast_path) ||
                    add_type(module, "PreparedOp", &prepared_spec, NULL) ||
-                   add_type(module, "GroupCall", &group_call_spec, NULL) ||
-                   add_type(module, "RequestCall", &request_call_spec, NULL) ||
-                   add_type(module, "PersistentCall", &persistent_call_spec, NULL) ||
+                   add_type(module, "OpCall", &op_call_spec, NULL) ||
                    add_type(module, "ActiveCalls", &calls_spec, NULL) ||
                    add_type(module, "WindowBounds", &bounds_spec, NULL) ||
                    add_type(module, "Words", &words_spec, NULL)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -19,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, ReduceOp, Revoked, Unsupported
-from holdfast.comms._native import FastPath, GroupCall, Order, PersistentCall, RequestCall
+from holdfast.comms._native import FastPath, OpCall, Order
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.comms.tensors.packing import DTYPES
@@ -504,169 +501,96 @@ def test_the_fast_path_counts_its_arguments() -> None:
         fast.all_reduce(torch.ones(1))
 
 
-def group_call(op: Callable[..., Any], failed: Callable[..., None] = pytest.fail) -> GroupCall:
-    holder = SimpleNamespace(group=SimpleNamespace(reduce=op))
-    return GroupCall(holder, "group", "reduce", "options", timedelta(seconds=1), failed)
+class Library:
+    """A fake library of others: its op doubles a tensor, and is complete after `late` polls."""
+
+    def __init__(self, late: int = 0, polls: int = 3, stage: bytearray | None = None) -> None:
+        self.late, self.begin_fails, self.poll_fails = late, False, False
+        self.begun, self.finished = list[tuple[object, ...]](), list[tuple[Any, ...]]()
+        self._stage = stage
+        self.call: Any = OpCall(self._start, self._is_complete, self._finish_late, polls, stage)
+
+    def _start(self, tensor: torch.Tensor, deadline: float) -> object:
+        self.begun.append((tensor, deadline))
+        if self.begin_fails:
+            raise RuntimeError("cut")
+        on = tensor.detach() if self._stage is None else torch.frombuffer(self._stage, dtype=torch.float32)
+        self._polled, self._double = 0, lambda: on.mul_(2)
+        return "request"
+
+    def _is_complete(self, request: str) -> bool:
+        assert request == "request"
+        if self.poll_fails:
+            raise RuntimeError("cut")
+        self._polled += 1
+        if self._polled > self.late:
+            self._double()
+        return self._polled > self.late
+
+    def _finish_late(self, *arguments: Any) -> None:
+        self.finished.append(arguments)
+        if arguments[1] is not None:
+            raise Revoked(3, "explained") from arguments[1]
+        while not self._is_complete(arguments[0]):
+            pass
 
 
-def test_an_op_of_a_group_is_begun_and_waited_for() -> None:
-    heard: list[object] = []
-
-    def begin(tensors: list[str], options: str) -> SimpleNamespace:
-        heard.extend([tensors, options])
-        return SimpleNamespace(wait=heard.append)
-
-    assert group_call(begin)("tensor", 0.0) is None
-    assert heard == [["tensor"], "options", timedelta(seconds=1)]
-    assert group_call(lambda *given: None)("tensor", 0.0) is None, "done at once"
+@pytest.fixture(params=[False, True], ids=["direct", "staged"])
+def stage(request: pytest.FixtureRequest) -> bytearray | None:
+    return bytearray(12) if request.param else None
 
 
-def test_a_failed_group_op_calls_its_failure_callback() -> None:
-    heard: list[tuple[object, ...]] = []
-
-    def fails(*given: object) -> None:
-        raise RuntimeError("cut")
-
-    work = SimpleNamespace(wait=fails)
-    group_call(fails, lambda *said: heard.append(said))("tensor", 7.0)
-    group_call(lambda *given: work, lambda *said: heard.append(said))("tensor", 8.0)
-    assert [(said[0], str(said[1]), said[2]) for said in heard] == [(None, "cut", 7.0), (work, "cut", 8.0)]
-
-    def explains(work: object, error: RuntimeError, deadline: float) -> None:
-        raise Revoked(3, "explained") from error
-
-    with pytest.raises(Revoked, match="explained") as caught:
-        group_call(fails, explains)("tensor", 0.0)
-    assert str(caught.value.__cause__) == "cut"
-    with pytest.raises(TypeError):
-        group_call(lambda tensors: None)("tensor", 0.0)
-    no_group: Any = GroupCall(SimpleNamespace(), "group", "reduce", None, timedelta(0), pytest.fail)
-    with pytest.raises(AttributeError, match="group"):
-        no_group("tensor", 0.0)
-    with pytest.raises(TypeError, match="2"):
-        no_group("tensor")
-    holder = SimpleNamespace()
-    bad: Any = 3
-    held = sys.getrefcount(holder)
-    for _ in range(10):
-        with pytest.raises(TypeError):
-            GroupCall(holder, "group", bad, None, timedelta(0), pytest.fail)
-    assert sys.getrefcount(holder) == held
+def test_a_call_of_a_library_is_polled_until_it_is_complete(stage: bytearray | None) -> None:
+    for late in range(3):
+        library = Library(late, stage=stage)
+        for needs_grad in (False, True):
+            tensor = torch.full((3,), 2.0, requires_grad=needs_grad)
+            assert library.call(tensor, 5.0) is None
+            assert tensor.tolist() == [4.0] * 3
+        assert library.begun[-1][0] is tensor and library.begun[-1][1] == 5.0 and not library.finished
 
 
-MPI_ALL_REDUCE = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_float),
-    ctypes.c_int,
-    *[ctypes.c_void_p] * 3,
-    ctypes.POINTER(ctypes.c_void_p),
-)
-MPI_START = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
-MPI_TEST = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int), ctypes.c_void_p
-)
-LOOKS = 3
-
-
-class FakeMpi:
-    """A fake MPI: its all_reduce doubles three floats, and is complete after `late` tests."""
-
-    def __init__(self, late: int = 0, begin_fails: int = 0, test_fails: int = 0) -> None:
-        self.late, self.begin_fails, self.test_fails = late, begin_fails, test_fails
-        self.stage, self.handle, self.begun = bytearray(12), ctypes.c_void_p(70), list[object]()
-        self.functions = MPI_ALL_REDUCE(self._begin), MPI_START(self._start), MPI_TEST(self._test)
-        self._floats: Any = None
-        self.holder, self.heard = SimpleNamespace(ops=7), list[object]()
-
-    def _begin(self, place: int, floats: Any, count: int, kind: int, op: int, comm: int, request: Any) -> int:
-        self._floats, self._looks = floats, 0
-        self.begun.append((place, count, kind, op, comm))
-        request[0] = 71
-        return self.begin_fails
-
-    def _start(self, request: Any) -> int:
-        self._floats, self._looks = (ctypes.c_float * 3).from_buffer(self.stage), 0
-        self.begun.append(request[0])
-        return self.begin_fails
-
-    def _test(self, request: Any, complete: Any, status: int | None) -> int:
-        assert status is None
-        if self.test_fails:
-            self._floats[0] = 0.0
-            return self.test_fails
-        if self._looks == self.late:
-            for place in range(3):
-                self._floats[place] *= 2
-            complete[0] = 1
-        self._looks += 1
-        return 0
-
-    def _go_on(self, request: int, code: int, memory: object, deadline: float) -> None:
-        self.heard += [request, code, memory, deadline]
-        if code:
-            raise Revoked(3, "explained")
-        done = ctypes.c_int(0)
-        while not done.value:
-            self._test(None, ctypes.pointer(done), None)
-
-    def call(self, persistent: bool) -> Any:
-        """Call all_reduce with three floats."""
-        begin, start, test = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self.functions]
-        if not persistent:
-            return RequestCall(self.holder, "ops", 12, begin, 1, 3, 20, 30, 40, test, LOOKS, self._go_on)
-        handle = ctypes.addressof(self.handle)
-        return PersistentCall(self.holder, "ops", self.stage, start, self, handle, test, LOOKS, self._go_on)
-
-
-@pytest.fixture(params=[False, True], ids=["request", "persistent"])
-def persistent(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-def test_an_op_of_mpi_is_tested_until_it_is_complete(persistent: bool) -> None:
-    for late in range(LOOKS):
-        mpi = FakeMpi(late)
-        call = mpi.call(persistent)
-        for turn, needs_grad in enumerate((False, True, False), start=1):
-            tensor = torch.full((3,), float(turn), requires_grad=needs_grad)
-            assert call(tensor, 0.0) is None
-            assert tensor.tolist() == [2.0 * turn] * 3 and mpi.holder.ops == 7 + turn
-        assert mpi.begun == [70 if persistent else (1, 3, 20, 30, 40)] * 3 and not mpi.heard
-
-
-def test_an_op_of_mpi_that_takes_longer_is_finished_by_the_slow_path(persistent: bool) -> None:
-    mpi, tensor = FakeMpi(late=LOOKS + 2), torch.ones(3)
-    mpi.call(persistent)(tensor, 5.0)
+def test_a_call_that_takes_longer_is_finished_by_the_slow_path(stage: bytearray | None) -> None:
+    library, tensor = Library(late=5, stage=stage), torch.ones(3)
+    library.call(tensor, 5.0)
     assert tensor.tolist() == [2.0] * 3
-    request, code, memory, deadline = mpi.heard
-    assert (request, code, deadline) == (70 if persistent else 71, 0, 5.0)
-    assert memory is (mpi.stage if persistent else tensor)
+    ((request, error, of, deadline),) = library.finished
+    assert (request, error, deadline) == ("request", None, 5.0) and of is tensor
 
 
-def test_a_failed_mpi_op_calls_its_failure_callback(persistent: bool) -> None:
-    begins, ends = FakeMpi(begin_fails=14), FakeMpi(test_fails=15)
-    for mpi, expected in ((begins, [0, 14]), (ends, [70 if persistent else 71, 15])):
-        tensor = torch.ones(3)
-        with pytest.raises(Revoked, match="explained"):
-            mpi.call(persistent)(tensor, 0.0)
-        assert mpi.heard[:2] == expected and mpi.holder.ops == 8
-        assert tensor.tolist() == [1.0] * 3 or (mpi is ends and not persistent)
+def test_a_failed_call_is_explained_by_the_slow_path(stage: bytearray | None) -> None:
+    for moment in ("begin_fails", "poll_fails"):
+        library, tensor = Library(stage=stage), torch.ones(3)
+        setattr(library, moment, True)
+        with pytest.raises(Revoked, match="explained") as caught:
+            library.call(tensor, 0.0)
+        assert str(caught.value.__cause__) == "cut" and tensor.tolist() == [1.0] * 3
+        assert library.finished[0][0] == (None if moment == "begin_fails" else "request")
 
 
-def test_an_mpi_op_takes_tensors_of_its_size_only(persistent: bool) -> None:
-    mpi = FakeMpi()
-    call = mpi.call(persistent)
+def test_a_call_passes_on_what_is_no_failure_of_its_library() -> None:
+    def starts(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        OpCall(starts, pytest.fail, pytest.fail)(0.0)
+    assert OpCall(lambda *arguments: None, pytest.fail, pytest.fail)(0.0) is None, "complete at once"
+
+
+def test_a_staged_call_takes_tensors_of_its_size_only() -> None:
+    library = Library(stage=bytearray(12))
     for wrong in (torch.ones(2), torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(0)):
         with pytest.raises(ValueError, match=f"the tensor has {wrong.nbytes} bytes, and the call was prepared for 12"):
-            call(wrong, 0.0)
+            library.call(wrong, 0.0)
     with pytest.raises(TypeError):
-        call("no tensor", 0.0)
-    with pytest.raises(TypeError, match="2"):
-        call(torch.ones(3))
-    assert mpi.holder.ops == 7 and not mpi.begun and mpi.stage == bytes(12)
+        library.call("no tensor", 0.0)
+    with pytest.raises(IndexError):
+        library.call()
+    assert not library.begun
     with pytest.raises(BufferError):
-        PersistentCall(mpi.holder, "ops", bytes(12), 0, mpi, 0, 0, 3, pytest.fail)  # type: ignore[arg-type]
-    del mpi.holder.ops
-    with pytest.raises(AttributeError, match="ops"):
-        call(torch.ones(3), 0.0)
+        OpCall(print, print, print, stage=bytes(12))  # type: ignore[arg-type]
+    held = sys.getrefcount(library)
+    for _ in range(10):
+        with pytest.raises(TypeError):
+            OpCall(library, library, library, library)  # type: ignore[arg-type]
+    assert sys.getrefcount(library) == held
