@@ -22,9 +22,8 @@ from holdfast.comms import objects
 from holdfast.comms.collectives import CollectiveCalls
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
-from holdfast.comms.execution.executor import Body, Executor
+from holdfast.comms.execution.executor import Body, Executor, OpSettings
 from holdfast.comms.hooks.hooks import Hooks
-from holdfast.comms.journal import Recorder
 from holdfast.comms.objects import ObjectWork, T
 from holdfast.comms.plan import OpDescription
 from holdfast.comms.plugins.hints import Hints, Value
@@ -107,18 +106,13 @@ class Communicator(CollectiveCalls):
         context: Context,
         info: BackendInfo,
         connector: Connector,
-        *,
-        timeout: float,
-        check: bool = False,
-        on_close: Callable[[], None] | None = None,
-        recorder: Recorder | None = None,
-        hooks: Hooks | None = None,
+        settings: OpSettings,
     ) -> None:
         self.device: torch.device = transport.device or context.device
         super().__init__(
             transport,
             ArgumentChecks(context.rank, context.size, self.device, info),
-            Executor(transport, context, timeout, check, on_close, context.journal, hooks),
+            Executor(transport, context, settings),
         )
         self.name: str = context.name
         self.epoch: int = context.epoch
@@ -126,7 +120,6 @@ class Communicator(CollectiveCalls):
         self._context, self._info = context, info
         self._connector = connector
         self._membership = Membership()
-        self._recorder = recorder
         self._splits: MeetingCounters[tuple[int, ...]] = MeetingCounters()
         self._windowed, self._atomics = info.capabilities.windows, info.capabilities.atomics
         self._windows: list[Window] = []
@@ -369,10 +362,7 @@ class Communicator(CollectiveCalls):
             self,
             members,
             self._splits.of(members),
-            self._context,
             timeout=seconds_or(timeout, self._executor.timeout),
-            op_timeout=self._executor.timeout,
-            recorder=self._recorder,
             name=name,
             hints=hints,
         )

@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from holdfast.comms.errors import (
     Unsupported,
     again,
 )
+from holdfast.comms.execution.executor import OpSettings
 from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins.hints import Hints, Value, parse_hints
@@ -166,10 +166,12 @@ def connect(
                     deadline=deadline,
                     address=own_address(),
                 ),
-                timeout,
-                check=any(each.check for each in meeting.offers),
-                hints=hints,
-                on_close=functools.partial(_release_rank, identity, exchange.place, offer.nonce),
+                OpSettings(
+                    timeout,
+                    any(each.check for each in meeting.offers),
+                    functools.partial(_release_rank, identity, exchange.place, offer.nonce),
+                ),
+                hints,
             )
             communicator._membership.request = backend
             return communicator
@@ -218,19 +220,16 @@ def connect_part(
     whole: Communicator,
     members: tuple[int, ...],
     count: MeetingCounter,
-    context: Context,
     *,
     timeout: float,
-    op_timeout: float,
-    recorder: Recorder | None,
     name: str | None = None,
     hints: Hints | None = None,
 ) -> Communicator:
     """Connect `members` of a communicator as a new one; collective over the members. See `connect_members`.
 
-    `count` numbers the communicators of exactly these ranks; `context` is the one that `whole` was connected with, of
-    which the part inherits the hints.
+    `count` numbers the communicators of exactly these ranks. The part inherits the hints and the timeout of ops.
     """
+    context = whole._context
     hints = {**context.hints, **_parse_hints(whole.backend, hints)}
     deadline = time.monotonic() + timeout
     rank = members.index(whole.rank)
@@ -255,9 +254,9 @@ def connect_part(
             name=f"{within}.{meeting.number}" if name is None else name,
             device=whole.device,
             timeout=max(0.0, deadline - time.monotonic()),
-            op_timeout=op_timeout,
+            op_timeout=whole._executor.timeout,
             over=lambda: whole.over,
-            recorder=recorder,
+            recorder=whole._executor.settings.recorder,
             hints=hints,
         )
 
@@ -283,7 +282,7 @@ def unconnected(
     context = Context(0, 1, name, 0, where, dist.HashStore(), (this_process(),), 0.0, links=info.links)
     given = _parse_hints(info.name, hints)
     communicator = Communicator(
-        Unconnected(context), replace(context, hints=given), info, _CONNECTOR, timeout=seconds(timeout)
+        Unconnected(context), replace(context, hints=given), info, _CONNECTOR, OpSettings(seconds(timeout))
     )
     communicator.rank, communicator.size = -1, 0
     communicator._executor.begin_unconnected()
@@ -366,7 +365,7 @@ def connect_members_of(
             device=communicator.device,
             timeout=max(0.0, deadline - time.monotonic()),
             op_timeout=communicator._executor.timeout,
-            recorder=communicator._recorder,
+            recorder=communicator._executor.settings.recorder,
             address=own_address(),
             hints=change.hints,
             hooks=communicator.hooks,
@@ -469,11 +468,8 @@ def connect_members(
     communicator = _build(
         info,
         make_context,
-        timeout if op_timeout is None else op_timeout,
-        check=checks_are_on(),
-        hints=hints,
-        recorder=recorder,
-        hooks=hooks,
+        OpSettings(timeout if op_timeout is None else op_timeout, checks_are_on(), None, recorder, hooks),
+        hints,
     )
     connecting = False
     return communicator
@@ -544,13 +540,7 @@ class Unconnected(MessageTransport):
 
 
 def _build(
-    info: BackendInfo,
-    make_context: Callable[..., Context],
-    timeout: float,
-    *,
-    check: bool,
-    hints: Hints | None,
-    **more: Any,
+    info: BackendInfo, make_context: Callable[..., Context], settings: OpSettings, hints: Hints | None
 ) -> Communicator:
     """Connect the backend's transport with the context that `make_context` makes, and a communicator over it."""
     assert info.connect is not None, "a preference holds only backends that connect"
@@ -558,7 +548,7 @@ def _build(
 
     def build(transport: Transport) -> None:
         discard()
-        built.append(Communicator(transport, context, info, _CONNECTOR, timeout=timeout, check=check, **more))
+        built.append(Communicator(transport, context, info, _CONNECTOR, settings))
 
     def discard() -> None:
         while built:

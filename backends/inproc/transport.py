@@ -33,18 +33,7 @@ class InprocTransport(DirectTransport):
     medium = "memory of one process"
 
     def __init__(self, context: Context, board_memory: mmap.mmap) -> None:
-        pids = [peer.pid for peer in context.peers]
-        board = Board(
-            board_memory,
-            context.rank,
-            context.size,
-            context.epoch,
-            dead=tuple,
-            journal=context.journal,
-            pids=pids,
-            hints=context.hints,
-        )
-        super().__init__(board, "inproc")
+        super().__init__(Board(board_memory, context, dead=tuple), "inproc")
 
     def _read_memory(self, rank: int, address: int, into: int, nbytes: int) -> None:
         ctypes.memmove(into, address, nbytes)

@@ -59,20 +59,7 @@ class ShmTransport(DirectTransport):
         self._epoch = context.epoch
         self._slot = segment.take(context.epoch, context.peers)
         self._liveness = Liveness(context.peers, context.rank, context.over)
-        super().__init__(
-            Board(
-                self._slot,
-                context.rank,
-                context.size,
-                context.epoch,
-                self._liveness.dead,
-                journal=context.journal,
-                rows=segment.address.rows,
-                pids=[peer.pid for peer in context.peers],
-                hints=context.hints,
-            ),
-            "shm",
-        )
+        super().__init__(Board(self._slot, context, self._liveness.dead, segment.address.rows), "shm")
         if context.previous is not None:
             self._board.stop_spinning(FIRST_PHASES)
         self._processes = context.peers

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from holdfast.comms.errors import (
 from holdfast.comms.execution.agreement import Agreement
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.hooks.hooks import Hooks
-from holdfast.comms.journal import Journal
+from holdfast.comms.journal import Journal, Recorder
 from holdfast.comms.plan import OpDescription, OpPlan
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.spec import OpEvent
@@ -63,27 +63,32 @@ _LOOK_SECONDS = 0.0005
 _until_exit: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
+@dataclass(frozen=True, slots=True)
+class OpSettings:
+    """How the ops of a communicator run, beside its transport.
+
+    `timeout` is that of ops, in seconds. With `check` the ranks compare each op before it runs. `on_close` is called
+    once the transport is closed. `recorder` makes the journals of parts. `hooks` go on from a communicator before.
+    """
+
+    timeout: float
+    check: bool = False
+    on_close: Callable[[], None] | None = None
+    recorder: Recorder | None = None
+    hooks: Hooks | None = None
+
+
 class Executor:
     """Runs the ops of one communicator over its transport."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        context: Context,
-        timeout: float,
-        check: bool,
-        on_close: Callable[[], None] | None,
-        journal: Journal | None = None,
-        hooks: Hooks | None = None,
-    ) -> None:
-        self.timeout = seconds(timeout)
-        self._journal = journal
+    def __init__(self, transport: Transport, context: Context, settings: OpSettings) -> None:
+        self.timeout, self.settings = seconds(settings.timeout), settings
+        self._journal = context.journal
         self._transport = transport
         self._name, self._epoch, self._rank = context.name, context.epoch, context.rank
         self._peers = context.peers
-        self._agreement = Agreement(transport) if check and context.size > 1 else None
-        self._on_close = on_close
-        self.hooks = hooks or Hooks(context.name, context.epoch, context.rank)
+        self._agreement = Agreement(transport) if settings.check and context.size > 1 else None
+        self.hooks = settings.hooks or Hooks(context.name, context.epoch, context.rank)
         self.hooks.move_to(context.name, context.epoch, context.rank)
         self._order = _native.Order()
         self._ending = HandlerLock()
@@ -463,8 +468,8 @@ class Executor:
                 f"{_CLOSE_SECONDS:.0f} s of its abort; its resources are kept until the process ends"
             )
         self._transport.close()
-        if self._on_close is not None:
-            self._on_close()
+        if self.settings.on_close is not None:
+            self.settings.on_close()
 
 
 class _IssuedOp:

@@ -34,16 +34,15 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from types import MappingProxyType
 from typing import Any
 
 from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.journal import Journal
 from holdfast.comms.plugins.hints import Hint
+from holdfast.comms.transport.base import Context
 
 LINE = 8
 FLAG, GIVEN, REDUCED, TAKEN_BLOCKS, NEAR, IN_PLACE_BITS, UNSTAGED, ASLEEP, FUTEX = 0, 1, 2, 3, 4, 5, 6, 8, 16
@@ -141,27 +140,22 @@ def _round_up(value: int, unit: int) -> int:
 class Board:
     """One rank's view of the board in `memory`.
 
-    `memory` is a writable buffer of `layout_of(rows).nbytes` bytes; `size` of its rows are used, by default all. `dead`
-    returns the ranks of processes that are known to be gone; it is called only while waiting. `journal` is told of
-    long waits. `pids`, in rank order, are the processes that let this one read their memory. `hints` are those of
-    `HINTS`. `error` is what `fail` was given, if anything.
+    `memory` is a writable buffer of `layout_of(rows).nbytes` bytes, of which `context` uses one row a rank, by default
+    all. `dead` returns the ranks of processes that are known to be gone; it is called only while waiting. The context's
+    peers let this process read their memory, its hints are those of `HINTS`, and its journal is told of long waits.
+    `error` is what `fail` was given, if anything.
     """
 
     def __init__(
         self,
         memory: Any,
-        rank: int,
-        size: int,
-        epoch: int,
+        context: Context,
         dead: Callable[[], Sequence[int]],
-        journal: Journal | None = None,
         rows: int | None = None,
-        pids: Sequence[int] = (),
-        hints: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.layout = layout = layout_of(size if rows is None else rows)
-        self._journal = journal
-        self.rank, self.size, self.epoch = rank, size, epoch
+        self.layout = layout = layout_of(context.size if rows is None else rows)
+        self._journal, hints = context.journal, context.hints
+        self.rank, self.size, self.epoch = rank, size, epoch = context.rank, context.size, context.epoch
         self.bytes = memoryview(memory).cast("B")
         self.words, self.numbers = _native.Words(memory), self.bytes.cast("q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -188,7 +182,7 @@ class Board:
             depth=STAGE_DEPTH,
             spins=spins,
             yields=self._yields,
-            pids=tuple(pids),
+            pids=tuple(peer.pid for peer in context.peers),
         )
 
     # -- this rank's words
