@@ -28,7 +28,7 @@ def probe(outer: str) -> Available | Unavailable:
         status = registry().backend(name).status
         if isinstance(status, Unavailable):
             return Unavailable(f"{name}: {status.reason}", status.install_hint)
-        details.append(f"{name} {status.detail}".strip())
+        details.append(f"{name} ({status.detail})" if status.detail else name)
     return Available(" within a host, ".join(details) + " between hosts")
 
 

@@ -89,15 +89,18 @@ def _capabilities(capabilities: Capabilities) -> dict[str, Any]:
     }
 
 
-_TARGETS = {"none": ["idle or stopped targets"], "thread": ["idle targets"]}
+_TARGETS = {
+    "none": ["one-sided access even to a stopped process"],
+    "thread": ["one-sided access while the target computes"],
+}
 FLAGS = {
-    "one_host": "one host",
-    "one_process": "one process",
+    "one_host": "within one host only",
+    "one_process": "within one process only",
     "memory_plane": "memory plane",
     "windows": "windows",
     "atomics": "atomics",
-    "abortable": "abortable",
-    "finds_failures": "finds failures",
+    "abortable": "ends blocked ops by abort",
+    "finds_failures": "reports dead peers",
 }
 
 
@@ -108,7 +111,7 @@ def table(described: dict[str, Any]) -> Table:
     result.add_column("here")
     result.add_column("description, or what to install", ratio=2)
     result.add_column("reduces", justify="right")
-    result.add_column("can", ratio=1)
+    result.add_column("capabilities", ratio=1)
     for name, backend in described["backends"].items():
         here = Text("yes", "green") if backend["available"] else Text("no", "red")
         if backend["by_launcher"]:
@@ -168,7 +171,7 @@ def _reduces(capabilities: dict[str, Any]) -> str:
     lines = []
     for device, dtypes in capabilities["reduces"].items():
         wider = len(capabilities["widens"][device])
-        lines.append(f"{device}: {len(dtypes)} dtypes" + (f", {wider} more as float32" if wider else ""))
+        lines.append(f"{device}: {len(dtypes)} dtypes" + (f", {wider} more converted to float32" if wider else ""))
     return "\n".join(lines) or "nothing"
 
 
