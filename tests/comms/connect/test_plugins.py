@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import re
 import tempfile
 from pathlib import Path
@@ -135,6 +136,25 @@ def test_auto_takes_the_backend_of_the_highest_priority(priority: int, taken: st
         }.get(priority, ["shm", "gloo"])
     finally:
         comms.unregister(plugin)
+
+
+def test_auto_takes_the_example_plugin_by_its_priority(tmp_path: Path) -> None:
+    example = Path(__file__).parents[3] / "examples/plugin-backend/holdfast_filebox.py"
+    spec = importlib.util.spec_from_file_location("holdfast_filebox", example)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (info,) = module.holdfast_backends()
+    for priority, taken in ((1000, "filebox"), (10, "shm")):
+        plugin = Plugin(dataclasses.replace(info, auto={"cpu": priority}))
+        comms.register(plugin)
+        try:
+            with comms.connect(rank=0, size=1, rendezvous=f"file://{tmp_path}/{priority}") as comm:
+                tensor = torch.ones(2)
+                comm.all_reduce(tensor)
+                assert (comm.backend, tensor.tolist()) == (taken, [1, 1])
+        finally:
+            comms.unregister(plugin)
 
 
 def test_auto_falls_to_what_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
