@@ -1,7 +1,20 @@
 """`Executor`: runs a communicator's ops in issue order, in the calling thread or on a worker thread.
 
-It keeps the order and the numbers of ops, calls observers and the journal, and ends the communicator when an op fails.
-What an op does is not its concern.
+It keeps the order and the numbers of ops, calls hooks and the journal, and ends the communicator when an op fails.
+What an op does is not its concern. An op goes through these steps:
+
+1. `Communicator.all_reduce` asks the fast path, compiled code, which runs usual ops from beginning to end. It declines
+   the others, or begins one over a board and leaves it: then `issue` gets the same op with `order.begun`.
+2. `issue` enters the `Order`, which one thread at a time may do, and gives the op its number. Then it wraps the op's
+   body, from the inside out: checks of all ranks (`_IssuedOp.run`), the journal (`_recorded`), the wait for queued
+   ops before it (`_after`), hooks (`_observed`).
+3. `_run` runs that in this thread, or `_enqueue` hands it to the worker, which has one queue: no op overtakes another.
+4. `_failed` decides what an error means. An op that no rank has begun gives its number back, and the communicator
+   lives. Any other error ends it, since the ranks no longer agree on their position in the order of ops.
+
+The end comes once, from any thread or a signal's handler (`_ending`): the first reason stays in `over`, the transport
+is aborted so that blocked ops raise, then the callbacks run, outside the lock. `close` waits for ops to leave the
+transport before it releases that.
 """
 
 from __future__ import annotations

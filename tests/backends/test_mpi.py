@@ -198,6 +198,18 @@ def test_later_ops_name_the_reason_of_another_ranks_abort(two: LocalCluster) -> 
     assert all("called off" in reason for reason in said), said
 
 
+def test_a_signal_handler_may_abort_in_the_middle_of_an_abort(two: LocalCluster) -> None:
+    def body(comm: Communicator) -> str:
+        comm.barrier()
+        with comm.transport._ending:  # type: ignore[attr-defined]  # held by the abort that the handler interrupts
+            comm.transport.abort(Revoked(comm.epoch, "from a handler"))
+        with pytest.raises(Revoked) as caught:
+            comm.barrier()
+        return caught.value.reason
+
+    assert all("from a handler" in reason for reason in two.run(body))
+
+
 def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(three: LocalCluster, tmp_path: Path) -> None:
     """Open MPI crashes when a communicator is revoked that a process has not finished building."""
 
