@@ -104,12 +104,11 @@ class Order:
     def idle(self) -> bool:
         """Whether no op runs; one that was begun on a fast path looks at `over` before it goes on."""
 
-    def enter(self) -> bool:
-        """Begin to issue an op; False if another is being issued. Resumes an op that a fast path has begun."""
-
-    def leave(self) -> None: ...
     def __enter__(self) -> bool:
-        """As `enter`; `__exit__` leaves if this is true. No signal's handler interrupts between them and the block."""
+        """Begin to issue an op, and leave at the end of the block; False if another thread or block issues one.
+
+        Resumes an op that a fast path has begun. No signal's handler interrupts between this and the block.
+        """
 
     def __exit__(self, *error: object) -> None: ...
     def when_left(self, call: Callable[[], None], /) -> bool:

@@ -14,17 +14,6 @@ static int enter(Order *self) {
 
 static void leave(Order *self) { self->busy = 0, self->held_by = 0; }
 
-static PyObject *order_enter(Order *self, PyObject *nothing) {
-    (void)nothing;
-    return PyBool_FromLong(enter(self));
-}
-
-static PyObject *order_leave(Order *self, PyObject *nothing) {
-    (void)nothing;
-    leave(self);
-    return run_when_left(&self->left);
-}
-
 /* A `with` block is let in or not, which it is told. No signal's handler runs between that and the block, nor
  * between the block and its end. */
 static PyObject *order_begin(Order *self, PyObject *nothing) {
@@ -71,8 +60,6 @@ static void order_dealloc(PyObject *object) {
 }
 
 static PyMethodDef order_methods[] = {
-    PLAIN("enter", order_enter),
-    PLAIN("leave", order_leave),
     PLAIN("__enter__", order_begin),
     FAST("__exit__", order_end),
     {"when_left", (PyCFunction)order_when_left, METH_O, NULL},

@@ -411,10 +411,14 @@ def test_an_op_during_an_op_of_another_thread_is_refused(ranks: LocalCluster) ->
 
 def test_an_order_admits_one_thread_at_a_time() -> None:
     order = Order()
-    assert order.enter() and order.busy
-    assert not order.enter()
-    order.leave()
-    assert order.enter()
+    with order as entered:
+        assert entered and order.busy
+        with order as again:
+            assert not again and order.busy
+        assert order.busy
+    assert not order.busy
+    with order as entered:
+        assert entered
 
 
 def test_a_path_needs_a_board_and_an_order_of_the_right_kind() -> None:
@@ -469,8 +473,8 @@ def test_the_fast_path_does_nothing_where_no_op_may_run() -> None:
         setattr(order, shut, True)
         assert not function_path(order, pytest.fail, print).barrier()
     order = Order()
-    order.enter()
-    assert not function_path(order, pytest.fail, print).barrier()
+    with order:
+        assert not function_path(order, pytest.fail, print).barrier()
     assert order.seq == 0
 
 
