@@ -85,21 +85,18 @@ class MpiTransport(MpiMessages):
             raise self._explain("all_reduce", self._op, error) from error
         self._requests.append((request, stage))
 
-        def begin(tensor: Tensor) -> MPI.Request:
-            request.Start()
-            return request
-
-        self._prepared[form] = self._all_reduce_call(begin, stage)
-        return self._prepared[form]
-
-    def _all_reduce_call(self, begin: Callable[[Tensor], MPI.Request], stage: bytearray | None = None) -> OpCall:
-        """The all_reduces that `begin(tensor)` begins, on the stage if there is one."""
-
         def start(tensor: Tensor, deadline: float) -> MPI.Request:
             self._op += 1
             if self._error is not None:
                 raise self._error.again()
-            return begin(tensor)
+            request.Start()
+            return request
+
+        self._prepared[form] = self._all_reduce_call(start, stage)
+        return self._prepared[form]
+
+    def _all_reduce_call(self, start: Callable[[Tensor, float], MPI.Request], stage: bytearray | None = None) -> OpCall:
+        """The all_reduces that `start` begins, on the stage if there is one."""
 
         def finish_late(
             request: MPI.Request | None, error: RuntimeError | None, tensor: Tensor, deadline: float
@@ -209,9 +206,12 @@ class MpiTransport(MpiMessages):
         if (prepared := self._prepare(dtype, reduction, plan.nbytes)) is not None:
             return prepared
         mpi, reduce = kind
-        return self._all_reduce_call(
-            lambda tensor: self._comm.Iallreduce(MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce)
-        )
+
+        def start(tensor: Tensor, deadline: float) -> MPI.Request:
+            given = MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce
+            return self._begin("all_reduce", tensor, self._comm.Iallreduce, given, deadline)
+
+        return self._all_reduce_call(start)
 
     # -- the end
 
