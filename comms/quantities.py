@@ -40,6 +40,8 @@ def seconds(value: Any, what: str = "timeout") -> float:
 
     Raises TypeError for other types, ValueError for infinity and NaN.
     """
+    if type(value) is float and 0.0 <= value < LONGEST:  # the usual timeout of an op
+        return value
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, Real):

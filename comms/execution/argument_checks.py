@@ -109,7 +109,8 @@ class ArgumentChecks:
 
         A factor that is a tensor is read and applied here, so that transports know factors as numbers only.
         """
-        carrier = tensor.to(self._carriers[tensor.dtype, op.name])
+        wide = self._carriers[tensor.dtype, op.name]
+        carrier = tensor if wide is tensor.dtype else tensor.to(wide)  # `to` costs a microsecond also for nothing
         if isinstance(op.factor, Tensor):
             return carrier * op.factor.detach().reshape(()).to(carrier.device, carrier.dtype)
         return carrier

@@ -43,6 +43,8 @@ def plain_tensor(tensor: Any, what: str = "tensor", device: torch.device | None 
 
 def is_sparse(tensor: Any) -> bool:
     """Whether this is a sparse COO tensor, whatever a subclass says of itself."""
+    if type(tensor) in _PLAIN_TYPES:  # the context below costs more than this check
+        return bool(tensor.layout is torch.sparse_coo)
     if not isinstance(tensor, Tensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():
