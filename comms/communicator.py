@@ -118,7 +118,7 @@ class Communicator(CollectiveCalls):
         self.epoch: int = context.epoch
         self.backend: str = info.name
         self._context, self._info = context, info
-        self._connector = connector
+        self._connector, self._recorder = connector, settings.recorder
         self._membership = Membership()
         self._splits: MeetingCounters[tuple[int, ...]] = MeetingCounters()
         self._windowed, self._atomics = info.capabilities.windows, info.capabilities.atomics

@@ -256,7 +256,7 @@ def connect_part(
             timeout=max(0.0, deadline - time.monotonic()),
             op_timeout=whole._executor.timeout,
             over=lambda: whole.over,
-            recorder=whole._executor.settings.recorder,
+            recorder=whole._recorder,
             hints=hints,
         )
 
@@ -365,7 +365,7 @@ def connect_members_of(
             device=communicator.device,
             timeout=max(0.0, deadline - time.monotonic()),
             op_timeout=communicator._executor.timeout,
-            recorder=communicator._executor.settings.recorder,
+            recorder=communicator._recorder,
             address=own_address(),
             hints=change.hints,
             hooks=communicator.hooks,

@@ -313,7 +313,7 @@ class MpiMessages(MessageTransport):
         """Release the transport. A revoked communicator is not freed: messages under way could reach its successor."""
         if self._service is not None:
             self._service.close()
-        del self._collective  # it refers to this transport
+        self.__dict__.pop("_collective", None)  # it refers to this transport
         self._liveness.close()
         mailbox.close(self._token)
         if self._error is None and not self._comm.Is_revoked():

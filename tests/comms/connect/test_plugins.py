@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
+import importlib
 import re
 import tempfile
 from pathlib import Path
@@ -30,7 +30,7 @@ from holdfast.comms.plugins.spec import (
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.harness import LocalCluster
-from support.source_tree import modules, parsed
+from support.source_tree import ROOT, modules, parsed
 
 GOOD = BackendInfo(
     name="mine",
@@ -138,13 +138,9 @@ def test_auto_takes_the_backend_of_the_highest_priority(priority: int, taken: st
         comms.unregister(plugin)
 
 
-def test_auto_takes_the_example_plugin_by_its_priority(tmp_path: Path) -> None:
-    example = Path(__file__).parents[3] / "examples/plugin-backend/holdfast_filebox.py"
-    spec = importlib.util.spec_from_file_location("holdfast_filebox", example)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    (info,) = module.holdfast_backends()
+def test_auto_takes_the_example_plugin_by_its_priority(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples/plugin-backend"))
+    (info,) = importlib.import_module("holdfast_filebox").holdfast_backends()
     for priority, taken in ((1000, "filebox"), (10, "shm")):
         plugin = Plugin(dataclasses.replace(info, auto={"cpu": priority}))
         comms.register(plugin)
