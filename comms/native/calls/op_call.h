@@ -1,9 +1,9 @@
 /* The `OpCall` type of Python: the ops of one plan over another library, each started, polled until it is
  * complete, and continued by the slow path if it takes longer or fails.
  *
- * `start(*tensors, deadline)` returns a request, or None if the op is complete already. `is_complete(request)`
- * is called up to `polls` times; then, or after a RuntimeError, `finish_late(request, error, *tensors,
- * deadline)` completes the op or raises. Its loop is compiled: after a switch of threads bytecodes are in no
+ * `start(*tensors, deadline)` returns a request, or None if the op is complete. `is_complete(request)` is
+ * called up to `polls` times; then, or after a RuntimeError, `finish_late(request, error, *tensors,
+ * deadline)` completes the op or raises. The loop is compiled: after a switch of threads bytecodes are in no
  * cache, and fifty of them take 8 us.
  *
  * With a `stage`, a buffer, the op runs on that: the first tensor is copied to it and back. */
