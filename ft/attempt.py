@@ -25,10 +25,13 @@ _READABLE = ("step", "comm", "epoch", "rank", "total", "total_shards", "shards")
 """What a forked child can still read of its parent's attempt."""
 
 
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
+
+
 def profiled(name: str) -> AbstractContextManager[object]:
     """A range of that name in a recording of `torch.profiler`; without one it costs next to nothing."""
     if not torch.autograd._profiler_enabled():
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.profiler.record_function(name)
 
 
@@ -54,7 +57,7 @@ class Attempt:
         self.entered = False
         self.settled = False
         self._transaction = transaction
-        self._range: AbstractContextManager[object] = contextlib.nullcontext()
+        self._range: AbstractContextManager[object] = _NOTHING
         forks.refuse_in_children(self, f"the attempt at step {step}", _READABLE)
 
     def __repr__(self) -> str:
@@ -99,21 +102,12 @@ class Attempt:
 
     def _end(self, error: BaseException | None) -> bool:
         """Commit or recover the step; returns whether `error` is dealt with."""
-        if error is None:
-            try:
-                self._transaction.commit()
-            except FAILURES as failure:
-                self.committed = self._transaction.recover(failure)
-            else:
-                self.committed = True
-            self.settled = True
+        cause = error if error is None or isinstance(error, FAILURES) else self._failure_behind(error)
+        if error is not None and cause is None:
             return False
-        cause = error if isinstance(error, FAILURES) else self._failure_behind(error)
-        if cause is None:
-            return False
-        self.committed = self._transaction.recover(cause)
+        self.committed = self._transaction.end_attempt(cause)
         self.settled = True
-        return True
+        return error is not None
 
     def _failure_behind(self, error: BaseException) -> HoldfastError | None:
         """The error that ended the communicator, if `error` may be a library's report of it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
@@ -18,6 +19,7 @@ from holdfast.comms.journal import Recorder
 from holdfast.ft.control.channel import split_address
 from holdfast.ft.membership.view import View
 from holdfast.ft.settings import Settings
+from holdfast.ft.step_protocol import FIELDS, Vote
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -76,6 +78,19 @@ class CommunicatorManager:
         """Close all communicators. Idempotent."""
         self.retire()
         self.close_retired()
+
+
+def collect_votes(comm: Communicator, mine: Vote, timeout: float) -> list[Vote]:
+    """Every rank's vote on the open step, in rank order; collective.
+
+    Needs no op if the votes came with the connections, as `connect_payloads`.
+    """
+    numbers: Sequence[Sequence[int]] | None = comm.connect_payloads
+    if numbers is None:
+        votes = torch.zeros(comm.size, FIELDS, dtype=torch.int64, device=comm.device)
+        comm.all_gather_single(votes, torch.tensor([mine.numbers()], device=comm.device), timeout=timeout)
+        numbers = votes.tolist()
+    return [Vote.of(vote) for vote in numbers]
 
 
 def _close(comm: Communicator) -> None:

@@ -15,9 +15,7 @@ import contextlib
 import functools
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -30,11 +28,9 @@ from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.comms.system.signal_safety import OwnSteps
 from holdfast.ft import departure, error_history, event_lines, events, faultpoints, settings
-from holdfast.ft.attempt import FAILURES, Attempt, profiled
-from holdfast.ft.commit import voting
-from holdfast.ft.commit.commit_state import CommitState
-from holdfast.ft.commit.decision import FOUNDER, NEWCOMER, Decision, decide
-from holdfast.ft.communicators import CommunicatorManager
+from holdfast.ft import step_protocol as protocol
+from holdfast.ft.attempt import Attempt, profiled
+from holdfast.ft.communicators import CommunicatorManager, collect_votes
 from holdfast.ft.departure import OnError
 from holdfast.ft.membership.events import EpochBroken, LocalFinished
 from holdfast.ft.membership.view import View
@@ -45,6 +41,7 @@ from holdfast.ft.state.attachments import Attachments
 from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.state.sharded import Build, Shape, Sharded
 from holdfast.ft.state.transfer import Stateful
+from holdfast.ft.step_protocol import NEWCOMER, CommitState, Vote
 from holdfast.ft.telemetry import event_logger, telemetry
 from holdfast.ft.telemetry.event_log import EventLog, flush_all
 from holdfast.ft.termination import TerminationRequest
@@ -58,10 +55,6 @@ _READABLE = ("identity", "view", "epoch", "rank", "size", "step")
 """Attributes that a forked child can still read of its parent's session."""
 
 faultpoints.run_before_kill(flush_all)
-
-EVIDENT_SECONDS = 0.002
-"""Seconds to wait, after an op failed, for the next epoch or for a better reason from the other members."""
-
 
 _CLOSED = "its session was closed"
 
@@ -156,10 +149,12 @@ class Session:
         self._replicator = StateReplicator(self._settings.timeouts, self._events, over, self._reach)
         self._attachments = Attachments(self._replicator, self._settings.size)
         self._group = DefaultGroup()
-        self._recovery_times = RecoveryTimes()
         self._comms = CommunicatorManager(self._settings)
         self._view: View | None = None
+        self._hosts: list[str] = []
         self._commit_state = CommitState()
+        self._protocol = protocol.StepProtocol(self._commit_state, self._identity, self._settings.timeouts).run()
+        self._handlers: dict[type[protocol.Request], Callable[[Any], Any]] = {}
         self._over = False
         self._own_steps = OwnSteps()
         self._termination = TerminationRequest()
@@ -264,7 +259,8 @@ class Session:
         self._replicator.check()
         self._attachments.closed = True
         self._commit_state.total = total
-        return self._steps(self._runtime)
+        self._handlers = self._handlers_of(self._runtime)
+        return self._steps()
 
     @reraise_local_cause("joining a job")
     @_in_own_steps
@@ -344,13 +340,10 @@ class Session:
         known = error_history.describe(error, done, rank)
         return departure.end_with(runtime, self._epoch_guard, self._settings, view, error, known, self._on_error)
 
-    # The steps ------------------------------------------------------------------------------------------------
+    # The driver of the step protocol --------------------------------------------------------------------------
 
-    def _steps(self, runtime: Runtime) -> Iterator[Attempt]:
-        with self._own_steps:
-            self._enter_job(runtime)
-            self._termination.in_steps = True
-        while (attempt := self._next_attempt(runtime)) is not None:
+    def _steps(self) -> Iterator[Attempt]:
+        while (attempt := self._next_attempt()) is not None:
             yield attempt
             if not attempt.entered:
                 raise HoldfastError("an attempt that steps() yields must be entered: write `with attempt:`")
@@ -363,15 +356,135 @@ class Session:
         self._termination.in_steps = False
         self._events.emit(events.StepsFinished(step=self._commit_state.done - 1))
 
-    @_in_own_steps
-    def _next_attempt(self, runtime: Runtime) -> Attempt | None:
+    def _next_attempt(self) -> Attempt | None:
         """The next attempt; None if the job is over."""
-        while not self._over and self._ready():
-            if self._commit_state.done < self._commit_state.total:
-                assert self._view is not None
-                return Attempt(self, self._open_comm(), self._commit_state.done, self._view.job.shards)
-            self._finish(runtime)
-        return None
+        with self._own_steps:
+            request = self._drive()
+            if request is None:
+                return None
+            assert isinstance(request, protocol.RunBody) and self._view is not None
+            return Attempt(self, self._open_comm(), request.step, self._view.job.shards)
+
+    def end_attempt(self, failure: HoldfastError | None) -> bool:
+        """For the open attempt, whose body is done or ended in `failure`: commit or recover; whether it is committed.
+
+        Raises the error that ends this process's part in the job.
+        """
+        with self._own_steps:
+            settled = self._drive(failure)
+            assert isinstance(settled, protocol.Settled)
+            self._over = settled.over
+            return settled.committed
+
+    def _drive(self, failure: HoldfastError | None = None) -> protocol.Request | None:
+        """Carry out the protocol's requests up to the next one to the user; None if the job is over.
+
+        `failure` is the error of the last one to the user.
+        """
+        steps, handlers = self._protocol, self._handlers
+        try:
+            request = next(steps) if failure is None else steps.throw(failure)
+            while (carry_out := handlers.get(type(request))) is not None:
+                try:
+                    outcome = carry_out(request)
+                except BaseException as error:
+                    request = steps.throw(error)
+                else:
+                    request = steps.send(outcome)
+        except StopIteration:
+            self._over = True
+            return None
+        return request
+
+    def _handlers_of(self, runtime: Runtime) -> dict[type[protocol.Request], Callable[[Any], Any]]:
+        """For each request of the protocol, what carries it out; none for those to the user."""
+        guard, replicator, timeouts = self._epoch_guard, self._replicator, self._settings.timeouts
+        return {
+            protocol.Reach: self._reach_point,
+            protocol.Record: self._record,
+            protocol.Now: lambda request: time.monotonic(),
+            protocol.JoinJob: lambda request: self._join(runtime),
+            protocol.AwaitView: lambda request: guard.next_view(request.newer_than, timeouts, request.failure),
+            protocol.LeaveEpoch: lambda request: self._leave_epoch(request.failure),
+            protocol.AwaitEnd: lambda request: guard.wait_over(request.epoch, request.seconds),
+            protocol.ReportFailure: lambda request: runtime.soon(runtime.node.failed, request.failure),
+            protocol.BreakEpoch: lambda request: runtime.feed(EpochBroken(request.epoch, str(request.failure))),
+            protocol.Connect: lambda request: self._connect(runtime, request),
+            protocol.ProposeFinish: lambda request: runtime.feed(LocalFinished(request.epoch)),
+            protocol.TransferState: lambda request: replicator.transfer_state(
+                self._open_comm(), self._hosts, request.decision, request.done, founding=request.founding
+            ),
+            protocol.ConfirmTransfer: lambda request: replicator.confirm_transfer(self._open_comm()),
+            protocol.RestoreState: lambda request: self._restore(request.done),
+            protocol.StageState: lambda request: replicator.stage(self._open_comm(), self._hosts, request.version),
+            protocol.StepBoundary: lambda request: self._begin_step(runtime, request.done),
+            protocol.Barrier: lambda request: self._open_comm().barrier(),
+            protocol.Commit: self._commit,
+            protocol.CloseRetired: lambda request: self._comms.close_retired(),
+        }
+
+    def _join(self, runtime: Runtime) -> tuple[View, bool]:
+        runtime.soon(runtime.node.ready)
+        return self._epoch_guard.next_view(0, self._settings.timeouts), runtime.node.was_spare
+
+    def _record(self, request: protocol.Record) -> None:
+        if request.in_epoch is None:
+            self._events.emit(request.event)
+            return
+        with self._epoch_guard.held(request.in_epoch):
+            self._events.emit(request.event)
+
+    def _commit(self, request: protocol.Commit) -> float:
+        self._record(request)
+        self._replicator.committed(request.event.step + 1)
+        return time.monotonic()
+
+    def _restore(self, done: int) -> int:
+        if self._replicator.needs_group:
+            self.process_group()
+        return self._replicator.enter(self._open_comm(), self._hosts, done)
+
+    def _begin_step(self, runtime: Runtime, done: int) -> None:
+        self._replicator.look(done)
+        self._replicator.begin(self._open_comm(), done)
+        runtime.step = done
+        if self._telemetry is not None:
+            self._telemetry.at_step(done)
+
+    def _leave_epoch(self, failure: HoldfastError) -> HoldfastError:
+        self._termination.obey()
+        comm = self._comms.comm
+        if comm is None:
+            return failure
+        if comm.announced is not None:
+            self._epoch_guard.adopt_announced_view(comm.announced)
+        return comm.in_its_ranks(failure)
+
+    def _connect(self, runtime: Runtime, request: protocol.Connect) -> list[Vote]:
+        """Replace the communicator by one of the members of a view, and exchange votes on it."""
+        view, vote = request.view, request.vote
+        if self._comms.comm is not None:
+            self._group.drop()
+            self._replicator.drop()
+            self._comms.retire()
+        timeouts = self._settings.timeouts
+        patience = max(timeouts.rebuild, timeouts.operation)  # a member that computes notices the new epoch only later
+        with profiled(f"holdfast rebuild of epoch {view.epoch}"):
+            comm = self._comms.connect(
+                view,
+                request.rank,
+                runtime.store(view),
+                patience,
+                over=lambda: self._epoch_guard.why_over(view.epoch),
+                recorder=None if self._telemetry is None else self._telemetry.recorder,
+                connect_payload=vote.numbers(),
+            )
+            self._view, self._hosts = view, [member.peer.host for member in view.members]
+            self._epoch_guard.bind(comm)
+            self._reach("rebuild.before_votes")
+            votes = collect_votes(comm, vote, patience)
+        self._termination.in_steps = True
+        return votes
 
     def _open_comm(self) -> Communicator:
         """The communicator of the current epoch. Raises `StaleEpoch` if a signal's handler has closed the session."""
@@ -379,233 +492,12 @@ class Session:
             raise StaleEpoch(f"this process has left the job: {_CLOSED}")
         return self._comms.comm
 
-    def _enter_job(self, runtime: Runtime) -> None:
-        """Wait until this process is in a running view or the job is over, and build its first communicator."""
-        runtime.soon(runtime.node.ready)
-        view = self._next_view(0)
-        if view.phase != "running":
-            self._over = True
-            return
-        if not runtime.node.was_spare:
-            self._commit_state.found()
-        self._rebuild(view)
-
-    def _ready(self) -> bool:
-        """Transfer the state to newcomers and begin an attempt, in the newest epoch; False if the job is over."""
-        while not self._over:
-            comm = self._open_comm()
-            assert self._runtime is not None
-            try:
-                self._synchronise(comm)
-                self._runtime.step = self._commit_state.done
-                if self._telemetry is not None:
-                    self._telemetry.at_step(self._commit_state.done)
-                with self._epoch_guard.held(comm.epoch):
-                    self._reach("step.begin")
-                    if self._commit_state.done < self._commit_state.total:
-                        self._events.emit(events.StepBegun(step=self._commit_state.done, epoch=comm.epoch))
-                return True
-            except FAILURES as failure:
-                self._go_on(failure)
-        return False
-
-    @_in_own_steps
-    def commit(self) -> None:
-        """Agree with all ranks that the step is done, once this rank's part of it is.
-
-        Communicators of earlier epochs are closed only here, where no rank waits for the next one.
-        """
-        comm = self._open_comm()
-        self._replicator.stage(comm, self._hosts(), self._commit_state.done + 1)
-        self._reach("commit.before_prepare")
-        with self._epoch_guard.held(comm.epoch):
-            self._commit_state.prepare()
-            self._events.emit(events.StepPrepared(step=self._commit_state.done, epoch=comm.epoch))
-        self._reach("commit.before_barrier")
-        comm.barrier()
-        self._reach("commit.after_barrier")
-        with self._epoch_guard.held(comm.epoch):
-            self._note_commit("normal", comm.epoch)
-        self._reach("commit.after_commit")
-        self._comms.close_retired()
-
-    @_in_own_steps
-    def recover(self, failure: HoldfastError) -> bool:
-        """Continue in the next epoch after `failure` ended this one; return whether the open step is committed."""
-        comm, done = self._open_comm(), self._commit_state.done
-        self._go_on(failure)
-        if self._commit_state.done == done:
-            self._events.emit(events.StepAborted(step=done, epoch=comm.epoch))
-        return self._commit_state.done > done
-
-    def _go_on(self, failure: HoldfastError) -> None:
-        self._termination.obey()
-        comm = self._open_comm()
-        epoch, word = comm.epoch, comm.announced
-        if word is not None:
-            self._epoch_guard.adopt_announced_view(word)
-        failure = comm.in_its_ranks(failure)
-        self._await_end(epoch, failure)
-        self._rebuild(self._next_view(epoch, failure))
-
-    def _finish(self, runtime: Runtime) -> None:
-        """Declare the job finished, and wait until that is agreed."""
-        comm = self._open_comm()
-        self._reach("finish.before_propose")
-        runtime.feed(LocalFinished(comm.epoch))
-        self._rebuild(self._next_view(comm.epoch))
-
-    def _conclude(self, view: View) -> None:
-        """End the steps here: the job is finished, and with it an open step, unless the job was stopped before."""
-        if not view.stopped and self._commit_state.finishes():
-            self._note_commit("finished", view.epoch)
-        self._over = True
-
-    # The next epoch -------------------------------------------------------------------------------------------
-
-    def _next_view(self, newer_than: int, failure: HoldfastError | None = None) -> View:
-        return self._epoch_guard.next_view(newer_than, self._settings.timeouts, failure)
-
-    def _await_end(self, epoch: int, failure: HoldfastError) -> None:
-        """Wait until `epoch` is over; if the detectors find no cause meanwhile, end it here.
-
-        Raises `failure` once more than `BROKEN_EPOCHS` epochs would end this way between two commits.
-        """
-        timeouts, runtime = self._settings.timeouts, self._runtime
-        assert runtime is not None
-        if not self._epoch_guard.wait_over(epoch, EVIDENT_SECONDS):
-            runtime.soon(runtime.node.failed, failure)
-        if self._epoch_guard.wait_over(epoch, 3 * timeouts.suspect + 2 * timeouts.heartbeat):
-            return
-        if not self._commit_state.may_break():
-            raise failure
-        runtime.feed(EpochBroken(epoch, str(failure)))
-
-    def _rebuild(self, view: View) -> None:
-        """Build the communicator of `view`, or of the first later view that holds, and settle the open step."""
-        began = time.monotonic()
-        while view.phase == "running":
-            try:
-                with profiled(f"holdfast rebuild of epoch {view.epoch}"):
-                    decision = self._build(view)
-            except FAILURES as failure:
-                self._await_end(view.epoch, failure)
-                view = self._next_view(view.epoch, failure)
-                continue
-            if decision.committed:
-                self._note_commit("recovered", view.epoch)
-            self._commit_state.settle(decision)
-            seconds = time.monotonic() - began
-            size = len(view.members)
-            self._events.emit(events.CommunicatorBuilt(epoch=view.epoch, seconds=seconds, rank=self.rank, size=size))
-            return
-        self._conclude(view)
-
-    def _build(self, view: View) -> Decision:
-        """Connect the members of `view` and agree on what becomes of the open step."""
-        rank = view.rank_of(self._identity)
-        assert self._runtime is not None and rank is not None
-        if self._comms.comm is not None:
-            self._group.drop()
-            self._replicator.drop()
-            self._comms.retire()
-        timeouts = self._settings.timeouts
-        patience = max(timeouts.rebuild, timeouts.operation)  # a member that computes notices the new epoch only later
-        self._reach("rebuild.before_connect", view)
-        mine = self._commit_state.vote()
-        comm = self._comms.connect(
-            view,
-            rank,
-            self._runtime.store(view),
-            patience,
-            over=lambda: self._epoch_guard.why_over(view.epoch),
-            recorder=None if self._telemetry is None else self._telemetry.recorder,
-            connect_payload=mine.numbers(),
-        )
-        self._view = view
-        self._epoch_guard.bind(comm)
-        self._reach("rebuild.before_votes")
-        decision = decide(voting.collect(comm, mine, patience), rank)
-        self._reach("rebuild.after_votes")
-        return decision
-
-    def _synchronise(self, comm: Communicator) -> None:
-        """Transfer the state to newcomers and restore sharded state; collective.
-
-        All ranks that hold the state are at the start of the same step.
-        """
-        decision = self._commit_state.pending
-        if decision is not None:
-            founding = self._commit_state.standing == FOUNDER
-            taken = self._replicator.transfer_state(
-                comm, self._hosts(), decision, self._commit_state.done, founding=founding
-            )
-            if taken is not None:
-                self._commit_state.take_over(taken)
-                self._reach("sync.after_load")
-                self._replicator.confirm_transfer(comm)
-            self._commit_state.synchronised()
-        self._replicator.look(self._commit_state.done)
-        if self._replicator.needs_group:
-            self.process_group()
-            done = self._replicator.enter(comm, self._hosts(), self._commit_state.done)
-            if done != self._commit_state.done:
-                self._commit_state.go_back(done)
-            self._replicator.begin(comm, done)
-
-    def _note_commit(self, how: str, epoch: int) -> None:
-        self._events.emit(events.StepCommitted(step=self._commit_state.done, epoch=epoch, how=how))
-        self._commit_state.commit()
-        self._replicator.committed(self._commit_state.done)
-        assert self._view is not None
-        gap = self._recovery_times.commit(time.monotonic(), self._view, self._commit_state.done - 1, how == "normal")
-        if gap is not None:
-            self._events.emit(gap)
-
-    def _hosts(self) -> list[str]:
-        """The host of each member, by rank."""
-        assert self._view is not None
-        return [member.peer.host for member in self._view.members]
+    def _reach_point(self, request: protocol.Reach) -> None:
+        if faultpoints.armed():
+            self._reach(request.point, request.view)
 
     def _reach(self, point: str, view: View | None = None) -> None:
         where = view or self._view
         if where is not None and faultpoints.armed():
             rank = where.rank_of(self._identity)
             faultpoints.reach(point, self._commit_state.done, -1 if rank is None else rank, where.epoch)
-
-
-_USUAL = 64
-
-
-class RecoveryTimes:
-    """The longest time between two commits of one process across a change of view."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._view: View | None = None
-        self._longest = 0.0
-        self._usual: deque[float] = deque(maxlen=_USUAL)
-
-    def commit(self, now: float, view: View, step: int, normal: bool) -> events.RecoveryEnded | None:
-        """Note a commit of `step` at `now` (seconds) in `view`: a `normal` one, or one that a rebuild found out.
-
-        For the first normal commit of a view after an earlier view, returns the event: the longest time between two
-        commits since that view (`seconds`), the time that a step takes (`usual`, the median), and how many members
-        `joined` and `left`. Otherwise None.
-        """
-        last, before = self._last, self._view
-        self._last = now
-        if last is None or before is None:
-            self._view = view
-            return None
-        if before.epoch == view.epoch:
-            self._usual.append(now - last)
-            return None
-        self._longest = max(self._longest, now - last)
-        if not normal:
-            return None
-        seconds, self._longest, self._view = self._longest, 0.0, view
-        joined = sum(before.rank_of(member.id) is None for member in view.members)
-        usual = median(self._usual) if self._usual else None
-        left = len(view.left_since(before))
-        return events.RecoveryEnded(step=step, epoch=view.epoch, seconds=seconds, usual=usual, joined=joined, left=left)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from holdfast.comms.communicator import Communicator
@@ -45,6 +45,26 @@ class EpochEventLogger:
 
     def revoked(self, epoch: int, reason: str) -> None:
         self._events.emit(EpochRevoked(epoch=epoch, reason=reason))
+
+
+class _HeldEpoch:
+    """What `EpochGuard.held` returns. A generator in its place would cost a microsecond more, thrice a step."""
+
+    __slots__ = ("_epoch", "_guard")
+
+    def __init__(self, guard: EpochGuard, epoch: int) -> None:
+        self._guard, self._epoch = guard, epoch
+
+    def __enter__(self) -> None:
+        self._guard._lock.acquire()
+        try:
+            self._guard._check(self._epoch)
+        except BaseException:
+            self._guard._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._guard._lock.release()
 
 
 class EpochGuard:
@@ -170,12 +190,9 @@ class EpochGuard:
             self.revoke(old.epoch, why, f"epoch {view.epoch} replaces it: {view.reason}")
             self.install(view)
 
-    @contextmanager
-    def held(self, epoch: int) -> Iterator[None]:
+    def held(self, epoch: int) -> AbstractContextManager[None]:
         """Hold `epoch` so that it is not revoked meanwhile. Raises the reason if it is over."""
-        with self._lock:
-            self._check(epoch)
-            yield
+        return _HeldEpoch(self, epoch)
 
     def bind(self, comm: Communicator) -> None:
         """End `comm` when its epoch is revoked. Raises the reason if it is over."""

@@ -18,7 +18,6 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.attempt import FAILURES
-from holdfast.ft.commit.decision import Decision
 from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.transfer import (
     PackedState,
@@ -31,6 +30,7 @@ from holdfast.ft.state.transfer import (
     reason_of,
     unpack,
 )
+from holdfast.ft.step_protocol import Decision
 
 Told = Callable[[], None]
 

@@ -21,7 +21,6 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.ops import Recv, Send
 from holdfast.ft import events
 from holdfast.ft.attempt import FAILURES
-from holdfast.ft.commit.decision import Decision
 from holdfast.ft.state import pulling, transfer
 from holdfast.ft.state.checkpoints import Checkpoints
 from holdfast.ft.state.codec import decode_state, encode_state
@@ -32,6 +31,7 @@ from holdfast.ft.state.part_store import PartStore, shifts
 from holdfast.ft.state.planes import MemoryPlanes
 from holdfast.ft.state.restoring import complete_size, restore
 from holdfast.ft.state.sharded import Sharded
+from holdfast.ft.step_protocol import Decision
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
 

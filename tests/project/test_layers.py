@@ -46,8 +46,9 @@ LAYERS = {
         registers
         membership
         telemetry
-        commit error_history
+        error_history
         attempt
+        step_protocol
         state
         detectors
         settings

@@ -1,25 +1,29 @@
-"""The session of a simulated process: commits steps with the production `CommitState`, `decide` and `EpochGuard`.
+"""The session of a simulated process: carries out in virtual time what the production `StepProtocol` asks for.
 
-This is the counterpart of `ft.session`: the same order of the same calls, with waits in virtual time. An op of the
-communicator needs all members of the epoch; the others wait for a missing one until the epoch is revoked.
+An op of the communicator needs all members of the epoch; the others wait for a missing one until the epoch is revoked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from holdfast.comms.errors import HoldfastError
+from msgspec.structs import replace
+
+from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.ft import events
-from holdfast.ft.commit.commit_state import CommitState
-from holdfast.ft.commit.decision import Decision, Vote, decide
-from holdfast.ft.membership.events import LocalFinished
+from holdfast.ft import step_protocol as protocol
+from holdfast.ft.membership.events import EpochBroken, LocalFinished
 from holdfast.ft.membership.view import View
+from holdfast.ft.step_protocol import CommitState, Decision
 
 if TYPE_CHECKING:
     from holdfast.harness.simulate.core.process import SimulatedProcess
 
 Stage = Literal["waiting", "busy", "op", "over"]
+PENDING: Final = object()
+"""In place of a result: it comes later."""
 THREAD_SECONDS = 0.00005
 """The average time that the session's thread takes from one line of the protocol to the next."""
 FNV, PRIME, MASK = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
@@ -29,7 +33,7 @@ class SimulatedSession:
     """The session of one process.
 
     `digest` stands for the state: it names the attempts at the steps that made it. Ops of the epoch `interrupted`, and
-    of those before it, have been aborted.
+    of those before it, have been aborted. `entered` counts the ops of the epoch.
     """
 
     def __init__(self, process: SimulatedProcess, steps: int, compute: float) -> None:
@@ -39,13 +43,13 @@ class SimulatedSession:
         self.stage: Stage = "waiting"
         self.digest = FNV
         self.interrupted = 0
-        self._view: View | None = None
-        self._newer_than = 0
-        self._op = ""
         self.entered = 0
-        self._trying = False
-        self._failed_step = -1
+        self._view: View | None = None
+        self._op = ""
         self._attempt = (0, 0)
+        self._steps = protocol.StepProtocol(self.commits, process.member.id, process.core.timeouts).run()
+        self._request: protocol.Request = next(self._steps)
+        self._turn = 0
 
     @property
     def epoch(self) -> int:
@@ -53,208 +57,148 @@ class SimulatedSession:
 
     def look(self) -> None:
         """Check, after a change, whether the wait of this session is over."""
-        guard = self._process.guard
-        if self._process.ended:
-            self._end_with_error()
-        elif self.stage == "waiting":
-            view = guard.view
-            if view is not None and view.epoch > self._newer_than and not guard.is_over(view.epoch):
-                self._enter(view)
-        elif self.stage == "op" and (
-            self.interrupted >= self.epoch or (self._op.endswith("connect") and guard.is_over(self.epoch))
-        ):
-            self._fail()
+        guard, request = self._process.guard, self._request
+        if self.stage == "waiting":
+            if isinstance(request, protocol.AwaitEnd):
+                if guard.is_over(request.epoch):
+                    self._go_on(True)
+            elif guard.ended:
+                self._fail(0)
+            elif (view := guard.view) is not None:
+                newer_than = request.newer_than if isinstance(request, protocol.AwaitView) else 0
+                if view.epoch > newer_than and not guard.is_over(view.epoch):
+                    first = isinstance(request, protocol.JoinJob)
+                    self._go_on((view, self._process.was_spare) if first else view)
+        elif self.stage == "op":
+            connects = isinstance(request, protocol.Connect)  # which asks at once whether its epoch is over
+            if guard.ended or self.interrupted >= self.epoch or (connects and guard.is_over(self.epoch)):
+                self._fail(self.epoch)
 
-    def _end_with_error(self) -> None:
-        if self.stage == "over":
-            return
-        self.stage = "over"
-        why = self._process.guard.why_over(self.epoch)
-        self._process.world.emit(self._process, events.SessionFailed(error=str(why)))
+    # The driver of the step protocol --------------------------------------------------------------------------
 
-    # Building an epoch ----------------------------------------------------------------------------------------
-
-    def _enter(self, view: View) -> None:
-        first = self._newer_than == 0
-        self._newer_than, self._view, self.entered = view.epoch, view, 0
-        if view.phase != "running":
-            self._conclude(first)
-            return
-        if first and not self._process.was_spare:
-            self.commits.found()
-        self.stage = "busy"
-        self._reach("rebuild.before_connect", lambda: self._meet("connect", None, self._connected))
-
-    def _connected(self, _: Sequence[Any]) -> None:
-        assert self._view is not None
-        self._process.connected(self._view)
-        self._reach("rebuild.before_votes", lambda: self._meet("votes", self.commits.vote(), self._voted))
-
-    def _voted(self, votes: Sequence[Vote]) -> None:
-        view, me = self._view, self._process
-        assert view is not None
-        rank = view.rank_of(me.member.id)
-        assert rank is not None
-        try:
-            decision = decide(votes, rank)
-        except HoldfastError as error:
-            me.end(error)
-            self.look()
-            me.world.leave(me, str(error))
-            return
-        self._reach("rebuild.after_votes", lambda: self._settle(decision))
-
-    def _settle(self, decision: Decision) -> None:
-        me = self._process
-        if decision.committed:
-            self._note_commit("recovered")
-        self.commits.settle(decision)
-        me.world.emit(me, events.CommunicatorBuilt(epoch=self.epoch))
-        if self._failed_step == self.commits.done:
-            me.world.emit(me, events.StepAborted(step=self._failed_step, epoch=self.epoch))
-        self._failed_step = -1
-        self._ready()
-
-    def _conclude(self, first: bool) -> None:
-        me = self._process
-        self.stage = "over"
-        if not first:
+    def _go_on(self, outcome: object = None, error: HoldfastError | None = None) -> None:
+        """Give the protocol what its request has led to, and carry out the next ones until one takes time."""
+        while outcome is not PENDING:
             try:
-                if self.commits.finishes():
-                    self._note_commit("finished")
-            except HoldfastError as error:
-                me.world.emit(me, events.SessionFailed(error=str(error)))
+                request = self._steps.send(outcome) if error is None else self._steps.throw(error)
+            except StopIteration:
+                self.stage = "over"
+                self._process.world.emit(self._process, events.StepsFinished(step=self.commits.done - 1))
                 return
-        me.world.emit(me, events.StepsFinished(step=self.commits.done - 1))
+            except HoldfastError as end:
+                self._end(end)
+                return
+            self.stage, self._request, error = "busy", request, None
+            self._turn += 1
+            try:
+                outcome = CARRY_OUT[type(request)](self, request)
+            except HoldfastError as raised:
+                error = raised
 
-    # Steps ----------------------------------------------------------------------------------------------------
+    def _commit(self, request: protocol.Commit) -> float:
+        step = request.event.step
+        attempt = self._attempt[1] if self._attempt[0] == step else 0
+        digest = ((self.digest ^ (step << 20 | attempt)) * PRIME) & MASK
+        self._emit(replace(request.event, digest=f"{digest:x}"), request.in_epoch)
+        self.digest = digest
+        return self._now()
 
-    def _ready(self) -> None:
-        me, commits = self._process, self.commits
-        decision, view = commits.pending, self._view
-        if decision is not None and view is not None:
-            rank = view.rank_of(me.member.id)
-            if rank == decision.source:
-                self._reach("sync.before_header", lambda: self._synchronise(decision, (commits.done, self.digest)))
-            elif rank in decision.receivers:
-                self._synchronise(decision, None)
-            else:
-                self._state_transferred()
-        elif commits.done >= commits.total:
-            me.reach("finish.before_propose", self._finish)
+    def _now(self) -> float:
+        return self._process.world.now
+
+    def _record(self, request: protocol.Record) -> None:
+        self._emit(request.event, request.in_epoch)
+        if isinstance(request.event, events.StepPrepared):
+            self._attempt = (request.event.step, request.event.epoch)
+
+    def _report_failure(self, request: protocol.ReportFailure) -> None:
+        self._process.node.failed(request.failure)
+
+    def _emit(self, event: events.Event, in_epoch: int | None) -> None:
+        if in_epoch is None:
+            self._process.world.emit(self._process, event)
+            return
+        with self._process.guard.held(in_epoch):
+            self._process.world.emit(self._process, event)
+
+    def _fail(self, epoch: int) -> None:
+        """Throw the error that ended `epoch` into the protocol."""
+        why = self._process.guard.why_over(epoch)
+        assert why is not None
+        self._go_on(error=why)
+
+    def _end(self, error: HoldfastError) -> None:
+        """End this process, which cannot go on."""
+        me = self._process
+        self.stage = "over"
+        if me.guard.ended:
+            me.world.emit(me, events.SessionFailed(error=str(error)))
         else:
-            self._begin_step()
+            me.end(error)
+            me.world.leave(me, str(error))
 
-    def _finish(self) -> None:
-        self.stage = "waiting"
-        self._process.feed(LocalFinished(self.epoch))
-        self.look()
+    # Requests that take time ----------------------------------------------------------------------------------
 
-    def _synchronise(self, decision: Decision, state: tuple[int, int] | None) -> None:
+    def _run_body(self) -> object:
+        """Compute, and reduce the results."""
+        seconds = self._compute * (0.8 + 0.4 * self._process.world.rng.random())
+        self._after(seconds, self._meet, "reduce", None, self._met)
+        return PENDING
+
+    def _connect(self, request: protocol.Connect) -> object:
+        self._view, self.entered = request.view, 0
+
+        def connected(_: Sequence[Any]) -> None:
+            self._process.connected(request.view)
+            self._reach("rebuild.before_votes", lambda: self._meet("votes", request.vote, self._go_on))
+
+        return self._meet("connect", None, connected)
+
+    def _transfer(self, decision: Decision, done: int) -> object:
+        """Bring the state from the source to the receivers, while all other ranks wait."""
         assert self._view is not None
-        ranks = (decision.source, *decision.receivers)
-        self._meet("sync", state, self._synchronised, [self._view.members[rank].id for rank in ranks])
+        rank = self._view.rank_of(self._process.member.id)
+        ranks = [self._view.members[rank].id for rank in (decision.source, *decision.receivers)]
 
-    def _synchronised(self, states: Sequence[tuple[int, int] | None]) -> None:
-        me, state, view, decision = self._process, states[0], self._view, self.commits.pending
-        assert state is not None and view is not None and decision is not None
-        if view.rank_of(me.member.id) == decision.source:  # of this epoch: its core may not have heard of that yet
-            self._state_transferred()
-            return
+        def arrived(_: Sequence[Any]) -> None:
+            self._meet("arrived", None, self._met)
 
-        def load() -> None:
-            done, self.digest = state
-            self.commits.take_over(done)
-            me.world.emit(me, events.StateReceived(step=done - 1, epoch=self.epoch, digest=f"{self.digest:x}"))
-            self._reach("sync.after_load", self._state_transferred)
+        def load(done: int, digest: int) -> None:
+            self.digest = digest
+            received = events.StateReceived(step=done - 1, epoch=self.epoch, digest=f"{digest:x}")
+            self._process.world.emit(self._process, received)
+            self._go_on(done)
 
-        self._reach("sync.before_load", load)
+        if rank == decision.source:
+            state = (done, self.digest)
+            self._reach("sync.before_header", lambda: self._meet("sync", state, arrived, ranks))
+        elif rank in decision.receivers:
+            self._meet("sync", None, lambda states: self._reach("sync.before_load", lambda: load(*states[0])), ranks)
+        else:
+            arrived(())
+        return PENDING
 
-    def _state_transferred(self) -> None:
-        """Continue once all newcomers have the state."""
-
-        def go_on(_: Sequence[Any]) -> None:
-            self.commits.synchronised()
-            self._ready()
-
-        self._meet("arrived", None, go_on)
-
-    def _begin_step(self) -> None:
-        def begin() -> None:
-            me = self._process
-            try:
-                with me.guard.held(self.epoch):
-                    me.world.emit(me, events.StepBegun(step=self.commits.done, epoch=self.epoch))
-            except HoldfastError:
-                self._fail()
-                return
-            self.stage, self._trying = "busy", True
-            me.after(self._compute * (0.8 + 0.4 * me.world.rng.random()), self._computed, self.epoch)
-
-        self._reach("step.begin", begin)
-
-    def _computed(self, epoch: int) -> None:
-        if epoch == self.epoch and self.stage == "busy":
-            self._meet("reduce", None, self._reduced)
-
-    def _reduced(self, _: Sequence[Any]) -> None:
-        self._reach("commit.before_prepare", self._prepare)
-
-    def _prepare(self) -> None:
-        me = self._process
-        try:
-            with me.guard.held(self.epoch):
-                self.commits.prepare()
-                self._attempt = (self.commits.done, self.epoch)
-                me.world.emit(me, events.StepPrepared(step=self.commits.done, epoch=self.epoch))
-        except HoldfastError:
-            self._fail()
-            return
-        self._reach("commit.before_barrier", lambda: self._meet("barrier", None, self._prepared_by_all))
-
-    def _prepared_by_all(self, _: Sequence[Any]) -> None:
-        self._reach("commit.after_barrier", self._commit)
-
-    def _commit(self) -> None:
-        try:
-            with self._process.guard.held(self.epoch):
-                self._note_commit("normal")
-        except HoldfastError:
-            self._fail()
-            return
-        self._reach("commit.after_commit", self._ready)
-
-    def _note_commit(self, how: str) -> None:
-        me, step = self._process, self.commits.done
-        of = self._attempt[1] if self._attempt[0] == step else 0
-        self.digest = ((self.digest ^ (step << 20 | of)) * PRIME) & MASK
-        digest = f"{self.digest:x}"
-        me.world.emit(me, events.StepCommitted(step=step, epoch=self.epoch, how=how, digest=digest))
-        self.commits.commit()
-        self._trying = False
-
-    # Waiting, failing, dying ----------------------------------------------------------------------------------
-
-    def _fail(self) -> None:
-        """Leave the epoch, which is over, for the next."""
-        if self._process.ended:
-            self._end_with_error()
-            return
-        self.stage, self._op = "waiting", ""
-        if self._trying:
-            self._failed_step = self.commits.done
-        self._trying = False
+    def _wait(self, seconds: float | None = None, late: Callable[[], None] = lambda: None) -> object:
+        """Wait until `look` finds what the request waits for; after `seconds`, call `late`."""
+        if seconds is not None:
+            self._after(seconds, late)
+        self.stage = "waiting"
         self.look()
+        return PENDING
+
+    def _await_view(self, newer_than: int) -> object:
+        seconds = self._process.core.timeouts.rebuild + self._process.core.timeouts.join
+        return self._wait(seconds, lambda: self._go_on(error=OpTimeout("rebuild", newer_than, seconds)))
 
     def _meet(
-        self, op: str, value: Any, then: Callable[[Sequence[Any]], None], who: Sequence[str] | None = None
-    ) -> None:
+        self, op: str, value: Any, then: Callable[[Sequence[Any]], object], who: Sequence[str] | None = None
+    ) -> object:
         """Enter an op of the epoch's communicator; `then` gets the values of all ranks, in rank order."""
         me, view = self._process, self._view
         assert view is not None
         if me.guard.is_over(view.epoch):
-            self._fail()
-            return
+            self._fail(view.epoch)
+            return PENDING
         self.stage = "op"
         if who is None:
             self.entered += 1
@@ -262,21 +206,62 @@ class SimulatedSession:
         else:
             self._op = f"{view.epoch}:{op}"
         name = self._op
-        me.world.meetings.enter(me, view, name, value, who, lambda values: self._met(name, then, values))
+        me.world.meetings.enter(me, view, name, value, who, lambda values: self._left_op(name, then, values))
         if op != "connect":
             me.adopt_announced_view()
+        return PENDING
 
-    def _met(self, op: str, then: Callable[[Sequence[Any]], None], values: Sequence[Any]) -> None:
+    def _left_op(self, op: str, then: Callable[[Sequence[Any]], object], values: Sequence[Any]) -> None:
         if self.stage == "op" and self._op == op:
             self.stage, self._op = "busy", ""
             then(values)
 
-    def _reach(self, point: str, then: Callable[[], None]) -> None:
+    def _met(self, _: Sequence[Any]) -> None:
+        self._go_on()
+
+    def _reach(self, point: str, then: Callable[[], object]) -> object:
         """Continue with `then` a moment later, unless a fault is injected. Membership events may come in between."""
         me = self._process
         pause = THREAD_SECONDS * me.world.rng.expovariate(1.0)
-        me.world.reach(me, point, self.epoch, lambda: me.after(pause, self._go_on, self.epoch, then))
+        me.world.reach(me, point, self.epoch, lambda: self._after(pause, then))
+        return PENDING
 
-    def _go_on(self, epoch: int, then: Callable[[], None]) -> None:
-        if epoch == self.epoch and self.stage == "busy":
-            then()
+    def _after(self, seconds: float, act: Callable[..., object], *args: Any) -> None:
+        """Call `act` after `seconds`, if the protocol then still waits for the same request."""
+        turn = self._turn
+
+        def still() -> None:
+            if self._turn == turn:
+                act(*args)
+
+        self._process.after(seconds, still)
+
+
+CARRY_OUT: Mapping[type[protocol.Request], Callable[[SimulatedSession, Any], object]] = MappingProxyType(
+    {
+        protocol.Reach: lambda session, request: session._reach(request.point, session._go_on),
+        protocol.Record: SimulatedSession._record,
+        protocol.Now: lambda session, request: session._now(),
+        protocol.JoinJob: lambda session, request: session._wait(),
+        protocol.AwaitView: lambda session, request: session._await_view(request.newer_than),
+        protocol.LeaveEpoch: lambda session, request: request.failure,
+        protocol.AwaitEnd: lambda session, request: session._wait(request.seconds, lambda: session._go_on(False)),
+        protocol.ReportFailure: SimulatedSession._report_failure,
+        protocol.BreakEpoch: lambda session, request: session._process.feed(
+            EpochBroken(request.epoch, str(request.failure))
+        ),
+        protocol.Connect: SimulatedSession._connect,
+        protocol.ProposeFinish: lambda session, request: session._process.feed(LocalFinished(request.epoch)),
+        protocol.TransferState: lambda session, request: session._transfer(request.decision, request.done),
+        protocol.ConfirmTransfer: lambda session, request: session._meet("arrived", None, session._met),
+        protocol.RestoreState: lambda session, request: request.done,
+        protocol.StageState: lambda session, request: None,
+        protocol.StepBoundary: lambda session, request: None,
+        protocol.RunBody: lambda session, request: session._run_body(),
+        protocol.Barrier: lambda session, request: session._meet("barrier", None, session._met),
+        protocol.Commit: SimulatedSession._commit,
+        protocol.CloseRetired: lambda session, request: None,
+        protocol.Settled: lambda session, request: None,
+    }
+)
+"""For each request, what carries it out: it returns the result, or PENDING if that comes later."""

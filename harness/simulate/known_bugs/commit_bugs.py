@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from holdfast.ft.commit.commit_state import CommitState
-from holdfast.ft.commit.decision import HOLDER, NEWCOMER, Decision, Vote
+from holdfast.ft import step_protocol
 from holdfast.ft.node.epoch_guard import EpochGuard
-from holdfast.harness.simulate.core import worker
+from holdfast.ft.step_protocol import HOLDER, NEWCOMER, CommitState, Decision, Vote
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
 
 Decide = Callable[[Sequence[Vote], int], Decision]
@@ -66,7 +65,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "commit by a minority",
         "a step is committed if any survivor had prepared it, though others had not",
         "two-phase commit classic",
-        worker,
+        step_protocol,
         "decide",
         _prepared_by_any,
     ),
@@ -74,7 +73,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "commit lost",
         "a step that all survivors had prepared is done again, though one that died may have committed it",
         "two-phase commit classic",
-        worker,
+        step_protocol,
         "decide",
         _never_recovered,
     ),
@@ -82,7 +81,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         "straggler left behind",
         "a survivor that missed the commit of a step does the step again, the others the next",
         "torchft: should_commit by those who arrive",
-        worker,
+        step_protocol,
         "decide",
         _straggler_left,
     ),

@@ -23,9 +23,7 @@ from holdfast.comms.connect import connect_members
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import events, faultpoints
-from holdfast.ft.commit.commit_state import BROKEN_EPOCHS, CommitState
-from holdfast.ft.commit.decision import FOUNDER, HOLDER, NEWCOMER, Decision, Vote, decide
-from holdfast.ft.commit.voting import collect
+from holdfast.ft.communicators import collect_votes
 from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
@@ -34,6 +32,7 @@ from holdfast.ft.membership.view_delta import delta_between
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import decode_state, encode_state
+from holdfast.ft.step_protocol import BROKEN_EPOCHS, FOUNDER, HOLDER, NEWCOMER, CommitState, Decision, Vote, decide
 from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
@@ -153,7 +152,7 @@ def test_votes_are_exchanged_by_an_op_if_they_did_not_come_with_the_connections(
             connect_payloads=None, size=comm.size, device=comm.device, all_gather_single=comm.all_gather_single
         )
         came: Any = SimpleNamespace(connect_payloads=[mine.numbers()])
-        return collect(bare, mine, PATIENCE), collect(came, mine, PATIENCE)
+        return collect_votes(bare, mine, PATIENCE), collect_votes(came, mine, PATIENCE)
 
     with LocalCluster(2, "inproc") as cluster:
         votes = [Vote(HOLDER, 4 + rank, True, 10, rewinds=3) for rank in range(2)]
@@ -180,31 +179,6 @@ def test_ranks_with_different_steps_are_refused() -> None:
     assert decide(stray, 0).receivers == (1,), "a newcomer that is wrong has to go, the others stay"
     with pytest.raises(Mismatch, match="come apart"):
         decide([holder(4, False), holder(5, False)], 0)
-
-
-@given(st.data())
-def test_no_schedule_of_deaths_makes_survivors_disagree(data: st.DataObject) -> None:
-    """A model of one step: ranks prepare, enter and leave the barrier.
-
-    At any time some ranks die, and recovery may fail.
-    """
-    size = data.draw(st.integers(2, 5))
-    prepared = [data.draw(st.booleans()) for _ in range(size)]
-    through = [all(prepared) and data.draw(st.booleans()) for _ in range(size)]
-    done = [int(left) for left in through]
-    waiting = [is_prepared and not left for is_prepared, left in zip(prepared, through, strict=True)]
-    alive = list(range(size))
-    for _ in range(data.draw(st.integers(1, 4))):
-        alive = [r for r in alive if data.draw(st.booleans())] or alive[:1]
-        votes = [Vote(HOLDER, done[r], waiting[r], 1) for r in alive]
-        decisions = {r: decide(votes, i) for i, r in enumerate(alive)}
-        assert len({decision.done for decision in decisions.values()}) == 1
-        if any(through):
-            assert decisions[alive[0]].done == 1, "a committed step was lost"
-        heard = [r for r in alive if data.draw(st.booleans())]  # the others do not learn of it: the epoch fails
-        for r in heard:
-            done[r], waiting[r] = decisions[r].done, False
-    assert all(count in (0, 1) for count in done)
 
 
 # -- encoded state

@@ -13,8 +13,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from holdfast.ft import events
-from holdfast.ft.commit import commit_state, decision
+from holdfast.ft import events, step_protocol
 from holdfast.ft.detectors.observers import ObserversDetector
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.node.epoch_guard import EpochGuard
@@ -24,7 +23,6 @@ from holdfast.ft.node.table_sharing import TableSharing
 from holdfast.harness import simulate
 from holdfast.harness.cli import app
 from holdfast.harness.invariants import Event
-from holdfast.harness.simulate.core import worker
 from holdfast.harness.simulate.core.schedule import (
     AtPoint,
     BlockRegister,
@@ -108,8 +106,7 @@ def test_a_simulated_process_uses_the_production_classes() -> None:
         assert type(process.detectors["observers"]) is ObserversDetector
         assert set(process.detectors) == {"pidfd", "heartbeat", "observers", "transport", "progress"}
         assert process.worker is not None
-        assert type(process.worker.commits) is commit_state.CommitState
-    assert worker.decide is decision.decide
+        assert type(process.worker.commits) is step_protocol.CommitState
 
 
 def test_a_detector_that_raises_is_replaced_and_the_job_goes_on() -> None:

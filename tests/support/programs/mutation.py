@@ -46,7 +46,10 @@ TARGETS = {
     "ft/membership": Target(
         ("ft/membership/*.py",), ("tests/ft/membership", "tests/ft/session/test_job_environment.py")
     ),
-    "ft/commit": Target(("ft/commit/*.py",), ("tests/ft/session/test_session_parts.py",)),
+    "ft/step_protocol": Target(
+        ("ft/step_protocol.py",),
+        ("tests/ft/session/test_session_parts.py", "tests/ft/session/test_step_protocol.py"),
+    ),
     "store/catalog": Target(
         ("store/catalog/*.py",),
         (

@@ -1,1 +1,0 @@
-"""The protocol by which all ranks commit a step, or none."""

@@ -1,0 +1,476 @@
+"""The protocol of steps without processes: whatever fails wherever, no committed step is lost or done twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.comms import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, StaleEpoch
+from holdfast.comms.transport.base import Peer
+from holdfast.ft import step_protocol as protocol
+from holdfast.ft.attempt import FAILURES
+from holdfast.ft.events import CommunicatorBuilt, StepAborted, StepPrepared
+from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.step_protocol import BROKEN_EPOCHS, HOLDER, CommitState, Vote
+from holdfast.ft.timeouts import Timeouts
+from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
+
+JOB = Job("job", 3, 1, 3, ("shm",), "shm")
+STEPS = 2
+
+
+def view_of(epoch: int, names: list[str], phase: Any = "running") -> View:
+    return View(epoch, phase, tuple(Member(name, "x:1", Peer("here", 1, 0)) for name in names), JOB, "test")
+
+
+# -- a model of a job: the protocol of each rank, and ops that fail
+
+
+@dataclass
+class Rank:
+    """One process. `history` is its state: each step in it, with the epoch of the attempt that made it."""
+
+    name: str
+    origin: str
+    spare: bool
+    commits: CommitState = field(default_factory=CommitState)
+    history: list[tuple[int, int]] = field(default_factory=list)
+    attempt: tuple[int, int] = (-1, 0)
+    opened: int = -1
+    epoch: int = 0
+    ended: HoldfastError | None = None
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.commits.total = STEPS
+        self.steps = protocol.StepProtocol(self.commits, self.name, Timeouts()).run()
+        self.request: protocol.Request = next(self.steps)
+
+    @property
+    def active(self) -> bool:
+        return self.ended is None and not self.finished
+
+
+FALLIBLE = (
+    protocol.Connect,
+    protocol.TransferState,
+    protocol.ConfirmTransfer,
+    protocol.RestoreState,
+    protocol.StepBoundary,
+    protocol.RunBody,
+    protocol.StageState,
+    protocol.Barrier,
+)
+"""The requests that may raise `FAILURES`."""
+
+
+class ModelJob:
+    """Runs the protocols of all ranks one request at a time, in the order and with the faults that a tape gives."""
+
+    def __init__(self, size: int) -> None:
+        self.names = (f"p{number}" for number in count())
+        self.ranks = {name: Rank(name, name, False) for name in (next(self.names) for _ in range(size))}
+        self.views = [view_of(1, list(self.ranks))]
+        self.over: set[int] = set()
+        self.ops: dict[tuple[int, str], dict[str, Any]] = {}
+        self.committed: dict[tuple[int, int], int] = {}
+        """By the number of returns to a checkpoint and the step, the epoch of the attempt that is committed."""
+        self.restored: dict[int, int] = {}
+        """By epoch, the number of steps in the checkpoint that all its ranks return to."""
+
+    # What may happen next
+
+    def actions(self) -> list[Callable[[], None]]:
+        """All that may happen next without a new fault."""
+        found: list[Callable[[], None]] = []
+        newest = self.views[-1]
+        active = [rank for rank in self.ranks.values() if rank.active]
+        for rank in active:
+            self._answers(rank)  # all have entered the ops that they wait in
+        for rank in active:
+            if self._answers(rank):
+                found.append(lambda rank=rank: self._go_on(rank))
+            if isinstance(rank.request, FALLIBLE) and rank.epoch in self.over:
+                why = PeerFailed((0,), "it died") if rank.epoch % 2 else Revoked(rank.epoch, "over")
+                found.append(lambda rank=rank, why=why: self._throw(rank, why))
+            if self._holds(rank) in self.over:
+                found.append(lambda rank=rank: self._throw(rank, Revoked(rank.epoch, "over")))
+        lost = [member.id for member in newest.members if not self.ranks[member.id].active]
+        if newest.phase == "running" and (lost or newest.epoch in self.over):
+            found.append(lambda: self._next_view(without=lost))
+        return found
+
+    def faults(self) -> list[Callable[[], None]]:
+        """All faults that may come now."""
+        found: list[Callable[[], None]] = []
+        if self.views[-1].phase != "running":
+            return found
+        members = [self.ranks[member.id] for member in self.views[-1].members]
+        active = [rank for rank in members if rank.active]
+        for rank in active:
+            found.append(lambda rank=rank: self._end(rank, HoldfastError("killed")))
+            if isinstance(rank.request, FALLIBLE):
+                found.append(lambda rank=rank: self._throw(rank, OpTimeout("barrier", rank.epoch, 1.0)))
+            if len(active) > 1:
+                found.append(lambda rank=rank: self._next_view(without=[rank.name]))
+        if len(members) < 4:
+            found.append(self._join)
+        epoch = self.views[-1].epoch
+        found += [lambda done=done: self.restored.setdefault(epoch, done) for done in range(STEPS)]
+        return found
+
+    def _holds(self, rank: Rank) -> int:
+        """The epoch that the request of the rank holds; -1 for none."""
+        epoch = getattr(rank.request, "in_epoch", None)
+        return -1 if epoch is None else epoch
+
+    def _next_view(self, without: list[str] = [], joining: list[str] = []) -> None:  # noqa: B006
+        newest = self.views[-1]
+        self.over.add(newest.epoch)
+        names = [member.id for member in newest.members if member.id not in without and self.ranks[member.id].active]
+        if names or joining:
+            self.views.append(view_of(newest.epoch + 1, [*names, *joining]))
+        else:
+            self.views.append(view_of(newest.epoch + 1, [member.id for member in newest.members], "failed"))
+
+    def _join(self) -> None:
+        name = next(self.names)
+        self.ranks[name] = Rank(name, name, True)
+        self._next_view(joining=[name])
+
+    # Requests
+
+    def _answers(self, rank: Rank) -> bool:
+        """Whether the request of a rank can be answered now. Enters the op that it asks for."""
+        request, newest = rank.request, self.views[-1]
+        match request:
+            case protocol.JoinJob():
+                return newest.rank_of(rank.name) is not None or newest.phase != "running"
+            case protocol.AwaitView(newer_than):
+                return newest.epoch > newer_than and newest.epoch not in self.over
+            case protocol.Connect(view):
+                rank.epoch = view.epoch
+                return self._meets(rank, "connect", request.vote)
+            case protocol.TransferState(decision):
+                if self._number(rank) in decision.receivers:
+                    source = self.views[rank.epoch - 1].members[decision.source].id
+                    return source in self._op(rank, "arrived")
+                return self._meets(rank, "arrived")
+            case protocol.ConfirmTransfer():
+                return self._meets(rank, "arrived")
+            case protocol.Barrier():
+                return self._meets(rank, f"barrier {rank.commits.done}")
+        return True
+
+    def _number(self, rank: Rank) -> int:
+        number = self.views[rank.epoch - 1].rank_of(rank.name)
+        assert number is not None
+        return number
+
+    def _op(self, rank: Rank, name: str) -> dict[str, Any]:
+        """What the ranks that have entered an op of the epoch have brought there."""
+        return self.ops.setdefault((rank.epoch, name), {})
+
+    def _meets(self, rank: Rank, name: str, value: Any = None) -> bool:
+        """Enter an op; whether all ranks have."""
+        values = self._op(rank, name)
+        values.setdefault(rank.name, value)
+        return len(values) == len(self.views[rank.epoch - 1].members)
+
+    def _go_on(self, rank: Rank) -> None:
+        """Answer the request of a rank."""
+        request, newest, answer = rank.request, self.views[-1], None
+        match request:
+            case protocol.JoinJob():
+                answer = newest, rank.spare
+            case protocol.AwaitView():
+                if newest.phase == "failed" or (newest.phase == "running" and newest.rank_of(rank.name) is None):
+                    self._throw(rank, StaleEpoch("evicted"))
+                    return
+                answer = newest
+            case protocol.Connect(view):
+                votes = self._op(rank, "connect")
+                answer = [votes[member.id] for member in view.members]
+            case protocol.TransferState(decision) if self._number(rank) in decision.receivers:
+                source = self.ranks[self.views[rank.epoch - 1].members[decision.source].id]
+                rank.history, rank.origin = list(source.history), source.origin
+                answer = len(rank.history)
+            case protocol.RestoreState(done):
+                answer = min(done, self.restored.setdefault(rank.epoch, done))
+                del rank.history[answer:]
+            case protocol.AwaitEnd(epoch):
+                answer = epoch in self.over
+            case protocol.BreakEpoch(epoch):
+                self.over.add(epoch)
+            case protocol.LeaveEpoch(failure):
+                answer = failure
+            case protocol.ProposeFinish(epoch):
+                if newest.epoch == epoch and epoch not in self.over:
+                    self.over.add(epoch)
+                    self.views.append(view_of(epoch + 1, [member.id for member in newest.members], "finished"))
+            case protocol.Now():
+                answer = 0.0
+            case protocol.Record(StepPrepared(step=step, epoch=epoch)):
+                rank.attempt = step, epoch
+            case protocol.Commit(event):
+                self._note_commit(rank, event.step)
+            case protocol.RunBody(step):
+                assert step == len(rank.history), "a step is done that is not the next one"
+                if rank.epoch == newest.epoch:
+                    assert (rank.commits.rewinds, step) not in self.committed, "a committed step is done again"
+            case protocol.Settled(committed):
+                assert committed == (len(rank.history) > rank.opened), "the user is told the opposite"
+        self._resume(rank, lambda: rank.steps.send(answer))
+
+    def _note_commit(self, rank: Rank, step: int) -> None:
+        assert step == len(rank.history), f"step {step} is committed after {rank.history}"
+        assert rank.attempt[0] == step, f"{rank.name} commits step {step}, and has not prepared it"
+        rank.history.append(rank.attempt)
+        committed = self.committed.setdefault((rank.commits.rewinds, step), rank.attempt[1])
+        assert committed == rank.attempt[1], "ranks commit different attempts"
+
+    def _throw(self, rank: Rank, error: HoldfastError) -> None:
+        self._resume(rank, lambda: rank.steps.throw(error))
+
+    def _resume(self, rank: Rank, resume: Callable[[], protocol.Request]) -> None:
+        if isinstance(rank.request, protocol.RunBody):
+            rank.opened = rank.request.step
+        try:
+            rank.request = resume()
+        except StopIteration:
+            rank.finished = True
+        except HoldfastError as error:
+            assert not isinstance(error, Mismatch), error
+            self._end(rank, error)
+
+    def _end(self, rank: Rank, error: HoldfastError) -> None:
+        rank.ended = error
+
+    # A whole run
+
+    def run(self, tape: Iterator[int]) -> None:
+        """Follow the tape, and then go on without faults to the end."""
+        for choice in tape:
+            faults = self.faults() if choice % 24 == 23 else []
+            actions = faults or self.actions()
+            if not actions:
+                break
+            actions[choice // 24 % len(actions)]()
+        for turn in count():
+            actions = self.actions()
+            if not actions:
+                break
+            actions[turn % len(actions)]()
+            assert turn < 10_000, "the job goes on for ever"
+        self._check_the_end()
+
+    def _check_the_end(self) -> None:
+        last = self.views[-1]
+        for rank in self.ranks.values():
+            assert rank.finished or rank.ended is not None, f"{rank.name} waits for ever for {rank.request}"
+            if rank.finished and last.rank_of(rank.name) is not None:
+                assert rank.commits.done == STEPS
+                assert [step for step, _ in rank.history] == list(range(STEPS))
+        holders = [rank for rank in self.ranks.values() if rank.finished and rank.commits.standing == HOLDER]
+        assert len({rank.origin for rank in holders}) <= 1, "they founded different jobs"
+        assert len({tuple(rank.history) for rank in holders}) <= 1, "they hold different states"
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 24 * 840 - 1), max_size=250))
+def test_whatever_fails_wherever_no_committed_step_is_lost_or_done_twice(size: int, tape: list[int]) -> None:
+    """Kills, evictions, joins, returns to a checkpoint, ops that time out, in any order of the ranks' progress."""
+    ModelJob(size).run(iter(tape))
+
+
+def random_tape(seed: int) -> Iterator[int]:
+    draw = random.Random(seed)
+    return (draw.randrange(24 * 840) for _ in range(draw.randrange(50, 400)))
+
+
+def test_a_job_without_faults_commits_each_step_once_in_one_epoch() -> None:
+    job = ModelJob(3)
+    job.run(iter(()))
+    assert job.committed == {(0, step): 1 for step in range(STEPS)}
+    assert all(rank.finished and rank.origin == "p0" for rank in job.ranks.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "commit by a minority",
+        "commit lost",
+        "straggler left behind",
+        "newcomer claims the state",
+        "newcomer a step behind",
+        "last step dropped",
+    ],
+)
+def test_the_model_finds_each_known_bug_of_the_commit(name: str) -> None:
+    bug = next(bug for bug in KNOWN_BUGS if bug.name == name)
+    with bug.inject():
+        for seed in range(3000):
+            try:
+                ModelJob(3).run(random_tape(seed))
+            except AssertionError:
+                return
+    pytest.fail("it was not found")
+
+
+# -- one rank
+
+
+class Alone:
+    """The protocol of a job's only rank, which a test drives."""
+
+    def __init__(self) -> None:
+        self.commits = CommitState()
+        self.commits.total = 2
+        self.view = view_of(1, ["p0"])
+        self.steps = protocol.StepProtocol(self.commits, "p0", Timeouts()).run()
+        self.request: protocol.Request | None = next(self.steps)
+
+    def answer(self) -> Any:
+        match self.request:
+            case protocol.JoinJob():
+                return self.view, False
+            case protocol.AwaitView(newer_than):
+                phase = "finished" if self.commits.done == 2 else "running"
+                self.view = view_of(newer_than + 1, ["p0"], phase)
+                return self.view
+            case protocol.Connect(_, _, vote):
+                return [vote]
+            case protocol.RestoreState(done):
+                return done
+            case protocol.AwaitEnd():
+                return True
+            case protocol.LeaveEpoch(failure):
+                return failure
+            case protocol.Commit() | protocol.Now():
+                return 0.0
+        return None
+
+    def go_on(self, error: HoldfastError | None = None) -> None:
+        answer = self.answer() if error is None else None
+        try:
+            self.request = self.steps.send(answer) if error is None else self.steps.throw(error)
+        except StopIteration:
+            self.request = None
+
+    def all_requests(self) -> list[protocol.Request]:
+        requests = []
+        while self.request is not None:
+            requests.append(self.request)
+            self.go_on()
+        return requests
+
+
+def at_request(number: int) -> Alone:
+    alone = Alone()
+    for _ in range(number):
+        alone.go_on()
+    return alone
+
+
+def in_epoch(request: protocol.Request) -> bool:
+    return getattr(request, "in_epoch", None) is not None
+
+
+ERRORS = [PeerFailed((0,), "it died"), Revoked(1, "over"), OpTimeout("barrier", 1, 1.0)]
+
+
+def test_any_failure_at_any_request_leads_to_the_next_epoch_and_to_the_end_of_the_job() -> None:
+    requests = Alone().all_requests()
+    fallible = [n for n, request in enumerate(requests) if isinstance(request, FALLIBLE) or in_epoch(request)]
+    assert len(fallible) >= 10
+    for number in fallible:
+        for error in ERRORS:
+            alone = at_request(number)
+            alone.go_on(error)
+            assert alone.request == protocol.LeaveEpoch(error), f"after {requests[number]}"
+            steps = [request.step for request in alone.all_requests() if isinstance(request, protocol.RunBody)]
+            assert alone.commits.done == 2
+            assert sorted(set(steps)) == steps, "each once after the failure"
+
+
+def test_any_other_error_at_any_request_ends_the_steps() -> None:
+    for number in range(len(Alone().all_requests())):
+        alone = at_request(number)
+        with pytest.raises(StaleEpoch, match="evicted"):
+            alone.go_on(StaleEpoch("evicted"))
+
+
+def test_the_user_is_told_of_the_outcome_after_the_next_epoch_stands() -> None:
+    alone = Alone()
+    while not isinstance(alone.request, protocol.RunBody):
+        alone.go_on()
+    alone.go_on(PeerFailed((1,), "it died"))
+    recovery = []
+    while not isinstance(alone.request, protocol.Settled):
+        recovery.append(alone.request)
+        alone.go_on()
+    assert alone.request == protocol.Settled(committed=False)
+    events = [request.event for request in recovery if isinstance(request, protocol.Record)]
+    assert [type(event) for event in events] == [CommunicatorBuilt, StepAborted]
+    assert getattr(events[1], "epoch", 0) == 1, "the attempt's, not the next one"
+
+
+def test_a_failure_without_a_cause_is_reported_and_then_ends_the_epoch_a_few_times_at_most() -> None:
+    alone, failure = Alone(), OpTimeout("barrier", 1, 1.0)
+    for _ in range(BROKEN_EPOCHS):
+        kinds = no_cause(alone, failure)
+        assert kinds == ["LeaveEpoch", "AwaitEnd", "ReportFailure", "AwaitEnd", "BreakEpoch"]
+    with pytest.raises(OpTimeout):
+        no_cause(alone, failure)
+
+
+def no_cause(alone: Alone, failure: HoldfastError) -> list[str]:
+    """Fail the next body, and let nothing end the epoch; the kinds of requests up to the wait for the next view."""
+    while not isinstance(alone.request, protocol.RunBody):
+        alone.go_on()
+    alone.go_on(failure)
+    kinds = []
+    while not isinstance(alone.request, protocol.AwaitView):
+        kinds.append(type(alone.request).__name__)
+        if isinstance(alone.request, protocol.AwaitEnd):
+            alone.request = alone.steps.send(False)
+        else:
+            alone.go_on()
+    return kinds
+
+
+def test_a_failure_leaves_no_reference_to_the_frames_of_the_user_behind() -> None:
+    """Those may hold tensors of gigabytes, and the step is done again."""
+    import weakref
+
+    class Large:
+        pass
+
+    def body() -> weakref.ref[Large]:
+        large = Large()
+        try:
+            raise PeerFailed((1,), "it died")
+        except FAILURES as failure:
+            alone.go_on(failure)
+        while not isinstance(alone.request, protocol.Settled):
+            alone.go_on()
+        return weakref.ref(large)
+
+    alone = Alone()
+    while not isinstance(alone.request, protocol.RunBody):
+        alone.go_on()
+    assert body()() is None
+
+
+def test_votes_that_cannot_be_of_one_job_end_the_steps() -> None:
+    alone = Alone()
+    while not isinstance(alone.request, protocol.Connect):
+        alone.go_on()
+    with pytest.raises(Mismatch, match="come apart"):
+        alone.steps.send([Vote(HOLDER, 0, False, 2), Vote(HOLDER, 2, False, 2)])
