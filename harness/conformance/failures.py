@@ -34,19 +34,19 @@ OPS: dict[str, Callable[[Communicator, torch.Tensor], object]] = {
 }
 
 
-KILLED_IN = [*((op, count, "0") for op in OPS for count in SIZES), ("all_reduce", 2, "1")]
-"""Op, elements, and whether ranks compare ops first: they then wait for each other in that comparison."""
+KILLED_IN = {"0": [(op, count) for op in OPS for count in SIZES], "1": [("all_reduce", 2)]}
+"""Ops and elements, by whether ranks compare ops first: they then wait for each other in that comparison."""
 
 
-@pytest.mark.parametrize(("op", "count", "checks"), KILLED_IN)
-def test_a_killed_rank_is_named_by_all_others(
-    process_backend: str, op: str, count: int, checks: str, tmp_path: Path
-) -> None:
-    def body(comm: Communicator) -> None:
+@pytest.mark.parametrize("checks", KILLED_IN)
+def test_a_killed_rank_is_named_by_all_others(process_backend: str, checks: str, tmp_path: Path) -> None:
+    """In each op another process is killed, which stands in the place of the one before."""
+
+    def body(comm: Communicator, op: str, count: int, folder: Path) -> None:
         comm.barrier()
-        (tmp_path / f"{comm.rank} left the barrier").touch()
+        (folder / f"{comm.rank} left the barrier").touch()
         if comm.rank == 1:
-            wait_for_files(tmp_path / "0 left the barrier", tmp_path / "2 left the barrier")
+            wait_for_files(folder / "0 left the barrier", folder / "2 left the barrier")
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
@@ -55,16 +55,19 @@ def test_a_killed_rank_is_named_by_all_others(
             comm.barrier()
         except (PeerFailed, Revoked) as error:
             outcome = f"{time.monotonic() - began:.3f} {error}"
-        (tmp_path / str(comm.rank)).write_text(outcome)
+        (folder / str(comm.rank)).write_text(outcome)
 
     environ = {"HOLDFAST_CHECK": checks}
-    cluster = LocalCluster(3, process_backend, timeout=20.0, grace=15.0, environ=environ)
-    with cluster, pytest.raises(HoldfastError):
-        cluster.run(body)
-    for rank in (0, 2):
-        seconds, said = (tmp_path / str(rank)).read_text().split(" ", 1)
-        assert float(seconds) < 10.0, "far below the timeout"
-        assert "rank 1" in said or "ranks 1" in said
+    with LocalCluster(3, process_backend, timeout=20.0, grace=15.0, environ=environ) as cluster:
+        for op, count in KILLED_IN[checks]:
+            folder = tmp_path / f"{op} of {count}"
+            folder.mkdir()
+            with pytest.raises(HoldfastError):
+                cluster.run(body, op, count, folder)
+            for rank in (0, 2):
+                seconds, said = (folder / str(rank)).read_text().split(" ", 1)
+                assert float(seconds) < 10.0, f"{folder.name}: far below the timeout"
+                assert "rank 1" in said or "ranks 1" in said, folder.name
 
 
 @pytest.mark.parametrize("checks", ["0", "1"])
@@ -126,9 +129,8 @@ def test_an_abort_reaches_ranks_that_wait_for_the_aborting_rank(backend: str) ->
         assert all("disk on fire" in each for each in said)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_an_announcement_reaches_waiting_ranks_or_changes_nothing(backend: str, op: str) -> None:
-    def body(comm: Communicator) -> tuple[bool, bytes | None]:
+def test_an_announcement_reaches_waiting_ranks_or_changes_nothing(backend: str) -> None:
+    def body(comm: Communicator, op: str) -> tuple[bool, bytes | None]:
         if comm.rank == 1:
             assert not comm.announce(bytes(1 << 20)), "more than any backend carries"
             time.sleep(0.05)
@@ -143,11 +145,12 @@ def test_an_announcement_reaches_waiting_ranks_or_changes_nothing(backend: str, 
         return True, comm.announced
 
     with LocalCluster(3, backend) as cluster:
-        ends = cluster.run(body)
-    if ends[1][0]:
-        assert ends == [(True, b"what follows"), (True, None), (True, b"what follows")]
-    else:
-        assert ends == [(False, None)] * 3
+        for op in OPS:
+            ends = cluster.run(body, op)
+            if ends[1][0]:
+                assert ends == [(True, b"what follows"), (True, None), (True, b"what follows")], op
+            else:
+                assert ends == [(False, None)] * 3, op
 
 
 def _send_to_all(comm: Communicator) -> None:
