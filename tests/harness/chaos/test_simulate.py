@@ -28,6 +28,7 @@ from holdfast.harness.simulate.core.schedule import (
     BlockRegister,
     BreakDetector,
     CutPath,
+    DriftClock,
     Fault,
     JobLayout,
     JumpClock,
@@ -40,6 +41,7 @@ from holdfast.harness.simulate.core.schedule import (
     PauseProcess,
     RefuseSignals,
     Schedule,
+    SlowProcess,
     load,
     save,
 )
@@ -224,6 +226,44 @@ def test_lost_heartbeats_evict_no_healthy_node() -> None:
 @pytest.mark.thorough
 def test_the_soak_evicts_a_node_that_no_peer_hears() -> None:
     assert soak(hours=10, burst=0.2, shared=0.5, seed=1).false_evictions > 0
+
+
+ONCE_BROKEN = {
+    "stopped by the view before": Schedule(
+        seed=38,
+        layout=JobLayout(ranks=10, hosts=5, racks=5, steps=1, join=3.0),
+        network=NetworkModel(reorder=0.15, reorder_delay=0.5),
+        faults=(KillHost(host=0, at=0.05), DriftClock(process=3, share=-0.05, at=0.1), KillHost(host=4, at=0.02)),
+    ),
+    "dead process confirmed": Schedule(
+        seed=343,
+        layout=JobLayout(ranks=3, hosts=3, racks=3, spares=2, steps=1, join=3.0),
+        faults=(
+            DriftClock(process=2, share=-0.05, at=0.164),
+            SlowProcess(process=2, delay=0.01, seconds=0.64, at=0.151),
+            SlowProcess(process=0, delay=0.1, seconds=0.08, at=0.018),
+            PauseProcess(process=1, seconds=0.8, at=0.181),
+            PauseProcess(process=1, seconds=0.05, at=0.027),
+        ),
+    ),
+}
+"""By the name of a known bug that this simulator has found in nodes: a schedule that showed it."""
+
+
+@pytest.mark.parametrize("name", ONCE_BROKEN)
+def test_a_schedule_that_once_broke_an_invariant_breaks_none(name: str) -> None:
+    schedules = [replace(ONCE_BROKEN[name], seed=seed) for seed in range(20)]
+    assert all(run(schedule).violation is None for schedule in schedules)
+    with next(bug for bug in KNOWN_BUGS if bug.name == name).inject():
+        assert any(run(schedule).violation is not None for schedule in schedules)
+
+
+def test_a_job_on_two_hosts_outlives_one_though_the_observers_detector_of_the_other_raises() -> None:
+    seen: list[Event] = []
+    layout = JobLayout(ranks=2, hosts=2, racks=2, spares=0, steps=10)
+    faults = (BreakDetector(at=0.159, process=1, detector="observers"), KillProcess(at=0.25, process=0))
+    assert run(Schedule(layout=layout, faults=faults), also=seen.append).violation is None
+    assert {event.process for event in seen if event.kind == "finished"} == {"p1"}
 
 
 # Schedules --------------------------------------------------------------------------------------------------------
