@@ -140,9 +140,9 @@ class Node:
         self.feed(Started())
 
     def watch(self) -> None:
-        """Watch the others from now on, with all detectors, and show them and the register's views to this process.
+        """Make the detectors, and from now on send heartbeats, watch the other processes and follow the register.
 
-        Without it a node only hears what others tell it: the simulator leaves it out where nothing happens.
+        Before, a node only hears what others tell it. The simulator leaves it at that where nothing happens.
         """
         self._detectors = Detectors(
             DetectorContext(
@@ -164,6 +164,8 @@ class Node:
         self._beat()
         self._register_client.follow()
 
+    # Called by the session, from its thread ----------------------------------------------------------------------
+
     @property
     def missed_heartbeats(self) -> int:
         """The number of heartbeats of others that did not arrive, so far. Thread-safe."""
@@ -174,6 +176,8 @@ class Node:
         place = self._guard.place()
         places = () if self._detectors is None else tuple(self._detectors.places.values())
         return any(there.epoch == place.epoch and there.entered > place.entered for there in places)
+
+    # The state machine --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close detectors and timers. No event is handled afterwards."""

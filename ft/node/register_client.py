@@ -73,9 +73,9 @@ class RegisterClient:
     def follow(self) -> None:
         """Pass new views to `shown` from now on: at once while the job is being formed, and now and then after it.
 
-        Later the members announce views to each other, and the register is read in case they could not: who woke at
-        each change would compete with a rebuild for the processor. A register that pushes changes is watched all the
-        time: to read it would ask another machine, to wait costs nothing.
+        Later the members announce views to each other, and the register is read in case they could not: a thread that
+        woke at each change would compete with a rebuild for the processor. A register that pushes changes is watched
+        all the time: a read would ask another machine, a wait costs nothing.
         """
         if self._ended:
             return
