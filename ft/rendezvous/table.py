@@ -88,6 +88,11 @@ class RendezvousTable:
         if ended[0] is not None:
             raise again(ended[0])
 
+    def when(self, epoch: int, keys: Sequence[str], done: Callable[[Revoked | None], None]) -> None:
+        """Call `done(None)` once all of `keys` are there, or `done(error)` if the epoch ends before; at once if so."""
+        if self._enter(epoch, keys, done) is None:
+            done(None)
+
     def add(self, epoch: int, key: str, amount: int) -> int:
         """Add to a decimal number (0 if the key is not there); return the sum. ValueError if it is not a number."""
         with self._lock:

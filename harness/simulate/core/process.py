@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector
 from holdfast.ft.membership.events import Event as MembershipEvent
@@ -157,6 +158,17 @@ class SimulatedProcess:
         self._emit(events.EpochRevoked(epoch=epoch, reason=reason))
 
     # Announcements inside of ops ------------------------------------------------------------------------------
+
+    def exchange(self, view: View, then: Callable[[], None]) -> None:
+        """Exchange addresses with all members of `view` over the rendezvous table; `then` is called once all are here.
+
+        If the epoch ends before, it is not called.
+        """
+        table = self.node.sharing.table
+        keys = view.remember("addresses", view.members, lambda: [f"address/{member.id}" for member in view.members])
+        with contextlib.suppress(Revoked):
+            table.put(view.epoch, {f"address/{self.member.id}": self.member.address.encode()})
+            table.when(view.epoch, keys, lambda error: self.after(0.0, then) if error is None else None)
 
     def connected(self, view: View) -> None:
         """The communicator of `view` stands: its ops end with the epoch, and can announce the next view."""

@@ -206,9 +206,11 @@ class SimulatedSession:
         else:
             self._op = f"{view.epoch}:{op}"
         name = self._op
+        if op == "connect":
+            me.exchange(view, lambda: self._left_op(name, then, ()))
+            return PENDING
         me.world.meetings.enter(me, view, name, value, who, lambda values: self._left_op(name, then, values))
-        if op != "connect":
-            me.adopt_announced_view()
+        me.adopt_announced_view()
         return PENDING
 
     def _left_op(self, op: str, then: Callable[[Sequence[Any]], object], values: Sequence[Any]) -> None:

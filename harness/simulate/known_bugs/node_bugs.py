@@ -10,6 +10,7 @@ from holdfast.ft.membership.view import View
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
 from holdfast.ft.node.register_client import RegisterClient
+from holdfast.ft.node.table_sharing import TableSharing
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
 
 
@@ -33,6 +34,10 @@ def _installs_again(install: Callable[..., None]) -> object:
         install(self, view)
 
     return broken
+
+
+def _says_nothing_again(linked: Callable[..., None]) -> object:
+    return lambda self, peer: None
 
 
 def _never(original: Callable[..., bool]) -> object:
@@ -67,6 +72,14 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         EpochGuard,
         "install",
         _installs_again,
+    ),
+    known_bug(
+        "late connection tells nothing",
+        "what was set before a connection stood, and could not be sent, is not sent over it",
+        "messages dropped while connecting",
+        TableSharing,
+        "linked",
+        _says_nothing_again,
     ),
     known_bug(
         "stopped by the view before",
