@@ -14,6 +14,7 @@
     results.py   What every run records, as JSON: `Run` with the `Machine`, the contestants and those left out; `Row`,
                  `Ratio` and `Failure`, which each bench extends with what names its rows.
     noise.py     `Noise`: how many CPUs other processes used meanwhile.
+    show.py      Tables of figures for the terminal, and the machine in words.
 
 A bench in short:
 
