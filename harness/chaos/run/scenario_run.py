@@ -60,12 +60,19 @@ START_SECONDS = 0.5
 FOR_DDP = ("torch.nn.parallel.distributed", "torch.optim", "holdfast.comms.torchdist.process_group")
 PRELOAD = ("holdfast.harness.chaos.run.process_set", "holdfast.harness.chaos.workloads.session")
 
-Watch = Callable[[int, int], None]
-"""Called a few times a second with the number of committed steps and of all steps."""
 
+@dataclass(frozen=True, slots=True)
+class RunCallbacks:
+    """What is called while a run lasts.
 
-Narrate = Callable[[str, bool], None]
-"""Called with a line for each fault that is injected, and for each event of the recoveries (not `is_fault`)."""
+    `watch`: a few times a second, with the number of committed steps and of all steps. `observe`: with the events of a
+    run of reinforcement learning. `narrate`: with a line for each fault that is injected, and for each event of the
+    recoveries (not `is_fault`).
+    """
+
+    watch: Callable[[int, int], None] = lambda done, total: None
+    observe: Observer = lambda event: None
+    narrate: Callable[[str, bool], None] = lambda text, is_fault: None
 
 
 @dataclass(slots=True)
@@ -140,13 +147,10 @@ class ScenarioRun:
         args: Sequence[Any] = (),
         steps: int | None = None,
         seed: int = 0,
-        watch: Watch = lambda done, total: None,
-        observe: Observer = lambda event: None,
-        narrate: Narrate = lambda text, is_fault: None,
+        callbacks: RunCallbacks = RunCallbacks(),
     ) -> None:
         self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
-        self._steps, self._seed, self._watch = steps or 0, seed, watch
-        self._observe, self._narrate = observe, narrate
+        self._steps, self._seed, self._callbacks = steps or 0, seed, callbacks
         self._describers: dict[str, EventDescriber] = {}
         self._raw = RawRun(time.monotonic(), faults=[PlannedFault(each) for each in planned])
         self._newest_step = -1
@@ -216,7 +220,7 @@ class ScenarioRun:
             (self._directory / "training").mkdir(mode=0o700)
             folder = self._directory / "training"
             assert hosts is None or isinstance(hosts, ActorHosts)
-            return TrainingProcesses(scenario.workload.config, folder, environ, self._observe, hosts)
+            return TrainingProcesses(scenario.workload.config, folder, environ, self._callbacks.observe, hosts)
         if isinstance(scenario.workload, StoreWorkload):
             (self._directory / "store").mkdir(mode=0o700)
             return StoreProcesses(scenario, scenario.workload, self._directory / "store", register)
@@ -261,14 +265,14 @@ class ScenarioRun:
         if self._links is not None:
             self._links.control_endpoints(self._addresses)
         if new:
-            self._watch(self._newest_step + 1, self._steps)
+            self._callbacks.watch(self._newest_step + 1, self._steps)
 
     def _describe(self, event: Event) -> None:
         """Narrate what a job logs at INFO, from the first fault on."""
         describer = self._describers.setdefault(event.process, EventDescriber(event.process))
         level = describer.level(event)
         if level >= logging.INFO and any(fault.time is not None for fault in self._raw.faults):
-            self._narrate(describer.line(event), False)
+            self._callbacks.narrate(describer.line(event), False)
 
     def _ready(self) -> bool:
         """Whether all spares stand by. Faults wait for this, so that equal seeds break equal jobs."""
@@ -312,7 +316,7 @@ class ScenarioRun:
         fault.noted = tuple(self._context.noted[before:])
         fault.time = fault.noted[0].time if fault.noted else time.monotonic()
         victims = ", ".join(str(victim) for noted in fault.noted for victim in noted.victims)
-        self._narrate(f"{fault.planned.what.summary} {victims} ({fault.planned.when.words()})", True)
+        self._callbacks.narrate(f"{fault.planned.what.summary} {victims} ({fault.planned.when.words()})", True)
 
     def _mend(self, now: float) -> None:
         """Undo the faults that have lasted long enough; all of them if `now` is infinite."""

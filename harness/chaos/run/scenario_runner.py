@@ -18,7 +18,7 @@ from holdfast.ft.events import StepBegun, StepCommitted
 from holdfast.harness.chaos.outcome import checks, expectation, measure, training
 from holdfast.harness.chaos.outcome.host_loss import host_losses
 from holdfast.harness.chaos.outcome.record import ChaosRun, LinkTotals, Speed
-from holdfast.harness.chaos.run.scenario_run import KILLED, Narrate, RawRun, ScenarioRun, Watch
+from holdfast.harness.chaos.run.scenario_run import KILLED, RawRun, RunCallbacks, ScenarioRun
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
 from holdfast.harness.chaos.scenario.workload import AllReduce, ReinforcementLearning, StoreWorkload
@@ -64,7 +64,7 @@ class ScenarioRunner:
         self,
         watch: Callable[[str, int, int], None] = lambda phase, done, total: None,
         observe: Observer = lambda event: None,
-        narrate: Narrate = lambda text, is_fault: None,
+        narrate: Callable[[str, bool], None] = lambda text, is_fault: None,
     ) -> None:
         self._watch, self._observe, self._narrate = watch, observe, narrate
         self._references: dict[bytes, Reference] = {}
@@ -130,7 +130,11 @@ class ScenarioRunner:
         steps = scenario.workload.steps or 0
         if body is None and scenario.workload.family == "session":
             body, args = BODIES[type(scenario.workload)], (scenario.workload, steps)
-        watch: Watch = lambda done, total: self._watch(phase, done, total)  # noqa: E731
+        callbacks = RunCallbacks(
+            watch=lambda done, total: self._watch(phase, done, total),
+            observe=self._observe if planned else lambda event: None,
+            narrate=self._narrate,
+        )
         with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as directory:
             scenario_run = ScenarioRun(
                 scenario,
@@ -140,9 +144,7 @@ class ScenarioRunner:
                 args=args,
                 steps=steps,
                 seed=seed,
-                watch=watch,
-                observe=self._observe if planned else lambda event: None,
-                narrate=self._narrate,
+                callbacks=callbacks,
             )
             return scenario_run.run()
 
