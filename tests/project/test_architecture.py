@@ -120,6 +120,27 @@ def test_no_text_decides() -> None:
     assert wrong.keys() == TEXTS_THAT_DECIDE.keys(), wrong
 
 
+MOST_PARAMETERS = 8
+MANY_PARAMETERS = {
+    "harness/chaos/api.py: run": "public",
+    "harness/cluster/job.py: __init__": "public",
+    "harness/cluster/local_cluster.py: __init__": "public",
+    "harness/simulate/command.py: simulate": "options of a command",
+}
+"""Functions of the harness with more, and why."""
+
+
+def test_functions_of_the_harness_take_few_parameters() -> None:
+    """More of them are an object; the options of a command are one by `with_options`."""
+    many = set()
+    for path, node in nodes("harness"):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            if len(names) - (names[:1] == ["self"]) > MOST_PARAMETERS:
+                many.add(f"{path}: {node.name}")
+    assert many == MANY_PARAMETERS.keys()
+
+
 def test_medians_come_from_statistics() -> None:
     """`values[len(values) // 2]` is no median of an even number of values: it is the higher of the middle pair."""
     wrong = [
