@@ -52,6 +52,7 @@ lint: $(STAMP)  ## ruff: rules and format
 
 types: $(STAMP)  ## mypy --strict
 	$(BIN)/mypy
+	$(BIN)/mypy docs/experiments/*.py
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --record build/tests/$@ tests
 
