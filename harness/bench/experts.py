@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.rounds import Turn, Workload, take_turns
 from holdfast.harness.measure.show import figures, others
 
 if TYPE_CHECKING:
@@ -101,29 +103,53 @@ def run(
 ) -> ExpertsBench:
     """Measure contestants, named as "switch:shm" or "all_to_all:gloo", in turns; then kill so often."""
     noise, absent = Noise(zygote_pid), list[str]()
-    times: dict[str, list[float]] = {}
     with ExitStack() as stack:
-        clusters = {}
+        exchangers: dict[str, Exchanger] = {}
         for name in contestants:
             way, _, backend = name.partition(":")
             if way not in (SWITCH, COLLECTIVE):
                 raise ValueError(f"{name}: a contestant is {SWITCH}:BACKEND or {COLLECTIVE}:BACKEND")
             try:
-                clusters[name] = stack.enter_context(LocalCluster(ranks, backend, threads=1, echo=False, timeout=300.0))
+                cluster = stack.enter_context(LocalCluster(ranks, backend, threads=1, echo=False, timeout=300.0))
+                exchangers[name] = Exchanger(name, cluster)
             except BackendUnavailable as error:
                 absent.append(f"{name}: {error.reason}")
-        for number in range(rounds):
-            for name, cluster in clusters.items():
-                progress(f"{name}, round {number + 1} of {rounds}")
-                of_ranks = cluster.run(_measure, name.startswith(SWITCH), load, steps)
-                times.setdefault(name, []).extend(max(step) for step in zip(*of_ranks, strict=True))
+        turns = take_turns(Exchanging(load, steps, progress), exchangers, range(rounds), _raise)
     moved = 2 * load.tokens * load.top_k * load.hidden * 4 * (ranks - 1) / ranks
     exchanges = []
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
+    for name, taken in turns.items():
+        median = statistics.median(seconds for turn in taken for seconds in turn.seconds["step"])
         exchanges.append(ExchangeTime(name, 1e3 * median, moved / median / 1e9))
     died = kill_again_and_again(kill_backend, ranks, kills, progress=progress) if kills else None
     return ExpertsBench(ranks, load, tuple(exchanges), died, tuple(absent), noise.cpus())
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanger:
+    """A contestant: its name, and its ranks."""
+
+    name: str
+    cluster: LocalCluster
+
+
+class Exchanging(Workload[Exchanger]):
+    """Steps of an exchange; each rank checks its last result."""
+
+    name = "exchange"
+
+    def __init__(self, load: Load, steps: int, progress: Callable[[str], None]) -> None:
+        self._load, self._steps, self._progress = load, steps, progress
+
+    def turn(self, contestant: Exchanger, number: int) -> Turn:
+        """Many steps; each takes as long as on its slowest rank. Raises HoldfastError if a result is wrong."""
+        self._progress(f"{contestant.name}, round {number + 1}")
+        by_switch = contestant.name.startswith(SWITCH)
+        of_ranks = contestant.cluster.run(_measure, by_switch, self._load, self._steps)
+        return Turn({"step": [max(step) for step in zip(*of_ranks, strict=True)]}, wrong=0)
+
+
+def _raise(name: str, error: Exception) -> None:
+    raise error
 
 
 def _measure(comm: Communicator, by_switch: bool, load: Load, steps: int) -> list[float]:
