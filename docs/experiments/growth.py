@@ -22,6 +22,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.rendezvous.relay import TreeRelay
+from holdfast.harness.report.plot import Chart, light
 from holdfast.harness.simulate.core.schedule import NetworkModel
 from holdfast.harness.simulate.scale.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.scenarios import RANKS_A_HOST, scenario
@@ -208,11 +209,6 @@ def sentences(result: Study) -> Iterator[str]:
 
 def draw(result: Study, directory: Path) -> None:
     """Write plots as SVG files: recovery, messages, bytes, detection and false alarms."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "holdfast"
-    mpl.rcParams["svg.fonttype"] = "none"
     sizes = [scale.ranks for scale in result.host_loss]
 
     def values(scales: Sequence[ScaleResult], name: str, factor: float = 1.0) -> list[float]:
@@ -262,39 +258,37 @@ def draw(result: Study, directory: Path) -> None:
 
 
 def _plot(path: Path, sizes: Sequence[int], curves: dict[str, list[float]], label: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    for name, values in curves.items():
-        axes.plot(sizes, values, marker="o", label=name)
+    chart = Chart(560, 320)
+    axes = chart.axes
+    for index, (name, values) in enumerate(curves.items()):
+        axes.plot(sizes, values, marker="o", label=name, color=light(f"s{index}"))
     axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ranks")
     axes.set_ylabel(label)
-    axes.set_title("protocol results in simulated time", fontsize=9)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    axes.set_title("protocol results in simulated time", fontsize=11)
+    axes.grid(axis="y")
+    axes.legend(fontsize=10, frameon=False)
+    path.write_text(chart.svg(label, standalone=True) + "\n", encoding="utf-8")
 
 
 def _bars(path: Path, soaks: Sequence[Soak]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    chart = Chart(560, 320)
+    axes = chart.axes
     names = [f"bursts of {1e3 * one.burst:.0f} ms,\n{one.shared:.0%} on all paths" for one in soaks]
     places = np.arange(len(soaks))
-    axes.bar(
-        places - 0.2, [one.suspicions for one in soaks], 0.4, label="suspicions, where three paths were silent at once"
-    )
-    bars = axes.bar(places + 0.2, [one.false_evictions for one in soaks], 0.4, label="false evictions")
+    label = "suspicions, where three paths were silent at once"
+    axes.bar(places - 0.2, [one.suspicions for one in soaks], 0.4, label=label, color=light("s0"))
+    evicted = [one.false_evictions for one in soaks]
+    bars = axes.bar(places + 0.2, evicted, 0.4, label="false evictions", color=light("s1"))
     axes.bar_label(bars)
     axes.set_xticks(places, names)
     axes.set_yscale("symlog")
-    axes.set_title(f"{soaks[0].hours:.0e} simulated node-hours, {soaks[0].loss:.0%} of heartbeats lost", fontsize=9)
-    axes.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    axes.set_title(f"{soaks[0].hours:.0e} simulated node-hours, {soaks[0].loss:.0%} of heartbeats lost", fontsize=11)
+    axes.legend(fontsize=10, frameon=False)
+    path.write_text(chart.svg("false evictions", standalone=True) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ COLOURS = {
 OWN = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|<clipPath.*?</clipPath>"
 """What matplotlib writes and a page must not have, or does not need."""
 
-FONT = 'svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }'
+FONT = 'svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--ink); }'
 
 SERIES = 7
 """The colours s0 to s6 of lines and bars that stand for contestants."""
