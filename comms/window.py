@@ -36,6 +36,7 @@ from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, Unsupported, UsedAfterFork
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
+from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.signal_safety import run_shielded
 from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
 from holdfast.comms.tensors.memory import plain_tensor
@@ -51,7 +52,6 @@ T = TypeVar("T")
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 _RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in ATOMIC_DTYPES}
 _CLOSE_SECONDS = 10.0
-_LOOK_SECONDS = 0.0002
 _MOST_DIMENSIONS = 64
 """The most dimensions of a torch tensor."""
 
@@ -405,13 +405,15 @@ class Window:
             return
         self._released = True
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while self._calls.running and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
-        if self._calls.running:
-            raise HoldfastError(
+        Wait(yields=0).until(
+            lambda: not self._calls.running,
+            lambda: None,
+            deadline,
+            lambda seconds: HoldfastError(
                 f"a window of rank {self.rank} cannot be closed: a call of another thread did not end within "
-                f"{_CLOSE_SECONDS:.0f} s; what it uses is kept until the process ends"
-            )
+                f"{seconds:.0f} s; what it uses is kept until the process ends"
+            ),
+        )
         self._end_lanes(deadline)
         self._memory.close()
         self._exposed = None

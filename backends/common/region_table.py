@@ -28,6 +28,7 @@ import msgspec
 
 from holdfast.comms._native import Words
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.file_io import read_at, write_all
 from holdfast.comms.system.mappings import map_file
@@ -133,12 +134,12 @@ class RegionTable:
 
     def wait_for_writers(self, slot: int) -> None:
         """Wait until no process writes to the region of an invalidated slot. Needs no lock. Raises `OpTimeout`."""
-        began = time.monotonic()
-        while not _lock(self._file, fcntl.F_WRLCK, slot):
-            waited = time.monotonic() - began
-            if waited > WRITER_SECONDS:
-                raise OpTimeout("closing a region that another process is writing to", slot, waited)
-            time.sleep(0.0002)
+        Wait(yields=0).until(
+            lambda: _lock(self._file, fcntl.F_WRLCK, slot),
+            lambda: None,
+            time.monotonic() + WRITER_SECONDS,
+            lambda waited: OpTimeout("closing a region that another process is writing to", slot, waited),
+        )
         _lock(self._file, fcntl.F_UNLCK, slot)
 
     def free(self, slot: int) -> None:
@@ -207,10 +208,12 @@ def held_open(descriptor: int, slot: int, deadline: float) -> Iterator[None]:
 
     Uses an open-file-description lock of the kernel on the slot's byte: it ends with this process.
     """
-    while not _lock(descriptor, fcntl.F_RDLCK, slot):
-        if time.monotonic() > deadline:
-            raise RegionGone("the region is being closed")
-        time.sleep(0.0002)
+    Wait(yields=0).until(
+        lambda: _lock(descriptor, fcntl.F_RDLCK, slot),
+        lambda: None,
+        deadline,
+        lambda _: RegionGone("the region is being closed"),
+    )
     try:
         yield
     finally:

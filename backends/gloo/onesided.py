@@ -23,7 +23,7 @@ import torch
 
 from holdfast.comms.errors import CorruptData, OpTimeout
 from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Received
+from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Requests, Source
 from holdfast.comms.system import forks
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Transport
@@ -44,11 +44,11 @@ class TcpChannel(Channel):
 
     def __init__(
         self, transport: Transport, connections: Sequence[OwnedDescriptor], watch: PeerWatch, deadline: float,
-        received: Received,
+        requests: Requests,
     ) -> None:  # fmt: skip
         self.broken: set[int] = set()
         self.aborted: set[int] = set()
-        self._received = received
+        self._requests = requests
         self._poll = select.epoll()
         self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._poll.register(self._wake, select.EPOLLIN)
@@ -65,8 +65,8 @@ class TcpChannel(Channel):
         self._thread = threading.Thread(target=self._run, name="holdfast-gloo-windows", daemon=True)
         self._thread.start()
 
-    def send(self, rank: int, head: bytes, body: bytes | memoryview = b"") -> None:
-        self._links[rank].send(_BODY.pack(len(body)) + head, body)
+    def send(self, to: Source, head: bytes, body: bytes | memoryview = b"") -> None:
+        self._links[to].send(_BODY.pack(len(body)) + head, body)
 
     def _run(self) -> None:
         while not self._ended:
@@ -75,7 +75,7 @@ class TcpChannel(Channel):
                     continue  # to look at `_ended`
                 if mask & select.EPOLLOUT:
                     link.flush()
-                if mask & ~select.EPOLLOUT and not link.receive(self._received):
+                if mask & ~select.EPOLLOUT and not link.receive(self._requests):
                     self._poll.unregister(number)
                     if link.last_word == _ABORTED:
                         self.aborted.add(link.rank)
@@ -83,6 +83,7 @@ class TcpChannel(Channel):
                         self.broken.add(link.rank)
 
     def shut_down(self) -> None:
+        """Tell the others that this rank aborts, and end all connections. From any thread."""
         for link in self._links.values():
             link.send(_BODY.pack(_ABORTED))
             with contextlib.suppress(OSError):
@@ -110,7 +111,7 @@ class _Link:
         self._leaving: deque[memoryview] = deque()
         self._watched = select.EPOLLIN
         self._prefix = bytearray(_BODY.size + HEAD.size)
-        self._body: bytearray | None = None
+        self._body: bytearray | memoryview | None = None
         self._filled = 0
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -142,7 +143,7 @@ class _Link:
                     self._poll.modify(self.socket, watched)
                     self._watched = watched
 
-    def receive(self, received: Received) -> bool:
+    def receive(self, requests: Requests) -> bool:
         """Take what has arrived; False once no more can come."""
         try:
             for _ in range(_READS):
@@ -155,7 +156,7 @@ class _Link:
                     if self._body is None and self._filled >= _BODY.size and self._has_ended():
                         return False
                 if self._filled == len(target):
-                    self._take(received)
+                    self._take(requests)
         except BlockingIOError:
             pass
         except (OSError, CorruptData):
@@ -168,18 +169,19 @@ class _Link:
         self.last_word = size if size in (_GOODBYE, _ABORTED) else 0
         return self.last_word != 0
 
-    def _take(self, received: Received) -> None:
+    def _take(self, requests: Requests) -> None:
         """Go on to the body of a frame, or pass the frame on."""
         self._filled = 0
         if self._body is None:
             (nbytes,) = _BODY.unpack_from(self._prefix)
             if nbytes > PIECE_BYTES:
                 raise CorruptData(f"a window message of {nbytes} bytes")
-            self._body = bytearray(nbytes)
+            head = bytes(self._prefix[_BODY.size :])
+            self._body = requests.room(self.rank, head, nbytes) or bytearray(nbytes)
             if nbytes:
                 return
         body, self._body = self._body, None
-        received(self.rank, bytes(self._prefix[_BODY.size :]), body)
+        requests.received(self.rank, bytes(self._prefix[_BODY.size :]), body)
 
 
 def _connect(

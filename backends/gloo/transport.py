@@ -31,7 +31,8 @@ from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.onesided.requests import Received, RequestService
+from holdfast.comms.onesided.request_window import RequestService
+from holdfast.comms.onesided.requests import Requests
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.hints import Hint
@@ -125,8 +126,8 @@ class GlooTransport(TorchGroup):
             self._service = RequestService(self.rank, self.size, watch, partial(self._open_channel, watch, deadline))
         return self._service.window(self, tensor, deadline)
 
-    def _open_channel(self, watch: PeerWatch, deadline: float, received: Received) -> TcpChannel:
-        self._channel = TcpChannel(self, self._sockets, watch, deadline, received)
+    def _open_channel(self, watch: PeerWatch, deadline: float, requests: Requests) -> TcpChannel:
+        self._channel = TcpChannel(self, self._sockets, watch, deadline, requests)
         return self._channel
 
     def _check_live(self) -> Sequence[int]:

@@ -19,8 +19,8 @@ from mpi4py import MPI
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.mpi.buffers import buffer_of
 from holdfast.backends.mpi.handshake import create_group, duplicate
+from holdfast.backends.mpi.onesided import MpiChannel
 from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
-from holdfast.backends.mpi.window import MpiWindow, WindowService
 from holdfast.comms._native import OpCall
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
@@ -28,6 +28,7 @@ from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed
 from holdfast.comms.onesided.host_window import try_window
 from holdfast.comms.onesided.mapped import MappedWindow
 from holdfast.comms.onesided.peer_watch import PeerWatch
+from holdfast.comms.onesided.request_window import RequestService
 from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
@@ -109,7 +110,7 @@ class MpiMessages(MessageTransport):
         self._token, self._comm = meeting.token, meeting.comm
         self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
         self._peers = context.peers
-        self._service: WindowService | None = None
+        self._service: RequestService | None = None
         self._collective = self._op_call(self._begin, self._finish_begun)
         self._watch = PeerWatch(self._liveness, self._check_live)
         mailbox.open(self._token)
@@ -280,8 +281,8 @@ class MpiMessages(MessageTransport):
             _log.warning("rank %d reaches windows by messages, since it cannot map them: %s", self.rank, window)
         if self._service is None:
             comm = duplicate(self._comm, deadline, self._liveness, self._check_live)
-            self._service = WindowService(comm, self._watch, abandon)
-        return MpiWindow(self._service, self, tensor, deadline)
+            self._service = RequestService(self.rank, self.size, self._watch, partial(MpiChannel, comm, abandon))
+        return self._service.window(self, tensor, deadline)
 
     def _check_live(self) -> Sequence[int]:
         """Raise if this communicator has ended, here or on another rank."""

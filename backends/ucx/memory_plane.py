@@ -2,7 +2,7 @@
 
 On one host (the default) the kernel copies between the two tensors, and the table of regions is shared memory: the
 owner takes no part, it may be busy or stopped. With UCX_TLS set to transports that cross hosts, for example "tcp,self",
-the owner's progress thread answers: see `onesided.active_messages`. Over either, processes of the host map what lies in
+the owner's progress thread answers: see `onesided.channel`. Over either, processes of the host map what lies in
 mappable memory of `empty`.
 """
 
@@ -24,7 +24,7 @@ from holdfast.backends.common.block_copy import (
 from holdfast.backends.common.mappable_plane import MappablePlane, place_of
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.region_table import RegionTable, TableAddress
-from holdfast.backends.ucx.onesided.active_region import ActiveTable
+from holdfast.backends.ucx.onesided.message_region import MessageTable
 from holdfast.backends.ucx.onesided.read_worker import ReadWorker
 from holdfast.backends.ucx.onesided.regions import UcxAddress, UcxRegionTable
 from holdfast.backends.ucx.worker import Transports
@@ -66,7 +66,7 @@ class UcxPlane(MappablePlane):
     def _begin(self) -> None:
         self._making = threading.Lock()
         self._read_workers: list[ReadWorker] = []
-        self._table: UcxRegionTable | ActiveTable | None = None
+        self._table: UcxRegionTable | MessageTable | None = None
         self._mapping_rows: RegionTable | None = None
         self._regions: set[UcxRegion] = set()
         self._begin_mapping()
@@ -88,12 +88,12 @@ class UcxPlane(MappablePlane):
         memory = ExposedMemory(tensor)
         lane = self._read_worker()
         with lane.lock:
-            worker, messages = lane.worker, lane.messages
+            worker, asked = lane.worker, lane.requests
             if self._table is None:
                 self._table = (
                     UcxRegionTable(worker, this_process())
-                    if messages is None
-                    else ActiveTable(messages, worker, this_process())
+                    if asked is None
+                    else MessageTable(asked, worker, this_process())
                 )
             address = self._table.expose(memory, writable)
             region = UcxRegion(self, memory, replace(address, mapping=self._mapping_row(memory)))

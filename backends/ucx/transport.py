@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,7 +21,7 @@ from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.endpoints import Connections, PeerLink
 from holdfast.backends.ucx.farewells import ABORTED, CLOSED, Notices, Tags
-from holdfast.backends.ucx.onesided.active_window import ActiveSide, ActiveWindow
+from holdfast.backends.ucx.onesided.channel import MessageSide, UcxChannel
 from holdfast.backends.ucx.onesided.far_window import FarWindow
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker
 from holdfast.backends.ucx.progress import ProgressThread
@@ -30,6 +31,8 @@ from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed
 from holdfast.comms.journal import Journal
 from holdfast.comms.onesided.host_window import make_window
 from holdfast.comms.onesided.peer_watch import PeerWatch
+from holdfast.comms.onesided.request_window import RequestService
+from holdfast.comms.onesided.requests import Requests
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import Liveness, this_host
@@ -88,6 +91,7 @@ class UcxTransport(MessageTransport):
         self._progress: ProgressThread | None = None
         self._peers = context.peers
         self._side: OneSidedWorker | None = None
+        self._service: RequestService | None = None
         self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._events = select.poll()
         self._events.register(self._wake, select.POLLIN)
@@ -315,12 +319,16 @@ class UcxTransport(MessageTransport):
         if self._worker.over.local:
             permit_peers()
             return make_window("ucx", self, self._peers, tensor, deadline, self._watch.check)
+        if self._worker.over.emulated:
+            if self._service is None:
+                self._service = RequestService(self.rank, self.size, self._watch, partial(self._open_channel, deadline))
+            return self._service.window(self, tensor, deadline)
         if self._side is None:
-            side = ActiveSide if self._worker.over.emulated else OneSidedWorker
-            self._side = side(self, self._worker.over, self._watch, deadline)
-        if isinstance(self._side, ActiveSide):
-            return ActiveWindow(self._side, self, tensor, deadline)
+            self._side = OneSidedWorker(self, self._worker.over, self._watch, deadline)
         return FarWindow(self._side, self, tensor, deadline)
+
+    def _open_channel(self, deadline: float, requests: Requests) -> UcxChannel:
+        return MessageSide(self, self._worker.over, self._watch, deadline, requests).channel
 
     def _check_live(self) -> Iterable[int]:
         """The ranks that lost their connection. Raises if this communicator has ended, here or elsewhere."""
@@ -415,6 +423,8 @@ class UcxTransport(MessageTransport):
     def close(self) -> None:
         if self._side is not None:
             self._side.close()
+        if self._service is not None:
+            self._service.close()
         self._stop_progress()
         with self._lock:
             if self.connections is not None:

@@ -66,7 +66,7 @@ class Transports:
     """The transports that UCX may use, as in UCX_TLS, and the options that go with them.
 
     `local`: shared memory alone, so no op needs progress by the target. `emulated`: TCP may be among them, over which
-    UCX would only emulate one-sided ops: see `onesided.active_messages`.
+    UCX would only emulate one-sided ops: see `onesided.channel`.
     """
 
     tls: str

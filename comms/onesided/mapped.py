@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +21,11 @@ import torch
 
 from holdfast.comms._native import Words, copy
 from holdfast.comms.errors import OpTimeout
-from holdfast.comms.system.cpu_wait import yield_cpu
+from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
 OPEN, CLOSED = 1, 2
-_YIELDS = 200
-_SLEEP_SECONDS = 0.0002
 
 
 def header_words(size: int) -> int:
@@ -67,17 +64,9 @@ class WindowLock:
     @contextmanager
     def held(self, deadline: float, look: Callable[[], object]) -> Iterator[None]:
         """Hold the lock. Raises `OpTimeout`, and what `look()` raises, which is called while waiting."""
-        began, turns = time.monotonic(), 0
-        while not self._try_acquire():
-            now = time.monotonic()
-            if now >= deadline:
-                raise OpTimeout("atomic", 0, now - began, (self._held_by(),))
-            look()
-            turns += 1
-            if turns < _YIELDS:
-                yield_cpu()
-            else:
-                time.sleep(_SLEEP_SECONDS)
+        Wait().until(
+            self._try_acquire, look, deadline, lambda seconds: OpTimeout("atomic", 0, seconds, (self._held_by(),))
+        )
         self._header[self._holder] = self._me + 1
         try:
             yield

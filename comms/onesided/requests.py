@@ -1,9 +1,10 @@
-"""Windows by requests: the rank that owns the memory carries them out on a thread, and replies.
+"""One-sided access by requests: the process that owns the memory carries them out, and replies.
 
 A request is a head and, for a put, its bytes; a reply is a head and, for a get, the bytes. Both have at most
-`PIECE_BYTES` of them, so a large transfer is several requests under way at once. The owner takes its window's lock
-around each: after `close` nothing touches the memory, and no reply follows the notice of the close. The bytes of a get
-that was given up reach nobody. Every call is complete at the target, too, when it returns.
+`PIECE_BYTES` of them, so a large transfer is several requests under way at once. The owner takes its memory's lock
+around each: after `withdraw` nothing touches the memory. The bytes of a get that was given up reach nobody.
+
+A backend gives a `Channel`. Bounds, numbers, signals and the end are here, once for all of them.
 """
 
 from __future__ import annotations
@@ -14,40 +15,40 @@ import logging
 import secrets
 import struct
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
-from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.system.cpu_wait import change
+from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.system.cpu_wait import Wait, change
 from holdfast.comms.tensors.exposed import ExposedMemory
-from holdfast.comms.transport.base import Transport
-from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
 PIECE_BYTES = 1 << 20
-_PIECES = 4
+_PIECES = 8
 _LOOK_SECONDS = 0.002
 
 PUT, GET, ADD, SWAP, SIGNAL, CLOSED, REPLY = range(7)
 DONE, GONE, REFUSED = range(3)
-HEAD = struct.Struct("=BBxxIQQQqq")
+HEAD = struct.Struct("=BQQBQQqq")
 
-Received = Callable[[int, bytes, bytearray], None]
+Source = Any
+"""A rank, or what the channel needs to reach a process without one."""
 
 _log = logging.getLogger("holdfast.backends")
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The head of a message. `detail` is the width of an atomic's integer, or the outcome in a reply."""
+class Head(NamedTuple):
+    """The head of a message. `detail` is the width of an atomic's integer, or the outcome in a reply.
+
+    `first` of a put is 1 if it is posted, and of a signal the number of posted puts of its rank before it.
+    """
 
     kind: int
-    window: int
+    region: int
     number: int = 0
     detail: int = 0
     offset: int = 0
@@ -56,323 +57,320 @@ class Head:
     second: int = 0
 
     def encode(self) -> bytes:
-        return HEAD.pack(
-            self.kind, self.detail, self.window, self.number, self.offset, self.nbytes, self.first, self.second
-        )
+        return HEAD.pack(*self)
 
     @staticmethod
-    def decode(text: bytes) -> Head:
-        kind, detail, window, number, offset, nbytes, first, second = HEAD.unpack(text)
-        return Head(kind, window, number, detail, offset, nbytes, first, second)
+    def decode(text: bytes | bytearray) -> Head:
+        return Head._make(HEAD.unpack(text))
 
-    def fault(self, room: int, body_bytes: int) -> str:
-        """What is wrong with a request on `room` bytes of memory that has `body_bytes`; "" if nothing is."""
-        if not PUT <= self.kind <= SIGNAL:
+    def fault(self, exposed: Exposed, body_bytes: int) -> str:
+        """What is wrong with a request that has `body_bytes` on this memory; "" if nothing is."""
+        room = exposed.memory.nbytes
+        if not PUT <= self.kind <= SIGNAL or (self.kind == SIGNAL and not exposed.signalled):
             return f"{self.kind} is no kind of request"
         if self.kind in (ADD, SWAP) and self.detail not in (4, 8):
             return f"an integer of {self.detail} bytes"
+        if self.kind in (PUT, ADD, SWAP) and not exposed.writable:
+            return "a change of read-only memory"
         size = self.detail if self.kind in (ADD, SWAP) else self.nbytes
         if size > PIECE_BYTES or self.offset + size > room:
-            return f"{size} bytes at {self.offset} of a window of {room} bytes"
+            return f"{size} bytes at {self.offset} of {room} bytes"
         expected = self.nbytes if self.kind == PUT else 0
         return "" if body_bytes == expected else f"{body_bytes} bytes of data, where {expected} belong"
 
 
 class Channel(ABC):
-    """What a backend gives: frames, each a head and a body, in order between two ranks.
+    """What a backend gives: messages, each a head and a body, in order between two ranks.
 
-    A thread of the channel calls `received(rank, head, body)`; it must not raise.
+    It calls `Requests.received` from a thread of its own, or from `poll`.
     """
 
-    broken: Set[int]
-    """The ranks that ended their connection before they said goodbye."""
+    posted_bytes: ClassVar[int] = -1
+    """Puts of up to this size, and signals, return once they have left; -1: each call waits for its reply."""
+    broken: set[Source]
+    """Whose connection ended before they said goodbye."""
 
     @abstractmethod
-    def send(self, rank: int, head: bytes, body: bytes | memoryview = b"") -> None:
-        """Begin to send; returns at once. `body` must stay as it is until then. Does nothing if the rank is gone."""
+    def send(self, to: Source, head: bytes, body: bytes | memoryview = b"") -> None:
+        """Begin to send; returns at once. `body` stays as it is until the reply. Does nothing if `to` is gone."""
 
-    @abstractmethod
-    def shut_down(self) -> None:
-        """Tell the others that this rank aborts, and end all connections. From any thread."""
+    def bell(self) -> threading.Lock | None:
+        """A lock that a thread waits for; None if waiting threads take in messages themselves, by `poll`."""
+        bell = threading.Lock()
+        bell.acquire()
+        return bell
+
+    def take(self) -> None:  # noqa: B027
+        """Take in what has arrived, unless a thread of the channel does that alone."""
+
+    def poll(self, pending: Pending) -> bool:
+        """Whether a request is answered; takes in what has arrived, or waits a moment for the thread to do it."""
+        return pending.answered or (pending.bell is not None and pending.bell.acquire(timeout=_LOOK_SECONDS))
 
     @abstractmethod
     def close(self) -> None:
         """Say goodbye to the others, and release everything. `received` is not called any more."""
 
 
+class Owner(ABC):
+    """The process that requests go to: `to` is where the channel finds it."""
+
+    to: Source
+
+    @abstractmethod
+    def check_live(self) -> None:
+        """Raise if it cannot answer any more."""
+
+    @abstractmethod
+    def error(self, outcome: int, op: str) -> HoldfastError:
+        """The error for an outcome that is not DONE."""
+
+    @abstractmethod
+    def late(self, op: str, seconds: float) -> OpTimeout:
+        """The error for a reply that has not come in time."""
+
+
 @dataclass(slots=True, eq=False)
-class _Pending:
+class Pending:
     """A request without an answer. The bytes of a get go to the address `into`, in memory that `keep` keeps."""
 
-    rank: int
+    owner: Owner
+    number: int
     nbytes: int = 0
     into: int = 0
     keep: object = None
-    answered: threading.Event = field(default_factory=threading.Event)
+    bell: threading.Lock | None = None
+    """Held until the answer; for a channel whose thread takes that in."""
+    answered: bool = False
     outcome: int = GONE
     value: int = 0
 
 
-class _Exposed:
-    """This rank's part of a window, and what the others wrote about theirs. `lock` is held around each change."""
+class Exposed:
+    """Memory of this process that others access. `lock` is held around each change.
 
-    def __init__(self, tensor: torch.Tensor, size: int) -> None:
+    For a window also what its other ranks sent: whether they have closed theirs, and signals. A signal counts once the
+    posted puts of its rank before it are done.
+    """
+
+    def __init__(self, memory: ExposedMemory, writable: bool = True, size: int = 0) -> None:
         self.lock = threading.Lock()
-        self.memory = ExposedMemory(tensor)
+        self.memory, self.writable = memory, writable
         self.open = True
+        self.busy = 0
+        """The puts whose bytes arrive straight in the memory now."""
         self.closed = [False] * size
         self.signalled = [0] * size
+        self._posted = [0] * size
+        self._early: list[list[int]] = [[] for _ in range(size)]
 
-    def carry_out(self, source: int, request: Head, body: bytes | bytearray) -> tuple[int, bytes]:
+    def carry_out(self, source: Source, request: Head, body: Any) -> tuple[int, bytes]:
         """Carry out a checked request; returns the value and the bytes of its reply. The lock is held."""
         address = self.memory.address + request.offset
         if request.kind in (ADD, SWAP):
             return change(address, request.detail, request.kind == ADD, request.first, request.second), b""
         if request.kind == GET:
-            return 0, ctypes.string_at(address, request.nbytes)
+            return 0, ctypes.string_at(address, request.nbytes) if request.nbytes else b""
         if request.kind == SIGNAL:
-            self.signalled[source] += 1
-        elif body:
-            ctypes.memmove(address, (ctypes.c_char * len(body)).from_buffer(body), len(body))
+            self._early[source].append(request.first)
+        elif request.nbytes and (arrived := address_of(body)) != address:
+            ctypes.memmove(address, arrived, request.nbytes)
+        elif request.nbytes:
+            self.busy -= 1
+        if self.signalled:
+            self._count_signals(source, request.first if request.kind == PUT else 0)
         return 0, b""
 
+    def _count_signals(self, source: int, posted: int) -> None:
+        self._posted[source] += posted
+        if early := self._early[source]:
+            later = [puts for puts in early if puts > self._posted[source]]
+            self.signalled[source] += len(early) - len(later)
+            early[:] = later
 
-class RequestService:
-    """The windows of one communicator: its requests to other ranks, and theirs to it.
 
-    `open_channel(received)` connects the ranks; `watch` knows which of them live.
-    """
+class Requests:
+    """Both sides of a channel: the requests of this process, and those of others on its memory."""
 
-    def __init__(
+    def __init__(self, open_channel: Callable[[Requests], Channel]) -> None:
+        self._exposed: dict[int, Exposed] = {}
+        self._numbers = itertools.count(secrets.randbits(62))
+        self._pending: dict[int, Pending] = {}
+        self._arriving = threading.RLock()
+        self._wait = Wait(yields=2000, sleep_seconds=0.0001)
+        self.channel = open_channel(self)
+
+    def expose(self, region: int, exposed: Exposed) -> None:
+        self._exposed[region] = exposed
+
+    def withdraw(self, region: int) -> None:
+        """Stop exposing memory: when this returns, no request touches it any more."""
+        if (exposed := self._exposed.pop(region, None)) is not None:
+            with exposed.lock:
+                exposed.open = False
+                if exposed.busy:
+                    exposed.memory.vacate()
+                exposed.memory = ExposedMemory(torch.empty(0, device="cpu"))
+
+    # -- requests of this process
+
+    def begin(
         self,
-        rank: int,
-        size: int,
-        watch: PeerWatch,
-        open_channel: Callable[[Received], Channel],
-    ) -> None:
-        self.rank, self.size, self._watch = rank, size, watch
-        self._windows: dict[int, _Exposed] = {}
-        self._window_numbers, self._numbers = itertools.count(1), itertools.count(secrets.randbits(62))
-        self._pending: dict[int, _Pending] = {}
-        self._arriving = threading.Lock()
-        self.channel = open_channel(self._received)
+        owner: Owner,
+        kind: int,
+        region: int,
+        *,
+        detail: int = 0,
+        offset: int = 0,
+        nbytes: int = 0,
+        first: int = 0,
+        second: int = 0,
+        body: bytes | memoryview = b"",
+        into: int = 0,
+        keep: object = None,
+    ) -> Pending:
+        """Send a request."""
+        pending = Pending(owner, next(self._numbers), nbytes, into, keep, self.channel.bell())
+        self._pending[pending.number] = pending
+        head = HEAD.pack(kind, region, pending.number, detail, offset, nbytes, first, second)
+        self.channel.send(owner.to, head, body)
+        return pending
 
-    def window(self, transport: Transport, tensor: torch.Tensor, deadline: float) -> RequestWindow:
-        """Expose a tensor to all ranks; collective."""
-        number, mine = next(self._window_numbers), _Exposed(tensor, self.size)
-        self._windows[number] = mine
+    def wait(self, pending: Pending, deadline: float, op: str) -> int:
+        """Wait for the answer to a request; returns its value. Raises `RegionGone`, `OpTimeout`."""
+        owner, poll = pending.owner, self.channel.poll
+        if not poll(pending):
+            self._wait.until(lambda: poll(pending), owner.check_live, deadline, lambda seconds: owner.late(op, seconds))
+        if pending.outcome != DONE:
+            raise owner.error(pending.outcome, op)
+        return pending.value
+
+    def finish(self, pending: Pending, deadline: float, op: str) -> int:
+        """As `wait`, and give the request up if it fails."""
         try:
-            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-            transport.all_gather(sizes, torch.tensor([tensor.nbytes], device="cpu"), deadline)
-        except BaseException:
-            self.drop(number)
-            raise
-        return RequestWindow(self, number, mine, [int(size) for size in sizes])
+            return self.wait(pending, deadline, op)
+        finally:
+            if not pending.answered:
+                self.forget(pending)
 
-    def drop(self, number: int) -> None:
-        self._windows.pop(number, None)
-
-    def check(self, rank: int) -> None:
-        """Raise if `rank` is gone, or the communicator has ended here or elsewhere."""
-        self._watch.check(rank)
-        if rank in self.channel.broken:
-            raise RegionGone(f"rank {rank} has ended its connection, and its window with it; rebuild without it")
-
-    # -- requests of this rank
-
-    def begin(self, pending: _Pending, request: Head, body: bytes | memoryview = b"") -> int:
-        """Send a request; returns its number."""
-        number = next(self._numbers)
-        self._pending[number] = pending
-        head = Head(
-            request.kind,
-            request.window,
-            number,
-            request.detail,
-            request.offset,
-            request.nbytes,
-            request.first,
-            request.second,
-        )
-        self.channel.send(pending.rank, head.encode(), body)
-        return number
-
-    def forget(self, number: int) -> None:
+    def forget(self, pending: Pending) -> None:
         """Give a request up: a late answer is discarded."""
         with self._arriving:
-            self._pending.pop(number, None)
+            self._pending.pop(pending.number, None)
 
-    # -- messages of the others, on the channel's thread
+    def read(
+        self, owner: Owner, region: int, offset: int, into: tuple[int, int], keep: object, deadline: float, op: str
+    ) -> None:
+        """Fill `into`, an address and a size, which `keep` keeps. Without bytes, ask whether the region is open."""
+        address, nbytes = into
 
-    def _received(self, source: int, text: bytes, body: bytearray) -> None:
+        def begin(start: int, length: int) -> Pending:
+            at = address + start if length else 0
+            return self.begin(owner, GET, region, offset=offset + start, nbytes=length, into=at, keep=keep)
+
+        self._in_pieces(nbytes, begin, deadline, op)
+
+    def write(
+        self, owner: Owner, region: int, offset: int, source: tuple[int, int], keep: object, deadline: float, op: str
+    ) -> None:
+        """Copy `source`, an address and a size, which `keep` keeps, into a region."""
+        data = memory_at(*source, keep)
+
+        def begin(start: int, length: int) -> Pending:
+            body = data[start : start + length]
+            return self.begin(owner, PUT, region, offset=offset + start, nbytes=length, body=body)
+
+        self._in_pieces(source[1], begin, deadline, op)
+
+    def _in_pieces(self, nbytes: int, begin: Callable[[int, int], Pending], deadline: float, op: str) -> None:
+        """Run `begin(start, length)` for each piece, several under way at a time, and wait for all."""
+        under_way: deque[Pending] = deque()
+        try:
+            for start in range(0, nbytes, PIECE_BYTES) or (0,):
+                under_way.append(begin(start, min(PIECE_BYTES, nbytes - start)))
+                if len(under_way) == _PIECES:
+                    self.finish(under_way.popleft(), deadline, op)
+            while under_way:
+                self.finish(under_way.popleft(), deadline, op)
+        finally:
+            for pending in under_way:
+                self.forget(pending)
+
+    # -- messages of the others
+
+    def room(self, source: Source, text: bytes, nbytes: int) -> memoryview | None:
+        """Where the body of a good put belongs, so that a channel can let it arrive there; None for all else."""
+        if len(text) != HEAD.size or (head := Head.decode(text)).kind != PUT:
+            return None
+        if not nbytes or (exposed := self._exposed.get(head.region)) is None:
+            return None
+        with exposed.lock:
+            if not exposed.open or exposed.memory.moved or head.fault(exposed, nbytes):
+                return None
+            exposed.busy += 1
+            return memory_at(exposed.memory.address + head.offset, nbytes, exposed.memory.held)
+
+    def received(self, source: Source, text: bytes, body: Any) -> None:
+        """Take a message. `body` is a writable buffer, good until this returns; that of `room`, if it gave one."""
+        if len(text) != HEAD.size:
+            _log.warning("%s sent a window request of %d bytes; it is ignored", source, len(text))
+            return
         head = Head.decode(text)
         if head.kind == REPLY:
             self._take_reply(source, head, body)
-        elif head.kind == CLOSED:
-            if (exposed := self._windows.get(head.window)) is not None:
-                with exposed.lock:
-                    exposed.closed[source] = True
         else:
             self._answer(source, head, body)
 
-    def _take_reply(self, source: int, head: Head, body: bytearray) -> None:
+    def _take_reply(self, source: Source, head: Head, body: Any) -> None:
         with self._arriving:
             pending = self._pending.get(head.number)
-            if pending is None or pending.rank != source:
+            if pending is None or source not in (pending.owner.to, None):
                 return
             del self._pending[head.number]
             pending.outcome, pending.value = head.detail, head.first
             if pending.into and head.detail == DONE:
-                if len(body) == pending.nbytes:
-                    ctypes.memmove(pending.into, (ctypes.c_char * len(body)).from_buffer(body), len(body))
-                else:
+                if len(body) != pending.nbytes:
                     pending.outcome = REFUSED
-        pending.answered.set()
+                elif pending.nbytes:
+                    ctypes.memmove(pending.into, address_of(body), pending.nbytes)
+        pending.answered = True
+        if pending.bell is not None:
+            pending.bell.release()
 
-    def _answer(self, source: int, request: Head, body: bytearray) -> None:
+    def _answer(self, source: Source, request: Head, body: Any) -> None:
         """Carry out a request, or refuse it, and reply."""
-        exposed = self._windows.get(request.window)
+        exposed = self._exposed.get(request.region)
         if exposed is None:
             self._reply(source, request, GONE)
             return
-        with exposed.lock:
-            if not exposed.open or exposed.memory.moved:
+        with exposed.lock:  # held in the reply, too: it comes before the notice that the memory is withdrawn
+            if request.kind == CLOSED and exposed.closed:
+                exposed.closed[source] = True
+                if request.number:
+                    self._reply(source, request, DONE)
+            elif not exposed.open or exposed.memory.moved:
                 self._reply(source, request, GONE)
-            elif fault := request.fault(exposed.memory.nbytes, len(body)):
-                _log.warning("rank %d sent a window request that is refused: %s", source, fault)
+            elif fault := request.fault(exposed, len(body)):
+                _log.warning("%s sent a window request that is refused: %s", source, fault)
                 self._reply(source, request, REFUSED)
             else:
                 self._reply(source, request, DONE, *exposed.carry_out(source, request, body))
 
-    def _reply(self, source: int, request: Head, outcome: int, value: int = 0, body: bytes = b"") -> None:
-        head = Head(REPLY, request.window, request.number, outcome, first=value)
-        self.channel.send(source, head.encode(), body)
+    def _reply(self, source: Source, request: Head, outcome: int, value: int = 0, body: bytes = b"") -> None:
+        head = HEAD.pack(REPLY, request.region, request.number, outcome, 0, 0, value, 0)
+        self.channel.send(source, head, body)
 
     def close(self) -> None:
         self.channel.close()
 
 
-class RequestWindow(WindowMemory):
-    """See the module. Calls may come from several threads."""
+def address_of(body: Any) -> int:
+    """The address of a writable buffer that is not empty."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(body))
 
-    def __init__(self, service: RequestService, number: int, mine: _Exposed, sizes: list[int]) -> None:
-        super().__init__(service.size)
-        self._service, self._number, self._mine, self._rank = service, number, mine, service.rank
-        self.sizes = sizes
 
-    def check_live(self, rank: int) -> None:
-        if self.leaving:
-            raise closed_here()
-        if self._mine.closed[rank]:
-            raise closed_there(rank)
-        self._service.check(rank)
-
-    # -- requests
-
-    def _await(self, number: int, pending: _Pending, deadline: float, op: str) -> int:
-        """Wait for the answer to a request; returns its value. Raises `RegionGone`, `OpTimeout`."""
-        began = time.monotonic()
-        try:
-            while not pending.answered.wait(_LOOK_SECONDS):
-                try:
-                    self.check_live(pending.rank)
-                except HoldfastError:
-                    if pending.answered.is_set():  # it came between the two looks, before the rank closed
-                        break
-                    raise
-                if time.monotonic() >= deadline:
-                    raise OpTimeout(op, 0, time.monotonic() - began, (pending.rank,))
-        finally:
-            self._service.forget(number)
-        if pending.outcome == GONE:
-            raise closed_there(pending.rank)
-        if pending.outcome == REFUSED:
-            raise HoldfastError(f"{op}: rank {pending.rank} refused the request; its log says why")
-        return pending.value
-
-    def _call(self, request: Head, rank: int, deadline: float, op: str) -> int:
-        """Carry out a request without bytes, here or there; returns its value."""
-        self.check_live(rank)
-        if rank == self._rank:
-            with self._mine.lock:
-                return self._mine.carry_out(rank, request, b"")[0]
-        pending = _Pending(rank)
-        return self._await(self._service.begin(pending, request), pending, deadline, op)
-
-    def _in_pieces(
-        self, nbytes: int, begin: Callable[[int, int], tuple[int, _Pending]], deadline: float, op: str
-    ) -> None:
-        """Run `begin(start, length)` for each piece, several under way at a time, and wait for all."""
-        under_way: deque[tuple[int, _Pending]] = deque()
-        try:
-            for start in range(0, nbytes, PIECE_BYTES):
-                under_way.append(begin(start, min(PIECE_BYTES, nbytes - start)))
-                if len(under_way) == _PIECES:
-                    self._await(*under_way.popleft(), deadline, op)
-            while under_way:
-                self._await(*under_way.popleft(), deadline, op)
-        finally:
-            for number, _ in under_way:
-                self._service.forget(number)
-
-    # -- the ops
-
-    def write(self, rank: int, offset: int, source: torch.Tensor, deadline: float) -> None:
-        self.check_live(rank)
-        if rank == self._rank:
-            ctypes.memmove(self._mine.memory.address + offset, source.data_ptr(), source.nbytes)
-            return
-        data = source.detach().view(-1).view(torch.uint8).numpy().data
-
-        def begin(start: int, length: int) -> tuple[int, _Pending]:
-            pending = _Pending(rank)
-            request = Head(PUT, self._number, offset=offset + start, nbytes=length)
-            return self._service.begin(pending, request, data[start : start + length]), pending
-
-        self._in_pieces(source.nbytes, begin, deadline, "put")
-
-    def read(self, rank: int, offset: int, into: torch.Tensor, deadline: float) -> None:
-        self.check_live(rank)
-        if rank == self._rank:
-            ctypes.memmove(into.data_ptr(), self._mine.memory.address + offset, into.nbytes)
-            return
-
-        def begin(start: int, length: int) -> tuple[int, _Pending]:
-            pending = _Pending(rank, length, into.data_ptr() + start, into)
-            return self._service.begin(pending, Head(GET, self._number, offset=offset + start, nbytes=length)), pending
-
-        self._in_pieces(into.nbytes, begin, deadline, "get")
-
-    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
-        request = Head(ADD, self._number, detail=dtype.itemsize, offset=offset, first=value)
-        return self._call(request, rank, deadline, "atomic")
-
-    def compare_swap(
-        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
-    ) -> int:
-        request = Head(SWAP, self._number, detail=dtype.itemsize, offset=offset, first=expected, second=desired)
-        return self._call(request, rank, deadline, "atomic")
-
-    def signal(self, rank: int, deadline: float) -> None:
-        self._call(Head(SIGNAL, self._number), rank, deadline, "signal")
-
-    def count_signals(self, rank: int) -> int:
-        return self._mine.signalled[rank]
-
-    def flush(self, rank: int | None, deadline: float) -> None:
-        """Check that the targets are live; calls are complete when they return."""
-        for target in range(len(self.sizes)) if rank is None else (rank,):
-            self.check_live(target)
-
-    def close(self) -> None:
-        mine = self._mine
-        with mine.lock:
-            if not mine.open:
-                return
-            mine.open = False
-            mine.memory = ExposedMemory(torch.empty(0, device="cpu"))
-        self._service.drop(self._number)
-        notice = Head(CLOSED, self._number).encode()
-        for rank in range(len(self.sizes)):
-            if rank != self._rank:
-                self._service.channel.send(rank, notice)
+def memory_at(address: int, nbytes: int, keep: object) -> memoryview:
+    """Memory as a buffer that refers to what keeps it."""
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
+    array.keep = keep  # type: ignore[attr-defined]
+    return memoryview(array)

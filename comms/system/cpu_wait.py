@@ -1,13 +1,56 @@
-"""Yield the processor, and access words at an address: the parts of waits and atomics on the CPU."""
+"""Waits on the CPU: `Wait`, how to yield the processor, and words at an address."""
 
 from __future__ import annotations
 
 import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from holdfast.comms._native import Words
+from holdfast.comms.errors import HoldfastError
 
 yield_cpu = ctypes.CDLL(None).sched_yield
 """Yield the processor. Releases the GIL, which os.sched_yield does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How to wait: `spins` checks before each look, a yield after each of the first `yields` looks, then sleeps."""
+
+    spins: int = 1
+    yields: int = 200
+    sleep_seconds: float = 0.0002
+
+    def until(
+        self,
+        done: Callable[[], bool],
+        look: Callable[[], object],
+        deadline: float,
+        late: Callable[[float], HoldfastError],
+    ) -> None:
+        """Return once `done()`. Raises what `look()` raises, unless it is done then; `late(seconds)` at the deadline.
+
+        `done` may have effects, such as taking a lock: after it has returned true it is not called again.
+        """
+        began, looks = time.monotonic(), 0
+        while True:
+            for _ in range(self.spins):
+                if done():
+                    return
+            try:
+                look()
+            except HoldfastError:
+                if done():  # it came between the two looks, before the peer ended
+                    return
+                raise
+            if (now := time.monotonic()) >= deadline:
+                raise late(now - began)
+            looks += 1
+            if looks <= self.yields:
+                yield_cpu()
+            else:
+                time.sleep(self.sleep_seconds)
 
 
 def words_at(address: int, count: int) -> Words:

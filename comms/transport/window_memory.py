@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, final
 
 import torch
 
-from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
-from holdfast.comms.system.cpu_wait import yield_cpu
+from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
+from holdfast.comms.system.cpu_wait import Wait
 
 Tensor = torch.Tensor
-
-_YIELDS = 200
-_SLEEP_SECONDS = 0.0002
 
 
 class WindowMemory(ABC):
@@ -66,21 +62,12 @@ class WindowMemory(ABC):
     @final
     def wait_signal(self, rank: int, deadline: float) -> None:
         """Wait for, and consume, one signal from `rank`. Raises `OpTimeout`, `RegionGone`."""
-        began, looks = time.monotonic(), 0
-        while not self._consume_signal(rank):
-            try:
-                self.check_live(rank)
-            except HoldfastError:
-                if self._consume_signal(rank):  # it arrived between the two looks, before the rank closed or died
-                    return
-                raise
-            looks += 1
-            if looks < _YIELDS:
-                yield_cpu()
-                continue
-            if time.monotonic() >= deadline:
-                raise OpTimeout("wait_signal", self._consumed[rank] + 1, time.monotonic() - began, (rank,))
-            time.sleep(_SLEEP_SECONDS)
+        Wait().until(
+            lambda: self._consume_signal(rank),
+            lambda: self.check_live(rank),
+            deadline,
+            lambda seconds: OpTimeout("wait_signal", self._consumed[rank] + 1, seconds, (rank,)),
+        )
 
     def _consume_signal(self, rank: int) -> bool:
         """Consume a signal from `rank`; whether there was one."""

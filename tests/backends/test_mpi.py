@@ -22,6 +22,7 @@ from holdfast import comms
 from holdfast.comms import (
     BackendUnavailable,
     Communicator,
+    HoldfastError,
     OpTimeout,
     PeerFailed,
     ReduceOp,
@@ -405,14 +406,15 @@ def test_an_unknown_launcher_is_refused() -> None:
         launch("srun", 2)
 
 
-def test_window_requests_that_are_wrong_are_refused_and_the_server_goes_on(two: LocalCluster) -> None:
-    """Each request has one reply, and the messages of the user's own on MPI_COMM_WORLD do not reach the server."""
+def test_window_requests_that_are_wrong_are_refused_and_the_thread_goes_on(two: LocalCluster) -> None:
+    """Each request has one reply, and the messages of the user's own on MPI_COMM_WORLD do not reach the thread."""
 
     def body(comm: Communicator) -> tuple[list[str], int, bytes]:
         from mpi4py import MPI
 
-        from holdfast.backends.mpi import window_server as server
-        from holdfast.backends.mpi.window import MpiWindow
+        from holdfast.backends.mpi import onesided
+        from holdfast.comms.onesided import requests
+        from holdfast.comms.onesided.request_window import RequestWindow
 
         memory = torch.zeros(4, dtype=torch.int64)
         reach_by_messages(comm)
@@ -420,30 +422,28 @@ def test_window_requests_that_are_wrong_are_refused_and_the_server_goes_on(two: 
         with comm.window(memory) as window:
             comm.barrier()
             if comm.rank == 1:
-                assert isinstance(window.memory, MpiWindow)
-                windows, number = window.memory._service.comm, window.memory._number
-                windows.Send([b"short", MPI.BYTE], 0, server.REQUEST_TAG)
-                world.Send([b"own", MPI.BYTE], 0, server.REQUEST_TAG)
-                wrong = [
-                    server.WindowRequest(99, number, 1),
-                    server.WindowRequest(server.GET, number, 2, 0, 33),
-                    server.WindowRequest(server.GET, number, 3, -8, 8),
-                    server.WindowRequest(server.PUT, number, 4, 24, 8),
-                    server.WindowRequest(server.PUT, number, 5, 0, 1 << 40),
-                    server.WindowRequest(server.ADD, number, 6, 32, 0, 8, 1),
-                    server.WindowRequest(server.ADD, number, 7, 0, 0, 3, 1),
-                    server.WindowRequest(server.FLUSH, number, 8, 0, -1),
-                    server.WindowRequest(server.GET, number + 1, 9, 0, 8),
-                ]
-                for request in wrong:
-                    windows.Send([request.encode(), MPI.BYTE], 0, server.REQUEST_TAG)
-                    reply = bytearray(server.REPLY.size)
-                    windows.Recv([reply, MPI.BYTE], 0, server.reply_tag(request.number))
-                    outcomes.append({server.REFUSED: "refused", server.GONE: "gone"}[server.REPLY.unpack(reply)[0]])
+                assert isinstance(window.memory, RequestWindow)
+                asked, region, owner = window.memory._requests, window.memory._number, window.memory._ranks[0]
+                asked.channel._comm.Send([b"short", MPI.BYTE], 0, onesided.TAG)  # type: ignore[attr-defined]
+                world.Send([b"own", MPI.BYTE], 0, onesided.TAG)
+                for pending in (
+                    asked.begin(owner, 99, region),
+                    asked.begin(owner, requests.GET, region, nbytes=33),
+                    asked.begin(owner, requests.GET, region, offset=(1 << 64) - 8, nbytes=8),
+                    asked.begin(owner, requests.PUT, region, offset=24, nbytes=8),
+                    asked.begin(owner, requests.PUT, region, nbytes=1 << 40),
+                    asked.begin(owner, requests.PUT, region, nbytes=9000, body=bytes(9000)),
+                    asked.begin(owner, requests.ADD, region, offset=32, detail=8),
+                    asked.begin(owner, requests.ADD, region, detail=3),
+                    asked.begin(owner, requests.GET, region + 1, nbytes=8),
+                ):
+                    with pytest.raises((HoldfastError, RegionGone)) as refused:
+                        asked.finish(pending, time.monotonic() + 10.0, "get")
+                    outcomes.append("gone" if isinstance(refused.value, RegionGone) else "refused")
                 window.fetch_add(0, 3, 5)
                 window.put(torch.tensor([7]), 0, 0)
             else:
-                world.Recv([own, MPI.BYTE], 1, server.REQUEST_TAG)
+                world.Recv([own, MPI.BYTE], 1, onesided.TAG)
             comm.barrier()
         return outcomes, int(memory.sum()), bytes(own)
 

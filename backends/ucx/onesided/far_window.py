@@ -11,6 +11,7 @@ the close.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +23,22 @@ import torch
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided.regions import Mapping
-from holdfast.backends.ucx.onesided.window import UcxWindow
 from holdfast.backends.ucx.onesided.worker import OneSidedWorker, exchange
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.system.cpu_wait import words_at
+from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Transport
+from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
 BOUNCE_BYTES = 1 << 20
 """Bytes of each of the two blocks of a get that are under way at once.
 
 They pass through memory of the window, so those of an abandoned get never reach the user's.
 """
+
+LEAVE_SECONDS = 0.3
+"""How long `close` waits until peers know of it."""
+_LEAST_SECONDS = 0.02
 
 
 class _PartAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -57,23 +63,40 @@ class RemotePart:
     nbytes: int
 
 
-class FarWindow(UcxWindow[OneSidedWorker, RemotePart]):
-    """See the module."""
+class FarWindow(WindowMemory):
+    """See the module. Calls may come from several threads."""
 
     access: ClassVar[Literal["mapped", "rdma", "messages"]] = "rdma"
 
-    def _prepare(self) -> None:
-        self._side.sweep()
-        self._dirty = [False] * self._size
-        self._plain = self._worker.plain
+    def __init__(self, side: OneSidedWorker, transport: Transport, tensor: torch.Tensor, deadline: float) -> None:
+        super().__init__(side.size)
+        self._side, self._exposed = side, ExposedMemory(tensor)
+        self._worker, self._call, self._plain = side.worker, side.worker.lib.call, side.worker.plain
+        self._rank, self._size = side.rank, side.size
+        self._signalling = threading.Lock()
+        self._closed = False
+        self._parts: list[RemotePart] = []
+        self._signalled = [0] * side.size
+        self._dirty = [False] * side.size
         self._memory: Mapping | None = None
-        words = 2 * self._size
-        with self._side.lock:
+        side.sweep()
+        words = 2 * side.size
+        with side.lock:
             self._header = Mapping(self._worker, 8 * words, None)
         ctypes.memset(self._header.address, 0, 8 * words)
         self._mine = words_at(self._header.address, words)
+        """What the others write: two words of each, whether it has closed its window, and its count of signals."""
+        try:
+            self._open(transport, deadline)
+            self.sizes = [part.nbytes for part in self._parts]
+            transport.barrier(deadline)
+        except BaseException:
+            self._closed = True
+            self._release_memory()
+            raise
 
     def _open(self, transport: Transport, deadline: float) -> None:
+        """Expose the tensor, and find the parts of all ranks; collective."""
         exposed = self._exposed
         with self._side.lock:
             if exposed.nbytes:
@@ -96,6 +119,19 @@ class FarWindow(UcxWindow[OneSidedWorker, RemotePart]):
             header_key = side.unpack(rank, card.header_key)
             key = side.unpack(rank, card.key) if card.key else None
         return RemotePart(side.endpoints[rank], card.header, header_key, card.memory, key, card.nbytes)
+
+    # -- liveness
+
+    def check_live(self, rank: int) -> None:
+        self._live(rank)
+
+    def _live(self, rank: int) -> RemotePart:
+        if self.leaving:
+            raise closed_here()
+        if self._mine[2 * rank]:
+            raise closed_there(rank)
+        self._side.check(rank)
+        return self._parts[rank]
 
     # -- put and get
 
@@ -190,12 +226,19 @@ class FarWindow(UcxWindow[OneSidedWorker, RemotePart]):
 
     # -- signals, and the end
 
+    def signal(self, rank: int, deadline: float) -> None:
+        part = self._live(rank)
+        with self._signalling:
+            self._signalled[rank] += 1
+            self._notify(rank, part, 2 * self._rank + 1, self._signalled[rank], deadline, "signal")
+
     def flush(self, rank: int | None, deadline: float) -> None:
         for target in range(self._size) if rank is None else (rank,):
             self._live(target)
             self._side.flush(target, deadline, "flush")
 
     def _notify(self, rank: int, part: RemotePart, word: int, value: int, deadline: float, op: str) -> None:
+        """Set a word in a rank's header, after all that was issued to it before."""
         kept = self._worker.lib.ffi.new("uint64_t[1]", [value])
         address = int(self._worker.lib.ffi.cast("uintptr_t", kept))
         self._settle(rank, deadline, op)
@@ -206,15 +249,44 @@ class FarWindow(UcxWindow[OneSidedWorker, RemotePart]):
         self._dirty[rank] = True
         self._side.wait(request, rank, deadline, op, kept)
 
-    def _await_delivery(self, rank: int, deadline: float) -> None:
-        self._side.flush(rank, deadline, "closing a window")
-
-    def _poll(self) -> None:
+    def count_signals(self, rank: int) -> int:
         with self._side.lock:
             while self._worker.progress():
                 pass
+        return int(self._mine[2 * rank + 1])
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._announce_close()
+        finally:
+            self._release_memory()
+
+    def _announce_close(self) -> None:
+        """Tell all living ranks that this window is closed; unless stopped, they know it when this returns."""
+        until = time.monotonic() + LEAVE_SECONDS
+        self._mine[2 * self._rank] = 1
+        try:
+            dead = self._side.find_dead()
+        except HoldfastError:
+            dead = frozenset()
+        for told in (False, True):
+            for rank in range(self._size):
+                if rank == self._rank or rank in dead:
+                    continue
+                limit = max(until, time.monotonic() + _LEAST_SECONDS)
+                try:
+                    if told:
+                        self._side.flush(rank, limit, "closing a window")
+                    else:
+                        self._notify(rank, self._parts[rank], 2 * self._rank, 1, limit, "closing a window")
+                except HoldfastError:
+                    continue  # the peer is stopped or gone
 
     def _withdraw(self) -> None:
+        """Stop exposing the tensor's memory. Transfers that arrive later must not find memory in use."""
         if self._all_closed():
             self._unmap()
             return
@@ -237,7 +309,8 @@ class FarWindow(UcxWindow[OneSidedWorker, RemotePart]):
                 for key in (part.header_key, part.key):
                     if key is not None:
                         self._call.ucp_rkey_destroy(key)
-        super()._release_memory()
+        self._parts.clear()
+        self._withdraw()
 
     def _unmap(self) -> None:
         """Release the registered memory."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from holdfast.backends.common.block_copy import HeldUntil
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.onesided.active_messages import ActiveMessages
-from holdfast.backends.ucx.onesided.active_region import ActiveRegion
+from holdfast.backends.ucx.onesided.channel import UcxChannel
+from holdfast.backends.ucx.onesided.message_region import MessageRegion
 from holdfast.backends.ucx.onesided.regions import UcxAddress
 from holdfast.backends.ucx.onesided.remote import Owner, OwnerUnreachable, RemoteRegion
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.worker import Transports, UcxWorker
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
+from holdfast.comms.onesided.requests import Requests
 from holdfast.comms.transport.liveness import this_host
 
 BLOCK_BYTES, FAR_BLOCK_BYTES = 2 << 20, 16 << 20
@@ -35,14 +37,14 @@ class ReadWorker:
 
     def __init__(self, over: Transports) -> None:
         self.lock = threading.RLock()
-        self.messages: ActiveMessages | None = None
+        self.requests: Requests | None = None
         self._block = BLOCK_BYTES if over.local else FAR_BLOCK_BYTES
         self._progress: ProgressThread | None = None
         self._owners: dict[bytes, Owner] = {}
-        self._found: dict[Handle, RemoteRegion | ActiveRegion] = {}
+        self._found: dict[Handle, RemoteRegion | MessageRegion] = {}
         if over.emulated:
             self.worker = UcxWorker(libucp.FEATURE_AM, over, self._note_failure)
-            self.messages = ActiveMessages(self.worker)
+            self.requests = Requests(partial(UcxChannel, self.worker, self.lock))
         else:
             self.worker = UcxWorker(libucp.FEATURE_RMA | libucp.FEATURE_AMO64, over)
         if not over.local:
@@ -79,7 +81,7 @@ class ReadWorker:
             else:
                 return
 
-    def _find(self, handle: Handle, deadline: float) -> RemoteRegion | ActiveRegion:
+    def _find(self, handle: Handle, deadline: float) -> RemoteRegion | MessageRegion:
         address = UcxAddress.decode(handle.address)
         if handle.nbytes != address.nbytes:
             raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
@@ -99,11 +101,11 @@ class ReadWorker:
         if len(self._found) >= REMEMBERED:
             self._drop_keys(list(self._found))
         try:
-            region: RemoteRegion | ActiveRegion
-            if self.messages is None:
+            region: RemoteRegion | MessageRegion
+            if self.requests is None:
                 region = RemoteRegion(owner, address)
             else:
-                region = ActiveRegion(owner, address, self.messages)
+                region = MessageRegion(owner, address, self.requests)
             region.check(deadline)
         except (RegionGone, OpTimeout):
             self._forget(owner)
@@ -120,6 +122,8 @@ class ReadWorker:
         for address, known in list(self._owners.items()):
             if known is owner:
                 del self._owners[address]
+                if self.requests is not None:
+                    self.requests.channel.broken.discard(owner.endpoint)
                 owner.close()
 
     def _note_failure(self, key: int, why: str) -> None:

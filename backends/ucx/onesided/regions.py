@@ -20,7 +20,7 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import fence
 from holdfast.comms.errors import CorruptData, OpTimeout, Unsupported
-from holdfast.comms.system.cpu_wait import words_at
+from holdfast.comms.system.cpu_wait import Wait, words_at
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
@@ -174,16 +174,19 @@ class UcxRegionTable:
 
     def wait_for_writer(self, address: UcxAddress) -> None:
         """Wait until no process writes to an invalidated region. Raises `OpTimeout`."""
-        began = time.monotonic()
         index = self._index(address) + 1
-        while token := self._words[index]:
-            if not writer_lives(token):
+
+        def left() -> bool:
+            if (token := self._words[index]) and not writer_lives(token):
                 self._words[index] = 0
-                return
-            waited = time.monotonic() - began
-            if waited > WRITER_SECONDS:
-                raise OpTimeout("closing a region that another process is writing to", index // 2, waited)
-            time.sleep(0.0002)
+            return not self._words[index]
+
+        Wait(yields=0).until(
+            left,
+            lambda: None,
+            time.monotonic() + WRITER_SECONDS,
+            lambda waited: OpTimeout("closing a region that another process is writing to", index // 2, waited),
+        )
 
     def free(self, address: UcxAddress) -> None:
         """Release the memory and its row."""

@@ -17,12 +17,14 @@ from holdfast.backends.ucx.onesided.regions import ROW_BYTES, UcxAddress, writer
 from holdfast.backends.ucx.worker import UcxWorker
 from holdfast.comms._native import fence
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
-from holdfast.comms.system.cpu_wait import words_at, yield_cpu
+from holdfast.comms.system.cpu_wait import Wait, words_at
 from holdfast.comms.transport.liveness import Liveness, this_host, this_process
 
 PIECE_BYTES = 1 << 20
 """Bytes of one transfer over a network."""
-_LOOK_SECONDS = 0.002
+_TURNS = 16
+"""Progress calls between two looks at the owner."""
+_WAIT = Wait(yields=200, sleep_seconds=0.0001)
 _LEAVE_SECONDS = 0.5
 
 
@@ -113,19 +115,15 @@ class Owner:
     def until(self, done: Callable[[], bool], deadline: float, op: str) -> None:
         """Progress until `done()`. Raises `RegionGone` if the owner is gone, `OpTimeout`."""
         progress, handle = self.worker.lib.call.ucp_worker_progress, self.worker.handle
-        began, turn = time.monotonic(), 0
-        while not done():
-            progress(handle)
-            turn += 1
-            if turn & 15 == 0:
-                yield_cpu()
-            if turn & 255 == 0:
-                self.check()
-                now = time.monotonic()
-                if now > deadline:
-                    raise OpTimeout(op, 0, now - began)
-                if now - began > _LOOK_SECONDS:
-                    time.sleep(0.0001)
+
+        def progressed() -> bool:
+            for _ in range(_TURNS):
+                if done():
+                    return True
+                progress(handle)
+            return False
+
+        _WAIT.until(progressed, self.check, deadline, lambda seconds: OpTimeout(op, 0, seconds))
 
     def close(self) -> None:
         if self._answered:

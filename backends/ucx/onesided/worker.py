@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker, explain
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.onesided.peer_watch import PeerWatch, gone
-from holdfast.comms.system.cpu_wait import yield_cpu
+from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.transport.base import Transport
 
 FEATURES = libucp.FEATURE_RMA | libucp.FEATURE_AMO32 | libucp.FEATURE_AMO64
@@ -39,8 +38,10 @@ class OneSidedWorker:
         self.lock = threading.RLock()
         self._kept: list[Callable[[bool], bool]] = []
         self._crowded = transport.size > len(os.sched_getaffinity(0))
+        self._wait = Wait(yields=_CROWDED_YIELDS if self._crowded else _YIELDS, sleep_seconds=_SLEEP_SECONDS)
         self._progress: ProgressThread | None = None
-        self._broken: set[int] = set()
+        self.broken: set[int] = set()
+        self.endpoints: list[Endpoint] = []
         self.worker = self._make_worker(over)
         try:
             self._connect(transport, deadline)
@@ -54,7 +55,6 @@ class OneSidedWorker:
     def _connect(self, transport: Transport, deadline: float) -> None:
         """Wait until every rank is connected to every other, and progresses where it has to."""
         addresses = exchange(transport, self.worker.address, deadline)
-        self.endpoints: list[Endpoint] = []
         for rank, address in enumerate(addresses):
             try:
                 self.endpoints.append(self.worker.connect(address, rank))
@@ -72,12 +72,12 @@ class OneSidedWorker:
         if now:
             self._watch.look()
         self._watch.check(rank)
-        if rank in self._broken:
+        if rank in self.broken:
             raise gone(rank)
 
     def find_dead(self) -> frozenset[int]:
         """The dead ranks, as of now. Raises if the communicator has ended."""
-        return self._watch.look() | self._broken
+        return self._watch.look() | self.broken
 
     # -- requests
 
@@ -115,34 +115,20 @@ class OneSidedWorker:
             self._explain(status, rank, op)
 
     def until(self, done: Callable[[], bool], rank: int, deadline: float, op: str) -> None:
-        """Progress until `done()`, which is called with the lock held.
-
-        Raises `RegionGone` if `rank` is gone, `OpTimeout`.
-        """
+        """Progress until `done()`, called with the lock held. Raises `RegionGone` if `rank` is gone, `OpTimeout`."""
         progress, handle = self.worker.lib.call.ucp_worker_progress, self.worker.handle
-        began, rounds = time.monotonic(), 0
-        yields = _CROWDED_YIELDS if self._crowded else _YIELDS
-        while True:
+
+        def progressed() -> bool:
             with self.lock:
                 for _ in range(_TURNS):
                     if done():
-                        return
+                        return True
                     progress(handle)
-            rounds += 1
-            try:
-                self.check(rank)
-            except HoldfastError:
-                with self.lock:
-                    progress(handle)
-                    if done():  # it arrived between the two looks, before the rank died
-                        return
-                raise
-            if time.monotonic() > deadline:
-                raise OpTimeout(op, 0, time.monotonic() - began, (rank,))
-            if rounds > yields:
-                time.sleep(_SLEEP_SECONDS)
-            else:
-                yield_cpu()
+            return False
+
+        self._wait.until(
+            progressed, lambda: self.check(rank), deadline, lambda seconds: OpTimeout(op, 0, seconds, (rank,))
+        )
 
     def flush(self, rank: int, deadline: float, op: str) -> None:
         """Wait until all that was issued to `rank` has taken effect there."""

@@ -152,7 +152,7 @@ def test_a_wait_for_a_lock_raises_the_error_of_its_check() -> None:
     lock = WindowLock(3, 0, header, 1, try_acquire=lambda: False, release=lambda: None)
     with pytest.raises(RegionGone, match="meanwhile"), lock.held(time.monotonic() + 30.0, look):
         pass
-    with pytest.raises(OpTimeout) as late, lock.held(time.monotonic() - 1.0, look):
+    with pytest.raises(OpTimeout) as late, lock.held(time.monotonic() - 1.0, lambda: None):
         pass
     assert late.value.missing_ranks == (3,), "the holder has not written its rank"
 

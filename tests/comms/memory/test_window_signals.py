@@ -88,9 +88,9 @@ def test_no_backend_waits_for_signals_in_its_own_way(window_memories: list[type[
 def window_memories() -> list[type[WindowMemory]]:
     """The window memories of all backends that load here without mpirun."""
     pytest.importorskip("holdfast.backends.ucx.onesided.far_window")
-    import holdfast.backends.ucx.onesided.active_window
     import holdfast.backends.ucx.onesided.far_window
-    import holdfast.comms.onesided.mapped  # noqa: F401
+    import holdfast.comms.onesided.mapped
+    import holdfast.comms.onesided.request_window  # noqa: F401
 
     found, kinds = [], [WindowMemory]
     while kinds:

@@ -1,0 +1,187 @@
+"""Messages for windows over MPI, on a communicator that only the windows use; a thread of each rank takes them in.
+
+Open MPI has one-sided calls, but documents each of its components for them as unfit for use with faults: over shared
+memory they return bytes of dead processes, and elsewhere they wait for an idle target, past any abort. Messages can be
+abandoned, and report failures.
+
+That communicator is never revoked, so messages arrive while the ranks' own is, and never freed: Open MPI gives the
+number of a freed one to the next, and then loses messages of that one.
+
+The thread polls, every millisecond when nothing has come. It needs the GIL for that, and a stopped process runs none.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Pending, Requests, Source
+from holdfast.comms.system.cpu_wait import yield_cpu
+
+TAG, BODY_TAG = 1 << 30, (1 << 30) + 1
+INLINE_BYTES = 4096
+"""A longer body is a message of its own."""
+_LENGTH = struct.Struct("=I")
+_FRAME_BYTES = _LENGTH.size + HEAD.size
+_SPINS = 12
+_AWAKE_SECONDS = 0.0005
+_SLEEP_SECONDS = 0.00005
+_PATIENT_SECONDS = 0.05
+_LONG_SLEEP_SECONDS = 0.001
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A message whose body is still to come."""
+
+    head: bytes
+    body: Any
+    request: MPI.Request
+
+
+class MpiChannel(Channel):
+    """See the module. `abandon` keeps a request that was given up, and the memory that MPI may still access."""
+
+    def __init__(self, comm: MPI.Intracomm, abandon: Callable[[MPI.Request, object], None], requests: Requests) -> None:
+        self.broken: set[int] = set()
+        self._comm, self._abandon, self._requests = comm, abandon, requests
+        self._sending, self._taking = threading.RLock(), threading.Lock()
+        self._leaving: list[tuple[MPI.Request, object]] = []
+        self._arriving: dict[int, deque[_Arrival]] = {}
+        self._spare: list[bytearray] = []
+        self._status = MPI.Status()
+        self._polled = 0.0
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-mpi-windows", daemon=True)
+        self._thread.start()
+
+    # -- sending
+
+    def send(self, to: Source, head: bytes, body: bytes | memoryview = b"") -> None:
+        whole = len(body) <= INLINE_BYTES
+        frame = b"".join((_LENGTH.pack(len(body)), head, body if whole else b""))
+        with self._sending:  # bodies leave in the order of their heads
+            try:
+                self._leaving.append((self._comm.Isend([frame, MPI.BYTE], to, TAG), frame))
+                if not whole:
+                    self._leaving.append((self._comm.Isend([body, MPI.BYTE], to, BODY_TAG), body))
+            except MPI.Exception:
+                self.broken.add(to)
+            self._leaving = [entry for entry in self._leaving if not _has_ended(entry[0])]
+
+    # -- receiving
+
+    def bell(self) -> None:
+        return None
+
+    def poll(self, pending: Pending) -> bool:
+        self._polled = time.monotonic()
+        for _ in range(_SPINS):
+            if pending.answered:
+                return True
+            self._take()
+        return pending.answered
+
+    def take(self) -> None:
+        self._polled = time.monotonic()
+        self._take()
+
+    def _take(self) -> bool:
+        """Take in what has arrived; whether there was something, or something is on its way."""
+        if not self._taking.acquire(blocking=False):
+            return False
+        try:
+            worked = self._next_message()
+            for source, arrivals in self._arriving.items():
+                while arrivals and self._has_arrived(source, arrivals):
+                    worked = True
+        except MPI.Exception:
+            self._comm.Ack_failed(self._comm.size)  # else a receive from any source raises for the dead
+            return False
+        finally:
+            self._taking.release()
+        if self._leaving:
+            with self._sending:
+                self._leaving = [entry for entry in self._leaving if not _has_ended(entry[0])]
+        return worked or bool(self._leaving) or any(self._arriving.values())
+
+    def _next_message(self) -> bool:
+        message: Any = self._comm.Improbe(MPI.ANY_SOURCE, TAG, self._status)
+        if message is None:
+            return False
+        source, frame = self._status.Get_source(), bytearray(self._status.Get_count(MPI.BYTE))
+        message.Recv([frame, MPI.BYTE])
+        arrivals = self._arriving.setdefault(source, deque())
+        nbytes = _LENGTH.unpack_from(frame)[0] if len(frame) >= _FRAME_BYTES else 0
+        head, body = bytes(frame[_LENGTH.size : _FRAME_BYTES]), memoryview(frame)[_FRAME_BYTES:]
+        request = MPI.REQUEST_NULL
+        if nbytes > INLINE_BYTES:
+            body = self._requests.room(source, head, nbytes) or self._spare_buffer(min(nbytes, PIECE_BYTES))
+            request = self._comm.Irecv([body, MPI.BYTE], source, BODY_TAG)
+        if arrivals or nbytes > INLINE_BYTES:
+            arrivals.append(_Arrival(head, body, request))
+        else:
+            self._requests.received(source, head, body)
+        return True
+
+    def _has_arrived(self, source: int, arrivals: deque[_Arrival]) -> bool:
+        """Whether the first message is complete; passes it on."""
+        first = arrivals[0]
+        try:
+            if first.request != MPI.REQUEST_NULL and not first.request.Test():
+                return False
+        except MPI.Exception:
+            self.broken.add(source)
+            arrivals.clear()
+            return False
+        arrivals.popleft()
+        self._requests.received(source, first.head, first.body)
+        if isinstance(first.body.obj, bytearray) and len(first.body.obj) == PIECE_BYTES:
+            self._spare.append(first.body.obj)
+        return True
+
+    def _spare_buffer(self, nbytes: int) -> memoryview:
+        return memoryview(self._spare.pop() if self._spare else bytearray(PIECE_BYTES))[:nbytes]
+
+    def _run(self) -> None:
+        active = time.monotonic()
+        while not self._ended:
+            now = time.monotonic()
+            if now - self._polled < _AWAKE_SECONDS:  # a waiting thread takes in messages; two would delay each other
+                time.sleep(_AWAKE_SECONDS)
+                continue
+            if self._take():
+                active = now
+            if now - active < _AWAKE_SECONDS:
+                yield_cpu()
+            else:
+                time.sleep(_SLEEP_SECONDS if now - active < _PATIENT_SECONDS else _LONG_SLEEP_SECONDS)
+
+    # -- the end
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join()
+        with self._sending:
+            for request, kept in self._leaving:
+                self._abandon(request, kept)
+            self._leaving.clear()
+        for arrivals in self._arriving.values():
+            for arrival in arrivals:
+                if arrival.request != MPI.REQUEST_NULL:
+                    self._abandon(arrival.request, arrival.body)
+        self._arriving.clear()
+
+
+def _has_ended(request: MPI.Request) -> bool:
+    try:
+        return bool(request.Test())
+    except MPI.Exception:
+        return True

@@ -1,0 +1,173 @@
+"""The ucx backend's channel for requests: an owner moves bytes within its regions only, whatever a message asks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.onesided.channel import UcxChannel
+from holdfast.backends.ucx.worker import Transports, UcxWorker
+from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.onesided.requests import (
+    ADD,
+    CLOSED,
+    GET,
+    GONE,
+    PUT,
+    REFUSED,
+    SIGNAL,
+    SWAP,
+    Exposed,
+    Owner,
+    Pending,
+    Requests,
+)
+from holdfast.comms.tensors.exposed import ExposedMemory
+
+SIZE, REGION, READ_ONLY, NO_REGION = 64, 7, 8, 9
+DONE = 0
+
+
+class Refused(HoldfastError):
+    def __init__(self, outcome: int) -> None:
+        super().__init__(str(outcome))
+        self.outcome = outcome
+
+
+class Itself(Owner):
+    """A worker that is connected to itself, so that it answers its own requests."""
+
+    def __init__(self) -> None:
+        self.worker = UcxWorker(libucp.FEATURE_AM, Transports("tcp,self", {}, False, True), lambda key, why: None)
+        self.requests = Requests(partial(UcxChannel, self.worker, threading.RLock()))
+        self.to = self.worker.connect(self.worker.address, 1)
+        self.memory = torch.zeros(SIZE, dtype=torch.uint8)
+        for region in (REGION, READ_ONLY):
+            self.requests.expose(region, Exposed(ExposedMemory(self.memory), region == REGION))
+
+    def check_live(self) -> None: ...
+
+    def error(self, outcome: int, op: str) -> HoldfastError:
+        return Refused(outcome)
+
+    def late(self, op: str, seconds: float) -> OpTimeout:
+        return OpTimeout(op, 0, seconds)
+
+    def outcome(self, pending: Pending) -> int:
+        try:
+            self.requests.finish(pending, time.monotonic() + 10.0, "request")
+        except Refused as error:
+            return error.outcome
+        return DONE
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[Itself]:
+    made = Itself()
+    yield made
+    made.worker.close()
+
+
+offsets = st.one_of(st.integers(0, 2 * SIZE), st.integers(0, 2**64 - 1))
+regions = st.sampled_from([REGION, READ_ONLY, NO_REGION])
+
+
+def expected(region: int, offset: int, nbytes: int, writing: bool) -> int:
+    """The owner's answer to a request for these bytes."""
+    if region == NO_REGION:
+        return GONE
+    return REFUSED if offset + nbytes > SIZE or (writing and region == READ_ONLY) else DONE
+
+
+@given(region=regions, offset=offsets, nbytes=st.integers(0, 2 * SIZE), writing=st.booleans())
+def test_bytes_within_a_region_are_moved_and_no_others(
+    owner: Itself, region: int, offset: int, nbytes: int, writing: bool
+) -> None:
+    owner.memory.copy_(torch.arange(SIZE))
+    before, mine = owner.memory.clone(), torch.full((2 * SIZE,), 200, dtype=torch.uint8)
+    if writing:
+        pending = owner.requests.begin(owner, PUT, region, offset=offset, nbytes=nbytes, body=bytes([200]) * nbytes)
+    else:
+        pending = owner.requests.begin(owner, GET, region, offset=offset, nbytes=nbytes, into=mine.data_ptr())
+    outcome = owner.outcome(pending)
+    assert outcome == expected(region, offset, nbytes, writing)
+    if outcome == DONE and writing:
+        before[offset : offset + nbytes] = 200
+    elif outcome == DONE:
+        assert torch.equal(mine[:nbytes], before[offset : offset + nbytes])
+        assert (mine[nbytes:] == 200).all()
+    assert torch.equal(owner.memory, before)
+
+
+@given(
+    region=regions,
+    offset=offsets,
+    width=st.sampled_from([0, 1, 2, 4, 8, 255]),
+    kind=st.sampled_from([ADD, SWAP]),
+    values=st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)),
+)
+def test_an_integer_is_added_to_and_swapped_as_in_a_model(
+    owner: Itself, region: int, offset: int, width: int, kind: int, values: tuple[int, int]
+) -> None:
+    owner.memory.zero_()
+    first, second = values
+    pending = owner.requests.begin(owner, kind, region, detail=width, offset=offset, first=first, second=second)
+    outcome = owner.outcome(pending)
+    if width not in (4, 8) and region != NO_REGION:
+        assert outcome == REFUSED
+    else:
+        assert outcome == expected(region, offset, width, writing=True)
+    found = bytes(owner.memory.tolist())
+    if outcome == DONE:
+        becomes = first if kind == ADD else second if first == 0 else 0
+        assert pending.value == 0
+        assert found[offset : offset + width] == (becomes % 2 ** (8 * width)).to_bytes(width, "little")
+        assert not any(found[:offset]) and not any(found[offset + width :])
+    else:
+        assert not any(found)
+
+
+@given(number=st.integers(0, 3), header=st.binary(max_size=96), payload=st.binary(max_size=300))
+def test_spoilt_messages_change_nothing(owner: Itself, number: int, header: bytes, payload: bytes) -> None:
+    owner.memory.copy_(torch.arange(SIZE))
+    ffi, call = owner.worker.lib.ffi, owner.worker.lib.call
+    source = ffi.from_buffer(payload)
+    params = ffi.new("ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_FLAGS, "flags": libucp.AM_COPY_HEADER})
+    at = int(ffi.cast("uintptr_t", source))
+    request = call.ucp_am_send_nbx(owner.to, number, header, len(header), at, len(payload), params)
+    owner.worker.finish(request, 5.0)
+    assert owner.outcome(owner.requests.begin(owner, GET, REGION, nbytes=8)) == DONE, "valid requests are answered"
+    assert torch.equal(owner.memory, torch.arange(SIZE, dtype=torch.uint8))
+
+
+def test_a_signal_to_memory_that_is_no_window_is_refused(owner: Itself) -> None:
+    for kind in (SIGNAL, CLOSED, 99):
+        assert owner.outcome(owner.requests.begin(owner, kind, REGION)) == REFUSED
+
+
+def test_a_late_answer_writes_nowhere(owner: Itself) -> None:
+    into = torch.zeros(8, dtype=torch.uint8)
+    owner.memory.fill_(1)
+    owner.requests.forget(owner.requests.begin(owner, GET, REGION, nbytes=8, into=into.data_ptr()))
+    other = torch.zeros(8, dtype=torch.uint8)
+    assert owner.outcome(owner.requests.begin(owner, GET, REGION, nbytes=8, into=other.data_ptr())) == DONE
+    assert (other == 1).all()
+    assert (into == 0).all()
+
+
+def test_a_withdrawn_region_is_not_touched(owner: Itself) -> None:
+    memory = torch.zeros(8, dtype=torch.uint8)
+    owner.requests.expose(11, Exposed(ExposedMemory(memory)))
+    under_way = owner.requests.begin(owner, PUT, 11, nbytes=8, body=bytes([1] * 8))
+    arrived = under_way.answered
+    owner.requests.withdraw(11)
+    assert owner.outcome(under_way) == (DONE if arrived else GONE)
+    assert bool(memory.any()) == arrived
