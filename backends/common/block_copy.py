@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import xxhash
 
 from holdfast.backends.common.process_memory import HUGE_PAGE
 from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
@@ -173,8 +174,7 @@ class BlockCopyPlane(CheckedPlane):
         region = self._open_region(handle, writing)
         unharmed = False
         try:
-            if region.nbytes != handle.nbytes:
-                raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {region.nbytes}: a forged handle")
+            check_size(handle, region.nbytes)
             move = region.push if writing else region.pull
             for start in range(0, nbytes, BLOCK_BYTES) or (0,):
                 look()
@@ -240,6 +240,24 @@ class HeldUntil:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def check_size(handle: Handle, nbytes: int) -> None:
+    """Raise `CorruptData` unless a handle has the size of its region."""
+    if handle.nbytes != nbytes:
+        raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {nbytes}: a forged handle")
+
+
+def sealed(body: bytes) -> bytes:
+    """An address with its checksum, for a library that would trust any bytes."""
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def unsealed(data: bytes) -> bytes:
+    """What `sealed` got. Raises `CorruptData` for anything else."""
+    if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
+        raise CorruptData("not the address of a region: its checksum is wrong")
+    return data[8:]
 
 
 def thread_count(nbytes: int) -> int:

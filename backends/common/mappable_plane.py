@@ -7,10 +7,11 @@ and the row. A reader that finds the row's generation after it has opened the me
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import ExitStack
 
 import torch
 
-from holdfast.backends.common.block_copy import CheckedPlane
+from holdfast.backends.common.block_copy import CheckedPlane, TableRegion
 from holdfast.backends.common.region_table import TableAddress, generation_in, open_table
 from holdfast.backends.common.shareable_memory import (
     MappedMemory,
@@ -30,8 +31,9 @@ class MappablePlane(CheckedPlane):
     can_map = True
 
     def _begin_mapping(self) -> None:
-        """Begin without mappings: in a new plane, and in that of a forked child."""
+        """Begin without mappings and regions: in a new plane, and in that of a forked child."""
         self._mapped = MappedMemory()
+        self._regions: set[TableRegion] = set()
 
     @abstractmethod
     def _place(self, handle: Handle) -> TableAddress | None:
@@ -52,6 +54,20 @@ class MappablePlane(CheckedPlane):
 
     def is_lent(self, memory: torch.Tensor) -> bool:
         return is_lent(memory)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            stack.callback(self._mapped.clear)
+            for region in list(self._regions):
+                stack.callback(region.close)
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Release everything else, once all regions are closed."""
 
     def _mappable(self, handle: Handle) -> tuple[TableAddress, tuple[int, int]]:
         """The place of a region, its memfd and its first byte there. Raises `Unsupported`."""

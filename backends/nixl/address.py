@@ -5,9 +5,9 @@ from __future__ import annotations
 import zlib
 
 import msgspec
-import xxhash
 
 from holdfast.backends.common import region_table
+from holdfast.backends.common.block_copy import sealed, unsealed
 from holdfast.comms.errors import CorruptData
 
 _MOST_BYTES = 1 << 16
@@ -28,8 +28,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
 
     def encode(self) -> bytes:
-        body = msgspec.msgpack.encode(self)
-        return xxhash.xxh3_64_digest(body) + body
+        return sealed(msgspec.msgpack.encode(self))
 
     @staticmethod
     def decode(data: bytes) -> tuple[NixlAddress, region_table.TableAddress, bytes]:
@@ -37,9 +36,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
 
         Raises `CorruptData` for anything but what `encode` made: NIXL would trust it.
         """
-        body = data[8:]
-        if xxhash.xxh3_64_digest(body) != data[:8]:
-            raise CorruptData("not the address of a region: its checksum is wrong")
+        body = unsealed(data)
         try:
             address = _addresses.decode(body)
             unpacker = zlib.decompressobj()

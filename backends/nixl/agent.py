@@ -19,12 +19,10 @@ from typing import Any, Literal
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
 from holdfast.comms.system import forks
+from holdfast.comms.system.cpu_wait import Wait
 
-_LOOKS = 200
-"""The number of status checks of a transfer between two checks of the clock and the owner."""
-_REMOTE_LOOKS = 10
-"""The same across hosts."""
-_PATIENT_SECONDS = 0.002
+_LOCAL_WAIT = Wait(spins=200, yields=20, sleep_seconds=0.0001)
+_REMOTE_WAIT = Wait(spins=10, yields=0, sleep_seconds=0.0001)
 _SLEEP_SECONDS = 0.0001
 """Across hosts each check of a transfer, too, is followed by a sleep: it takes the lock of UCX's worker, which the
 progress thread needs to move the bytes. Without the pause, reads took 1.3 times the processor time or more.
@@ -88,6 +86,7 @@ class NixlAgent:
     def __init__(self) -> None:
         over = Transports.choose(one_host=True).connecting_in_background()
         self.local, self.tls = over.local, over.tls
+        self._wait = _LOCAL_WAIT if over.local else _REMOTE_WAIT
         _agents.add(self)
         self.name = secrets.token_hex(6)
         quiet = {name: os.environ.get(name, "fatal") for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL")}
@@ -149,44 +148,31 @@ class NixlAgent:
 
         A transfer that has not ended may still be carried out: it is kept, with the `memory` that it uses.
         """
-        api, began, looks = self._api, time.monotonic(), 0
-        try:
-            state = api.transfer(transfer.handle)
-            while state == "PROC":
-                looks += 1
-                if not self.local:
-                    time.sleep(_SLEEP_SECONDS)
-                if looks % (_LOOKS if self.local else _REMOTE_LOOKS) == 0:
-                    self._look(transfer, began, deadline, op, check, memory)
-                state = api.check_xfer_state(transfer.handle)
-        except (RegionGone, OpTimeout):
-            raise
-        except Exception as error:
-            check()
-            raise RegionGone(f"the process that exposed this region cannot be reached any more: {error}") from error
-        if state != "DONE":
-            check()
-            raise RegionGone("the process that exposed this region has no such memory any more")
+        handle, last, failure = transfer.handle, "PROC", None
 
-    def _look(
-        self,
-        transfer: Transfer,
-        began: float,
-        deadline: float,
-        op: str,
-        check: Callable[[], None],
-        memory: object,
-    ) -> None:
-        now = time.monotonic()
+        def ended() -> bool:
+            nonlocal last, failure
+            if not self.local:
+                time.sleep(_SLEEP_SECONDS)
+            try:
+                last = self._api.check_xfer_state(handle)
+            except Exception as error:
+                last, failure = "ERR", error
+            return last != "PROC"
+
         try:
+            last = self._api.transfer(handle)
+        except Exception as error:
+            last, failure = "ERR", error
+        if last == "PROC":
+            try:
+                self._wait.until(ended, check, deadline, lambda seconds: OpTimeout(op, 0, seconds))
+            except (RegionGone, OpTimeout):
+                self._give_up(transfer, memory)
+                raise
+        if last != "DONE":
             check()
-            if now > deadline:
-                raise OpTimeout(op, 0, now - began)
-        except (RegionGone, OpTimeout):
-            self._give_up(transfer, memory)
-            raise
-        if now - began > _PATIENT_SECONDS:
-            time.sleep(_SLEEP_SECONDS)
+            raise RegionGone("the process that exposed this region cannot be reached any more") from failure
 
     def _give_up(self, transfer: Transfer, memory: object) -> None:
         if self.local:  # then it has failed, and UCX does not report it

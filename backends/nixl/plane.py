@@ -16,19 +16,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import torch
 from msgspec.structs import replace
 
 from holdfast.backends.common import region_table
-from holdfast.backends.common.block_copy import HeldUntil, TableRegion, contiguous_address
+from holdfast.backends.common.block_copy import HeldUntil, TableRegion, check_size, contiguous_address
 from holdfast.backends.common.mappable_plane import MappablePlane, place_of
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.region_table import RegionTable, held_open, open_table, slot_address
 from holdfast.backends.nixl.address import NixlAddress, packed
 from holdfast.backends.nixl.agent import NixlAgent, Registered, Transfer
-from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -126,7 +125,6 @@ class NixlPlane(MappablePlane):
         self._agent: NixlAgent | None = None
         self._table: RegionTable | None = None
         self._table_memory: Registered | None = None
-        self._regions: set[NixlRegion] = set()
         self._remote: dict[Handle, _RemoteRegion] = {}
         self._stage_memory: torch.Tensor | None = None
         self._stage: Registered | None = None
@@ -269,8 +267,7 @@ class NixlPlane(MappablePlane):
 
     def _find(self, handle: Handle) -> _RemoteRegion:
         address, place, metadata = NixlAddress.decode(handle.address)
-        if handle.nbytes != address.nbytes:
-            raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
+        check_size(handle, address.nbytes)
         agent = self._started()
         if agent.local and place.owner.host != this_host():
             raise Unsupported(
@@ -302,16 +299,6 @@ class NixlPlane(MappablePlane):
             agent.forget(region.address.agent)
 
     # -- the end
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        with ExitStack() as stack:
-            stack.callback(self._release)
-            stack.callback(self._mapped.clear)
-            for region in list(self._regions):
-                stack.callback(region.close)
 
     def _release(self) -> None:
         with self._lock:

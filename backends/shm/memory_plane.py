@@ -76,7 +76,6 @@ class ShmPlane(BlockCopyPlane, MappablePlane):
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._table: RegionTable | None = None
-        self._regions: dict[int, ShmRegion] = {}
         self._bases: dict[tuple[int, int, int], int] = {}
         self._readers: dict[bytes, list[_Reader]] = {}
         self._begin_mapping()
@@ -91,7 +90,7 @@ class ShmPlane(BlockCopyPlane, MappablePlane):
                 self._table = RegionTable(this_process())
             address = self._table.fill(memory.address, memory.nbytes, writable)
             region = ShmRegion(self, replace(address, memory=place_of(memory.held)), memory)
-            self._regions[region.slot] = region
+            self._regions.add(region)
         return region
 
     def _place(self, handle: Handle) -> TableAddress:
@@ -114,7 +113,7 @@ class ShmPlane(BlockCopyPlane, MappablePlane):
             table.wait_for_writers(region.slot)
         with self._lock:
             table.free(region.slot)
-            self._regions.pop(region.slot, None)
+            self._regions.discard(region)
 
     def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
         if not writing:
@@ -146,22 +145,10 @@ class ShmPlane(BlockCopyPlane, MappablePlane):
             self._readers.clear()
         self._readers.setdefault(address, []).append(reader)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _release(self) -> None:
         with self._lock:
-            regions = list(self._regions.values())
             self._bases.clear()
             self._readers.clear()
-        self._mapped.clear()
-        with ExitStack() as stack:
-            stack.callback(self._close_table)
-            for region in regions:
-                stack.callback(region.close)
-
-    def _close_table(self) -> None:
-        with self._lock:
             table, self._table = self._table, None
             if table is not None:
                 table.close()

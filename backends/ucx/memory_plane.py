@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import torch
 from msgspec.structs import replace
@@ -68,7 +67,6 @@ class UcxPlane(MappablePlane):
         self._read_workers: list[ReadWorker] = []
         self._table: UcxRegionTable | MessageTable | None = None
         self._mapping_rows: RegionTable | None = None
-        self._regions: set[UcxRegion] = set()
         self._begin_mapping()
 
     def _read_worker(self, number: int = 0) -> ReadWorker:
@@ -150,16 +148,6 @@ class UcxPlane(MappablePlane):
         run_in_threads(nbytes, thread_count(nbytes) if several else 1, copy)
 
     # -- the end
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        with ExitStack() as stack:
-            stack.callback(self._release)
-            stack.callback(self._mapped.clear)
-            for region in list(self._regions):
-                stack.callback(region.close)
 
     def _release(self) -> None:
         with self._making:

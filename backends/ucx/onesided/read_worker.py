@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from holdfast.backends.common.block_copy import HeldUntil
+from holdfast.backends.common.block_copy import HeldUntil, check_size
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided.channel import UcxChannel
 from holdfast.backends.ucx.onesided.message_region import MessageRegion
@@ -19,7 +19,7 @@ from holdfast.backends.ucx.onesided.regions import UcxAddress
 from holdfast.backends.ucx.onesided.remote import Owner, OwnerUnreachable, RemoteRegion
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.worker import Transports, UcxWorker
-from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.requests import Requests
 from holdfast.comms.transport.liveness import this_host
@@ -83,8 +83,7 @@ class ReadWorker:
 
     def _find(self, handle: Handle, deadline: float) -> RemoteRegion | MessageRegion:
         address = UcxAddress.decode(handle.address)
-        if handle.nbytes != address.nbytes:
-            raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {address.nbytes}: a forged handle")
+        check_size(handle, address.nbytes)
         worker = self.worker
         if worker.over.emulated != address.by_messages:
             raise Unsupported(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from holdfast.comms import RegionGone, Unsupported
 from holdfast.comms.plugins.registry import registry
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.harness import LocalCluster
 from support.torch_groups import ENVIRON, in_group
 
@@ -100,3 +101,11 @@ def test_torchs_own_functions_take_our_groups(two: LocalCluster, tmp_path: Path)
         return float(tensor)
 
     assert in_group(two, tmp_path, body) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "rccl"])
+def test_windows_and_symmetric_memory_on_gpus_are_announced_as_not_there(backend: str) -> None:
+    info = registry().backend(backend).info
+    assert not info.capabilities.windows and not info.capabilities.atomics
+    assert "no windows, no symmetric memory" in info.description
+    assert not HoldfastProcessGroup.use_pg_for_symm_mem_rendezvous
