@@ -313,7 +313,7 @@ class Requests:
     def received(self, source: Source, text: bytes, body: Any) -> None:
         """Take a message. `body` is a writable buffer, good until this returns; that of `room`, if it gave one."""
         if len(text) != HEAD.size:
-            _log.warning("%s sent a window request of %d bytes; it is ignored", source, len(text))
+            _log.warning("%s sent a window request of %d bytes; it is ignored", _sender(source), len(text))
             return
         head = Head.decode(text)
         if head.kind == REPLY:
@@ -351,7 +351,7 @@ class Requests:
             elif not exposed.open or exposed.memory.moved:
                 self._reply(source, request, GONE)
             elif fault := request.fault(exposed, len(body)):
-                _log.warning("%s sent a window request that is refused: %s", source, fault)
+                _log.warning("%s sent a request that is refused: %s", _sender(source), fault)
                 self._reply(source, request, REFUSED)
             else:
                 self._reply(source, request, DONE, *exposed.carry_out(source, request, body))
@@ -362,6 +362,10 @@ class Requests:
 
     def close(self) -> None:
         self.channel.close()
+
+
+def _sender(source: Source) -> str:
+    return f"rank {source}" if isinstance(source, int) else "another process"
 
 
 def address_of(body: Any) -> int:
