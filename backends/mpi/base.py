@@ -75,12 +75,12 @@ def _released(request: MPI.Request) -> bool:
 
 
 class _P2PMessage:
-    """A send or receive under way, with its tensor."""
+    """A send or receive under way, with its tensor. A receive has a request once its message is there."""
 
-    __slots__ = ("peer", "receives", "request", "tensor")
+    __slots__ = ("peer", "receives", "request", "tag", "tensor")
 
-    def __init__(self, request: MPI.Request, tensor: Tensor, peer: int, receives: bool) -> None:
-        self.request, self.tensor, self.peer, self.receives = request, tensor, peer, receives
+    def __init__(self, request: MPI.Request | None, tensor: Tensor, peer: int, tag: int, receives: bool) -> None:
+        self.request, self.tensor, self.peer, self.tag, self.receives = request, tensor, peer, tag, receives
 
 
 class MpiMessages(MessageTransport):
@@ -95,6 +95,9 @@ class MpiMessages(MessageTransport):
         here = sum(peer.host == context.peers[context.rank].host for peer in context.peers)
         self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
         self._everybody = range(context.size)
+        self._unmatched: list[_P2PMessage] = []
+        """Receives whose message has not arrived, oldest first."""
+        self._status = MPI.Status()
         self._arrived = [0] * context.size
         self._built: set[int] = set()
         self._closed: dict[int, int] = {}
@@ -173,11 +176,10 @@ class MpiMessages(MessageTransport):
         deadline: float,
         awaited: Sequence[int],
         memory: object,
-        status: MPI.Status | None = None,
         error: BaseException | None = None,
     ) -> None:
         """Complete a request, unless an `error` has occurred already."""
-        test = request.Test if status is None else partial(request.Test, status)
+        test = request.Test
         try:
             if error is not None:
                 raise error
@@ -324,21 +326,45 @@ class MpiMessages(MessageTransport):
     # -- messages, for the algorithms
 
     def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Posted:
-        return self._post(self._comm.Isend, tensor, dst, tag, False)
-
-    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
-        return self._post(self._comm.Irecv, tensor, src, tag, True)
-
-    def _post(
-        self, call: Callable[..., MPI.Request], tensor: Tensor, peer: int, tag: int, receives: bool
-    ) -> _P2PMessage:
         if self._error is not None:
             raise self._error.again()
         try:
-            request = call([buffer_of(tensor), MPI.BYTE], peer, tag)
+            request = self._comm.Isend([buffer_of(tensor), MPI.BYTE], dst, tag)
         except MPI.Exception as error:
-            raise self._explain("recv" if receives else "send", self._op, error) from error
-        return _P2PMessage(request, tensor, peer, receives)
+            raise self._explain("send", self._op, error) from error
+        return _P2PMessage(request, tensor, dst, tag, False)
+
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
+        if self._error is not None:
+            raise self._error.again()
+        message = _P2PMessage(None, tensor, src, tag, True)
+        self._unmatched.append(message)
+        return message
+
+    def _match(self, op: str) -> None:
+        """Begin to receive the messages that have arrived, in the order of their receives; raises `Mismatch`.
+
+        Open MPI 5 copies a large message whole, past the end of a shorter receive (its RGET protocol). So the length is
+        looked at before there is a receive.
+        """
+        improbe, status = self._comm.Improbe, self._status
+        late: list[tuple[int, int]] = []
+        for message in tuple(self._unmatched):
+            way = (message.peer, message.tag)
+            if way in late:
+                continue
+            if (arrived := improbe(message.peer, message.tag, status)) is None:
+                late.append(way)
+                continue
+            self._unmatched.remove(message)
+            if (count := status.Get_count(MPI.BYTE)) != message.tensor.nbytes:
+                scratch = torch.empty(count, dtype=torch.uint8, device="cpu")
+                abandon(arrived.Irecv([buffer_of(scratch), MPI.BYTE]), scratch)
+                raise Mismatch(
+                    f"{op}: rank {message.peer} sent {count} bytes, rank {self.rank} takes {message.tensor.nbytes}; "
+                    "both must pass the same shape and dtype"
+                )
+            message.request = arrived.Irecv([buffer_of(message.tensor), MPI.BYTE])
 
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
         self._rounds += 1
@@ -346,19 +372,30 @@ class MpiMessages(MessageTransport):
             assert isinstance(message, _P2PMessage)
             try:
                 self._complete_one(message, deadline, op, seq)
-            except BaseException:
-                for later in posted[number + 1 :]:
-                    assert isinstance(later, _P2PMessage)
-                    _abandoned.append((later.request, later.tensor))
+            except BaseException as error:
+                for left in posted[number:]:
+                    assert isinstance(left, _P2PMessage)
+                    self._drop(left)
+                if isinstance(error, MPI.Exception):
+                    raise self._explain(op, seq, error) from error
                 raise
 
     def _complete_one(self, message: _P2PMessage, deadline: float, op: str, seq: int) -> None:
-        status = MPI.Status() if message.receives else None
-        self._finish(message.request, op, seq, deadline, (message.peer,), message.tensor, status)
-        if status is None:
-            return
-        if (count := status.Get_count(MPI.BYTE)) != message.tensor.nbytes:
-            raise Mismatch(
-                f"{op}: rank {message.peer} sent {count} bytes, rank {self.rank} takes {message.tensor.nbytes}; "
-                "both must pass the same shape and dtype"
-            )
+        test = partial(self._is_complete, message, op)
+        for _ in range(self._spins):
+            if test():
+                return
+        self._wait(test, op, seq, deadline, (message.peer,))
+
+    def _is_complete(self, message: _P2PMessage, op: str) -> bool:
+        if self._unmatched:  # also while a send is waited for: its receiver may wait for a send of ours in turn
+            self._match(op)
+        request = message.request
+        return request is not None and request.Test()
+
+    def _drop(self, message: _P2PMessage) -> None:
+        """Give a message up, with the memory that MPI may still access."""
+        if message in self._unmatched:
+            self._unmatched.remove(message)
+        elif message.request:
+            _abandoned.append((message.request, message.tensor))
