@@ -154,7 +154,7 @@ class Session:
         self._hosts: list[str] = []
         self._commit_state = CommitState()
         self._protocol = protocol.StepProtocol(self._commit_state, self._identity, self._settings.timeouts).run()
-        self._handlers: dict[type[protocol.Request], Callable[[Any], Any]] = {}
+        self._handlers: dict[type[protocol.StepRequest], Callable[[Any], Any]] = {}
         self._over = False
         self._own_steps = OwnSteps()
         self._termination = TerminationRequest()
@@ -376,7 +376,7 @@ class Session:
             self._over = settled.over
             return settled.committed
 
-    def _drive(self, failure: HoldfastError | None = None) -> protocol.Request | None:
+    def _drive(self, failure: HoldfastError | None = None) -> protocol.StepRequest | None:
         """Carry out the protocol's requests up to the next one to the user; None if the job is over.
 
         `failure` is the error of the last one to the user.
@@ -396,12 +396,12 @@ class Session:
             return None
         return request
 
-    def _handlers_of(self, runtime: Runtime) -> dict[type[protocol.Request], Callable[[Any], Any]]:
+    def _handlers_of(self, runtime: Runtime) -> dict[type[protocol.StepRequest], Callable[[Any], Any]]:
         """For each request of the protocol, what carries it out; none for those to the user."""
         guard, replicator, timeouts = self._epoch_guard, self._replicator, self._settings.timeouts
         return {
             protocol.Reach: self._reach_point,
-            protocol.Record: self._record,
+            protocol.RecordStep: self._record,
             protocol.Now: lambda request: time.monotonic(),
             protocol.JoinJob: lambda request: self._join(runtime),
             protocol.AwaitView: lambda request: guard.next_view(request.newer_than, timeouts, request.failure),
@@ -418,8 +418,8 @@ class Session:
             protocol.RestoreState: lambda request: self._restore(request.done),
             protocol.StageState: lambda request: replicator.stage(self._open_comm(), self._hosts, request.version),
             protocol.StepBoundary: lambda request: self._begin_step(runtime, request.done),
-            protocol.Barrier: lambda request: self._open_comm().barrier(),
-            protocol.Commit: self._commit,
+            protocol.AwaitBarrier: lambda request: self._open_comm().barrier(),
+            protocol.CommitStep: self._commit,
             protocol.CloseRetired: lambda request: self._comms.close_retired(),
         }
 
@@ -427,14 +427,14 @@ class Session:
         runtime.soon(runtime.node.ready)
         return self._epoch_guard.next_view(0, self._settings.timeouts), runtime.node.was_spare
 
-    def _record(self, request: protocol.Record) -> None:
+    def _record(self, request: protocol.RecordStep) -> None:
         if request.in_epoch is None:
             self._events.emit(request.event)
             return
         with self._epoch_guard.held(request.in_epoch):
             self._events.emit(request.event)
 
-    def _commit(self, request: protocol.Commit) -> float:
+    def _commit(self, request: protocol.CommitStep) -> float:
         self._record(request)
         self._replicator.committed(request.event.step + 1)
         return time.monotonic()

@@ -196,66 +196,66 @@ class CommitState:
 # Requests: how the epochs follow each other -----------------------------------------------------------------------
 
 
-class Request(msgspec.Struct, frozen=True):
+class StepRequest(msgspec.Struct, frozen=True):
     """What the protocol needs next."""
 
 
-class Now(Request, frozen=True):
+class Now(StepRequest, frozen=True):
     """The time on this process's clock, in seconds."""
 
 
-class Reach(Request, frozen=True):
+class Reach(StepRequest, frozen=True):
     """A fault point is reached, in the epoch of `view` (None: the current one)."""
 
     point: str
     view: View | None = None
 
 
-class Record(Request, frozen=True):
+class RecordStep(StepRequest, frozen=True):
     """Emit an event. With `in_epoch`, hold that epoch meanwhile: raises the error that ended it."""
 
     event: events.Event
     in_epoch: int | None = None
 
 
-class JoinJob(Request, frozen=True):
+class JoinJob(StepRequest, frozen=True):
     """Wait for the first view that has this process. Gets the view, and whether the process was a spare."""
 
 
-class AwaitView(Request, frozen=True):
+class AwaitView(StepRequest, frozen=True):
     """Wait for a view newer than `newer_than`, which `failure` ended. Raises OpTimeout, or what ends the session."""
 
     newer_than: int
     failure: HoldfastError | None = None
 
 
-class LeaveEpoch(Request, frozen=True):
+class LeaveEpoch(StepRequest, frozen=True):
     """An op has failed: adopt a view that was announced with it. Gets the failure, in ranks of the epoch."""
 
     failure: HoldfastError
 
 
-class AwaitEnd(Request, frozen=True):
+class AwaitEnd(StepRequest, frozen=True):
     """Wait until the epoch is over, for at most `seconds`. Gets whether it is."""
 
     epoch: int
     seconds: float
 
 
-class ReportFailure(Request, frozen=True):
+class ReportFailure(StepRequest, frozen=True):
     """Nobody has ended the epoch yet: report the failure as evidence about other members."""
 
     failure: HoldfastError
 
 
-class BreakEpoch(Request, frozen=True):
+class BreakEpoch(StepRequest, frozen=True):
     """No member was found to be dead: ask for another epoch because of `failure`."""
 
     epoch: int
     failure: HoldfastError
 
 
-class Connect(Request, frozen=True):
+class Connect(StepRequest, frozen=True):
     """Connect the members of `view`, this process as `rank`, and exchange votes. Gets all votes. Raises FAILURES."""
 
     view: View
@@ -263,7 +263,7 @@ class Connect(Request, frozen=True):
     vote: Vote
 
 
-class ProposeFinish(Request, frozen=True):
+class ProposeFinish(StepRequest, frozen=True):
     """All steps are committed here: propose that the job is finished."""
 
     epoch: int
@@ -272,7 +272,7 @@ class ProposeFinish(Request, frozen=True):
 # Requests: state --------------------------------------------------------------------------------------------------
 
 
-class TransferState(Request, frozen=True):
+class TransferState(StepRequest, frozen=True):
     """Send the state after `done` steps to newcomers, or receive it; collective. Raises FAILURES.
 
     Gets the number of steps done in the received state, on a newcomer; None on the others. `founding`: the job starts.
@@ -283,17 +283,17 @@ class TransferState(Request, frozen=True):
     founding: bool
 
 
-class ConfirmTransfer(Request, frozen=True):
+class ConfirmTransfer(StepRequest, frozen=True):
     """This newcomer has noted its state: let the other ranks continue. Collective. Raises FAILURES."""
 
 
-class RestoreState(Request, frozen=True):
+class RestoreState(StepRequest, frozen=True):
     """Restore sharded state for a new epoch; collective. Gets the number of steps done in it. Raises FAILURES."""
 
     done: int
 
 
-class StageState(Request, frozen=True):
+class StageState(StepRequest, frozen=True):
     """Keep the state after `version` steps beside the current one, here and on neighbours. Raises FAILURES."""
 
     version: int
@@ -302,33 +302,33 @@ class StageState(Request, frozen=True):
 # Requests: steps --------------------------------------------------------------------------------------------------
 
 
-class StepBoundary(Request, frozen=True):
+class StepBoundary(StepRequest, frozen=True):
     """`done` steps are committed: write a checkpoint if one is due; collective. Raises FAILURES."""
 
     done: int
 
 
-class RunBody(Request, frozen=True):
+class RunBody(StepRequest, frozen=True):
     """Let the user do this rank's part of the step. Raises FAILURES."""
 
     step: int
 
 
-class Barrier(Request, frozen=True):
+class AwaitBarrier(StepRequest, frozen=True):
     """Wait until all ranks have prepared. Raises FAILURES."""
 
 
-class Commit(Record, frozen=True):
+class CommitStep(RecordStep, frozen=True):
     """Record a commit, and make the staged state the current one. Gets the time, in seconds."""
 
     event: events.StepCommitted
 
 
-class CloseRetired(Request, frozen=True):
+class CloseRetired(StepRequest, frozen=True):
     """Close the communicators of earlier epochs: no rank waits for the next one now."""
 
 
-class Settled(Request, frozen=True):
+class Settled(StepRequest, frozen=True):
     """Tell the user whether the step is `committed`, and go on when the next one is asked for; or the job is `over`."""
 
     committed: bool
@@ -338,7 +338,7 @@ class Settled(Request, frozen=True):
 # The protocol -----------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-Asks = Generator[Request, Any, T]
+Asks = Generator[StepRequest, Any, T]
 """What yields requests, and then returns."""
 
 
@@ -372,7 +372,7 @@ class StepProtocol:
             yield StepBoundary(commits.done)
             while commits.done < commits.total:
                 yield Reach("step.begin")
-                yield Record(events.StepBegun(step=commits.done, epoch=view.epoch), in_epoch=view.epoch)
+                yield RecordStep(events.StepBegun(step=commits.done, epoch=view.epoch), in_epoch=view.epoch)
                 opened = commits.done
                 yield RunBody(opened)
                 yield from self._commit(view)
@@ -389,7 +389,7 @@ class StepProtocol:
         if opened >= 0:  # and `failure`, with the frames of the user that it holds, is gone
             committed = commits.done > opened
             if not committed:
-                yield Record(events.StepAborted(step=opened, epoch=view.epoch))
+                yield RecordStep(events.StepAborted(step=opened, epoch=view.epoch))
             yield Settled(committed, over=following is None)
         return following
 
@@ -398,21 +398,23 @@ class StepProtocol:
         commits = self._commits
         yield StageState(commits.done + 1)
         yield Reach("commit.before_prepare")
-        yield Record(events.StepPrepared(step=commits.done, epoch=view.epoch), in_epoch=view.epoch)
+        yield RecordStep(events.StepPrepared(step=commits.done, epoch=view.epoch), in_epoch=view.epoch)
         commits.prepare()
         yield Reach("commit.before_barrier")
-        yield Barrier()
+        yield AwaitBarrier()
         yield Reach("commit.after_barrier")
         yield from self._note_commit(view, "normal")
         yield Reach("commit.after_commit")
 
     def _note_commit(self, view: View, how: str) -> Asks[None]:
         step, normal = self._commits.done, how == "normal"
-        now = yield Commit(events.StepCommitted(step=step, epoch=view.epoch, how=how), view.epoch if normal else None)
+        now = yield CommitStep(
+            events.StepCommitted(step=step, epoch=view.epoch, how=how), view.epoch if normal else None
+        )
         self._commits.commit()
         ended = self._recovery_times.commit(now, view, step, normal)
         if ended is not None:
-            yield Record(ended)
+            yield RecordStep(ended)
 
     def _synchronise(self) -> Asks[None]:
         """Transfer the state to newcomers and restore sharded state.
@@ -473,7 +475,7 @@ class StepProtocol:
             self._commits.settle(decision)
             seconds = (yield Now()) - began
             size = len(view.members)
-            yield Record(events.CommunicatorBuilt(epoch=view.epoch, seconds=seconds, rank=rank, size=size))
+            yield RecordStep(events.CommunicatorBuilt(epoch=view.epoch, seconds=seconds, rank=rank, size=size))
             return view
         if not view.stopped and self._commits.finishes():
             yield from self._note_commit(view, "finished")

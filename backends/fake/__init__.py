@@ -26,7 +26,7 @@ Messages = Sequence[tuple[Tensor, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FakeCall:
     """One kind of call: an op on tensors of these shapes. `nbytes` are those that this rank passes in each."""
 
     op: str
@@ -42,7 +42,7 @@ class FakeTransport(Transport):
 
     def __init__(self, context: Context) -> None:
         self.rank, self.size = context.rank, context.size
-        self.calls: Counter[Call] = Counter()
+        self.calls: Counter[FakeCall] = Counter()
         self._error: HoldfastError | None = None
 
     def bytes_of(self, op: str) -> int:
@@ -54,7 +54,7 @@ class FakeTransport(Transport):
             raise self._error.again()
         dtype = tensors[0].dtype if tensors else None
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        self.calls[Call(op, dtype, shapes, sum(tensor.nbytes for tensor in tensors))] += 1
+        self.calls[FakeCall(op, dtype, shapes, sum(tensor.nbytes for tensor in tensors))] += 1
 
     def _reduced(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         """What all ranks' equal tensors reduce to."""

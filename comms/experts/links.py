@@ -37,7 +37,7 @@ class LinkGone(Exception):
     """The rank at the other end has ended, left or been fenced: it takes part in no later step."""
 
 
-class Links(ABC):
+class ExpertLinks(ABC):
     """The links of one rank to the others. A frame is a tensor of int64: a head of fixed size, then a payload."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Links(ABC):
         return False
 
 
-def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> Links:
+def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> ExpertLinks:
     """Open links for frames of `head` words and up to `payload` more; collective."""
     access = _access(comm, timeout)
     if fences and access != "mapped":
@@ -98,7 +98,7 @@ def _access(comm: Communicator, timeout: float) -> str:
         return window.info.access
 
 
-class WindowLinks(Links):
+class WindowLinks(ExpertLinks):
     """Each rank exposes, for each other one, a slot a kind of frame. A frame is a put and a signal.
 
     Where windows are mapped, a frame is written in its place, and there is no put.
@@ -183,7 +183,7 @@ class WindowLinks(Links):
         self._window.close()
 
 
-class MessageLinks(Links):
+class MessageLinks(ExpertLinks):
     """A communicator for each direction of each pair, so a dead rank ends those towards it alone.
 
     Two, because the ops of a communicator run in order: a large frame on its way out would hold up those that come in.

@@ -18,14 +18,14 @@ Answer = CasWon | CasLost | CasFailed
 """What became of a compare-and-set."""
 
 
-class Time(detector.Time, Protocol):
+class NodeTime(detector.Time, Protocol):
     """The port to time; an asyncio event loop is one."""
 
     def call_soon_threadsafe(self, callback: Callable[..., object], /, *args: Any) -> object:
         """Call `callback(*args)` in the thread of the node. RuntimeError once that has ended."""
 
 
-class Links(Protocol):
+class MemberLinks(Protocol):
     """The port to other processes (`MemberConnections`). A message may be lost, with its connection or without one.
 
     The node is told of each new connection (`Node.linked`), of refusals (`Node.refused`) and messages (`Node.hear`).
@@ -65,7 +65,7 @@ class RegisterPort(Protocol):
 class Ports:
     """All that a node reaches of the world around it."""
 
-    time: Time
-    links: Links
+    time: NodeTime
+    links: MemberLinks
     register: RegisterPort
     processes: Processes

@@ -9,7 +9,7 @@ from functools import partial
 from holdfast.ft.detectors.detector import Timer
 from holdfast.ft.membership.events import CasFailed, ViewRead
 from holdfast.ft.membership.view import View
-from holdfast.ft.node.ports import Answer, RegisterPort, Time
+from holdfast.ft.node.ports import Answer, NodeTime, RegisterPort
 from holdfast.ft.timeouts import Timeouts
 
 AWAY_SECONDS = 0.2
@@ -33,7 +33,7 @@ class RegisterClient:
     def __init__(
         self,
         register: RegisterPort,
-        time: Time,
+        time: NodeTime,
         timeouts: Timeouts,
         shown: Callable[[ViewRead], None],
         answered: Callable[[Answer], None],

@@ -15,7 +15,7 @@ from holdfast.ft.detectors.detector import Timer
 from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.node import messages
-from holdfast.ft.node.ports import Links, Time
+from holdfast.ft.node.ports import MemberLinks, NodeTime
 from holdfast.ft.rendezvous.relay import TreeRelay
 from holdfast.ft.rendezvous.table import RendezvousTable
 
@@ -26,7 +26,7 @@ CHUNK_BYTES = 256 << 10
 class TableSharing:
     """The copy of one member. `epoch` is that of its newest view; `parent` and `below` are next to it in the tree."""
 
-    def __init__(self, identity: str, time: Time, links: Links) -> None:
+    def __init__(self, identity: str, time: NodeTime, links: MemberLinks) -> None:
         self.table = RendezvousTable(self._changed)
         self.epoch = 0
         self.parent: Member | None = None

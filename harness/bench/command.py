@@ -242,10 +242,10 @@ def experts(options: ExpertsOptions) -> None:
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json, working
-    from holdfast.harness.bench.experts import Load, run, show
+    from holdfast.harness.bench.experts import ExpertLoad, run, show
 
     names = [name.strip() for name in options.contestants.split(",") if name.strip()]
-    load = Load(options.tokens, options.hidden, 4 * options.ranks)
+    load = ExpertLoad(options.tokens, options.hidden, 4 * options.ranks)
     try:
         with working(console(stderr=True), f"{counted(len(names), 'contestant')}, in turns") as progress:
             bench = run(

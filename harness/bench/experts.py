@@ -30,7 +30,7 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
-from holdfast.harness.measure.rounds import Turn, Workload, take_turns
+from holdfast.harness.measure.rounds import TimedTurn, Workload, take_turns
 from holdfast.harness.measure.show import figures, others
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _STEPS_BEFORE_KILL = 8
 _SECONDS_BEFORE_KILL = 0.05
 
 
-class Load(msgspec.Struct, frozen=True):
+class ExpertLoad(msgspec.Struct, frozen=True):
     """What each rank sends in a step."""
 
     tokens: int = 256
@@ -84,7 +84,7 @@ class ExpertsBench(msgspec.Struct, frozen=True):
     """A whole run. `others`: CPUs that other processes used meanwhile. `absent`: contestants that cannot run here."""
 
     ranks: int
-    load: Load
+    load: ExpertLoad
     exchanges: tuple[ExchangeTime, ...]
     kills: KillTime | None
     absent: tuple[str, ...]
@@ -94,7 +94,7 @@ class ExpertsBench(msgspec.Struct, frozen=True):
 def run(
     contestants: Sequence[str],
     ranks: int,
-    load: Load,
+    load: ExpertLoad,
     rounds: int,
     steps: int,
     kills: int,
@@ -137,22 +137,22 @@ class Exchanging(Workload[Exchanger]):
 
     name = "exchange"
 
-    def __init__(self, load: Load, steps: int, progress: Callable[[str], None]) -> None:
+    def __init__(self, load: ExpertLoad, steps: int, progress: Callable[[str], None]) -> None:
         self._load, self._steps, self._progress = load, steps, progress
 
-    def turn(self, contestant: Exchanger, number: int) -> Turn:
+    def turn(self, contestant: Exchanger, number: int) -> TimedTurn:
         """Many steps; each takes as long as on its slowest rank. Raises HoldfastError if a result is wrong."""
         self._progress(f"{contestant.name}, round {number + 1}")
         by_switch = contestant.name.startswith(SWITCH)
         of_ranks = contestant.cluster.run(_measure, by_switch, self._load, self._steps)
-        return Turn({"step": [max(step) for step in zip(*of_ranks, strict=True)]}, wrong=0)
+        return TimedTurn({"step": [max(step) for step in zip(*of_ranks, strict=True)]}, wrong=0)
 
 
 def _raise(name: str, error: Exception) -> None:
     raise error
 
 
-def _measure(comm: Communicator, by_switch: bool, load: Load, steps: int) -> list[float]:
+def _measure(comm: Communicator, by_switch: bool, load: ExpertLoad, steps: int) -> list[float]:
     """The seconds of each step on this rank; raises HoldfastError if a result is wrong."""
     tokens, chosen, weights = load.batch(comm.rank)
     seconds = []
@@ -233,7 +233,7 @@ def _outlive(comm: Communicator, victim: int, moment: int | float, place: Path) 
     `moment` is the step between whose dispatch and combine the victim kills itself, or the seconds until it does. It
     writes the time of the former to `place`.
     """
-    load = Load(tokens=64, hidden=64, experts=2 * comm.size)
+    load = ExpertLoad(tokens=64, hidden=64, experts=2 * comm.size)
     tokens, chosen, weights = load.batch(comm.rank)
     masked_in, end, number = -1, 0.0, 0
     with ExitStack() as stack, torch.no_grad():

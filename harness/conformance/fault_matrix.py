@@ -75,7 +75,7 @@ OPS: dict[str, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class MatrixCell:
     """One op, hit by one fault."""
 
     op: str
@@ -84,7 +84,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class OpEnd:
     """How one rank came out of a cell: its error, after how long, and the error of the next communicator."""
 
     error: str
@@ -98,8 +98,8 @@ class CellResult:
     """The ends of the survivors of a cell, and what they amount to."""
 
     backend: str
-    cell: Cell
-    ends: tuple[End, ...]
+    cell: MatrixCell
+    ends: tuple[OpEnd, ...]
 
     @property
     def usable(self) -> bool:
@@ -138,7 +138,7 @@ class CellResult:
         )
 
 
-def cells(backend: str, ops: Iterable[str] = OPS, faults: Iterable[str] = FAULTS) -> Iterator[Cell]:
+def cells(backend: str, ops: Iterable[str] = OPS, faults: Iterable[str] = FAULTS) -> Iterator[MatrixCell]:
     """The cells of a backend. Threads cannot be killed or stopped alone."""
     for op in ops:
         for fault in faults:
@@ -146,10 +146,10 @@ def cells(backend: str, ops: Iterable[str] = OPS, faults: Iterable[str] = FAULTS
                 if (mode == "coalesced") <= (op == "send_recv") and not (
                     fault in ("kill", "stop") and backend != STAND_IN and capabilities(backend).one_process
                 ):
-                    yield Cell(op, fault, mode)
+                    yield MatrixCell(op, fault, mode)
 
 
-def measure(backend: str, wanted: Sequence[Cell]) -> Iterator[CellResult]:
+def measure(backend: str, wanted: Sequence[MatrixCell]) -> Iterator[CellResult]:
     """The result of each cell. The processes live on from cell to cell, but for those that are killed."""
     outer = "gloo" if backend == STAND_IN else backend
     lasting, deadly = ([cell for cell in wanted if (cell.fault == "kill") == kills] for kills in (False, True))
@@ -168,16 +168,18 @@ def measure(backend: str, wanted: Sequence[Cell]) -> Iterator[CellResult]:
             yield CellResult(backend, cell, tuple(_end_of(outcome) for outcome in survivors))
 
 
-def _end_of(outcome: Any) -> End:
+def _end_of(outcome: Any) -> OpEnd:
     if outcome.error is not None:
-        return End(type(outcome.error).__name__, str(outcome.error), 0.0, "not reached")
+        return OpEnd(type(outcome.error).__name__, str(outcome.error), 0.0, "not reached")
     return outcome.value[0]  # type: ignore[no-any-return]
 
 
 # On each rank ---------------------------------------------------------------------------------------------------------
 
 
-def _run_cells(outer: Communicator, backend: str, wanted: Sequence[Cell], folder: str, first: int = 0) -> list[End]:
+def _run_cells(
+    outer: Communicator, backend: str, wanted: Sequence[MatrixCell], folder: str, first: int = 0
+) -> list[OpEnd]:
     if backend == STAND_IN:
         plugin = importlib.import_module(_PLUGIN)
         with contextlib.suppress(ValueError):  # it is there already
@@ -188,7 +190,7 @@ def _run_cells(outer: Communicator, backend: str, wanted: Sequence[Cell], folder
     ]
 
 
-def _run_cell(outer: Communicator, backend: str, cell: Cell, place: Path, pids: Sequence[int]) -> End:
+def _run_cell(outer: Communicator, backend: str, cell: MatrixCell, place: Path, pids: Sequence[int]) -> OpEnd:
     rank = outer.rank
     comm = comms.connect(
         backend, rank=rank, size=outer.size, rendezvous=url_of("file", place), name=f"cell-{place.name}", timeout=60.0
@@ -211,7 +213,7 @@ def _run_cell(outer: Communicator, backend: str, cell: Cell, place: Path, pids: 
     left = [other for other in range(outer.size) if other != VICTIM or cell.fault != "kill"]
     following = _failure(lambda: _use_next(backend, left.index(rank), len(left), place))
     name = "none" if error is None else type(error).__name__
-    return End(name, str(error), seconds, "right" if following is None else repr(following))
+    return OpEnd(name, str(error), seconds, "right" if following is None else repr(following))
 
 
 def _failure(call: Callable[[], Any]) -> Exception | None:
@@ -285,13 +287,13 @@ def table(found: Mapping[str, Sequence[CellResult]]) -> str:
     lines = ["", f"| op | called | {' | '.join(FAULTS)} |", "|---" * (2 + len(FAULTS)) + "|"]
     for op in OPS:
         for mode in MODES:
-            row = [_entry(found, Cell(op, fault, mode)) for fault in FAULTS]
+            row = [_entry(found, MatrixCell(op, fault, mode)) for fault in FAULTS]
             if any(entry != "-" for entry in row):
                 lines.append(f"| {op} | {mode} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
-def _entry(found: Mapping[str, Sequence[CellResult]], cell: Cell) -> str:
+def _entry(found: Mapping[str, Sequence[CellResult]], cell: MatrixCell) -> str:
     results = {backend: each for backend, results in found.items() for each in results if each.cell == cell}
     wrong = [f"{backend}: not {', '.join(each.missing)}" for backend, each in results.items() if each.missing]
     good = len(results) - len(wrong)

@@ -21,8 +21,8 @@ from holdfast.harness.gate import arm, workloads
 from holdfast.harness.gate.arm import SideOrder
 from holdfast.harness.gate.sides import Side, free_cpu
 from holdfast.harness.gate.workloads import WORKLOADS, GateWorkload
-from holdfast.harness.measure.rounds import Turn, Workload, mirrored, take_turns
-from holdfast.harness.measure.workers import Place, Started, Worker, WorkerFailed, WorkerGroup, call, ends
+from holdfast.harness.measure.rounds import TimedTurn, Workload, mirrored, take_turns
+from holdfast.harness.measure.workers import Place, StartedWorker, Worker, WorkerFailed, WorkerGroup, call, ends
 
 ANSWER_SECONDS = 60.0
 FEWEST_GROUPS, ENOUGH_SECONDS = 8, 0.4
@@ -62,10 +62,10 @@ class Slices(Workload[RunningSide]):
     def set_up(self, contestant: RunningSide) -> None:
         call(self._ranks(contestant), "prepare", self.name, into=type(None), timeout=ANSWER_SECONDS)
 
-    def turn(self, contestant: RunningSide, number: int) -> Turn:
+    def turn(self, contestant: RunningSide, number: int) -> TimedTurn:
         ops = round(self._workload.ops * (1 + contestant.extra))
         taken = call(self._ranks(contestant), "run", self.name, ops, into=int, timeout=ANSWER_SECONDS)
-        return Turn({"cpu": [sum(taken) / 1e9]}, wrong=None)
+        return TimedTurn({"cpu": [sum(taken) / 1e9]}, wrong=None)
 
     def _ranks(self, contestant: RunningSide) -> Sequence[Worker]:
         return contestant.group.workers[: self._workload.ranks]
@@ -140,7 +140,7 @@ class PairLauncher:
             yield [RunningSide(side, started.enter_context(self._start(side, cpu))) for side in sides]
 
     def _start(self, side: Side, cpu: int) -> WorkerGroup:
-        def start(place: Place) -> list[Started]:
+        def start(place: Place) -> list[StartedWorker]:
             order = SideOrder(str(side.site), cpu, str(place.folder), str(place.output), str(place.address))
             stdin, stdout = self._program.stdin, self._program.stdout
             assert stdin is not None and stdout is not None

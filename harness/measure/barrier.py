@@ -15,7 +15,7 @@ _SLOT = 8
 """Counters are eight words apart: one cache line each."""
 
 
-class Barrier:
+class WorkerBarrier:
     """The barrier of `ranks` ranks over the file at `path`, for `rank`. A wait calls `give_way` in a loop."""
 
     def __init__(self, path: Path, rank: int, ranks: int, give_way: Callable[[], object] = os.sched_yield) -> None:

@@ -63,7 +63,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     most: float
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class ContestantFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A contestant that failed, or does not have what was asked for."""
 
     contestant: str

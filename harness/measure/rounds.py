@@ -18,7 +18,7 @@ FAILURES = (NotImplementedError, OpFailed, WorkerFailed)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TimedTurn:
     """What one turn gave: the seconds of each figure, one or many.
 
     `wrong` counts results that came out wrong; None from a library that does not say. `memory` is private bytes that
@@ -39,7 +39,7 @@ class Workload(ABC, Generic[C]):
         """Prepare a contestant before the first round; nothing of it is recorded."""
 
     @abstractmethod
-    def turn(self, contestant: C, number: int) -> Turn:
+    def turn(self, contestant: C, number: int) -> TimedTurn:
         """One turn in round `number`. Raises one of `FAILURES`."""
 
 
@@ -65,14 +65,14 @@ def take_turns(
     rounds: Iterable[int],
     failed: Callable[[str, Exception], None],
     order: Order = rotated,
-) -> dict[str, list[Turn]]:
+) -> dict[str, list[TimedTurn]]:
     """Set up all contestants, then give them turns in each round; the turns of those that did not fail.
 
     A contestant that fails has no more turns, and `failed` is called with its name and the error.
     """
-    turns: dict[str, list[Turn]] = {}
+    turns: dict[str, list[TimedTurn]] = {}
 
-    def attempt(name: str, body: Callable[[C], Turn | None]) -> None:
+    def attempt(name: str, body: Callable[[C], TimedTurn | None]) -> None:
         try:
             turn = body(contestants[name])
         except FAILURES as error:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. `cpus` are those it may run on; `detail` names its library and version."""
 
     role: str
@@ -28,28 +28,28 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     detail: str
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
-    """Call a method of the worker's object; answered by `Returned` or `Raised`."""
+class MethodCall(msgspec.Struct, frozen=True, tag=True):
+    """Call a method of the worker's object; answered by `MethodReturned` or `MethodRaised`."""
 
     method: str
     arguments: tuple[msgspec.Raw, ...]
 
 
-class Returned(msgspec.Struct, frozen=True, tag=True):
+class MethodReturned(msgspec.Struct, frozen=True, tag=True):
     """What the method returned."""
 
     value: msgspec.Raw
 
 
-class Raised(msgspec.Struct, frozen=True, tag=True):
+class MethodRaised(msgspec.Struct, frozen=True, tag=True):
     """The method raised. `unmeasured`: the library has no such op, and nothing was tried."""
 
     text: str
     unmeasured: bool
 
 
-Message = Ready | Returned | Raised
-CALLS = msgspec.json.Decoder(Call)
+Message = WorkerReady | MethodReturned | MethodRaised
+CALLS = msgspec.json.Decoder(MethodCall)
 MESSAGES: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
@@ -58,7 +58,7 @@ def stream_of(connection: socket.socket) -> BinaryIO:
     return cast(BinaryIO, connection.makefile("rwb"))
 
 
-def say(stream: BinaryIO, message: Message | Call) -> None:
+def say(stream: BinaryIO, message: Message | MethodCall) -> None:
     """Send one message."""
     stream.write(msgspec.json.encode(message) + b"\n")
     stream.flush()
@@ -83,14 +83,14 @@ def serve_on(
     """Serve the public methods of `service` until the other end hangs up. `run` waits for those that are coroutines."""
     with stream_of(connection) as stream:
         try:
-            say(stream, Ready(role, rank, os.getpid(), tuple(sorted(os.sched_getaffinity(0))), detail))
+            say(stream, WorkerReady(role, rank, os.getpid(), tuple(sorted(os.sched_getaffinity(0))), detail))
             for line in stream:
                 say(stream, _answer(service, CALLS.decode(line), run))
         except ConnectionError:
             return
 
 
-def _answer(service: object, call: Call, run: Run | None) -> Returned | Raised:
+def _answer(service: object, call: MethodCall, run: Run | None) -> MethodReturned | MethodRaised:
     try:
         if call.method.startswith("_"):
             raise ValueError(f"{call.method} is no public method")
@@ -98,11 +98,11 @@ def _answer(service: object, call: Call, run: Run | None) -> Returned | Raised:
         if inspect.isawaitable(value):
             assert run is not None, f"{call.method} is a coroutine, and this worker has no loop"
             value = run(value)
-        return Returned(msgspec.Raw(msgspec.json.encode(value)))
+        return MethodReturned(msgspec.Raw(msgspec.json.encode(value)))
     except NotImplementedError as error:
-        return Raised(str(error), unmeasured=True)
+        return MethodRaised(str(error), unmeasured=True)
     except Exception as error:
-        return Raised("".join(traceback.format_exception_only(error)).strip(), unmeasured=False)
+        return MethodRaised("".join(traceback.format_exception_only(error)).strip(), unmeasured=False)
 
 
 def _call(method: Callable[..., Any], arguments: tuple[msgspec.Raw, ...]) -> Any:

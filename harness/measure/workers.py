@@ -25,7 +25,16 @@ from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, priv
 from holdfast.ft.launch.run_report import LATE_SECONDS, whereabouts
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote_with
-from holdfast.harness.measure.worker import MESSAGES, Call, Message, Raised, Ready, Returned, say, stream_of
+from holdfast.harness.measure.worker import (
+    MESSAGES,
+    Message,
+    MethodCall,
+    MethodRaised,
+    MethodReturned,
+    WorkerReady,
+    say,
+    stream_of,
+)
 
 T = TypeVar("T")
 
@@ -48,7 +57,7 @@ class OpFailed(HoldfastError):
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
-class Started(Protocol):
+class StartedWorker(Protocol):
     """Something that was started and has workers in it."""
 
     pid: int
@@ -105,7 +114,7 @@ class Fork:
         self._process.close()
 
 
-class Program:
+class WorkerProgram:
     """A program in a session of its own, and all processes that it starts: mpirun, or one with actors."""
 
     def __init__(self, place: Place, command: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -162,7 +171,7 @@ class Worker:
         self.name = "a worker that has not said who it is"
         try:
             ready = self._receive(5.0)
-            assert isinstance(ready, Ready)
+            assert isinstance(ready, WorkerReady)
             self.pidfd = os.pidfd_open(ready.pid)
         except (WorkerFailed, ProcessLookupError) as error:
             self._hang_up()
@@ -180,7 +189,7 @@ class Worker:
         """Begin a call; `answer` ends it. Raises `WorkerFailed`."""
         encoded = tuple(msgspec.Raw(msgspec.json.encode(each)) for each in arguments)
         try:
-            say(self._stream, Call(method, encoded))
+            say(self._stream, MethodCall(method, encoded))
         except OSError as error:
             raise WorkerFailed(f"{self.name} is gone: {error}") from error
 
@@ -191,10 +200,10 @@ class Worker:
         """
         return _value(self.receive(timeout), into)
 
-    def receive(self, timeout: float) -> Returned | Raised:
+    def receive(self, timeout: float) -> MethodReturned | MethodRaised:
         """The answer as it came. Raises `WorkerFailed`."""
         answer = self._receive(timeout)
-        assert not isinstance(answer, Ready)
+        assert not isinstance(answer, WorkerReady)
         return answer
 
     def _receive(self, timeout: float) -> Message:
@@ -230,8 +239,8 @@ class Worker:
         self._connection.close()
 
 
-def _value(answer: Returned | Raised, into: type[T]) -> T:
-    if isinstance(answer, Raised):
+def _value(answer: MethodReturned | MethodRaised, into: type[T]) -> T:
+    if isinstance(answer, MethodRaised):
         raise (NotImplementedError if answer.unmeasured else OpFailed)(answer.text)
     return msgspec.json.decode(answer.value, type=into)
 
@@ -251,7 +260,7 @@ def call(
 
 def answers(workers: Sequence[Worker], method: str, into: type[T], timeout: float = ANSWER_SECONDS) -> list[T]:
     """What a call that was sent to several workers returned; raises as `call`, as soon as one of them is gone."""
-    deadline, found = time.monotonic() + timeout, dict[Worker, Returned | Raised]()
+    deadline, found = time.monotonic() + timeout, dict[Worker, MethodReturned | MethodRaised]()
     with selectors.DefaultSelector() as waiting:
         for worker in workers:
             waiting.register(worker, selectors.EVENT_READ, worker)
@@ -262,7 +271,7 @@ def answers(workers: Sequence[Worker], method: str, into: type[T], timeout: floa
             for key, _ in ready:
                 found[key.data] = key.data.receive(5.0)
                 waiting.unregister(key.fileobj)
-    raised = [answer for answer in found.values() if isinstance(answer, Raised)]
+    raised = [answer for answer in found.values() if isinstance(answer, MethodRaised)]
     if raised and len(raised) < len(workers):
         raise WorkerFailed(f"{method}: {raised[0].text}")
     return [_value(found[worker], into) for worker in workers]
@@ -278,14 +287,18 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, contestant: str, count: int, start: Callable[[Place], Sequence[Started]], timeout: float = START_SECONDS
+        self,
+        contestant: str,
+        count: int,
+        start: Callable[[Place], Sequence[StartedWorker]],
+        timeout: float = START_SECONDS,
     ) -> None:
         """Return when all workers are ready. Raises `WorkerFailed`, with their last words, if they do not come."""
         self.contestant = contestant
         self.workers: list[Worker] = []
         self.place = Place("holdfast-measure-")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._started: list[Started] = []
+        self._started: list[StartedWorker] = []
         try:
             bind_unix(self._listener, self.place.address)
             self._listener.listen(64)
@@ -307,7 +320,7 @@ class WorkerGroup:
             raise WorkerFailed(f"{self.contestant}: {error}: {self._last_words()}") from error
 
     def add(
-        self, count: int, start: Callable[[Place], Sequence[Started]], timeout: float = START_SECONDS
+        self, count: int, start: Callable[[Place], Sequence[StartedWorker]], timeout: float = START_SECONDS
     ) -> list[Worker]:
         """Start processes with `count` more workers, and return these. Raises `WorkerFailed` if they do not come."""
         deadline, late = time.monotonic() + timeout, time.monotonic() + LATE_SECONDS
@@ -328,7 +341,7 @@ class WorkerGroup:
                 self.workers = sorted([*self.workers, come[-1]], key=lambda worker: (worker.role, worker.rank))
         return come
 
-    def replace(self, worker: Worker, start: Callable[[Place], Sequence[Started]]) -> Worker:
+    def replace(self, worker: Worker, start: Callable[[Place], Sequence[StartedWorker]]) -> Worker:
         """Kill a worker and start another one in its place."""
         worker.kill()
         worker.close()
@@ -354,7 +367,7 @@ class WorkerGroup:
         self._listener.close()
         self.place.close()
 
-    def _name_missing(self, count: int, come: Sequence[Worker], started: Sequence[Started]) -> None:
+    def _name_missing(self, count: int, come: Sequence[Worker], started: Sequence[StartedWorker]) -> None:
         """Print to stderr how many workers have not come after a while, and what the processes do."""
         there = [worker.pid for worker in come]
         lines = [

@@ -14,7 +14,7 @@ from holdfast.comms.plugins.registry import registry
 if "fake" not in comms.backends():
     pytest.skip("this installation lacks the entry point of `fake`: pip install -e .", allow_module_level=True)
 
-from holdfast.backends.fake import Call, FakeTransport
+from holdfast.backends.fake import FakeCall, FakeTransport
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_it_counts_shapes_and_bytes(comm: Communicator) -> None:
     comm.send(torch.ones(5, dtype=torch.uint8), 7)
     comm.barrier()
     counted = counts(comm)
-    assert counted.calls[Call("all_reduce", torch.float32, ((4, 8),), 128)] == 3
+    assert counted.calls[FakeCall("all_reduce", torch.float32, ((4, 8),), 128)] == 3
     assert (counted.bytes_of("all_reduce"), counted.bytes_of("send"), counted.bytes_of("barrier")) == (388, 5, 0)
     assert (comm.rank, comm.size, comm.info.transport) == (3, 1000, "nothing")
 

@@ -13,9 +13,9 @@ from holdfast.harness.conformance.fault_matrix import (
     FAULTS,
     OPS,
     STAND_IN,
-    Cell,
     CellResult,
-    End,
+    MatrixCell,
+    OpEnd,
     cells,
     measure,
     table,
@@ -42,7 +42,7 @@ def test_survivors_of_every_op_are_usable_told_and_bounded(backend: str) -> None
     check(backend, list(cells(backend)))
 
 
-def check(backend: str, wanted: list[Cell]) -> None:
+def check(backend: str, wanted: list[MatrixCell]) -> None:
     if backend != STAND_IN and (missing := registry().backend(backend).missing) is not None:
         pytest.skip(f"{missing.reason}; {missing.install_hint}")
     results = list(measure(backend, wanted))
@@ -50,26 +50,26 @@ def check(backend: str, wanted: list[Cell]) -> None:
     assert not [str(result) for result in results if result.missing]
 
 
-def result(fault: str, *ends: End, backend: str = "shm") -> CellResult:
-    return CellResult(backend, Cell("all_reduce", fault, "sync"), ends)
+def result(fault: str, *ends: OpEnd, backend: str = "shm") -> CellResult:
+    return CellResult(backend, MatrixCell("all_reduce", fault, "sync"), ends)
 
 
 def test_a_result_says_what_is_missing() -> None:
-    named = End("PeerFailed", "ranks 0, 1 failed: gone", 0.1, "right")
-    late = End("OpTimeout", "timed out after 0.5 s waiting for rank 1", 0.5, "right")
+    named = OpEnd("PeerFailed", "ranks 0, 1 failed: gone", 0.1, "right")
+    late = OpEnd("OpTimeout", "timed out after 0.5 s waiting for rank 1", 0.5, "right")
     assert result("kill", named, named).missing == ()
-    assert result("kill", named, End("PeerFailed", "unknown ranks failed", 0.1, "right")).missing == ("told",)
-    assert result("kill", named, End("PeerFailed", "rank 11 failed", 0.1, "right")).missing == ("told",)
-    assert result("kill", named, End("RuntimeError", "rank 1", 0.1, "right")).missing == ("told",)
-    assert result("slow", late, End("Revoked", "rank 0 aborted", 0.5, "right")).missing == ()
+    assert result("kill", named, OpEnd("PeerFailed", "unknown ranks failed", 0.1, "right")).missing == ("told",)
+    assert result("kill", named, OpEnd("PeerFailed", "rank 11 failed", 0.1, "right")).missing == ("told",)
+    assert result("kill", named, OpEnd("RuntimeError", "rank 1", 0.1, "right")).missing == ("told",)
+    assert result("slow", late, OpEnd("Revoked", "rank 0 aborted", 0.5, "right")).missing == ()
     assert result("kill", late).missing == ("told",), "a death has not to wait for a timeout"
-    unnamed = End("OpTimeout", "all_reduce (op 1) timed out waiting for unknown ranks", 0.5, "right")
+    unnamed = OpEnd("OpTimeout", "all_reduce (op 1) timed out waiting for unknown ranks", 0.5, "right")
     assert (result("slow", unnamed).missing, result("slow", unnamed, backend="gloo").missing) == (("told",), ())
-    assert result("kill", End("PeerFailed", "rank 1", 99.0, "OpTimeout()")).missing == ("usable", "bounded")
+    assert result("kill", OpEnd("PeerFailed", "rank 1", 99.0, "OpTimeout()")).missing == ("usable", "bounded")
 
 
 def test_the_table_has_a_row_for_each_way_to_call_an_op() -> None:
-    good, bad = (End("PeerFailed", f"rank {rank} failed", 0.1, "right") for rank in (1, 2))
+    good, bad = (OpEnd("PeerFailed", f"rank {rank} failed", 0.1, "right") for rank in (1, 2))
     rows = table({"shm": [result("kill", good)], "gloo": [result("kill", bad)]}).splitlines()
     assert rows[-1] == "| all_reduce | sync | 1 of 2; gloo: not told | - | - | - | - | - |"
     ways = {(cell.op, cell.mode) for cell in cells("shm")}

@@ -21,10 +21,10 @@ from holdfast.harness.bench.collectives.ranks import (
 from holdfast.harness.bench.drivers import mpi_programs, perftest
 from holdfast.harness.bench.drivers.mpi_programs import MPICH, OPENMPI
 from holdfast.harness.bench.drivers.perftest import UCX_PERFTEST, Perftest
-from holdfast.harness.measure.barrier import Barrier
-from holdfast.harness.measure.workers import Fork, Place, Program, Started, WorkerGroup
+from holdfast.harness.measure.barrier import WorkerBarrier
+from holdfast.harness.measure.workers import Fork, Place, StartedWorker, WorkerGroup, WorkerProgram
 
-__all__ = ["HOLDFAST", "MEMCPY", "PEERS", "RankGroup", "RankPlace", "RunningContestant", "missing", "start"]
+__all__ = ["HOLDFAST", "MEMCPY", "PEERS", "ContestantGroup", "RankPlace", "RunningContestant", "missing", "start"]
 
 PEERS = (GLOO, OPENMPI, MPICH, UCX_PERFTEST)
 PRELOAD = ("holdfast.comms", "holdfast.harness.bench.collectives.ranks", "holdfast.harness.bench.drivers.holdfast")
@@ -61,7 +61,7 @@ class RankPlace:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-class RankGroup(WorkerGroup):
+class ContestantGroup(WorkerGroup):
     """The running ranks of one contestant, which are workers of ours; `placed` says where each runs."""
 
     def __init__(
@@ -83,20 +83,22 @@ class RankGroup(WorkerGroup):
         return self.call("measure", order, into=Measurement, timeout=timeout)
 
 
-RunningContestant = RankGroup | Perftest
+RunningContestant = ContestantGroup | Perftest
 """The running ranks of a contestant."""
 
 
-def _start_ranks(contestant: str, ranks: int, placed: Callable[[int], RankPlace], place: Place) -> Sequence[Started]:
+def _start_ranks(
+    contestant: str, ranks: int, placed: Callable[[int], RankPlace], place: Place
+) -> Sequence[StartedWorker]:
     """Start the processes of all ranks: under mpirun where the library needs it, else forked by the zygote."""
-    Barrier.create(place.folder / "barrier", ranks)
+    WorkerBarrier.create(place.folder / "barrier", ranks)
     ours = _launcher_of(contestant) == "mpirun"
     if ours or contestant in (OPENMPI, MPICH):
         launcher = mpi_programs.launcher(OPENMPI if ours else contestant, ranks, place.shared)
         recovery = ["--with-ft", "ulfm"] if ours else []
         module = [sys.executable, "-m", "holdfast.harness.bench.collectives.ranks"]
         command = [*launcher.words, *recovery, *module, contestant, str(place.folder), str(ranks)]
-        return [Program(place, command, launcher.environment)]
+        return [WorkerProgram(place, command, launcher.environment)]
     if contestant == f"{HOLDFAST}inproc":
         return [Fork(place, contestant, partial(be_threads, contestant, place.folder, ranks), preload=PRELOAD)]
     started = []
@@ -122,4 +124,4 @@ def _launcher_of(contestant: str) -> str:
 
 def start(contestant: str, ranks: int) -> RunningContestant:
     """Start `ranks` ranks of `contestant`. Raises `WorkerFailed` with its last words if it does not come up."""
-    return Perftest(ranks) if contestant == UCX_PERFTEST else RankGroup(contestant, ranks)
+    return Perftest(ranks) if contestant == UCX_PERFTEST else ContestantGroup(contestant, ranks)

@@ -22,7 +22,7 @@ from holdfast.harness.bench.collectives.data import allocate, count_wrong, fill
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, Operation
 from holdfast.harness.bench.drivers.driver import TIMEOUT, CopyDriver, LibraryDriver
 from holdfast.harness.bench.drivers.mpi_programs import MPICH, OPENMPI
-from holdfast.harness.measure.barrier import Barrier
+from holdfast.harness.measure.barrier import WorkerBarrier
 from holdfast.harness.measure.worker import serve
 
 HOLDFAST = "holdfast:"
@@ -96,7 +96,7 @@ class Bound:
 
 
 def time_ops(
-    bound: Bound, call: Callable[[], object], seed: int, barrier: Barrier, times: int, block: int
+    bound: Bound, call: Callable[[], object], seed: int, barrier: WorkerBarrier, times: int, block: int
 ) -> list[tuple[int, int]]:
     """Entry and exit times (ns) of `times` timings of `block` calls each. Filling buffers is not timed."""
     timings = []
@@ -114,7 +114,7 @@ def time_ops(
 class Rank:
     """What a worker serves."""
 
-    def __init__(self, driver: LibraryDriver, barrier: Barrier) -> None:
+    def __init__(self, driver: LibraryDriver, barrier: WorkerBarrier) -> None:
         self._driver, self._barrier = driver, barrier
         self._bound: Bound | None = None
 
@@ -184,7 +184,7 @@ def be_rank(
     Raises what connecting raises.
     """
     driver = _driver(contestant, folder, rank, ranks)
-    barrier = Barrier(folder / "barrier", driver.rank, driver.ranks, give_way)
+    barrier = WorkerBarrier(folder / "barrier", driver.rank, driver.ranks, give_way)
     service = Rank(driver, barrier)
     try:
         serve(folder / "socket", service, contestant, driver.rank, driver.detail)

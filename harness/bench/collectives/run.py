@@ -18,7 +18,7 @@ from holdfast.harness.bench.collectives.ranks import Measure, Measurement
 from holdfast.harness.bench.output.results import Bench, BenchRow, OpFailure, ratios
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.results import Machine
-from holdfast.harness.measure.rounds import Turn, Workload, take_turns, total_wrong
+from holdfast.harness.measure.rounds import TimedTurn, Workload, take_turns, total_wrong
 from holdfast.harness.measure.stats import Timing
 from holdfast.harness.measure.workers import WorkerFailed
 
@@ -93,7 +93,7 @@ class Collective(Workload[TimedLibrary]):
         self.nbytes = operation.nbytes(self.c, itemsize, ranks)
         self._seed = 0
 
-    def turn(self, contestant: TimedLibrary, number: int) -> Turn:
+    def turn(self, contestant: TimedLibrary, number: int) -> TimedTurn:
         """Have all ranks time ops one by one ("single"), and in blocks ("block")."""
         self._seed += 2
         name, c = self.name, self.c
@@ -105,7 +105,7 @@ class Collective(Workload[TimedLibrary]):
         answers = contestant.running.measure(order, LONGEST_TURN)
         wrong = [answer.wrong for answer in answers] + [_early(answers) if name == "barrier" else 0]
         seconds = {"single": _slowest(answers, blocks=False), "block": _slowest(answers, blocks=True)}
-        return Turn(seconds, total_wrong(wrong))
+        return TimedTurn(seconds, total_wrong(wrong))
 
     def set_up(self, contestant: TimedLibrary) -> None:
         """Find out how many ops fill a library's turn, with an untimed turn that also warms it up."""
@@ -121,7 +121,7 @@ class Collective(Workload[TimedLibrary]):
         else:
             contestant.singles = self.plan.iterations or min(1000, max(3, int(turn / estimate)))
 
-    def row(self, library: TimedLibrary, turns: Sequence[Turn]) -> BenchRow:
+    def row(self, library: TimedLibrary, turns: Sequence[TimedTurn]) -> BenchRow:
         singles, blocks = ([each for turn in turns for each in turn.seconds[way]] for way in ("single", "block"))
         single = Timing.of(singles, 1)
         timing = Timing.of(blocks, library.block) if blocks else single

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.harness.measure.results import Failure, Ratio, Row, Run, wrong_in
+from holdfast.harness.measure.results import ContestantFailure, Ratio, Row, Run, wrong_in
 from holdfast.harness.measure.stats import Timing, pairwise
 
 
@@ -33,7 +33,7 @@ class OpRatio(Ratio, frozen=True, kw_only=True):
     ours: str
 
 
-class OpFailure(Failure, frozen=True, kw_only=True):
+class OpFailure(ContestantFailure, frozen=True, kw_only=True):
     """An op in which a library failed, or that it does not have, at one size and number of ranks."""
 
     op: str

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted, format_bytes
-from holdfast.harness.bench.collectives.contestants import HOLDFAST, RankGroup, RankPlace
+from holdfast.harness.bench.collectives.contestants import HOLDFAST, ContestantGroup, RankPlace
 from holdfast.harness.bench.collectives.run import BenchPlan
 from holdfast.harness.bench.collectives.run import run as run_bench
 from holdfast.harness.measure.show import figures, others
@@ -77,7 +77,7 @@ def run(
             rounds=rounds,
             iterations=OPS_A_TURN,
         )
-        bench = run_bench(plan, progress, lambda contestant, number: RankGroup(contestant, number, placed))
+        bench = run_bench(plan, progress, lambda contestant, number: ContestantGroup(contestant, number, placed))
     for name, reason in bench.skipped.items():
         raise HoldfastError(f"{name}: {reason}")
     for failure in (*bench.failures, *bench.unmeasured):

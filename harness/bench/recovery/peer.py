@@ -25,7 +25,7 @@ from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Spread
 from holdfast.harness.measure.worker import serve
-from holdfast.harness.measure.workers import OpFailed, Place, Program, Started, WorkerFailed, WorkerGroup
+from holdfast.harness.measure.workers import OpFailed, Place, StartedWorker, WorkerFailed, WorkerGroup, WorkerProgram
 
 HANGS_SECONDS = 10.0
 """Seconds without a recovery after which a job counts as hung."""
@@ -72,11 +72,13 @@ class UlfmRank:
         return completed
 
 
-def _start(ranks: int, nbytes: int, place: Place) -> Sequence[Started]:
+def _start(ranks: int, nbytes: int, place: Place) -> Sequence[StartedWorker]:
     how = launcher(OPENMPI, ranks, place.shared)
     module = [sys.executable, "-m", "holdfast.harness.bench.recovery.peer", str(place.address), str(nbytes)]
     return [
-        Program(place, [*how.words, "--with-ft", "ulfm", *module], {**how.environment, "TMPDIR": str(place.folder)})
+        WorkerProgram(
+            place, [*how.words, "--with-ft", "ulfm", *module], {**how.environment, "TMPDIR": str(place.folder)}
+        )
     ]
 
 

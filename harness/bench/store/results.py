@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.harness.measure.results import Failure, Ratio, Row, Run, wrong_in
+from holdfast.harness.measure.results import ContestantFailure, Ratio, Row, Run, wrong_in
 from holdfast.harness.measure.stats import pairwise
 
 FIRST_TURNS = 3
@@ -46,7 +46,7 @@ class GoalResult(msgspec.Struct, frozen=True):
     met: bool
 
 
-class StoreFailure(Failure, frozen=True, kw_only=True):
+class StoreFailure(ContestantFailure, frozen=True, kw_only=True):
     """A contestant that failed in a workload."""
 
     workload: str

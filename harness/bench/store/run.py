@@ -17,7 +17,7 @@ from holdfast.harness.bench.store.teams import Team, TeamPlan, missing
 from holdfast.harness.bench.store.workloads import WORKLOADS, StoreBenchWorkload
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.results import Machine
-from holdfast.harness.measure.rounds import Turn, take_turns, total_wrong
+from holdfast.harness.measure.rounds import TimedTurn, take_turns, total_wrong
 from holdfast.harness.measure.stats import Timing
 from holdfast.harness.measure.workers import WorkerFailed
 
@@ -80,7 +80,7 @@ def _measure(
     progress: Progress,
 ) -> list[StoreRow]:
     team_plan = workload.team(plan.size, plan.threads, plan.torchstore_source)
-    starts: dict[str, list[list[Turn]]] = {name: [] for name in names}
+    starts: dict[str, list[list[TimedTurn]]] = {name: [] for name in names}
     for start in range(1, plan.starts + 1):
         where = f"{workload.name}, start {start} of {plan.starts}"
         with ExitStack() as running:
@@ -116,7 +116,9 @@ def _told(rounds: int, where: str, progress: Progress) -> Iterator[int]:
         yield number
 
 
-def _row(workload: str, figure: str, name: str, plan: TeamPlan, starts: Sequence[Sequence[Turn]]) -> StoreRow | None:
+def _row(
+    workload: str, figure: str, name: str, plan: TeamPlan, starts: Sequence[Sequence[TimedTurn]]
+) -> StoreRow | None:
     """The row of a figure, from the turns of each start; None if no later turn gave it."""
     first = [max(early) for turns in starts if (early := _of(figure, turns[:FIRST_TURNS]))]
     later = [seconds for turns in starts for seconds in _of(figure, turns[FIRST_TURNS:])]
@@ -139,5 +141,5 @@ def _row(workload: str, figure: str, name: str, plan: TeamPlan, starts: Sequence
     )
 
 
-def _of(figure: str, turns: Sequence[Turn]) -> list[float]:
+def _of(figure: str, turns: Sequence[TimedTurn]) -> list[float]:
     return [seconds for turn in turns for seconds in turn.seconds.get(figure, ())]

@@ -21,7 +21,7 @@ from holdfast.harness.bench.store.drivers import (
     torchstore_home,
 )
 from holdfast.harness.bench.store.worker import be_worker
-from holdfast.harness.measure.workers import Fork, Place, Program, Started, Worker, WorkerGroup, call
+from holdfast.harness.measure.workers import Fork, Place, StartedWorker, Worker, WorkerGroup, WorkerProgram, call
 
 SEED = 1
 PRELOAD = ("holdfast.store", "holdfast.harness.bench.store.worker", "torch.distributed.checkpoint")
@@ -104,11 +104,15 @@ class Team(WorkerGroup):
         self.prepare([self.replace(worker, start)])
 
 
-def _start(contestant: str, plan: TeamPlan, roles: Sequence[Role], place: Place) -> Sequence[Started]:
+def _start(contestant: str, plan: TeamPlan, roles: Sequence[Role], place: Place) -> Sequence[StartedWorker]:
     if contestant == TORCHSTORE:
         module = [sys.executable, "-m", "holdfast.harness.bench.store.torchstore_actors"]
         counts = [str(plan.publishers), str(plan.readers)]
-        return [Program(place, [*module, *counts, str(place.folder), str(place.shared)], _torchstore_environment(plan))]
+        return [
+            WorkerProgram(
+                place, [*module, *counts, str(place.folder), str(place.shared)], _torchstore_environment(plan)
+            )
+        ]
     plane, environ = ("ucx", {"UCX_TLS": "tcp,self"}) if plan.apart else ("auto", {})
     nbytes = bytes_of(plan.tensors) // plan.publishers
     return [

@@ -17,7 +17,7 @@ from holdfast.harness.bench.store.drivers import HOLDFAST, MEMCPY, PEERS, SAFETE
 from holdfast.harness.bench.store.goals import Goal
 from holdfast.harness.bench.store.teams import Team, TeamPlan
 from holdfast.harness.bench.store.worker import Digests, How, Took
-from holdfast.harness.measure.rounds import Turn, Workload
+from holdfast.harness.measure.rounds import TimedTurn, Workload
 from holdfast.harness.measure.workers import Worker, call
 
 EVERYONE = (HOLDFAST, *PEERS)
@@ -39,7 +39,7 @@ class StoreBenchWorkload(Workload[Team]):
     what: str
     figures: Sequence[str]
     shapes: Callable[[int], tuple[TensorShape, ...]]
-    body: Callable[[Team, int], Turn]
+    body: Callable[[Team, int], TimedTurn]
     contestants: Sequence[str] = EVERYONE
     publishers: int = 1
     readers: int = 1
@@ -59,7 +59,7 @@ class StoreBenchWorkload(Workload[Team]):
     def set_up(self, contestant: Team) -> None:
         contestant.prepare()
 
-    def turn(self, contestant: Team, number: int) -> Turn:
+    def turn(self, contestant: Team, number: int) -> TimedTurn:
         return self.body(contestant, number + 1)
 
 
@@ -100,14 +100,14 @@ def wrong(readers: Sequence[Worker], digests: Digests, sharded: bool = False) ->
     return sum(reader.answer(int) for reader in readers)
 
 
-def _turn(seconds: Mapping[str, float], wrong: int, memory: Mapping[str, int] | None = None) -> Turn:
-    return Turn({figure: [each] for figure, each in seconds.items()}, wrong, memory or {})
+def _turn(seconds: Mapping[str, float], wrong: int, memory: Mapping[str, int] | None = None) -> TimedTurn:
+    return TimedTurn({figure: [each] for figure, each in seconds.items()}, wrong, memory or {})
 
 
 # Turns ----------------------------------------------------------------------------------------------------------------
 
 
-def exchange(team: Team, version: int) -> Turn:
+def exchange(team: Team, version: int) -> TimedTurn:
     """Publish a version, and have one reader get it."""
     digests, readers = change(team, version), team.readers[:1]
     published = publish(team, version)
@@ -115,7 +115,7 @@ def exchange(team: Team, version: int) -> Turn:
     return _turn({"publish": published.seconds, "get": got.seconds}, wrong(readers, digests))
 
 
-def _load(team: Team, version: int) -> Turn:
+def _load(team: Team, version: int) -> TimedTurn:
     digests, readers = change(team, version), team.readers[:1]
     publish(team, version)
     seconds, memory, bad = {}, {}, 0
@@ -127,14 +127,14 @@ def _load(team: Team, version: int) -> Turn:
     return _turn(seconds, bad, memory)
 
 
-def _verification(team: Team, version: int) -> Turn:
+def _verification(team: Team, version: int) -> TimedTurn:
     turn, readers = exchange(team, version), team.readers[:1]
     again(readers, version, "copy")  # maps the version
     copied = again(readers, version, "copy")
-    return Turn({"get": turn.seconds["get"], "copies alone": [copied.seconds]}, turn.wrong)
+    return TimedTurn({"get": turn.seconds["get"], "copies alone": [copied.seconds]}, turn.wrong)
 
 
-def _reshard(team: Team, version: int) -> Turn:
+def _reshard(team: Team, version: int) -> TimedTurn:
     digests = change(team, version)
     published = publish(team, version)
     got = get(team.readers, version)
@@ -145,7 +145,7 @@ def _reshard(team: Team, version: int) -> Turn:
     return _turn(seconds, bad + wrong(one, digests))
 
 
-def _fan_out(team: Team, version: int) -> Turn:
+def _fan_out(team: Team, version: int) -> TimedTurn:
     digests = change(team, version)
     publish(team, version)
     one = get(team.readers[:1], version)
@@ -159,7 +159,7 @@ def _fan_out(team: Team, version: int) -> Turn:
     return _turn(seconds, bad)
 
 
-def _served(team: Team, version: int) -> Turn:
+def _served(team: Team, version: int) -> TimedTurn:
     digests, reader = change(team, version), team.readers[0]
     blank([reader])
     reader.send("get", version, "follow")
@@ -169,7 +169,7 @@ def _served(team: Team, version: int) -> Turn:
     return _turn({"served": served.ended - published.began}, wrong([reader], digests))
 
 
-def _delta(team: Team, version: int) -> Turn:
+def _delta(team: Team, version: int) -> TimedTurn:
     """Publish a version that differs everywhere, then one that differs a little: the reader has the one before."""
     seconds, bad, readers = {}, 0, team.readers[:1]
     if version == 1:
@@ -183,7 +183,7 @@ def _delta(team: Team, version: int) -> Turn:
     return _turn(seconds, bad)
 
 
-def _killed(team: Team, version: int) -> Turn:
+def _killed(team: Team, version: int) -> TimedTurn:
     """Kill a holder in the middle of a get: in turn the publisher and the other one."""
     digests, reader = change(team, version), team.readers[0]
     publish(team, version)

@@ -48,7 +48,7 @@ class SimulatedSession:
         self._op = ""
         self._attempt = (0, 0)
         self._steps = protocol.StepProtocol(self.commits, process.member.id, process.core.timeouts).run()
-        self._request: protocol.Request = next(self._steps)
+        self._request: protocol.StepRequest = next(self._steps)
         self._turn = 0
 
     @property
@@ -95,7 +95,7 @@ class SimulatedSession:
             except HoldfastError as raised:
                 error = raised
 
-    def _commit(self, request: protocol.Commit) -> float:
+    def _commit(self, request: protocol.CommitStep) -> float:
         step = request.event.step
         attempt = self._attempt[1] if self._attempt[0] == step else 0
         digest = ((self.digest ^ (step << 20 | attempt)) * PRIME) & MASK
@@ -106,7 +106,7 @@ class SimulatedSession:
     def _now(self) -> float:
         return self._process.world.now
 
-    def _record(self, request: protocol.Record) -> None:
+    def _record(self, request: protocol.RecordStep) -> None:
         self._emit(request.event, request.in_epoch)
         if isinstance(request.event, events.StepPrepared):
             self._attempt = (request.event.step, request.event.epoch)
@@ -239,10 +239,10 @@ class SimulatedSession:
         self._process.after(seconds, still)
 
 
-CARRY_OUT: Mapping[type[protocol.Request], Callable[[SimulatedSession, Any], object]] = MappingProxyType(
+CARRY_OUT: Mapping[type[protocol.StepRequest], Callable[[SimulatedSession, Any], object]] = MappingProxyType(
     {
         protocol.Reach: lambda session, request: session._reach(request.point, session._go_on),
-        protocol.Record: SimulatedSession._record,
+        protocol.RecordStep: SimulatedSession._record,
         protocol.Now: lambda session, request: session._now(),
         protocol.JoinJob: lambda session, request: session._wait(),
         protocol.AwaitView: lambda session, request: session._await_view(request.newer_than),
@@ -260,8 +260,8 @@ CARRY_OUT: Mapping[type[protocol.Request], Callable[[SimulatedSession, Any], obj
         protocol.StageState: lambda session, request: None,
         protocol.StepBoundary: lambda session, request: None,
         protocol.RunBody: lambda session, request: session._run_body(),
-        protocol.Barrier: lambda session, request: session._meet("barrier", None, session._met),
-        protocol.Commit: SimulatedSession._commit,
+        protocol.AwaitBarrier: lambda session, request: session._meet("barrier", None, session._met),
+        protocol.CommitStep: SimulatedSession._commit,
         protocol.CloseRetired: lambda session, request: None,
         protocol.Settled: lambda session, request: None,
     }

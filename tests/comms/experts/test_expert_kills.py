@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from holdfast.harness import LocalCluster
-from holdfast.harness.bench.experts import Load, kill_again_and_again, run
+from holdfast.harness.bench.experts import ExpertLoad, kill_again_and_again, run
 from support.source_tree import ROOT
 from support.waiting import PATIENCE
 
@@ -27,7 +27,7 @@ def test_kills_at_random(backend: str, kills: int) -> None:
 
 
 def test_the_bench_compares_a_switch_with_a_collective() -> None:
-    bench = run(["switch:inproc", "all_to_all:inproc"], 2, Load(8, 4, 8), rounds=1, steps=2, kills=0)
+    bench = run(["switch:inproc", "all_to_all:inproc"], 2, ExpertLoad(8, 4, 8), rounds=1, steps=2, kills=0)
     assert [exchange.contestant for exchange in bench.exchanges] == ["switch:inproc", "all_to_all:inproc"]
     assert all(exchange.ms > 0 for exchange in bench.exchanges)
 

@@ -13,7 +13,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.node import messages
-from holdfast.ft.node.ports import Links
+from holdfast.ft.node.ports import MemberLinks
 from holdfast.ft.node.table_calls import TableCalls
 from holdfast.ft.node.table_sharing import CHUNK_BYTES, TableSharing, chunks
 from holdfast.ft.rendezvous import handlers as rendezvous
@@ -109,7 +109,7 @@ def test_large_tables_travel_in_several_messages() -> None:
     assert list(chunks({"large": bytes(2 * CHUNK_BYTES)})) == [{"large": bytes(2 * CHUNK_BYTES)}]
 
 
-class FakeLinks(Links):
+class FakeLinks(MemberLinks):
     """The members of a test, and the connections between them, some of which are broken for a time."""
 
     def __init__(self, me: str, members: dict[str, FakeLinks]) -> None:

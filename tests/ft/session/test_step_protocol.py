@@ -51,7 +51,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.commits.total = STEPS
         self.steps = protocol.StepProtocol(self.commits, self.name, Timeouts()).run()
-        self.request: protocol.Request = next(self.steps)
+        self.request: protocol.StepRequest = next(self.steps)
 
     @property
     def active(self) -> bool:
@@ -66,7 +66,7 @@ FALLIBLE = (
     protocol.StepBoundary,
     protocol.RunBody,
     protocol.StageState,
-    protocol.Barrier,
+    protocol.AwaitBarrier,
 )
 """The requests that may raise `FAILURES`."""
 
@@ -165,7 +165,7 @@ class ModelJob:
                 return self._meets(rank, "arrived")
             case protocol.ConfirmTransfer():
                 return self._meets(rank, "arrived")
-            case protocol.Barrier():
+            case protocol.AwaitBarrier():
                 return self._meets(rank, f"barrier {rank.commits.done}")
         return True
 
@@ -217,9 +217,9 @@ class ModelJob:
                     self.views.append(view_of(epoch + 1, [member.id for member in newest.members], "finished"))
             case protocol.Now():
                 answer = 0.0
-            case protocol.Record(StepPrepared(step=step, epoch=epoch)):
+            case protocol.RecordStep(StepPrepared(step=step, epoch=epoch)):
                 rank.attempt = step, epoch
-            case protocol.Commit(event):
+            case protocol.CommitStep(event):
                 self._note_commit(rank, event.step)
             case protocol.RunBody(step):
                 assert step == len(rank.history), "a step is done that is not the next one"
@@ -239,7 +239,7 @@ class ModelJob:
     def _throw(self, rank: Rank, error: HoldfastError) -> None:
         self._resume(rank, lambda: rank.steps.throw(error))
 
-    def _resume(self, rank: Rank, resume: Callable[[], protocol.Request]) -> None:
+    def _resume(self, rank: Rank, resume: Callable[[], protocol.StepRequest]) -> None:
         if isinstance(rank.request, protocol.RunBody):
             rank.opened = rank.request.step
         try:
@@ -334,7 +334,7 @@ class Alone:
         self.commits.total = 2
         self.view = view_of(1, ["p0"])
         self.steps = protocol.StepProtocol(self.commits, "p0", Timeouts()).run()
-        self.request: protocol.Request | None = next(self.steps)
+        self.request: protocol.StepRequest | None = next(self.steps)
 
     def answer(self) -> Any:
         match self.request:
@@ -352,7 +352,7 @@ class Alone:
                 return True
             case protocol.LeaveEpoch(failure):
                 return failure
-            case protocol.Commit() | protocol.Now():
+            case protocol.CommitStep() | protocol.Now():
                 return 0.0
         return None
 
@@ -363,7 +363,7 @@ class Alone:
         except StopIteration:
             self.request = None
 
-    def all_requests(self) -> list[protocol.Request]:
+    def all_requests(self) -> list[protocol.StepRequest]:
         requests = []
         while self.request is not None:
             requests.append(self.request)
@@ -378,7 +378,7 @@ def at_request(number: int) -> Alone:
     return alone
 
 
-def in_epoch(request: protocol.Request) -> bool:
+def in_epoch(request: protocol.StepRequest) -> bool:
     return getattr(request, "in_epoch", None) is not None
 
 
@@ -416,7 +416,7 @@ def test_the_user_is_told_of_the_outcome_after_the_next_epoch_stands() -> None:
         recovery.append(alone.request)
         alone.go_on()
     assert alone.request == protocol.Settled(committed=False)
-    events = [request.event for request in recovery if isinstance(request, protocol.Record)]
+    events = [request.event for request in recovery if isinstance(request, protocol.RecordStep)]
     assert [type(event) for event in events] == [CommunicatorBuilt, StepAborted]
     assert getattr(events[1], "epoch", 0) == 1, "the attempt's, not the next one"
 

@@ -22,7 +22,7 @@ from holdfast.ft.console.console import console
 from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.held_directory import MARKER
 from holdfast.harness.bench.collectives import run as rounds
-from holdfast.harness.bench.collectives.contestants import RankGroup, missing
+from holdfast.harness.bench.collectives.contestants import ContestantGroup, missing
 from holdfast.harness.bench.collectives.data import START, Array, allocate, count_wrong, fill, pattern
 from holdfast.harness.bench.collectives.definitions import (
     OPERATIONS,
@@ -41,7 +41,7 @@ from holdfast.harness.bench.overhead.imports import measure
 from holdfast.harness.bench.recovery import peer as recovery_peer
 from holdfast.harness.bench.recovery import recovery
 from holdfast.harness.measure import workers
-from holdfast.harness.measure.barrier import Barrier
+from holdfast.harness.measure.barrier import WorkerBarrier
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Timing
 from holdfast.harness.measure.workers import WorkerFailed
@@ -313,7 +313,7 @@ def test_memcpy_beside_an_op_copies_as_many_bytes() -> None:
 
 
 def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
-    with RankGroup("memcpy", 2) as group:
+    with ContestantGroup("memcpy", 2) as group:
         pids = [worker.pid for worker in group.workers]
         group.measure(COPY, 10.0)
 
@@ -332,7 +332,7 @@ def test_ranks_sleep_between_their_turns_and_are_gone_afterwards() -> None:
 def test_shared_files_of_open_mpi_lie_in_the_folder_that_is_removed() -> None:
     if (reason := missing("openmpi")) is not None:
         pytest.skip(reason)
-    with RankGroup("openmpi", 2) as group:
+    with ContestantGroup("openmpi", 2) as group:
         segments = [path for path in group.place.shared.iterdir() if path.name != MARKER]
         assert {path.name.split(".")[0] for path in segments} == {"sm_segment"}
         for worker in group.workers:  # once the first has died, mpirun ends the other
@@ -341,7 +341,7 @@ def test_shared_files_of_open_mpi_lie_in_the_folder_that_is_removed() -> None:
 
 
 def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> None:
-    with RankGroup("memcpy", 2) as group:
+    with ContestantGroup("memcpy", 2) as group:
         pids = [worker.pid for worker in group.workers]
         group.workers[1].kill()
         with pytest.raises(WorkerFailed, match=r"memcpy: memcpy 1 (ended|is gone)"):
@@ -407,8 +407,8 @@ def test_repeated_sums_in_place_stay_finite(tmp_path: Path, ranks: int) -> None:
     operation = OPERATIONS["all_reduce_reproducible"]
     bound = Bound(Summing(ranks), operation, 64, "float32")
     bound.fill(1)
-    Barrier.create(tmp_path / "barrier", 1)
-    alone = Barrier(tmp_path / "barrier", 0, 1)
+    WorkerBarrier.create(tmp_path / "barrier", 1)
+    alone = WorkerBarrier(tmp_path / "barrier", 0, 1)
     for times, block in ((500, 1), (20, int(operation.in_a_row(ranks)))):
         assert len(time_ops(bound, bound.call.run, 1, alone, times, block)) == times
         assert np.isfinite(bound.source).all()

@@ -11,11 +11,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.harness.measure.barrier import Barrier
-from holdfast.harness.measure.rounds import Turn, Workload, mirrored, rotated, take_turns, total_wrong
+from holdfast.harness.measure.barrier import WorkerBarrier
+from holdfast.harness.measure.rounds import TimedTurn, Workload, mirrored, rotated, take_turns, total_wrong
 from holdfast.harness.measure.stats import pairwise
 from holdfast.harness.measure.worker import serve
-from holdfast.harness.measure.workers import Fork, OpFailed, Place, Program, WorkerFailed, WorkerGroup, answers, call
+from holdfast.harness.measure.workers import (
+    Fork,
+    OpFailed,
+    Place,
+    WorkerFailed,
+    WorkerGroup,
+    WorkerProgram,
+    answers,
+    call,
+)
 
 
 class Sum(msgspec.Struct, frozen=True):
@@ -89,8 +98,8 @@ def test_a_worker_that_died_is_named_and_another_takes_its_place() -> None:
 
 
 def test_workers_that_do_not_come_are_reported_with_the_last_words(capfd: pytest.CaptureFixture[str]) -> None:
-    def program(*words: str) -> Callable[[Place], list[Program]]:
-        return lambda place: [Program(place, words, {})]
+    def program(*words: str) -> Callable[[Place], list[WorkerProgram]]:
+        return lambda place: [WorkerProgram(place, words, {})]
 
     with pytest.raises(WorkerFailed, match="idler ended while starting: no such luck"):
         WorkerGroup("idler", 1, program("sh", "-c", "echo no such luck"))
@@ -101,15 +110,15 @@ def test_workers_that_do_not_come_are_reported_with_the_last_words(capfd: pytest
 def test_workers_that_are_late_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("holdfast.harness.measure.workers.LATE_SECONDS", 0.0)
     with pytest.raises(WorkerFailed, match="did not start in time"):
-        WorkerGroup("idler", 2, lambda place: [Program(place, ["sleep", "60"], {})], timeout=0.5)
+        WorkerGroup("idler", 2, lambda place: [WorkerProgram(place, ["sleep", "60"], {})], timeout=0.5)
     first, process = capfd.readouterr().err.splitlines()
     assert first == "idler: after 0 s 0 of 2 workers have come; it said nothing"
     assert process.startswith("  pid ") and "s of processor time" in process
 
 
 def test_a_barrier_lets_none_through_before_the_last(tmp_path: Path) -> None:
-    Barrier.create(tmp_path / "barrier", 2)
-    one, other = (Barrier(tmp_path / "barrier", rank, 2, lambda: None) for rank in range(2))
+    WorkerBarrier.create(tmp_path / "barrier", 2)
+    one, other = (WorkerBarrier(tmp_path / "barrier", rank, 2, lambda: None) for rank in range(2))
     with pytest.raises(TimeoutError, match="not all ranks came"):
         one.wait(timeout=0.01)
     other.wait(timeout=1.0)
@@ -129,11 +138,11 @@ class Named(Workload[str]):
         self.order: list[str] = []
         self._failing = failing
 
-    def turn(self, contestant: str, number: int) -> Turn:
+    def turn(self, contestant: str, number: int) -> TimedTurn:
         if contestant in self._failing and number == 1:
             raise self._failing[contestant]
         self.order.append(contestant)
-        return Turn({"op": [float(number)]}, wrong=0)
+        return TimedTurn({"op": [float(number)]}, wrong=0)
 
 
 def test_the_order_of_turns_moves_by_one_each_round() -> None:
