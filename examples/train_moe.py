@@ -24,7 +24,7 @@ KILLED, KILL_STEP = 1, 20
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank learns from in a step: points, and a function of them that has a kink in each coordinate."""
+    """The points of a rank in a step, and a function of them that has a kink in each coordinate."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     points = torch.randn(TOKENS, FEATURES, generator=generator)
     return points, points.abs() - 0.5 * points.roll(1, dims=1)

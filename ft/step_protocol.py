@@ -329,7 +329,7 @@ class CloseRetired(StepRequest, frozen=True):
 
 
 class Settled(StepRequest, frozen=True):
-    """Tell the user whether the step is `committed`, and go on when the next one is asked for; or the job is `over`."""
+    """Tell the user whether the step is `committed` or the job `over`; go on at the next step."""
 
     committed: bool
     over: bool = False
@@ -365,7 +365,7 @@ class StepProtocol:
     # Steps ----------------------------------------------------------------------------------------------------
 
     def _work_in(self, view: View) -> Asks[View | None]:
-        """Do steps in the epoch of `view` until it ends; returns the view of the next, None if the job is over."""
+        """Do steps in the epoch of `view`; returns the next epoch's view, None if the job is over."""
         commits, opened, retired = self._commits, -1, True
         try:
             yield from self._synchronise()

@@ -1,4 +1,4 @@
-"""Hierarchical collectives: the ranks of a host share memory, and one rank of each host talks to those of the others.
+"""Hierarchical collectives: over shared memory within a host, over another transport between hosts.
 
 Three transports are connected: `flat` over all ranks, `inner` over those of this host, and a `rail`: rank i of each
 host, for every i below the size of the smallest host. An all_reduce is a reduce-scatter within each host, an all_reduce

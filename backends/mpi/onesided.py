@@ -1,4 +1,6 @@
-"""Messages for windows over MPI, on a communicator that only the windows use; a thread of each rank takes them in.
+"""Messages for windows over MPI, on a communicator that only the windows use.
+
+A thread of each rank takes them in.
 
 Open MPI has one-sided calls, but documents each of its components for them as unfit for use with faults: over shared
 memory they return bytes of dead processes, and elsewhere they wait for an idle target, past any abort. Messages can be

@@ -220,7 +220,7 @@ class Queue:
 
 
 class QueuedGroup:
-    """As `LikeNccl`, but the ops run in a queue; an abort ends the one that is blocked, and then takes its time."""
+    """As `LikeNccl`, but ops run in a queue. An abort ends the blocked one, and takes `seconds`."""
 
     def __init__(self, group: Any, connections: list[Any], seconds: float) -> None:
         self._group, self._at_once = group, LikeNccl(group)

@@ -229,7 +229,7 @@ class NcclTransport(TorchGroup):
         return OpCall(start, methodcaller("wait"), finish_late)
 
     def _straight(self, plan: OpPlan) -> tuple[str, Any, dict[str, Any]]:
-        """The call of torch's group for an op, its kind of options and their fields; no kind if it needs more."""
+        """The call of torch's group for an op, its options' type and their fields; no type if it needs more."""
         if not plan.nbytes or plan.dtype not in PLAIN:
             return "", None, {}
         if plan.reduction is not None:

@@ -1,4 +1,4 @@
-"""`prepare`: an op of a communicator with its arguments, to be started many times for less than a plain call costs.
+"""`prepare`: an op with its arguments, to be started many times for less than a plain call costs.
 
 The arguments are checked once. A start compares the tensors with what was checked, and checks them again only if they
 have changed since: the op runs on the tensors as they are then.

@@ -212,7 +212,7 @@ class MessageLinks(ExpertLinks):
         return _words(words)
 
     def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
-        """Send the kind, the size of the payload and the head as one message; then the payload, if there is one."""
+        """Send kind, payload size and head as one message, then the payload, if there is one."""
         payload = frame[self._head :]
         first = torch.cat([torch.tensor([kind, len(payload)], device="cpu"), frame[: self._head]])
         self._issue(rank, [Send(first, 1)] + ([Send(payload, 1, _PAYLOAD)] if len(payload) else []))
@@ -266,7 +266,7 @@ class MessageLinks(ExpertLinks):
             self._issue(rank, [Send(first, 1)])
 
     def close(self) -> None:
-        """Give the last frames a moment to arrive: a peer that needs the decision of the last step waits for it now."""
+        """Wait a moment for the last frames to arrive: a peer may need the last step's decision."""
         until = time.monotonic() + _LEAVE_SECONDS
         for work in self._sent.values():
             with contextlib.suppress(HoldfastError):

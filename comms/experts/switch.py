@@ -217,9 +217,10 @@ class Switch:
         return torch.bmm(used[:, None, :], per_token).squeeze(1).to(self.dtype)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Add up `tensor` over the living ranks, in place, in rank order; all get equal bits, and agree on who is in.
+        """Add up `tensor` over the living ranks, in place, in rank order.
 
-        For what all ranks have, such as the gradients of a router. Divide by `sum(switch.alive)` for a mean.
+        All get equal bits, and agree on the ranks that are in the sum. It is for what all ranks have, such as the
+        gradients of a router. Divide by `sum(switch.alive)` for a mean.
         """
         self._check_usable()
         if self._routing is not None:

@@ -61,7 +61,7 @@ ALIKE = frozenset(["all_reduce", "broadcast", "all_gather", "all_gather_single"]
 
 
 def compare_checksums(comm: Communicator, timeout: float | None = None) -> HookHandle:
-    """Make each op whose result must be equal on all ranks raise `CorruptData` if it is not, naming the odd ranks.
+    """Compare the results of ops that must be equal on all ranks; `CorruptData` names the ranks that differ.
 
     Collective: every rank calls it, and removes the handle, after the same op. The ranks exchange checksums over a
     split of the communicator, one small all-gather an op.

@@ -299,7 +299,7 @@ class Requests:
     # -- messages of the others
 
     def room(self, source: Source, text: bytes, nbytes: int) -> memoryview | None:
-        """Where the body of a good put belongs, so that a channel can let it arrive there; None for all else."""
+        """The memory in which a valid put's body belongs, for a channel to receive into; None for all else."""
         if len(text) != HEAD.size or (head := Head.decode(text)).kind != PUT:
             return None
         if not nbytes or (exposed := self._exposed.get(head.region)) is None:

@@ -38,9 +38,10 @@ class Registration:
 
 
 def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A CPU tensor on huge pages, where the kernel gives them: its first use and its ops over shared memory are faster.
+    """A CPU tensor on huge pages, where the kernel gives them.
 
-    Its numbers are zero. From 2 MiB on; smaller tensors are torch's own.
+    Its first use, and its ops over shared memory, are faster. Its numbers are zero. From 2 MiB on; smaller tensors are
+    torch's own.
     """
     size = (shape,) if isinstance(shape, int) else tuple(shape)
     nbytes = math.prod(size) * dtype.itemsize

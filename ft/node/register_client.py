@@ -1,4 +1,4 @@
-"""The requests of a node to the register: one of a kind at a time, with a deadline, and repeated where that is safe."""
+"""The requests of a node to the register: one of a kind at a time, with a deadline, repeated where safe."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RegisterClient:
             self._deadline = self._time.call_later(patience, self._take, number, late)
 
     def follow(self) -> None:
-        """Pass new views to `shown` from now on: at once while the job is being formed, and now and then after it.
+        """Pass new views to `shown`: at once while the job is being formed, later now and then.
 
         Later the members announce views to each other, and the register is read in case they could not: a thread that
         woke at each change would compete with a rebuild for the processor. A register that pushes changes is watched

@@ -1,4 +1,4 @@
-"""Tells by `logging` what happens to a job: one line for each event of a recovery, for whoever sees stderr alone.
+"""Logs what happens to a job: one line for each event of a recovery.
 
 Lines of level INFO tell a recovery, DEBUG has every step. What all members learn, one of them tells: the first that
 was a member before. HOLDFAST_LOG chooses the level.

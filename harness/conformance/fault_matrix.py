@@ -107,7 +107,7 @@ class CellResult:
 
     @property
     def told(self) -> bool:
-        """Whether all errors are typed and say which rank, or why: after a timeout, the error of one rank at least.
+        """Whether all errors are typed and name a rank or a reason; after a timeout, at least one does.
 
         gloo and NCCL do not know who has not come: over these a timeout says which op it is. Nor does gloo tell whose
         connection was closed.
@@ -283,7 +283,7 @@ _MARK = "<!-- the table: python -m holdfast.harness.conformance.fault_matrix --w
 
 
 def table(found: Mapping[str, Sequence[CellResult]]) -> str:
-    """The results as a table in Markdown: a row for each op and way to call it, a column for each fault."""
+    """The results as a Markdown table: a row for each op and way to call it, a column a fault."""
     lines = ["", f"| op | called | {' | '.join(FAULTS)} |", "|---" * (2 + len(FAULTS)) + "|"]
     for op in OPS:
         for mode in MODES:

@@ -46,7 +46,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunningSide:
-    """The processes of a side, and its extra work as a share: 0.05 does 5% more ops, timed as if it had not."""
+    """The processes of a side. `extra` 0.05 does 5% more ops, timed as if it had not."""
 
     side: Side
     group: WorkerGroup
@@ -54,7 +54,7 @@ class RunningSide:
 
 
 class Slices(Workload[RunningSide]):
-    """One workload of the gate: a turn is a slice of some milliseconds, and its figure the CPU time of all ranks."""
+    """One workload of the gate: a turn lasts milliseconds, and measures the CPU time of all ranks."""
 
     def __init__(self, workload: GateWorkload) -> None:
         self.name, self._workload = workload.name, workload
@@ -74,7 +74,7 @@ class Slices(Workload[RunningSide]):
 def slices(
     running: dict[str, RunningSide], workload: GateWorkload, groups: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Run at most `groups` groups of turns, in turn A B B A and B A A B; the CPU seconds of the two turns in each.
+    """Run at most `groups` groups of turns, A B B A and B A A B alternating; returns CPU seconds.
 
     Raises `CannotRun`.
     """

@@ -48,7 +48,7 @@ Order = Callable[[Sequence[str], int], Iterable[str]]
 
 
 def rotated(names: Sequence[N], number: int) -> Iterable[N]:
-    """Each once; the first of a round is the second of the one before, so none always follows the same other one."""
+    """Each name once, beginning with the second of the round before: none always follows the same one."""
     first = number % max(1, len(names))
     return [*names[first:], *names[:first]]
 

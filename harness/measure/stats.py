@@ -61,13 +61,13 @@ class Pairwise(NamedTuple):
 
 
 def pairwise(ours: Sequence[float], theirs: Sequence[float]) -> Pairwise:
-    """How many times as fast ours was: the ratios of turns of the same round, so that a slow round counts in both."""
+    """How many times as fast ours was, by rounds: a slow round counts for both."""
     ratios = [their / our for our, their in zip(ours, theirs, strict=False)]
     return Pairwise(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def paired_ratio(quads: Sequence[tuple[float, float, float, float]]) -> float:
-    """The log ratio of B to A over groups of four times in the order A, B, B, A: the mean over their middle half."""
+    """The log ratio of B to A over groups of times A, B, B, A: the mean of their middle half."""
     ratios = sorted(math.log(b1 * b2 / (a1 * a2)) / 2 for a1, b1, b2, a2 in quads)
     outside = len(ratios) // 4
     return statistics.fmean(ratios[outside : len(ratios) - outside])

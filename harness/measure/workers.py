@@ -69,7 +69,7 @@ class StartedWorker(Protocol):
 
 
 class Place:
-    """What the processes of a group share: a folder with its socket, one in shared memory, and a file of output."""
+    """What a group's processes share: a folder with its socket, one in shared memory, an output file."""
 
     def __init__(self, prefix: str) -> None:
         self._folders = HeldDirectory(prefix), HeldDirectory(prefix, SHARED_MEMORY)
@@ -259,7 +259,7 @@ def call(
 
 
 def answers(workers: Sequence[Worker], method: str, into: type[T], timeout: float = ANSWER_SECONDS) -> list[T]:
-    """What a call that was sent to several workers returned; raises as `call`, as soon as one of them is gone."""
+    """The results of a call that was sent to several workers; raises as `call`, once one is gone."""
     deadline, found = time.monotonic() + timeout, dict[Worker, MethodReturned | MethodRaised]()
     with selectors.DefaultSelector() as waiting:
         for worker in workers:

@@ -1,4 +1,4 @@
-"""`Hooks`: calls the user's hooks before, after and at the end of each op of a group, and at its abort (torch 2.14).
+"""`Hooks`: calls the user's hooks around each op of a group, and at its abort (torch 2.14).
 
 torch fires them where its C++ dispatcher calls a backend, and a process group in Python is called without it. There
 torch attaches its checks for NaN, too (TORCH_DIST_NAN_CHECK=1). For a holdfast group both happen here.

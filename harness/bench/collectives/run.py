@@ -57,7 +57,7 @@ class BenchPlan:
 
 @dataclass(slots=True)
 class TimedLibrary:
-    """A library at one op and size, and how it is timed there: `singles` ops alone, `blocks` of `block` in a row."""
+    """A library at one op and size: it times `singles` ops alone, and `blocks` of `block` in a row."""
 
     running: RunningContestant
     singles: int = 5

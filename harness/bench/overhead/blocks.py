@@ -31,7 +31,7 @@ def block_times(
     clock: Callable[[], float] = time.perf_counter,
     line_up: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
-    """By way, the seconds of a call in each round; before a block all ranks `line_up`, and one call is not timed."""
+    """By way, the seconds of a call in each round. Ranks `line_up` before a block; its first call is untimed."""
     times: list[list[float]] = [[] for _ in ways]
     for turn in range(rounds):
         for number in rotated(range(len(ways)), turn):

@@ -1,4 +1,4 @@
-"""The ports of a node in virtual time: a clock, links, a register and the processes of its host, each with faults."""
+"""The ports of a node in virtual time: clock, links, register and processes, each with faults."""
 
 from __future__ import annotations
 
