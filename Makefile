@@ -17,7 +17,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch monarch openenv trl titan asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch lightning monarch openenv ray titan torchft trl asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -154,11 +154,14 @@ executorch: extra-executorch  ## a trained model as a program of ExecuTorch, whi
 monarch: $(STAMP)  ## memory between Monarch's actors: our RDMABuffer beside Monarch's over TCP
 	$(BIN)/python examples/stack/monarch/rdma.py
 
-openenv titan trl: %: extra-%
+lightning openenv ray titan torchft trl: %: extra-%
 	$(EXTRAS)/$*/bin/python examples/stack/$*/show.py
 
+lightning:  ## Lightning's Trainer over holdfast, beside gloo and with a rank killed
 openenv:  ## our environments at OpenEnv's server and ours: `openenv validate`, and both clients
+ray:  ## tensors between Ray's actors over a memory plane, beside Ray's own ways, and Ray Train over holdfast
 titan:  ## TorchTitan both ways: its models as trainers, ranks killed, and its own Trainer beside gloo
+torchft:  ## two groups of torchft over holdfast, beside gloo and with one killed
 trl:  ## TRL, Accelerate and transformers' Trainer over holdfast, beside gloo and with a rank killed
 
 asv-run: $(STAMP) peers  ## all benchmarks on the last commit (PROFILE=quick|full, BENCH=pattern)

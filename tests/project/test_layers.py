@@ -32,6 +32,7 @@ LAYERS = {
         connect experts
         grids
         torchdist
+        interop
     """,
     "backends": """
         common

@@ -63,5 +63,12 @@ def test_trl_over_holdfast_is_equal_to_gloo_though_a_rank_is_killed() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_openenv_validates_our_environments_and_plays_them() -> None:
-    run("openenv", STACK / "openenv" / "show.py")
+@pytest.mark.parametrize("system", ["lightning", "openenv", "ray", "torchft"])
+def test_the_example_of_a_system_finds_what_the_table_says(system: str) -> None:
+    run(system, STACK / system / "show.py")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_torchfts_own_tests_of_process_groups_pass_over_ours() -> None:
+    run("torchft", STACK / "torchft" / "own_tests.py", "process_group_test")

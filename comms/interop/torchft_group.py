@@ -1,0 +1,64 @@
+"""`ProcessGroupHoldfast`: the process group that torchft's Manager configures anew for each quorum, over holdfast.
+
+    manager = torchft.Manager(pg=ProcessGroupHoldfast(), ...)
+
+It has its own errors: an op whose peer died raises `PeerFailed` at once, and the Manager discards the step.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchft.process_group import ProcessGroupWrapper
+
+from holdfast.comms.connect import connect
+from holdfast.comms.torchdist.options import Options, resolve_options
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+
+
+class ProcessGroupHoldfast(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has no types
+    """What `torchft.ProcessGroupGloo` is, over a transport of holdfast's: that of `options`, else of HOLDFAST_BACKEND.
+
+    `timeout` bounds each `configure`, and each op.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60), options: Options | None = None) -> None:
+        super().__init__(timeout)
+        self._options = resolve_options(options, None)
+
+    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> HoldfastProcessGroup:
+        """Connect the members of a quorum, through its part of the store; collective over them."""
+        seconds = self._timeout.total_seconds()
+        communicator = connect(
+            self._options.backend,
+            rank=rank,
+            size=world_size,
+            rendezvous=store,
+            name=f"torchft-{self._quorum_id}-{self._group_rank}",
+            device=torch.device(self._options.device),
+            timeout=seconds,
+        )
+        return HoldfastProcessGroup(store, communicator, self._options, seconds)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return "torchft-holdfast"
+
+    def errored(self) -> Exception | None:
+        """The error that ended the group, also if no op has raised it yet; the Manager then discards the step."""
+        group: Any = self._pg
+        over = None if group is None else group.communicator.over
+        return over if isinstance(over, Exception) else None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        if self._pg is not None:
+            self._pg.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Release all resources; peers' ops raise `PeerFailed`."""
+        if self._pg is not None:
+            self._pg.shutdown()
+        super().shutdown()
