@@ -17,7 +17,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch lightning monarch openenv ray titan torchft trl asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch lightning monarch openenv ray titan torchft trl verl asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -154,7 +154,7 @@ executorch: extra-executorch  ## a trained model as a program of ExecuTorch, whi
 monarch: $(STAMP)  ## memory between Monarch's actors: our RDMABuffer beside Monarch's over TCP
 	$(BIN)/python examples/stack/monarch/rdma.py
 
-lightning openenv ray titan torchft trl: %: extra-%
+lightning openenv ray titan torchft trl verl: %: extra-%
 	$(EXTRAS)/$*/bin/python examples/stack/$*/show.py
 
 lightning:  ## Lightning's Trainer over holdfast, beside gloo and with a rank killed
@@ -163,6 +163,7 @@ ray:  ## tensors between Ray's actors over a memory plane, beside Ray's own ways
 titan:  ## TorchTitan both ways: its models as trainers, ranks killed, and its own Trainer beside gloo
 torchft:  ## two groups of torchft over holdfast, beside gloo and with one killed
 trl:  ## TRL, Accelerate and transformers' Trainer over holdfast, beside gloo and with a rank killed
+verl:  ## the weight store as a checkpoint engine of verl's
 
 asv-run: $(STAMP) peers  ## all benchmarks on the last commit (PROFILE=quick|full, BENCH=pattern)
 	$(ASV) machine --yes

@@ -63,7 +63,7 @@ def test_trl_over_holdfast_is_equal_to_gloo_though_a_rank_is_killed() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("system", ["lightning", "openenv", "ray", "torchft"])
+@pytest.mark.parametrize("system", ["lightning", "openenv", "ray", "torchft", "verl"])
 def test_the_example_of_a_system_finds_what_the_table_says(system: str) -> None:
     run(system, STACK / system / "show.py")
 
