@@ -18,7 +18,7 @@ import torchft.process_group
 
 from holdfast.comms.interop.torchft_group import ProcessGroupHoldfast
 
-TESTS = ("process_group_test", "manager_integ_test", "local_sgd_integ_test", "lighthouse_test")
+TESTS = ("process_group_test", "manager_integ_test")
 OURS = r"rank \d+ failed: it left|rank \d+ aborted: an earlier op failed|timed out after [\d.]+ s waiting for rank"
 
 
