@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
@@ -200,6 +200,22 @@ def _show_scales(name: str, scales: Iterable[ScaleResult]) -> None:
     out.print(table)
     for scale in scales:
         out.print(f"trace {scale.trace}, {counted(scale.events, 'event')}, seed {scale.seed}")
+
+
+# Simulated and real -----------------------------------------------------------------------------------------------
+
+
+def compare_with_processes(sizes: Sequence[int], repeats: int, json: bool) -> int:
+    """Simulate faults, inject them into real processes, and show both."""
+    from holdfast.harness.simulate.compare import compare, show_comparison
+
+    with working(console(stderr=True), "comparing: about a minute", every=LINE_SECONDS) as say:
+        result = compare(sizes, repeats=repeats, progress=say)
+    if json:
+        print_json(result)
+    else:
+        show_comparison(result)
+    return 0
 
 
 # Known bugs --------------------------------------------------------------------------------------------------------

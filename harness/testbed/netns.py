@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.system.file_io import write_all
 from holdfast.comms.transport.liveness import HOST, this_host
 
 _CLONE_NEWNET = 0x40000000
@@ -56,6 +57,28 @@ class EnterNamespace:
             _setns(fd)
         finally:
             os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimHost:
+    """Called in a process: moves it to a free host, and records the host's number and the process in `folder`."""
+
+    folder: Path
+    entries: tuple[EnterNamespace, ...]
+    addresses: tuple[str, ...]
+
+    def __call__(self) -> Mapping[str, Any]:
+        for number, entry in enumerate(self.entries):
+            try:
+                fd = os.open(self.folder / f"host-{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except FileExistsError:
+                continue
+            write_all(fd, str(os.getpid()).encode())
+            os.close(fd)
+            entry()
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+            return {"host": self.addresses[number]}
+        raise HoldfastError(f"all {len(self.entries)} hosts are taken: a job with namespaces cannot grow")
 
 
 class Network:

@@ -72,4 +72,4 @@ class Meetings:
             world.after(RETRY_CUT, self._release, process, meeting, values, then)
             return
         delay = world.paths.latency(meeting.host, process.host, ordered=True) + process.slow
-        world.at(world.now + delay, process, then, values)
+        world.work(world.now + delay, process, world.schedule.machine.op, then, values)

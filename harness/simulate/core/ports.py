@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 SIMULATED_DETECTORS = ("pidfd", "heartbeat", "observers", "transport", "progress")
 """The built-in detectors that stand on ports alone: all but that which asks NCCL's service."""
-MOMENT, LATE, LATE_SHARE = 0.05, 0.05, 0.25
+MOMENT, LATE = 0.05, 0.05
 """Timers of less than a moment ring late in a share of cases: their process was not scheduled."""
-PROOF_SECONDS = 0.0004
-"""The median time that the kernel takes to report the end of a process."""
 WATCH_SECONDS = 1.0
 """The longest that one watch of the register waits for a newer view."""
 TRIPS_TO_CONNECT = 3
@@ -81,7 +79,8 @@ class SimulatedTime:
         return world.clocks[self._process.host].read(world.now)
 
     def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> SimulatedTimer:
-        if delay < MOMENT and self._process.world.rng.random() < LATE_SHARE:
+        world = self._process.world
+        if delay < MOMENT and world.rng.random() < world.schedule.machine.late:
             delay += LATE
         timer = SimulatedTimer(callback, args)
         self._process.after(delay, timer.ring)
@@ -272,7 +271,7 @@ class SimulatedRegisterPort:
             back = world.paths.register_latency() + slow + world.register.late
             world.after(back, self._answered)
             if answer is not LOST:
-                world.at(world.now + back, self._process, done, answer)
+                world.work(world.now + back, self._process, world.schedule.machine.register, done, answer)
 
         world.after(world.paths.register_latency() + slow, arrive)
 
@@ -373,8 +372,9 @@ class SimulatedWatch:
         """A process of this host has ended: report it soon, if it is followed."""
         member, world = self._followed.get(member_id), self._process.world
         if member is not None:
-            delay = PROOF_SECONDS * (0.5 + world.rng.random())
-            world.at(world.now + delay, self._process, self._report, member)
+            machine = world.schedule.machine
+            delay = machine.gone * (0.5 + world.rng.random())
+            world.work(world.now + delay, self._process, machine.message, self._report, member)
 
     def _report(self, member: Member) -> None:
         self.on_deaths((death_of(member),))

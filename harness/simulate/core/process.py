@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class SimulatedProcess:
     """Process number `number`.
 
-    `backlog` has the events that wait while it is paused; `slow` is what every message to and from it takes longer.
+    `backlog` has the events that wait while it is paused; `slow` is what every message to and from it takes longer. It
+    has a core of the machine until `busy_until`.
     `loud` is False for a process whose heartbeats are left out. `hops` is its distance from the proposer when it learnt
     of its newest view.
     """
@@ -41,6 +42,7 @@ class SimulatedProcess:
         "alive",
         "announced",
         "backlog",
+        "busy_until",
         "bytes",
         "closing",
         "detectors",
@@ -65,7 +67,7 @@ class SimulatedProcess:
     def __init__(self, world: World, number: int, host: int, core: Membership) -> None:
         self.world, self.number, self.host, self.member = world, number, host, core.me
         self.alive, self.closing = True, False
-        self.paused_until, self.slow = 0.0, 0.0
+        self.paused_until, self.busy_until, self.slow = 0.0, 0.0, 0.0
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.loud = not world.quiet
         self.sent = self.received = self.bytes = self.hops = 0
@@ -166,9 +168,12 @@ class SimulatedProcess:
         """
         table = self.node.sharing.table
         keys = view.remember("addresses", view.members, lambda: [f"address/{member.id}" for member in view.members])
+        world, cost = self.world, self.world.schedule.machine.connect
         with contextlib.suppress(Revoked):
             table.put(view.epoch, {f"address/{self.member.id}": self.member.address.encode()})
-            table.when(view.epoch, keys, lambda error: self.after(0.0, then) if error is None else None)
+            table.when(
+                view.epoch, keys, lambda error: world.work(world.now, self, cost, then) if error is None else None
+            )
 
     def connected(self, view: View) -> None:
         """The communicator of `view` stands: its ops end with the epoch, and can announce the next view."""
@@ -208,5 +213,5 @@ class SimulatedCommunicator:
         for member in self._view.members:
             other = world.process_of(member.id)
             other.announced = (self.epoch, announced)
-            world.at(world.now, other, other.adopt_announced_view)
+            world.work(world.now, other, world.schedule.machine.message, other.adopt_announced_view)
         return True

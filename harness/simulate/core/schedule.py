@@ -85,6 +85,29 @@ class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("latency, burst, register and local must be above 0, spread and retransmit not below")
 
 
+class MachineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a process costs the machine that all processes share. Times in seconds.
+
+    With `cores` 0 every process has a processor of its own, and needs no time of it. Else all processes of the world
+    share so many cores: a message takes `message` of one, a call of its register `register`, an op `op`, and a new
+    communicator `connect`. The kernel reports the end of a process after `gone`, and a session's thread pauses for
+    `thread` between two points of the protocol, on average. A share `late` of short timers ring late.
+    """
+
+    cores: int = 0
+    message: float = 0.0
+    register: float = 0.0
+    op: float = 0.0
+    connect: float = 0.0
+    gone: float = 0.0004
+    thread: float = 0.00005
+    late: float = 0.25
+
+    def __post_init__(self) -> None:
+        if min(self.cores, self.message, self.register, self.op, self.connect, self.gone, self.thread, self.late) < 0:
+            raise ValueError("the times and shares of a machine are not negative")
+
+
 class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="fault", kw_only=True):
     """A fault at `at` seconds. The tags are the names in schedule files.
 
@@ -265,6 +288,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     layout: JobLayout = msgspec.field(default_factory=JobLayout)
     network: NetworkModel = msgspec.field(default_factory=NetworkModel)
+    machine: MachineModel = msgspec.field(default_factory=MachineModel)
     faults: tuple[Fault, ...] = ()
     bound: float = 8.0
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 Stage = Literal["waiting", "busy", "op", "over"]
 PENDING: Final = object()
 """In place of a result: it comes later."""
-THREAD_SECONDS = 0.00005
-"""The average time that the session's thread takes from one line of the protocol to the next."""
 FNV, PRIME, MASK = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
 
 
@@ -224,7 +222,7 @@ class SimulatedSession:
     def _reach(self, point: str, then: Callable[[], object]) -> object:
         """Continue with `then` a moment later, unless a fault is injected. Membership events may come in between."""
         me = self._process
-        pause = THREAD_SECONDS * me.world.rng.expovariate(1.0)
+        pause = me.world.schedule.machine.thread * me.world.rng.expovariate(1.0)
         me.world.reach(me, point, self.epoch, lambda: self._after(pause, then))
         return PENDING
 

@@ -66,6 +66,8 @@ class World:
         if quiet:
             self.register.on_write = lambda view: self.after(schedule.layout.heartbeat, self._sweep)
         self._observe, self._trace = observe, Trace(trace)
+        self._cores = [0.0] * schedule.machine.cores
+        """For each core of the machine, until when it is taken."""
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self._silent = False
@@ -171,6 +173,22 @@ class World:
         """Let `process` call `act` at `time`, or when its pause is over."""
         self._order += 1
         heapq.heappush(self._queue, (time, self._order, self._act, (process, act, args)))
+
+    def work(
+        self, time: float, process: SimulatedProcess, seconds: float, act: Callable[..., None], *args: Any
+    ) -> None:
+        """Let `process` call `act` once it has had a core of the machine for `seconds`, from `time` on."""
+        if self._cores and seconds:
+            self.at(time, process, self._take_core, process, seconds, act, args)
+        else:
+            self.at(time, process, act, *args)
+
+    def _take_core(
+        self, process: SimulatedProcess, seconds: float, act: Callable[..., None], args: tuple[Any, ...]
+    ) -> None:
+        process.busy_until = max(self.now, self._cores[0], process.busy_until) + seconds
+        heapq.heapreplace(self._cores, process.busy_until)
+        self.at(process.busy_until, process, act, *args)
 
     def _act(self, process: SimulatedProcess, act: Callable[..., None], args: tuple[Any, ...]) -> None:
         if not process.alive:
@@ -339,7 +357,8 @@ class World:
             return
         for _ in range(self.paths.copies()):
             delay = self.paths.latency(source, target) + slow
-            self.at(self.now + delay, receiver, self._deliver, sender, receiver, *notice)
+            cost = self.schedule.machine.message
+            self.work(self.now + delay, receiver, cost, self._deliver, sender, receiver, *notice)
 
     def _deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, method: str, body: bytes) -> None:
         receiver.received += 1
