@@ -94,7 +94,7 @@ def test_what_a_machine_costs_is_not_negative() -> None:
 
 @pytest.mark.thorough  # it starts a job of four processes for each fault, and measures the machine first
 def test_the_command_compares_with_real_processes() -> None:
-    run = CliRunner().invoke(app, ["simulate", "--compare", "--ranks", "4", "--repeats", "1", "--json"])
+    run = CliRunner().invoke(app.app, ["simulate", "--compare", "--ranks", "4", "--repeats", "1", "--json"])
     assert run.exit_code == 0, run.output
     result = json.loads(run.stdout)
     faults = [case["fault"] for case in result["cases"]]
