@@ -62,8 +62,7 @@ def test_a_killed_rank_is_named_by_all_others(process_backend: str, checks: str,
         for op, count in KILLED_IN[checks]:
             folder = tmp_path / f"{op} of {count}"
             folder.mkdir()
-            with pytest.raises(HoldfastError):
-                cluster.run(body, op, count, folder)
+            cluster.outcomes(body, op, count, folder)  # `run` would end the survivors soon after the death
             for rank in (0, 2):
                 seconds, said = (folder / str(rank)).read_text().split(" ", 1)
                 assert float(seconds) < 10.0, f"{folder.name}: far below the timeout"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported, Window
-from holdfast.comms.transport.liveness import is_gone
+from holdfast.comms.transport.liveness import Liveness
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.aftermath import outlived
 from holdfast.harness.conformance.capability import capabilities
@@ -120,15 +120,18 @@ def test_the_end_of_a_window_ends_its_asynchronous_calls(windowed: str, end: str
 
 
 def _kill_rank_1(comm: Communicator) -> None:
-    """Return on rank 0 once rank 1 is gone."""
+    """Return on rank 0 once the kernel says that rank 1 is gone, and windows must know it."""
     comm.barrier()
     if comm.rank == 1:
         time.sleep(20.0)
         pytest.fail("rank 1 was not killed")
+    liveness = Liveness(comm.peers, comm.rank)
     os.kill(comm.peers[1].pid, signal.SIGKILL)
     deadline = time.monotonic() + 10.0
-    while not is_gone(comm.peers[1]) and time.monotonic() < deadline:
+    while not liveness.dead() and time.monotonic() < deadline:
         time.sleep(0.001)
+    liveness.close()
+    time.sleep(0.005)  # what windows know of deaths may be a millisecond old
 
 
 def test_a_killed_target_ends_asynchronous_calls(windowed_processes: str, tmp_path: Path) -> None:

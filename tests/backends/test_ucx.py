@@ -187,8 +187,7 @@ def test_a_killed_rank_is_named_at_once(three: LocalCluster, tls: str, count: in
             (tmp_path / str(part.rank)).write_text(f"{took} {error}")
         part.close()
 
-    with pytest.raises(HoldfastError):
-        three.run(body)
+    three.outcomes(body)  # one rank dies; `run` would end the others soon after it
     for rank in (0, 2):
         seconds, said = (tmp_path / str(rank)).read_text().split(" ", 1)
         assert float(seconds) < PATIENCE
@@ -210,8 +209,7 @@ def test_a_stopped_rank_is_named_and_closing_does_not_wait_for_it(two: LocalClus
         (tmp_path / "said").write_text(f"{caught.value.missing_ranks} {time.monotonic() - began}")
         os.kill(pids[1], signal.SIGKILL)
 
-    with pytest.raises(HoldfastError):
-        two.run(body)
+    two.outcomes(body)  # one rank dies; `run` would end the others soon after it
     missing, seconds = (tmp_path / "said").read_text().split(" ")
     assert missing == "(1,)"
     assert float(seconds) < 3.0
@@ -550,8 +548,7 @@ def test_a_killed_target_is_named_within_a_tenth_of_a_second(two: LocalCluster, 
             shared.wait_signal(1, timeout=10.0)
         (tmp_path / "took").write_text(str(time.monotonic() - killed[0]))
 
-    with pytest.raises(HoldfastError):
-        two.run(body)
+    two.outcomes(body)  # one rank dies; `run` would end the others soon after it
     assert float((tmp_path / "took").read_text()) < 1.0, "a tenth on a quiet machine"
 
 

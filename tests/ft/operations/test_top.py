@@ -178,8 +178,8 @@ def test_the_screen_says_that_processes_wait_for_members() -> None:
     times = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=5.0, join=30.0)
     with LocalCluster(2, session={"size": 3, "min_size": 2, "timeouts": times}) as cluster:
         job = cluster.start(_train, str(cluster.logs / "gate"))
-        said = until(job.directory, lambda said: said["phase"] == "forming" and len(said["rows"]) == 2)
-        assert said["needed"] == 1
+        said = until(job.directory, lambda said: said["needed"] == 1 and len(said["rows"]) == 2)
+        assert said["phase"] == "forming"
         assert [row["state"] for row in said["rows"]] == ["waits for 1 member"] * 2
     with LocalCluster(2, session={"min_size": 2, "timeouts": times}) as cluster:
         job = cluster.start(_train, str(cluster.logs / "gate"))

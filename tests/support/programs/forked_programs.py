@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from holdfast.comms.plugins.registry import registry
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from support.source_tree import TESTS
 
@@ -100,6 +101,7 @@ def _run(
     sys.argv[:] = arguments
     first = [str(Path(arguments[0]).absolute().parent), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = first + [entry for entry in sys.path if entry and not Path(entry).is_relative_to(TESTS)]
+    registry.cache_clear()  # a module that the zygote preloaded may have looked for plugins, on another path
     main = types.ModuleType("__main__")
     main.__file__ = arguments[0]
     sys.modules["__main__"] = main
