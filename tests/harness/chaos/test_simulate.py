@@ -331,7 +331,7 @@ def test_faults_at_points_of_the_protocol_are_injected_there() -> None:
 )
 def test_each_known_bug_is_found_and_shrunk(name: str) -> None:
     bug = next(bug for bug in KNOWN_BUGS if bug.name == name)
-    seen = reproduce(bug, seeds=200, tries=20)
+    seen = reproduce(bug, seeds=400, tries=20)
     assert seen.found and seen.real
     assert seen.schedule is not None and seen.shrunk <= min(8, seen.events)
 
