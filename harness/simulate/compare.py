@@ -44,7 +44,7 @@ EMPTY = 1e-6
 """Seconds of computing in a step that is empty but for its ops."""
 
 
-class Recovery(msgspec.Struct, frozen=True):
+class RecoveryMoments(msgspec.Struct, frozen=True):
     """Seconds from a fault until the last survivor had installed the next view, and had committed its next step."""
 
     view: float
@@ -58,9 +58,9 @@ class Comparison(msgspec.Struct, frozen=True):
     ranks: int
     hosts: int
     backend: str
-    predicted: Recovery
-    measured: Recovery
-    recoveries: tuple[Recovery, ...]
+    predicted: RecoveryMoments
+    measured: RecoveryMoments
+    recoveries: tuple[RecoveryMoments, ...]
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -89,8 +89,8 @@ def error_of(predicted: float, measured: float) -> float:
     return abs(predicted - measured) / measured
 
 
-def recovery_of(log: Iterable[events.Event], struck: float, lost: set[str]) -> Recovery | None:
-    """How long the survivors of a fault at `struck` took, from the events of all; None if they are not done.
+def recovery_of(log: Iterable[events.Event], struck: float, lost: set[str]) -> RecoveryMoments | None:
+    """How long the survivors of a fault at `struck` took, from all events; None if they are not done.
 
     The next view is the first without any of the `lost` members. A step counts as the next if it ran in that view:
     one that was complete before the fault and is committed after it does not.
@@ -109,12 +109,12 @@ def recovery_of(log: Iterable[events.Event], struck: float, lost: set[str]) -> R
             commits.setdefault(event.process, event.time - struck)
     if not survivors <= views.keys() & commits.keys():
         return None
-    return Recovery(max(views[each] for each in survivors), max(commits[each] for each in survivors))
+    return RecoveryMoments(max(views[each] for each in survivors), max(commits[each] for each in survivors))
 
 
-def middle(recoveries: Sequence[Recovery]) -> Recovery:
+def middle(recoveries: Sequence[RecoveryMoments]) -> RecoveryMoments:
     """The medians."""
-    return Recovery(median(each.view for each in recoveries), median(each.commit for each in recoveries))
+    return RecoveryMoments(median(each.view for each in recoveries), median(each.commit for each in recoveries))
 
 
 # The simulation ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def layout_of(fault: FaultKind, ranks: int) -> JobLayout:
     return JobLayout(ranks=ranks, hosts=hosts, racks=1, spares=0, steps=10**6, compute=EMPTY, join=60.0)
 
 
-def predict(fault: FaultKind, ranks: int, costs: MachineCosts, seed: int) -> Recovery:
+def predict(fault: FaultKind, ranks: int, costs: MachineCosts, seed: int) -> RecoveryMoments:
     """Simulate a fault on a machine with these costs."""
     layout, at = layout_of(fault, ranks), SETTLE + random.Random(seed).random() * 0.1
     what: dict[FaultKind, Fault] = {
@@ -136,7 +136,7 @@ def predict(fault: FaultKind, ranks: int, costs: MachineCosts, seed: int) -> Rec
     }
     network, machine = costs.network(), costs.machine()
     log: list[events.Event] = []
-    world = World(Schedule(seed, layout, network, machine, (what[fault],)), log.append)
+    world = World(Schedule(seed, layout, network, (what[fault],), machine=machine), log.append)
     world.run(at)
     log.clear()
     lost = {process.member.id for process in _hit(world, fault)}
@@ -170,7 +170,7 @@ def commit_for_ever(session: Session) -> None:
             attempt.comm.all_reduce(numbers)
 
 
-def measure_recovery(fault: FaultKind, ranks: int, backend: str, seed: int) -> Recovery:
+def measure_recovery(fault: FaultKind, ranks: int, backend: str, seed: int) -> RecoveryMoments:
     """Break a real job once."""
     layout = layout_of(fault, ranks)
     with ExitStack() as stack:

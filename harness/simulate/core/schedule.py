@@ -288,9 +288,9 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     layout: JobLayout = msgspec.field(default_factory=JobLayout)
     network: NetworkModel = msgspec.field(default_factory=NetworkModel)
-    machine: MachineModel = msgspec.field(default_factory=MachineModel)
     faults: tuple[Fault, ...] = ()
     bound: float = 8.0
+    machine: MachineModel = msgspec.field(default_factory=MachineModel)
 
     def __post_init__(self) -> None:
         for fault in self.faults:
