@@ -206,7 +206,7 @@ figures-chaos:
 figures-growth:
 	$(BIN)/python docs/experiments/growth.py $(FIGURES)/simulate
 figures-gate:
-	PYTHONPATH=tests $(BIN)/python -m support.gate_calibration HEAD --trials 104 > $(FIGURES)/gate.md
+	PYTHONPATH=tests $(BIN)/python -m support.programs.gate_calibration HEAD --trials 104 > $(FIGURES)/gate.md
 
 docs: $(STAMP)  ## the documentation site in .site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

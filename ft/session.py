@@ -154,7 +154,7 @@ class Session:
         self._hosts: list[str] = []
         self._commit_state = CommitState()
         self._protocol = protocol.StepProtocol(self._commit_state, self._identity, self._settings.timeouts).run()
-        self._handlers: dict[type[protocol.StepRequest], Callable[[Any], Any]] = {}
+        self._handlers: dict[type[protocol.ProtocolRequest], Callable[[Any], Any]] = {}
         self._over = False
         self._own_steps = OwnSteps()
         self._termination = TerminationRequest()
@@ -376,7 +376,7 @@ class Session:
             self._over = settled.over
             return settled.committed
 
-    def _drive(self, failure: HoldfastError | None = None) -> protocol.StepRequest | None:
+    def _drive(self, failure: HoldfastError | None = None) -> protocol.ProtocolRequest | None:
         """Carry out the protocol's requests up to the next one to the user; None if the job is over.
 
         `failure` is the error of the last one to the user.
@@ -396,7 +396,7 @@ class Session:
             return None
         return request
 
-    def _handlers_of(self, runtime: Runtime) -> dict[type[protocol.StepRequest], Callable[[Any], Any]]:
+    def _handlers_of(self, runtime: Runtime) -> dict[type[protocol.ProtocolRequest], Callable[[Any], Any]]:
         """For each request of the protocol, what carries it out; none for those to the user."""
         guard, replicator, timeouts = self._epoch_guard, self._replicator, self._settings.timeouts
         return {

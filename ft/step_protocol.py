@@ -196,66 +196,66 @@ class CommitState:
 # Requests: how the epochs follow each other -----------------------------------------------------------------------
 
 
-class StepRequest(msgspec.Struct, frozen=True):
+class ProtocolRequest(msgspec.Struct, frozen=True):
     """What the protocol needs next."""
 
 
-class Now(StepRequest, frozen=True):
+class Now(ProtocolRequest, frozen=True):
     """The time on this process's clock, in seconds."""
 
 
-class Reach(StepRequest, frozen=True):
+class Reach(ProtocolRequest, frozen=True):
     """A fault point is reached, in the epoch of `view` (None: the current one)."""
 
     point: str
     view: View | None = None
 
 
-class RecordStep(StepRequest, frozen=True):
+class RecordStep(ProtocolRequest, frozen=True):
     """Emit an event. With `in_epoch`, hold that epoch meanwhile: raises the error that ended it."""
 
     event: events.Event
     in_epoch: int | None = None
 
 
-class JoinJob(StepRequest, frozen=True):
+class JoinJob(ProtocolRequest, frozen=True):
     """Wait for the first view that has this process. Gets the view, and whether the process was a spare."""
 
 
-class AwaitView(StepRequest, frozen=True):
+class AwaitView(ProtocolRequest, frozen=True):
     """Wait for a view newer than `newer_than`, which `failure` ended. Raises OpTimeout, or what ends the session."""
 
     newer_than: int
     failure: HoldfastError | None = None
 
 
-class LeaveEpoch(StepRequest, frozen=True):
+class LeaveEpoch(ProtocolRequest, frozen=True):
     """An op has failed: adopt a view that was announced with it. Gets the failure, in ranks of the epoch."""
 
     failure: HoldfastError
 
 
-class AwaitEnd(StepRequest, frozen=True):
+class AwaitEnd(ProtocolRequest, frozen=True):
     """Wait until the epoch is over, for at most `seconds`. Gets whether it is."""
 
     epoch: int
     seconds: float
 
 
-class ReportFailure(StepRequest, frozen=True):
+class ReportFailure(ProtocolRequest, frozen=True):
     """Nobody has ended the epoch yet: report the failure as evidence about other members."""
 
     failure: HoldfastError
 
 
-class BreakEpoch(StepRequest, frozen=True):
+class BreakEpoch(ProtocolRequest, frozen=True):
     """No member was found to be dead: ask for another epoch because of `failure`."""
 
     epoch: int
     failure: HoldfastError
 
 
-class Connect(StepRequest, frozen=True):
+class Connect(ProtocolRequest, frozen=True):
     """Connect the members of `view`, this process as `rank`, and exchange votes. Gets all votes. Raises FAILURES."""
 
     view: View
@@ -263,7 +263,7 @@ class Connect(StepRequest, frozen=True):
     vote: Vote
 
 
-class ProposeFinish(StepRequest, frozen=True):
+class ProposeFinish(ProtocolRequest, frozen=True):
     """All steps are committed here: propose that the job is finished."""
 
     epoch: int
@@ -272,7 +272,7 @@ class ProposeFinish(StepRequest, frozen=True):
 # Requests: state --------------------------------------------------------------------------------------------------
 
 
-class TransferState(StepRequest, frozen=True):
+class TransferState(ProtocolRequest, frozen=True):
     """Send the state after `done` steps to newcomers, or receive it; collective. Raises FAILURES.
 
     Gets the number of steps done in the received state, on a newcomer; None on the others. `founding`: the job starts.
@@ -283,17 +283,17 @@ class TransferState(StepRequest, frozen=True):
     founding: bool
 
 
-class ConfirmTransfer(StepRequest, frozen=True):
+class ConfirmTransfer(ProtocolRequest, frozen=True):
     """This newcomer has noted its state: let the other ranks continue. Collective. Raises FAILURES."""
 
 
-class RestoreState(StepRequest, frozen=True):
+class RestoreState(ProtocolRequest, frozen=True):
     """Restore sharded state for a new epoch; collective. Gets the number of steps done in it. Raises FAILURES."""
 
     done: int
 
 
-class StageState(StepRequest, frozen=True):
+class StageState(ProtocolRequest, frozen=True):
     """Keep the state after `version` steps beside the current one, here and on neighbours. Raises FAILURES."""
 
     version: int
@@ -302,19 +302,19 @@ class StageState(StepRequest, frozen=True):
 # Requests: steps --------------------------------------------------------------------------------------------------
 
 
-class StepBoundary(StepRequest, frozen=True):
+class StepBoundary(ProtocolRequest, frozen=True):
     """`done` steps are committed: write a checkpoint if one is due; collective. Raises FAILURES."""
 
     done: int
 
 
-class RunBody(StepRequest, frozen=True):
+class RunBody(ProtocolRequest, frozen=True):
     """Let the user do this rank's part of the step. Raises FAILURES."""
 
     step: int
 
 
-class AwaitBarrier(StepRequest, frozen=True):
+class AwaitBarrier(ProtocolRequest, frozen=True):
     """Wait until all ranks have prepared. Raises FAILURES."""
 
 
@@ -324,11 +324,11 @@ class CommitStep(RecordStep, frozen=True):
     event: events.StepCommitted
 
 
-class CloseRetired(StepRequest, frozen=True):
+class CloseRetired(ProtocolRequest, frozen=True):
     """Close the communicators of earlier epochs: no rank waits for the next one now."""
 
 
-class Settled(StepRequest, frozen=True):
+class Settled(ProtocolRequest, frozen=True):
     """Tell the user whether the step is `committed` or the job `over`; go on at the next step."""
 
     committed: bool
@@ -338,7 +338,7 @@ class Settled(StepRequest, frozen=True):
 # The protocol -----------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-Asks = Generator[StepRequest, Any, T]
+Asks = Generator[ProtocolRequest, Any, T]
 """What yields requests, and then returns."""
 
 

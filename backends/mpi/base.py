@@ -77,10 +77,10 @@ def _released(request: MPI.Request) -> bool:
 class _P2PMessage:
     """A send or receive under way, with its tensor. A receive has a request once its message is there."""
 
-    __slots__ = ("peer", "receives", "request", "tag", "tensor")
+    __slots__ = ("peer", "request", "tag", "tensor")
 
-    def __init__(self, request: MPI.Request | None, tensor: Tensor, peer: int, tag: int, receives: bool) -> None:
-        self.request, self.tensor, self.peer, self.tag, self.receives = request, tensor, peer, tag, receives
+    def __init__(self, request: MPI.Request | None, tensor: Tensor, peer: int, tag: int) -> None:
+        self.request, self.tensor, self.peer, self.tag = request, tensor, peer, tag
 
 
 class MpiMessages(MessageTransport):
@@ -332,12 +332,12 @@ class MpiMessages(MessageTransport):
             request = self._comm.Isend([buffer_of(tensor), MPI.BYTE], dst, tag)
         except MPI.Exception as error:
             raise self._explain("send", self._op, error) from error
-        return _P2PMessage(request, tensor, dst, tag, False)
+        return _P2PMessage(request, tensor, dst, tag)
 
     def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
         if self._error is not None:
             raise self._error.again()
-        message = _P2PMessage(None, tensor, src, tag, True)
+        message = _P2PMessage(None, tensor, src, tag)
         self._unmatched.append(message)
         return message
 

@@ -37,9 +37,10 @@ TIMEOUT = 300.0
 
 @dataclass
 class TensorHandles(TensorTransportMetadata):  # type: ignore[misc]  # ray has no types for us
-    """The shapes and types of an object's tensors, and the encoded handle of each one's memory; none if it is empty."""
+    """The shapes and types of an object's tensors, and the encoded handles of their memory."""
 
     handles: list[bytes] = field(default_factory=list)
+    """Empty for a tensor without elements."""
 
 
 @dataclass

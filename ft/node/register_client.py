@@ -1,4 +1,7 @@
-"""The requests of a node to the register: one of a kind at a time, with a deadline, repeated where safe."""
+"""The requests of a node to the register: one of a kind at a time, each with a deadline.
+
+Reads are repeated; a compare-and-set is not.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     detail: str
 
 
-class MethodCall(msgspec.Struct, frozen=True, tag=True):
+class WorkerCall(msgspec.Struct, frozen=True, tag=True):
     """Call a method of the worker's object; answered by `MethodReturned` or `MethodRaised`."""
 
     method: str
@@ -49,7 +49,7 @@ class MethodRaised(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = WorkerReady | MethodReturned | MethodRaised
-CALLS = msgspec.json.Decoder(MethodCall)
+CALLS = msgspec.json.Decoder(WorkerCall)
 MESSAGES: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
@@ -58,7 +58,7 @@ def stream_of(connection: socket.socket) -> BinaryIO:
     return cast(BinaryIO, connection.makefile("rwb"))
 
 
-def say(stream: BinaryIO, message: Message | MethodCall) -> None:
+def say(stream: BinaryIO, message: Message | WorkerCall) -> None:
     """Send one message."""
     stream.write(msgspec.json.encode(message) + b"\n")
     stream.flush()
@@ -90,7 +90,7 @@ def serve_on(
             return
 
 
-def _answer(service: object, call: MethodCall, run: Run | None) -> MethodReturned | MethodRaised:
+def _answer(service: object, call: WorkerCall, run: Run | None) -> MethodReturned | MethodRaised:
     try:
         if call.method.startswith("_"):
             raise ValueError(f"{call.method} is no public method")

@@ -28,9 +28,9 @@ from holdfast.ft.processes.zygote_client import ForkedProcess, zygote_with
 from holdfast.harness.measure.worker import (
     MESSAGES,
     Message,
-    MethodCall,
     MethodRaised,
     MethodReturned,
+    WorkerCall,
     WorkerReady,
     say,
     stream_of,
@@ -189,7 +189,7 @@ class Worker:
         """Begin a call; `answer` ends it. Raises `WorkerFailed`."""
         encoded = tuple(msgspec.Raw(msgspec.json.encode(each)) for each in arguments)
         try:
-            say(self._stream, MethodCall(method, encoded))
+            say(self._stream, WorkerCall(method, encoded))
         except OSError as error:
             raise WorkerFailed(f"{self.name} is gone: {error}") from error
 

@@ -191,7 +191,7 @@ def _measure_register(comm: Communicator, folder: Path, times: _RankTimes) -> No
 
 
 def _measure_connects(comm: Communicator, store: dist.Store, times: _RankTimes) -> None:
-    """Connect the ranks again and again, as a session does after a fault, and run the ops of a first step."""
+    """Connect the ranks repeatedly, as a session does after a fault, and run a first step's ops."""
     before: Communicator | None = None
     numbers, gathered = torch.ones(1, 8, dtype=torch.int64), torch.empty(comm.size, 8, dtype=torch.int64)
     for number in range(ROUNDS + 1):  # the first one has no communicator before it

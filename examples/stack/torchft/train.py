@@ -1,4 +1,4 @@
-"""One replica group of a job of torchft, of one process, whose gradients are averaged with those of the other groups.
+"""One replica group of a torchft job, of one process; all groups average their gradients.
 
 TORCHFT_LIGHTHOUSE=http://... train.py NAME BACKEND STEPS [KILL_STEP]
 

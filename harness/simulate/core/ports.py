@@ -19,6 +19,7 @@ from holdfast.ft.membership.view import Member, View
 from holdfast.ft.node.connections import LATE_SECONDS, REDIAL_SECONDS, RETRY_SECONDS
 from holdfast.ft.node.messages import Beat
 from holdfast.ft.node.ports import Answer
+from holdfast.ft.node.register_threads import WATCH_SECONDS
 
 if TYPE_CHECKING:
     from holdfast.harness.simulate.core.process import SimulatedProcess
@@ -27,8 +28,6 @@ SIMULATED_DETECTORS = ("pidfd", "heartbeat", "observers", "transport", "progress
 """The built-in detectors that stand on ports alone: all but that which asks NCCL's service."""
 MOMENT, LATE = 0.05, 0.05
 """Timers of less than a moment ring late in a share of cases: their process was not scheduled."""
-WATCH_SECONDS = 1.0
-"""The longest that one watch of the register waits for a newer view."""
 TRIPS_TO_CONNECT = 3
 """The one-way messages until a connection stands: the handshakes of TCP and of the key."""
 

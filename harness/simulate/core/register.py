@@ -24,7 +24,6 @@ class SimulatedRegister:
         self.losing = 0
         self.lost_writes = 0
         self.late = 0.0
-        self.proposals = 0
         self.on_write: Callable[[View], None] = lambda view: None
         self.watchers: list[Callable[[], None]] = []
 
@@ -34,7 +33,6 @@ class SimulatedRegister:
 
     def compare_and_set(self, expected: int, view: View) -> Answer:
         """Handle a proposal that arrives now."""
-        self.proposals += 1
         if view.epoch != expected + 1:
             raise ValueError(f"the view after epoch {expected} has epoch {expected + 1}, not {view.epoch}")
         if self.away and not self.writes:

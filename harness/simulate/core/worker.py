@@ -46,7 +46,7 @@ class SimulatedSession:
         self._op = ""
         self._attempt = (0, 0)
         self._steps = protocol.StepProtocol(self.commits, process.member.id, process.core.timeouts).run()
-        self._request: protocol.StepRequest = next(self._steps)
+        self._request: protocol.ProtocolRequest = next(self._steps)
         self._turn = 0
 
     @property
@@ -237,7 +237,7 @@ class SimulatedSession:
         self._process.after(seconds, still)
 
 
-CARRY_OUT: Mapping[type[protocol.StepRequest], Callable[[SimulatedSession, Any], object]] = MappingProxyType(
+CARRY_OUT: Mapping[type[protocol.ProtocolRequest], Callable[[SimulatedSession, Any], object]] = MappingProxyType(
     {
         protocol.Reach: lambda session, request: session._reach(request.point, session._go_on),
         protocol.RecordStep: SimulatedSession._record,

@@ -58,7 +58,6 @@ class World:
         self.now = 0.0
         self.events = 0
         self.messages = 0
-        self.message_bytes = 0
         self.paths = Paths(schedule.network, random.Random(schedule.seed ^ 0x5EED))
         self.meetings = Meetings(self)
         self.processes: list[SimulatedProcess] = []
@@ -343,7 +342,6 @@ class World:
         sender.sent += 1
         self.messages += 1
         sender.bytes += len(body)
-        self.message_bytes += len(body)
         self._carry(sender, receiver, (method, body), 0)
 
     def _carry(self, sender: SimulatedProcess, receiver: SimulatedProcess, notice: messages.Notice, tries: int) -> None:

@@ -51,7 +51,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.commits.total = STEPS
         self.steps = protocol.StepProtocol(self.commits, self.name, Timeouts()).run()
-        self.request: protocol.StepRequest = next(self.steps)
+        self.request: protocol.ProtocolRequest = next(self.steps)
 
     @property
     def active(self) -> bool:
@@ -239,7 +239,7 @@ class ModelJob:
     def _throw(self, rank: Rank, error: HoldfastError) -> None:
         self._resume(rank, lambda: rank.steps.throw(error))
 
-    def _resume(self, rank: Rank, resume: Callable[[], protocol.StepRequest]) -> None:
+    def _resume(self, rank: Rank, resume: Callable[[], protocol.ProtocolRequest]) -> None:
         if isinstance(rank.request, protocol.RunBody):
             rank.opened = rank.request.step
         try:
@@ -334,7 +334,7 @@ class Alone:
         self.commits.total = 2
         self.view = view_of(1, ["p0"])
         self.steps = protocol.StepProtocol(self.commits, "p0", Timeouts()).run()
-        self.request: protocol.StepRequest | None = next(self.steps)
+        self.request: protocol.ProtocolRequest | None = next(self.steps)
 
     def answer(self) -> Any:
         match self.request:
@@ -363,7 +363,7 @@ class Alone:
         except StopIteration:
             self.request = None
 
-    def all_requests(self) -> list[protocol.StepRequest]:
+    def all_requests(self) -> list[protocol.ProtocolRequest]:
         requests = []
         while self.request is not None:
             requests.append(self.request)
@@ -378,7 +378,7 @@ def at_request(number: int) -> Alone:
     return alone
 
 
-def in_epoch(request: protocol.StepRequest) -> bool:
+def in_epoch(request: protocol.ProtocolRequest) -> bool:
     return getattr(request, "in_epoch", None) is not None
 
 

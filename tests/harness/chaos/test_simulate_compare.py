@@ -10,7 +10,15 @@ from typer.testing import CliRunner
 from holdfast.ft import events
 from holdfast.ft.console.console import console
 from holdfast.harness.cli import app
-from holdfast.harness.simulate.compare import Comparison, Recovery, cases_table, error_of, middle, predict, recovery_of
+from holdfast.harness.simulate.compare import (
+    Comparison,
+    RecoveryMoments,
+    cases_table,
+    error_of,
+    middle,
+    predict,
+    recovery_of,
+)
 from holdfast.harness.simulate.core.schedule import MachineModel
 from holdfast.harness.simulate.machine_costs import MachineCosts
 
@@ -52,7 +60,7 @@ LOG = [
 
 
 def test_the_last_survivor_gives_the_times() -> None:
-    assert recovery_of(LOG, 2.0, {"c"}) == Recovery(pytest.approx(0.3), pytest.approx(0.5))
+    assert recovery_of(LOG, 2.0, {"c"}) == RecoveryMoments(pytest.approx(0.3), pytest.approx(0.5))
 
 
 def test_a_recovery_is_over_when_all_survivors_have_committed() -> None:
@@ -63,11 +71,19 @@ def test_a_recovery_is_over_when_all_survivors_have_committed() -> None:
 def test_an_error_is_a_share_of_what_was_measured() -> None:
     assert error_of(0.9, 1.0) == pytest.approx(0.1)
     assert error_of(1.1, 1.0) == pytest.approx(0.1)
-    assert middle([Recovery(1, 5), Recovery(3, 4), Recovery(2, 9)]) == Recovery(2, 5)
+    assert middle([RecoveryMoments(1, 5), RecoveryMoments(3, 4), RecoveryMoments(2, 9)]) == RecoveryMoments(2, 5)
 
 
 def test_the_table_has_predictions_measurements_and_errors() -> None:
-    case = Comparison("kill", 4, 1, "shm", Recovery(0.006, 0.011), Recovery(0.005, 0.01), (Recovery(0.005, 0.01),))
+    case = Comparison(
+        "kill",
+        4,
+        1,
+        "shm",
+        RecoveryMoments(0.006, 0.011),
+        RecoveryMoments(0.005, 0.01),
+        (RecoveryMoments(0.005, 0.01),),
+    )
     out = console()
     with out.capture() as printed:
         out.print(cases_table([case]), width=200)

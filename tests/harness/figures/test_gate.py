@@ -29,7 +29,7 @@ from holdfast.harness.gate.show import markdown
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
 from holdfast.harness.measure.stats import paired_ratio, t_cdf, t_quantile
 from holdfast.harness.measure.workers import OpFailed, WorkerFailed
-from support.gate_calibration import calibrate
+from support.programs.gate_calibration import calibrate
 from support.source_tree import PACKAGES, ROOT
 from support.waiting import eventually
 
