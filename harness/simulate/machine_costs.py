@@ -22,6 +22,7 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect_members
 from holdfast.comms.system.paths import url_of
+from holdfast.ft.console.units import counted
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer, RpcConnection, dial_rpc
 from holdfast.ft.detectors.process_watch import ProcessWatch
@@ -92,7 +93,7 @@ class _RankTimes(msgspec.Struct):
 
 def measure_costs(ranks: int, backend: str, progress: Callable[[str], None] = lambda text: None) -> MachineCosts:
     """Measure with `ranks` processes over `backend`. Takes about three seconds."""
-    progress(f"measuring the machine with {ranks} ranks over {backend}")
+    progress(f"measuring the machine with {counted(ranks, 'rank')} over {backend}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
         LocalCluster(ranks, backend, timeout=LIMIT, threads=1, echo=False, environ={"HOLDFAST_CHECK": "0"}) as cluster,

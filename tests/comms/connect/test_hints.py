@@ -16,6 +16,7 @@ from holdfast.comms.connect import connect
 from holdfast.comms.plugins.hints import Hint, parse_hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.harness import LocalCluster
+from support.waiting import becomes_true
 
 SPINS = Hint("spins", int, "a test", least=0, most=100)
 RATE = Hint("rate", float, "a test", least=0.5, per_op=True)
@@ -112,15 +113,18 @@ def test_ranks_that_pass_different_hints_are_told() -> None:
 
 
 def test_gloo_runs_with_the_threads_and_over_the_interface_that_are_named(tmp_path: Path) -> None:
-    def threads() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
+    def threads() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir()}
 
-    before = threads()
-    counts = []
-    for number in (1, 4):
+    def added(number: int) -> int:
+        before = threads()
         with alone("gloo", tmp_path, name=f"with {number}", hints={"threads": number, "interface": "lo"}):
-            counts.append(threads() - before)
-    assert counts[1] - counts[0] == 3
+            new = threads() - before
+        assert becomes_true(lambda: new.isdisjoint(threads())), "else the next count has them"
+        return len(new)
+
+    one, four = added(1), added(4)
+    assert four - one == 3
     with pytest.raises(HoldfastError, match="no network interface 'nowhere0'; it has lo"):
         alone("gloo", tmp_path, name="nowhere", hints={"interface": "nowhere0"})
 
