@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Split
 from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.harness.training.driver import train_here
 from holdfast.rl.config.load import parse_config
-from holdfast.rl.config.toml_text import dump
+from holdfast.rl.config.resume import dump
 from holdfast.rl.data.arithmetic import CHARACTERS
 from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.run.run_events import Event, WeightsServed

@@ -8,10 +8,11 @@ import inspect
 import re
 import tempfile
 import tomllib
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 from mkdocs.plugins import event_priority
@@ -178,9 +179,75 @@ def layout() -> str:
 
 def rl_config() -> str:
     """A table for each section of a run's configuration: fields, what is allowed, defaults, meanings."""
-    from holdfast.rl.config.reference import sections
+    from holdfast.rl.config.run_config import Objective, RunConfig
 
-    return "\n\n".join(sections())
+    tables = ["\n".join(["## Top level", "", *_fields(RunConfig)])]
+    for field in msgspec.structs.fields(RunConfig):
+        if section := _section(field.type):
+            heading = f"[{field.name}]" if section is field.type else f"[[{field.name}]]"
+            about = (inspect.getdoc(section) or "").split("\n\n")[0]
+            tables.append("\n".join([f"## `{heading}`", "", about, "", *_fields(section)]))
+            if section is Objective:
+                tables.append("\n".join(_presets()))
+    return "\n\n".join(tables)
+
+
+def _fields(kind: type[Any]) -> Iterator[str]:
+    yield from ("| field | allowed | default | meaning |", "|---|---|---|---|")
+    for field in msgspec.structs.fields(kind):
+        if not _section(field.type):
+            yield f"| `{field.name}` | {_allowed(field.type)} | `{_default(field)}` | {_meaning(field.type)} |"
+
+
+def _presets() -> Iterator[str]:
+    from holdfast.rl.config.run_config import PRESETS
+
+    yield from ("| algorithm | other defaults |", "|---|---|")
+    for name, fields in PRESETS.items():
+        yield f"| `{name}` | {', '.join(f'`{key} = {_written(value)}`' for key, value in fields.items())} |"
+
+
+def _section(kind: Any) -> type[Any] | None:
+    """The struct of a table, or of the tables of an array."""
+    for each in (kind, *get_args(kind)):
+        if isinstance(each, type) and not isinstance(each, types.GenericAlias) and issubclass(each, msgspec.Struct):
+            return each
+    return None
+
+
+def _meta(kind: Any) -> msgspec.Meta:
+    return next((each for each in get_args(kind) if isinstance(each, msgspec.Meta)), msgspec.Meta())
+
+
+def _meaning(kind: Any) -> str:
+    return (_meta(kind).description or "").replace("|", "\\|")
+
+
+def _allowed(kind: Any) -> str:
+    plain, meta = get_args(kind)[0], _meta(kind)
+    if get_origin(plain) is Literal:
+        return ", ".join(f"`{_written(each)}`" for each in get_args(plain))
+    if get_origin(plain) is tuple:
+        return f"list of {_noun(get_args(plain)[0])}"
+    if get_origin(plain) is dict:
+        return "table"
+    limits = [("> ", meta.gt), (">= ", meta.ge), ("< ", meta.lt), ("<= ", meta.le)]
+    return " ".join([_noun(plain), *(f"{sign}{limit:g}" for sign, limit in limits if limit is not None)])
+
+
+def _noun(kind: Any) -> str:
+    kind = get_args(kind)[0] if get_args(kind) else kind
+    return {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}[kind]
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    return "{}" if field.default is msgspec.NODEFAULT else _written(field.default)
+
+
+def _written(value: object) -> str:
+    from holdfast.rl.config.resume import dump
+
+    return dump({"value": list(value) if isinstance(value, tuple) else value}).removeprefix("value = ").strip()
 
 
 LIBRARIES = {

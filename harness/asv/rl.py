@@ -16,8 +16,7 @@ class PolicyStep:
     def setup(self) -> None:
         import torch
 
-        from holdfast.rl.config.objective import Objective
-        from holdfast.rl.config.sampling import Sampling
+        from holdfast.rl.config.run_config import Objective, Sampling
         from holdfast.rl.data import arithmetic
         from holdfast.rl.data.episode import SamplingRequest
         from holdfast.rl.data.prompts import PromptSource

@@ -8,6 +8,17 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 
+Key = tuple[str | int, ...]
+"""The path of a value: names of tables and keys, and numbers of an array's elements."""
+
+
+def dotted(key: Key) -> str:
+    """A path as it is written: `reward[0].weight`."""
+    text = ""
+    for part in key:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
 
 class ConfigProblem(msgspec.Struct, frozen=True):
     """One thing that is wrong: `place` is a file with a line, or an override."""

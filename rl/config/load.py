@@ -13,10 +13,12 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from holdfast.rl.config.contradictions import contradictions
-from holdfast.rl.config.errors import BadConfig, ConfigProblem
-from holdfast.rl.config.objective import PRESETS, Objective
-from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.config.toml_text import Key, dotted, lines_of, nearest_line
+from holdfast.rl.config.errors import BadConfig, ConfigProblem, Key, dotted
+from holdfast.rl.config.run_config import PRESETS, Objective, RunConfig
+
+_ELEMENT = re.compile(r"\s*\[\[([^\[\]]+)\]\]")
+_TABLE = re.compile(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?$")
+_VALUE = re.compile(r"""\s*([A-Za-z0-9_."' -]+?)\s*=""")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -149,3 +151,32 @@ def _expected(kind: Any) -> str:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+def lines_of(document: str) -> dict[Key, int]:
+    """The line (from 1) of each table and key that is written on a line of its own."""
+    found: dict[Key, int] = {}
+    here: Key = ()
+    for number, line in enumerate(document.splitlines(), start=1):
+        if element := _ELEMENT.match(line):
+            name = _names(element[1])
+            count = sum(key[:-1] == name and isinstance(key[-1], int) for key in found if key)
+            here = (*name, count)
+        elif table := _TABLE.match(line):
+            here = _names(table[1])
+        elif value := _VALUE.match(line):
+            found.setdefault((*here, *_names(value[1])), number)
+            continue
+        else:
+            continue
+        found.setdefault(here, number)
+    return found
+
+
+def nearest_line(lines: Mapping[Key, int], key: Key) -> int | None:
+    """The line of a value, or of the nearest table around it."""
+    return next((lines[key[:end]] for end in range(len(key), 0, -1) if key[:end] in lines), None)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in text.split("."))

@@ -1,16 +1,25 @@
-"""Code of the user that a configuration names: `rewards.py:brief`, or `package.module:brief`."""
+"""Code outside of holdfast that a configuration names: functions of the user, and interpreters with other systems."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError, describe
+
+
+class ExtraNotInstalled(HoldfastError):
+    """There is no environment for a system that needs one of its own."""
+
+    def __init__(self, extra: str, python: str) -> None:
+        self.extra, self.python = extra, python
+        super().__init__(f"{extra} is not installed: there is no interpreter {python}; run make extra-{extra}")
 
 
 class NoSuchCode(HoldfastError):
@@ -63,3 +72,15 @@ def _file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def extra_python(extra: str, given: str = "", folder: Path = Path()) -> Path:
+    """The interpreter of an extra: the one that is given, from `folder` on, or that of its environment.
+
+    Raises `ExtraNotInstalled`.
+    """
+    own = Path(sys.prefix) / "extras" / extra / "bin" / "python"
+    chosen = folder / Path(given).expanduser() if given else own
+    if shutil.which(chosen) is None:
+        raise ExtraNotInstalled(extra, str(chosen))
+    return chosen.absolute()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from holdfast.rl.config.errors import ConfigChanged
+from holdfast.rl.config.errors import ConfigChanged, Key, dotted
 from holdfast.rl.config.named_code import placed_code
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.config.toml_text import Key, dotted, dump
 
 MAY_CHANGE: frozenset[Key] = frozenset(
     {
@@ -41,6 +41,11 @@ MAY_CHANGE: frozenset[Key] = frozenset(
 def resolved(config: RunConfig) -> str:
     """The whole configuration as TOML, with every default; read again it is equal."""
     return dump(msgspec.to_builtins(config))
+
+
+def dump(document: Mapping[str, object]) -> str:
+    """A document of tables, arrays of tables and plain values as TOML."""
+    return "\n".join(_table(document, "")) + "\n"
 
 
 def placed(config: RunConfig, folder: Path) -> RunConfig:
@@ -110,3 +115,30 @@ def _leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield from _leaves(each, (*key, number))
     else:
         yield key, list(value) if isinstance(value, tuple) else value
+
+
+def _table(values: Mapping[str, object], name: str) -> Iterator[str]:
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping) or _is_array(value)}
+    for key, value in values.items():
+        if key not in tables:
+            yield f"{key} = {_plain(value)}"
+    for key, value in tables.items():
+        full = f"{name}.{key}" if name else key
+        for each in [value] if isinstance(value, Mapping) else value:  # type: ignore[attr-defined]
+            yield ""
+            yield f"[{full}]" if isinstance(value, Mapping) else f"[[{full}]]"
+            yield from _table(each, full)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Mapping) for each in value)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_plain, value))}]"
+    return repr(value)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from holdfast.rl.config.objective import Objective
-from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.data.episode import Prompt, SamplingRequest
+from holdfast.rl.data.seeds import seed_of, seeds_of
 
 MOST_PROCESSES = 4096
 """The most processes of one role: a slip of the pen must not start a million."""
 
 MOST_SECONDS = 1e6
 """The longest time that a configuration may wait for: clocks and locks take no more than a few centuries."""
+
+
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo"]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +80,118 @@ class AlgorithmConfig(_Section, frozen=True, kw_only=True):
     concurrency: Annotated[
         int, Meta(ge=1, description="Groups that are generated at the same time, in the asynchronous loop.")
     ] = 32
+
+
+class Objective(_Section, frozen=True, kw_only=True):
+    """The loss of a step. The algorithm sets the defaults of the other fields; those here are GRPO's."""
+
+    algorithm: Annotated[Algorithm, Meta(description="The algorithm, whose defaults the other fields have.")] = "grpo"
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"],
+        Meta(
+            description="Divide advantages by the standard deviation of the rewards of their group, or of the whole "
+            "batch; or not. It is the unbiased one (over n - 1), plus 1e-4, as in TRL's option of this name."
+        ),
+    ] = "group"
+    aggregate: Annotated[
+        Literal["sequence", "token", "sum"],
+        Meta(
+            description="Average tokens in each sequence, or over all tokens of the step; or add those of a sequence."
+        ),
+    ] = "sequence"
+    ratio: Annotated[
+        Literal["token", "sequence"], Meta(description="Importance ratios of tokens, or of whole sequences.")
+    ] = "token"
+    clip_low: Annotated[float, Meta(gt=0, lt=1, description="The ratio is clipped from below at 1 minus this.")] = 0.2
+    clip_high: Annotated[float, Meta(gt=0, description="The ratio is clipped from above at 1 plus this.")] = 0.2
+    kl: Annotated[float, Meta(ge=0, description="The weight of the distance to the reference policy (k3).")] = 0.0
+    entropy: Annotated[float, Meta(ge=0, description="The weight of an entropy bonus.")] = 0.0
+    truncation: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="The cap of the importance weight of the trainer's old policy against the generator; 0: the "
+            "generator's log-probabilities are the old ones.",
+        ),
+    ] = 0.0
+    redraws: Annotated[
+        int, Meta(ge=0, le=100, description="How often a group whose rewards are all equal is drawn again.")
+    ] = 0
+    skip_overlong: Annotated[
+        bool, Meta(description="Leave episodes with a completion that the limit of tokens cut out of the loss.")
+    ] = False
+
+
+PRESETS: Mapping[str, Mapping[str, object]] = {
+    "grpo": {},
+    "dr_grpo": {"scale_rewards": "none", "aggregate": "sum"},
+    "dapo": {"aggregate": "token", "clip_high": 0.28, "redraws": 4, "skip_overlong": True},
+    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+}
+"""What the fields of an objective are by default, where that differs from GRPO."""
+
+
+def objective(algorithm: Algorithm, **fields: object) -> Objective:
+    """The objective of an algorithm, with `fields` instead of its defaults. Raises msgspec.ValidationError."""
+    return msgspec.convert({**PRESETS[algorithm], **fields, "algorithm": algorithm}, Objective)
+
+
+class Sampling(_Section, frozen=True, kw_only=True):
+    """How a group's completions are drawn: `group` for each prompt, each with a seed of its own."""
+
+    group: Annotated[int, Meta(ge=2, description="Completions of each prompt, which are compared.")] = 8
+    batch: Annotated[int, Meta(ge=1, description="Prompts of a request, whose completions are drawn together.")] = 8
+    max_new_tokens: Annotated[int, Meta(ge=1, description="The limit of a completion's tokens.")] = 128
+    temperature: Annotated[float, Meta(gt=0, description="The temperature.")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Draw from the likeliest tokens of this total.")] = 1.0
+    stop: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...], Meta(description="Token numbers that end a completion.")
+    ] = ()
+
+    def request(self, seed: int, prompt: Prompt, draw: int, version: int | None) -> SamplingRequest:
+        """The request for a prompt's group, the `draw`-th time: equal arguments give an equal request."""
+        seeds = seeds_of("sample", seed, prompt.number, draw, each=range(self.group))
+        return SamplingRequest(
+            prompts=(prompt.tokens,),
+            samples=self.group,
+            seeds=seeds,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop=self.stop,
+            version=version,
+        )
+
+    def turn(
+        self, seed: int, number: int, draw: int, seen: Mapping[int, tuple[int, ...]], version: int | None
+    ) -> SamplingRequest:
+        """The request for the next turn of a group's samples, each after the tokens that it has `seen`."""
+        return SamplingRequest(
+            prompts=tuple(seen.values()),
+            samples=1,
+            seeds=tuple(seed_of("turn", seed, number, draw, sample, len(before)) for sample, before in seen.items()),
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop=self.stop,
+            version=version,
+        )
+
+    def greedy(self, prompts: tuple[Prompt, ...], version: int | None) -> SamplingRequest:
+        """The request for the likeliest completion of each prompt."""
+        return self.greedy_turn(tuple(each.tokens for each in prompts), version)
+
+    def greedy_turn(self, seen: tuple[tuple[int, ...], ...], version: int | None) -> SamplingRequest:
+        """The request for the likeliest tokens after those that were `seen`."""
+        return SamplingRequest(
+            prompts=seen,
+            samples=1,
+            seeds=(0,) * len(seen),
+            max_new_tokens=self.max_new_tokens,
+            temperature=0.0,
+            stop=self.stop,
+            version=version,
+        )
 
 
 class CriterionConfig(_Section, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted
-from holdfast.rl.config.extra_environment import extra_python
-from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.config.named_code import extra_python
+from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.export.executorch_job import ExecutorchJob, ExecutorchReport
 from holdfast.rl.export.weights import new_file

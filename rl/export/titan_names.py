@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import CorruptData
-from holdfast.rl.config.extra_environment import ExtraNotInstalled, extra_python
+from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.titan.model import TitanModel
 from holdfast.rl.trainers.titan.settings import TitanSettings

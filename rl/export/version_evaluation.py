@@ -9,8 +9,7 @@ from functools import partial
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.config.run_config import RunConfig, Sampling
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.models import ModelSource

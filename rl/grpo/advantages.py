@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from holdfast.rl.config.objective import Objective
+from holdfast.rl.config.run_config import Objective
 from holdfast.rl.data.episode import MOST_REWARD, is_usable_reward
 from holdfast.rl.data.errors import InvalidEpisode
 

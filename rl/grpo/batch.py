@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.rl.config.objective import Objective
+from holdfast.rl.config.run_config import Objective
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import even_edges
 from holdfast.rl.grpo.advantages import advantages

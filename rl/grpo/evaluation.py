@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Completion, Episode, Prompt
 from holdfast.rl.data.errors import OtherVersion
 from holdfast.rl.grpo.protocols import Games, Generation, Policy

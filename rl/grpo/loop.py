@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 
-from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Group
 from holdfast.rl.data.replay_buffer import FailedGroup
 from holdfast.rl.grpo.protocols import Buffer, Data, Evaluation, Evaluator, Games, GroupNumbers, Policy, Trainer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from holdfast.rl.config.objective import Objective
+from holdfast.rl.config.run_config import Objective
 
 Tensor = torch.Tensor
 

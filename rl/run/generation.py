@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from holdfast.ft import faultpoints
-from holdfast.rl.config.extra_environment import extra_python
+from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.engine.endpoint import endpoint

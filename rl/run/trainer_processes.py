@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.units import counted
-from holdfast.rl.config.extra_environment import extra_python
+from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.engine.engine import ActorProcess, Engine
 from holdfast.rl.engine.errors import AWAY_SECONDS, ActorDied, ActorStartFailed, EndpointFailed, is_retryable

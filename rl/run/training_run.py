@@ -26,9 +26,8 @@ from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.ft.launch.job_contract import LocalContract
-from holdfast.rl.config.contradictions import staleness_rule
+from holdfast.rl.config.contradictions import check_plugins_run_here, staleness_rule
 from holdfast.rl.config.load import load_config
-from holdfast.rl.config.plugin_names import check_plugins_run_here
 from holdfast.rl.config.resume import check_unchanged, placed, resolved
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState

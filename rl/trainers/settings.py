@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from holdfast.comms.quantities import integer_in
-from holdfast.rl.config.objective import Objective
+from holdfast.rl.config.run_config import Objective
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.titan.settings import TitanSettings
 

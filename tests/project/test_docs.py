@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
 from support.browser import needs_chromium, screenshot, served
@@ -119,6 +120,24 @@ def test_the_reference_lists_the_metrics_that_are_served(generate: ModuleType) -
         "| `holdfast_op_seconds` | histogram | `op` |",
     ):
         assert row in table
+
+
+def test_the_reference_has_every_field_of_a_run_with_its_default(generate: ModuleType) -> None:
+    from holdfast.rl.config.run_config import RunConfig
+
+    tables = generate.rl_config()
+    for section in msgspec.structs.astuple(RunConfig()):
+        for name in getattr(section, "__struct_fields__", ()):
+            assert f"`{name}`" in tables
+    for row in (
+        "| `seed` | whole number >= 0 | `0` | Decides the initial weights, the data order and all samples. |",
+        "| `clip_low` | number > 0 < 1 | `0.2` | The ratio is clipped from below at 1 minus this. |",
+        '| `mode` | `"synchronous"`, `"asynchronous"` | `"asynchronous"` |',
+        "| `stop` | list of whole number | `[]` | Token numbers that end a completion. |",
+        "## `[[reward]]`",
+        '| `dr_grpo` | `scale_rewards = "none"`, `aggregate = "sum"` |',
+    ):
+        assert row in tables
 
 
 def test_the_reference_has_every_command_and_error(generate: ModuleType) -> None:

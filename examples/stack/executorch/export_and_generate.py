@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from holdfast.rl.config.extra_environment import extra_python
 from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.export.executorch import export_program
 from holdfast.rl.export.version_evaluation import held_out_prompts

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.rl.config.extra_environment import extra_python
+from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.data import arithmetic
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.engine.local import LocalEngine

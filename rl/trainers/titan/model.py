@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast.rl.config.extra_environment import ExtraNotInstalled
+from holdfast.rl.config.named_code import ExtraNotInstalled
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.titan.settings import FAMILIES, TitanSettings

@@ -13,15 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.plugins.registry import registry
+from holdfast.rl.config.contradictions import check_plugins_run_here
 from holdfast.rl.config.errors import BadConfig, ConfigChanged
-from holdfast.rl.config.extra_environment import extra_python
 from holdfast.rl.config.load import load_config, parse_config
-from holdfast.rl.config.objective import PRESETS, Objective, objective
-from holdfast.rl.config.plugin_names import check_plugins_run_here
-from holdfast.rl.config.reference import sections
-from holdfast.rl.config.resume import check_unchanged, differences, fingerprint, placed, resolved
-from holdfast.rl.config.run_config import CriterionConfig, RunConfig
-from holdfast.rl.config.toml_text import dump
+from holdfast.rl.config.named_code import extra_python
+from holdfast.rl.config.resume import check_unchanged, differences, dump, fingerprint, placed, resolved
+from holdfast.rl.config.run_config import PRESETS, CriterionConfig, Objective, RunConfig, objective
 from support.source_tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
@@ -328,22 +325,6 @@ def test_a_resume_may_change_how_many_processes_work_but_not_what_they_compute()
         check_unchanged(begun, other)
     reward = msgspec.structs.replace(begun, reward=(*begun.reward, CriterionConfig(kind="length", margin=1)))
     assert "reward[1].kind was 'absent' and is 'length'" in differences(begun, reward)
-
-
-def test_the_reference_has_every_field_with_its_default() -> None:
-    tables = "\n".join(sections())
-    for kind in structs(RunConfig):
-        for each in msgspec.structs.fields(kind):
-            assert f"`{each.name}`" in tables or f"[{each.name}]" in tables
-    for row in (
-        "| `seed` | whole number >= 0 | `0` | Decides the initial weights, the data order and all samples. |",
-        "| `clip_low` | number > 0 < 1 | `0.2` | The ratio is clipped from below at 1 minus this. |",
-        '| `mode` | `"synchronous"`, `"asynchronous"` | `"asynchronous"` |',
-        "| `stop` | list of whole number | `[]` | Token numbers that end a completion. |",
-        "## `[[reward]]`",
-        '| `dr_grpo` | `scale_rewards = "none"`, `aggregate = "sum"` |',
-    ):
-        assert row in tables
 
 
 def test_the_refusal_of_a_missing_environment_names_the_command_that_makes_it(tmp_path: Path) -> None:

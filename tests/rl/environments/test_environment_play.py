@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rl.config.objective import objective
+from holdfast.rl.config.run_config import objective
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.episode import Completion, Finish, Group, Prompt
 from holdfast.rl.data.errors import InvalidEpisode

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from holdfast.rl.config.objective import objective
-from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.config.run_config import Sampling, objective
 from holdfast.rl.data.arithmetic import CharacterTokenizer
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.buffer_state import StalenessRule
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, SamplingRequest
 from holdfast.rl.data.prompts import PromptNumbers

@@ -13,8 +13,7 @@ from types import FrameType
 
 import pytest
 
-from holdfast.rl.config.objective import Objective
-from holdfast.rl.config.sampling import Sampling
+from holdfast.rl.config.run_config import Objective, Sampling
 from holdfast.rl.data import arithmetic
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import StalenessRule

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from holdfast.harness.cli.app import app
-from holdfast.rl.config.extra_environment import ExtraNotInstalled
 from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.named_code import ExtraNotInstalled
 from holdfast.rl.config.resume import resolved
 from holdfast.rl.export import executorch
 from holdfast.rl.export.executorch import ExportRefused, export_program

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 
 from holdfast.comms.errors import StaleEpoch
 from holdfast.comms.system.keys import create_key
-from holdfast.rl.config.objective import objective
+from holdfast.rl.config.run_config import objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt, SamplingRequest

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
-from holdfast.rl.config.objective import Objective
+from holdfast.rl.config.run_config import Objective
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch

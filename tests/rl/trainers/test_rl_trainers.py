@@ -20,7 +20,7 @@ from holdfast.ft import Session, Timeouts
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster, RankFailed
 from holdfast.harness.invariants import check, event_of
-from holdfast.rl.config.objective import objective
+from holdfast.rl.config.run_config import objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
 
-from holdfast.rl.config.extra_environment import ExtraNotInstalled
+from holdfast.rl.config.named_code import ExtraNotInstalled
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.settings import LoraSettings, TrainerSettings

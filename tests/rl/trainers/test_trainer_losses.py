@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
-from holdfast.rl.config.objective import Algorithm, Objective, objective
+from holdfast.rl.config.run_config import Algorithm, Objective, objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt

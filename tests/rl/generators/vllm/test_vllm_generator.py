@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
-from holdfast.rl.config.extra_environment import ExtraNotInstalled, extra_python
+from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.engine.errors import ActorDied, EndpointFailed
 from holdfast.rl.engine.local import LocalEngine
