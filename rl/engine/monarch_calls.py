@@ -68,11 +68,19 @@ class MonarchCalls(CallsInFlight):
         self._gone.set()
 
 
-async def stop_procs(procs: Any) -> None:
-    """Have Monarch forget procs, bounded: it has its own words for one that is gone already."""
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(_STOP_SECONDS):
+async def stop_procs(procs: Any, seconds: float = _STOP_SECONDS) -> None:
+    """Have Monarch forget procs, bounded: it has its own words for one that is gone already.
+
+    Monarch stops them in a task of the loop that awaits it, and cancelling the wait does not end that task. So the loop
+    is another one, which cancels all of its tasks when it ends.
+    """
+
+    async def bounded() -> None:
+        async with asyncio.timeout(seconds):
             await procs.stop()
+
+    with contextlib.suppress(Exception):
+        await asyncio.to_thread(asyncio.run, bounded())
 
 
 def plain_name(name: str) -> str:
