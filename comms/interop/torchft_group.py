@@ -8,7 +8,6 @@ It has its own errors: an op whose peer died raises `PeerFailed` at once, and th
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,12 +44,6 @@ class ProcessGroupHoldfast(ProcessGroupWrapper):  # type: ignore[misc]  # torchf
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return "torchft-holdfast"
-
-    def errored(self) -> Exception | None:
-        """The error that ended the group, also if no op has raised it yet; the Manager then discards the step."""
-        group: Any = self._pg
-        over = None if group is None else group.communicator.over
-        return over if isinstance(over, Exception) else None
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)

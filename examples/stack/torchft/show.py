@@ -20,9 +20,11 @@ TRAIN = Path(__file__).with_name("train.py")
 STEPS, KILL = 30, 10
 
 
-def start(lighthouse: LighthouseServer, name: str, backend: str, kill_step: int = 0) -> subprocess.Popen[str]:
+def start(
+    lighthouse: LighthouseServer, name: str, backend: str, steps: int = STEPS, kill_step: int = 0
+) -> subprocess.Popen[str]:
     environ = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TRAIN), name, backend, str(STEPS), str(kill_step)]
+    command = [sys.executable, str(TRAIN), name, backend, str(steps), str(kill_step)]
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -47,11 +49,11 @@ def job(backend: str) -> list[dict[str, Any]]:
 def killed_job(backend: str) -> dict[str, Any]:
     """What became of two groups of which the second is killed, and replaced."""
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=500)
-    first, second = start(lighthouse, "a", backend), start(lighthouse, "b", backend, KILL)
+    first, second = start(lighthouse, "a", backend), start(lighthouse, "b", backend, kill_step=KILL)
     second.communicate(timeout=120)
     died = time.time()
     assert second.returncode == -signal.SIGKILL
-    replacement = result(start(lighthouse, "b", backend))
+    replacement = result(start(lighthouse, "b", backend, STEPS - KILL - 1))
     survivor = result(first)
     lighthouse.shutdown()
     alone = [when for _, groups, when in survivor["steps"] if groups == 1 and when > died]

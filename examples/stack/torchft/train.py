@@ -2,8 +2,8 @@
 
 TORCHFT_LIGHTHOUSE=http://... train.py NAME BACKEND STEPS [KILL_STEP]
 
-It trains STEPS steps, and on until two groups took part in one. With KILL_STEP the process ends itself with SIGKILL in
-the first step from there on in which two take part. At the end it prints a line of JSON.
+It trains until two groups took part in STEPS of its steps. With KILL_STEP the process ends itself with SIGKILL in such
+a step, after so many: its gradients are there, so the other group goes on. At the end it prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -55,18 +55,20 @@ def main(name: str, backend: str, steps: int, kill_step: int) -> None:
     module = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
     seen: list[tuple[int, int, float]] = []
-    while manager.current_step() < steps or seen[-1][1] < 2:
+    together = 0
+    while together < steps:
         optimizer.zero_grad()  # configures the process group anew if other groups take part
         step, groups, index = manager.current_step(), manager.num_participants(), manager.participating_rank() or 0
         # The same samples whichever groups take part: each takes its share.
         draw = torch.Generator().manual_seed(step)
         samples, classes = torch.randn(32, 16, generator=draw), torch.randint(4, (32,), generator=draw)
         nn.functional.cross_entropy(module(samples[index::groups]), classes[index::groups]).backward()
-        if kill_step and step >= kill_step and groups == 2:
+        if kill_step and together == kill_step and groups == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         if manager.current_step() > step:
             seen.append((step, groups, time.time()))
+            together += groups == 2
     weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
     said = {"name": name, "weights": hashlib.sha256(weights).hexdigest()[:12], "steps": seen}
     print(json.dumps(said), flush=True)
