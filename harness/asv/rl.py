@@ -16,7 +16,7 @@ class PolicyStep:
     def setup(self) -> None:
         import torch
 
-        from holdfast.rl.config.run_config import Objective, Sampling
+        from holdfast.rl.config.run_config import RunConfig, Sampling
         from holdfast.rl.data import arithmetic
         from holdfast.rl.data.episode import SamplingRequest
         from holdfast.rl.data.prompts import PromptSource
@@ -24,12 +24,11 @@ class PolicyStep:
         from holdfast.rl.generators.models import ModelSource
         from holdfast.rl.run.policy_source import SMALL_LLAMA
         from holdfast.rl.trainers.policy import PolicyLoss, build_policy
-        from holdfast.rl.trainers.settings import TrainerSettings
 
         if hasattr(self, "generate"):
             return
         torch.set_num_threads(1)
-        settings = TrainerSettings(source=ModelSource(config=SMALL_LLAMA, seed=0), batches=1, objective=Objective())
+        config, model = RunConfig(), ModelSource(config=SMALL_LLAMA, seed=0)
         source = PromptSource(arithmetic.training(), arithmetic.CharacterTokenizer(), 0, "arithmetic")
         sampling = Sampling(group=8, max_new_tokens=2)
         prompts = [source.prompt(number) for number in range(32)]
@@ -40,10 +39,10 @@ class PolicyStep:
             max_new_tokens=2,
             temperature=1.0,
         )
-        self.policy = build_policy(settings)
-        self.loss = PolicyLoss(settings)
+        self.policy = build_policy(model, config.model)
+        self.loss = PolicyLoss(config, model)
         self.generate = partial(generate_batch, self.policy, 0, request, lambda: None)
-        self.update = _update(prompts, self.generate(), sampling.group, settings.objective)
+        self.update = _update(prompts, self.generate(), sampling.group, config.objective)
         self.parameters = list(self.policy.parameters())
 
     def time_generate(self) -> None:

@@ -13,7 +13,14 @@ from holdfast.ft.environment.slurm_hosts import WORD as SLURM
 from holdfast.ft.registers import schemes
 from holdfast.rl.config.errors import BadConfig, ConfigProblem, Key
 from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python, file_of
-from holdfast.rl.config.run_config import CriterionConfig, EnvironmentConfig, ModelConfig, RunConfig, TitanConfig
+from holdfast.rl.config.run_config import (
+    CriterionConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RunConfig,
+    TitanConfig,
+    TrainerConfig,
+)
 from holdfast.rl.data.buffer_state import StalenessRule
 from holdfast.rl.data.errors import StalenessUnreachable
 
@@ -241,6 +248,8 @@ def _roles(config: RunConfig) -> Iterator[Contradiction]:
             (("trainer", "replicas"), ("trainer", "units")),
             f"more trainers than trainer.units = {trainer.units} leave some without work",
         )
+    if trainer.strategy == "ddp" and trainer.copies != TrainerConfig().copies:
+        yield (("trainer", "copies"), ("trainer", "strategy")), "each trainer has the whole policy with ddp"
     if config.store.copies > config.store.holders:
         yield (
             (("store", "copies"), ("store", "holders")),

@@ -20,6 +20,7 @@ MAY_CHANGE: frozenset[Key] = frozenset(
         ("algorithm", "concurrency"),
         ("trainer", "replicas"),
         ("trainer", "spares"),
+        ("trainer", "copies"),
         ("trainer", "backend"),
         ("trainer", "strategy"),
         ("generator",),

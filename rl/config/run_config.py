@@ -278,6 +278,9 @@ class TrainerConfig(_Section, frozen=True, kw_only=True):
     ] = ""
     strategy: Annotated[Literal["fsdp2", "ddp"], Meta(description="Sharded, or whole on every trainer.")] = "fsdp2"
     backend: Annotated[str, Meta(description="What gradients are reduced over: shm, gloo, ucx ...")] = "shm"
+    copies: Annotated[
+        int, Meta(ge=0, description="Neighbours that keep a copy of each trainer's shard, for when it dies.")
+    ] = 1
     units: Annotated[
         int, Meta(ge=1, description="Parts of a batch whose gradients are added; fixes the bits of the sum.")
     ] = 4
@@ -290,6 +293,12 @@ class TrainerConfig(_Section, frozen=True, kw_only=True):
     rate_floor: Annotated[float, Meta(ge=0, le=1, description="The lowest learning rate's share of `rate`.")] = 0.1
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW's weight decay.")] = 0.0
     max_norm: Annotated[float, Meta(gt=0, description="Gradients are clipped to this norm.")] = 1.0
+
+    def rate_at(self, update: int) -> float:
+        """The learning rate of an update, counted from 0: it rises in a line, then falls in a line to its floor."""
+        warm = min(1.0, (update + 1) / self.rate_warmup)
+        gone = min(1.0, update / self.rate_decay)
+        return self.rate * warm * (1.0 - (1.0 - self.rate_floor) * gone)
 
 
 class TitanConfig(_Section, frozen=True, kw_only=True):
@@ -424,3 +433,18 @@ class RunConfig(_Section, frozen=True, kw_only=True):
     def has_prompts(self) -> bool:
         """Whether there are groups of prompts and a reward: all, or those that an environment leaves."""
         return not self.environment.name or self.environment.share < 1.0
+
+    @property
+    def kept_versions(self) -> int:
+        """The number of newest versions that the store keeps: all that generators may ask for, and one more."""
+        return 4 + self.algorithm.staleness
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """The number of updates from one checkpoint to the next."""
+        return self.checkpoint.every * self.algorithm.updates
+
+    def saved_after(self, step: int) -> bool:
+        """Whether a checkpoint is written after the batch that begins with update `step`."""
+        done = step + self.algorithm.updates
+        return done % self.checkpoint_steps == 0 or done == self.steps

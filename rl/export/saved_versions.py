@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from holdfast.comms.errors import CorruptData, HoldfastError
@@ -18,7 +17,6 @@ from holdfast.rl.export.titan_names import renamed
 from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.run.policy_source import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.run.trainer_processes import trainer_settings
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.best_version import read_best
 from holdfast.rl.trainers.policy import build_policy
@@ -114,15 +112,14 @@ class SavedVersions:
             for prefix in _PREFIXES
             if name.startswith(prefix)
         }
-        settings = trainer_settings(self._config, self._source(), path)
-        if settings.titan is not None:
-            tensors = renamed(tensors, settings.source, settings.titan, self._config.trainer.python)
-            settings = msgspec.structs.replace(settings, titan=None)
-        policy = build_policy(settings)
+        config, source = self._config, self._source()
+        if config.trainer.kind == "titan":
+            tensors = renamed(tensors, source, config.titan, config.trainer.python)
+        policy = build_policy(source, config.model)
         _load(policy, tensors, path)
-        if settings.lora is None:
+        if not config.model.lora_rank:
             return policy
-        model = settings.source.build()
+        model = source.build()
         _load(model, merged(policy), path)
         return model
 

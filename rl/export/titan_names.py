@@ -17,9 +17,9 @@ import torch
 
 from holdfast.comms.errors import CorruptData
 from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python
+from holdfast.rl.config.run_config import TitanConfig
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.titan.model import TitanModel
-from holdfast.rl.trainers.titan.settings import TitanSettings
 
 SECONDS = 600.0
 """The limit of the other interpreter's time."""
@@ -31,11 +31,11 @@ _JOB, _GIVEN, _FOUND = "job.json", "titan.safetensors", "transformers.safetensor
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
     source: ModelSource
-    titan: TitanSettings
+    titan: TitanConfig
 
 
 def renamed(
-    tensors: Mapping[str, torch.Tensor], source: ModelSource, titan: TitanSettings, python: str
+    tensors: Mapping[str, torch.Tensor], source: ModelSource, titan: TitanConfig, python: str
 ) -> dict[str, torch.Tensor]:
     """Whole tensors with TorchTitan's names under those of transformers.
 
@@ -63,7 +63,7 @@ def renamed(
         return load_file(place / _FOUND)
 
 
-def _renamed(tensors: Mapping[str, torch.Tensor], source: ModelSource, titan: TitanSettings) -> dict[str, torch.Tensor]:
+def _renamed(tensors: Mapping[str, torch.Tensor], source: ModelSource, titan: TitanConfig) -> dict[str, torch.Tensor]:
     try:
         return TitanModel(source, titan).renamed(tensors)
     except KeyError as error:

@@ -183,17 +183,16 @@ class Generators:
         self.generate = BatchedRequests(self._route, config.sampling.batch, alone=lambda request: request.samples == 1)
         self.update = _Update(self)
 
-    async def start_holders(self, keep: int) -> None:
-        """Start the processes that hold the newest `keep` versions. Raises `ServiceFailed`."""
-        store = self._config.store
+    async def start_holders(self) -> None:
+        """Start the processes that hold the newest versions. Raises `ServiceFailed`."""
         spec = served(
             WeightHolder,
             name="holder",
-            num_replicas=store.holders,
+            num_replicas=self._config.store.holders,
             observer=self._recorders["holder"].hear,
             **self._common,
         )
-        self._add("holder", await spec.as_service(self._store, store.copies, keep))
+        self._add("holder", await spec.as_service(self._config, self._store))
 
     async def start(self) -> None:
         """Start the generators; returns once all serve a version. Raises `ServiceFailed`, `ExtraNotInstalled`."""

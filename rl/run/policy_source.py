@@ -14,7 +14,6 @@ from holdfast.rl.data.text_tokenizer import TextTokenizer
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.adapters import check_adapters
-from holdfast.rl.trainers.settings import LoraSettings
 
 SMALL_LLAMA = {
     "model_type": "llama",
@@ -79,22 +78,14 @@ def policy_source(config: RunConfig) -> ModelSource:
     return ModelSource(path=str(path), dtype=model.dtype, device=model.device, vocabulary=words)
 
 
-def lora_settings(config: RunConfig) -> LoraSettings | None:
-    """The adapters that are trained; None if all weights are."""
-    model = config.model
-    if not model.lora_rank:
-        return None
-    return LoraSettings(rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
-
-
 def check_policy(config: RunConfig, source: ModelSource) -> None:
     """Raise `ModelMisfit` if the policy has not the tokens or the layers that the configuration names."""
     size = getattr(source.read_config(), "vocab_size", None)
     if isinstance(size, int) and (unknown := [token for token in config.sampling.stop if token >= size]):
         why = f"sampling.stop has the token {unknown[0]}, and its tokens are 0 to {size - 1}"
         raise ModelMisfit(source.name, why, "name the tokens that end its texts")
-    if adapters := lora_settings(config):
-        check_adapters(source, adapters)
+    if config.model.lora_rank:
+        check_adapters(source, config.model)
 
 
 def task_of(config: RunConfig) -> Task:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.units import counted
 from holdfast.rl.config.named_code import extra_python
@@ -20,48 +18,17 @@ from holdfast.rl.engine.errors import AWAY_SECONDS, ActorDied, ActorStartFailed,
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.hosts import HostTurns, session_options
-from holdfast.rl.run.policy_source import lora_settings
 from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.trainers.errors import TrainerEnded
-from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
-from holdfast.rl.trainers.titan.settings import TitanSettings
 from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerPosition, TrainerStatus
 from holdfast.rl.trainers.trainer_group import TrainerGroup
 from holdfast.rl.work_log import WorkReport
 
 ROLE = "trainer"
-KEEP = 4
-"""The number of newest versions that the store keeps: those that generators may still ask for, and one more."""
-
 ASK_SECONDS = 5.0
 """Seconds that a trainer has to say what it does."""
-
-
-def trainer_settings(config: RunConfig, source: ModelSource, checkpoints: Path) -> TrainerSettings:
-    """The settings of the trainers of a run."""
-    trainer, updates = config.trainer, config.algorithm.updates
-    return TrainerSettings(
-        source=source,
-        batches=config.steps // updates,
-        objective=config.objective,
-        titan=TitanSettings(**msgspec.structs.asdict(config.titan)) if trainer.kind == "titan" else None,
-        layout="fsdp2" if trainer.strategy == "fsdp2" else "replicated",
-        shards=trainer.units,
-        micro_batch=trainer.micro_batch,
-        updates=updates,
-        schedule=RateSchedule(
-            rate=trainer.rate, warmup=trainer.rate_warmup, decay=trainer.rate_decay, floor=trainer.rate_floor
-        ),
-        weight_decay=trainer.weight_decay,
-        max_norm=trainer.max_norm,
-        temperature=config.sampling.temperature,
-        lora=lora_settings(config),
-        checkpoint=str(checkpoints),
-        checkpoint_every=config.checkpoint.every,
-    )
-
 
 PAUSE_SECONDS = 0.5
 """Seconds until a trainer is started again that could not be made for a reason that passes."""
@@ -95,14 +62,16 @@ class TrainerProcesses:
         self,
         config: RunConfig,
         engine: Engine,
-        settings: TrainerSettings,
+        source: ModelSource,
+        checkpoints: Path,
         store: str,
         environ: Mapping[str, str],
         telemetry: RunTelemetry,
         failed: Callable[[HoldfastError], None],
     ) -> None:
-        self.group = TrainerGroup((ActorDied,), saved_after=settings.saved_after)
-        self._config, self._engine, self._settings, self._store = config, engine, settings, store
+        self.group = TrainerGroup((ActorDied,), saved_after=config.saved_after)
+        self._config, self._engine, self._source, self._store = config, engine, source, store
+        self._checkpoints = str(checkpoints)
         self._environ, self._telemetry, self._failed = dict(environ), telemetry, failed
         self._numbers, self._hosts = itertools.count(), HostTurns(config.engine.hosts)
         self._alive: dict[str, MemberProcess] = {}
@@ -182,11 +151,11 @@ class TrainerProcesses:
             lambda host: self._engine.start(
                 name,
                 TrainerActor,
-                self._settings,
+                self._config,
+                self._source,
                 self._store,
                 session_options(self._config),
-                replicas=self._config.store.copies,
-                keep=KEEP + self._config.algorithm.staleness,
+                self._checkpoints,
                 environ=self._environ,
                 python=self._python,
                 host=host,

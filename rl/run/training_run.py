@@ -59,7 +59,7 @@ from holdfast.rl.run.run_events import (
 )
 from holdfast.rl.run.run_status import RunStatus
 from holdfast.rl.run.telemetry import Ask, Observer, RunTelemetry, WorkCollector
-from holdfast.rl.run.trainer_processes import KEEP, TrainerProcesses, trainer_settings
+from holdfast.rl.run.trainer_processes import TrainerProcesses
 from holdfast.rl.run.weight_holder import CopiesWatch
 from holdfast.rl.services.metrics import metrics_if_asked
 from holdfast.rl.services.status import ServiceStatus
@@ -148,8 +148,9 @@ class TrainingRun:
                 logs=directory.new_session_logs(),
             )
             url, environ = contract.register_url, {**contract.environ(), **between_hosts(config)}
-            settings = trainer_settings(config, source, directory.checkpoints)
-            trainers = TrainerProcesses(config, self._engine, settings, url, environ, self.telemetry, self._fail)
+            trainers = TrainerProcesses(
+                config, self._engine, source, directory.checkpoints, url, environ, self.telemetry, self._fail
+            )
             generators = Generators(config, self._engine, source, url, environ, self.telemetry)
             async with contextlib.AsyncExitStack() as undo:
                 opened = partial(WeightStore, url, hold=False, plane=config.store.plane)
@@ -178,7 +179,7 @@ class TrainingRun:
     ) -> RunResult:
         config = self._config
         await episodes.start()
-        await generators.start_holders(KEEP + config.algorithm.staleness)
+        await generators.start_holders()
         position = await all_done(trainers.start(), generators.start())
         buffer = ReplayBuffer.from_state(_saved_buffer(position) or BufferState(rule=staleness_rule(config)))
         if self._before:

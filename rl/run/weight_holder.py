@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.work_log import WorkLog, WorkReport
@@ -21,10 +22,11 @@ LOOK_SECONDS = 0.1
 
 
 class WeightHolder:
-    """Holds replicas of the newest `keep` versions, `replicas` of each among all holders."""
+    """Holds replicas of the newest versions, as many of each among all holders as the store has copies."""
 
-    def __init__(self, store: str, replicas: int, keep: int) -> None:
+    def __init__(self, config: RunConfig, store: str) -> None:
         self._log = WorkLog()
+        replicas, keep = config.store.copies, config.kept_versions
         self._store = WeightStore(store, replicas=replicas, keep=keep, observe=self._hear)
 
     async def version(self) -> int | None:

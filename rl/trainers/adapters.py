@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from holdfast.rl.config.run_config import ModelConfig
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.trainers.settings import LoraSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,7 +18,7 @@ PREFIX = "base_model.model."
 """What peft puts before the names of a model's tensors."""
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PreTrainedModel:
+def add_adapters(model: PreTrainedModel, adapters: ModelConfig, seed: int) -> PreTrainedModel:
     """`model` with adapters, which alone have gradients. Their first weights depend on `seed`. Raises `ModelMisfit`."""
     try:
         from peft import LoraConfig, get_peft_model
@@ -26,9 +26,9 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> P
         raise ModelMisfit(type(model).__name__, str(error), "pip install 'holdfast[lora]'") from error
     make: Any = LoraConfig
     config = make(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=list(settings.targets) or "all-linear",
+        r=adapters.lora_rank,
+        lora_alpha=adapters.lora_alpha,
+        target_modules=list(adapters.lora_targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
     wrap: Any = get_peft_model
@@ -37,17 +37,17 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> P
         try:
             wrapped: PreTrainedModel = wrap(model, config).eval()
         except ValueError as error:
-            raise ModelMisfit(type(model).__name__, str(error), "name its linear layers in `targets`") from error
+            raise ModelMisfit(type(model).__name__, str(error), "name its linear layers in `lora_targets`") from error
     return wrapped
 
 
-def check_adapters(source: ModelSource, settings: LoraSettings) -> None:
+def check_adapters(source: ModelSource, adapters: ModelConfig) -> None:
     """Raise `ModelMisfit` if a model cannot have these adapters. None of its weights are read or made."""
     from transformers import AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        add_adapters(make.from_config(source.read_config()), settings, 0)
+        add_adapters(make.from_config(source.read_config()), adapters, 0)
 
 
 def merged(model: torch.nn.Module) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from holdfast import ft
 from holdfast.comms import Communicator
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import faultpoints
+from holdfast.rl.config.run_config import RunConfig, TrainerConfig
+from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens
 from holdfast.rl.grpo.loss import StepTotals
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.errors import NonFiniteLoss
 from holdfast.rl.trainers.policy import PolicyLoss, build_optimizer, build_policy
-from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.work_log import WorkLog
 
 if TYPE_CHECKING:
@@ -73,10 +74,10 @@ class PolicyLayout(Protocol):
 class ReplicatedLayout:
     """Every trainer has the whole policy; the update is made after the commit."""
 
-    def __init__(self, settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> None:
-        self._settings, self._loss, self._work = settings, loss, work
-        self._model = build_policy(settings)
-        self._optimizer = build_optimizer(self._model, settings)
+    def __init__(self, config: RunConfig, source: ModelSource, work: WorkLog) -> None:
+        self._config, self._loss, self._work = config, PolicyLoss(config, source), work
+        self._model = build_policy(source, config.model)
+        self._optimizer = build_optimizer(self._model, config.trainer)
         self._trained = [each for each in self._model.parameters() if each.requires_grad]
         count = sum(each.numel() for each in self._trained)
         self._total = torch.empty(count, dtype=self._trained[0].dtype, device=self._trained[0].device)
@@ -113,17 +114,17 @@ class ReplicatedLayout:
             self._update(step)
 
     def _update(self, step: int) -> None:
-        scale = clip_factor(self._norm, self._settings.max_norm)
+        scale = clip_factor(self._norm, self._config.trainer.max_norm)
         at = 0
         for parameter in self._trained:
             parameter.grad = self._total[at : at + parameter.numel()].view_as(parameter).mul(scale)
             at += parameter.numel()
-        set_rate(self._optimizer, self._settings.schedule.at(step))
+        set_rate(self._optimizer, self._config.trainer.rate_at(step))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
-        return merged(self._model) if self._settings.lora is not None else self._model.state_dict()
+        return merged(self._model) if self._config.model.lora_rank else self._model.state_dict()
 
     def publishes(self, rank: int) -> bool:
         return rank == 0
@@ -150,13 +151,13 @@ class ReplicatedLayout:
 class ShardedLayout:
     """The trainers have shards of the policy (FSDP2); the update is made inside of the attempt."""
 
-    def __init__(self, settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> None:
-        self._settings = settings
-        self._update = ShardedUpdate(settings, loss, work)
+    def __init__(self, config: RunConfig, source: ModelSource, work: WorkLog) -> None:
+        self._config, self._source = config, source
+        self._update = ShardedUpdate(config.trainer, PolicyLoss(config, source), work)
         self._things: Any = None
 
     def attach(self, session: ft.Session) -> None:
-        self._things = session.attach_sharded(self._build, copies=self._settings.copies)
+        self._things = session.attach_sharded(self._build, copies=self._config.trainer.copies)
 
     def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
         sums = ft.ShardSums(attempt)
@@ -170,7 +171,7 @@ class ShardedLayout:
 
     def state(self) -> dict[str, Any]:
         model = self._things["model"]
-        state: dict[str, Any] = merged(model) if self._settings.lora is not None else model.state_dict()
+        state: dict[str, Any] = merged(model) if self._config.model.lora_rank else model.state_dict()
         return state
 
     def publishes(self, rank: int) -> bool:
@@ -179,23 +180,18 @@ class ShardedLayout:
     def _build(self, mesh: DeviceMesh) -> dict[str, Any]:
         from torch.distributed.fsdp import fully_shard
 
-        model = build_policy(self._settings)
+        model = build_policy(self._source, self._config.model)
         blocks = set(getattr(model, "_no_split_modules", None) or ())
         for module in model.modules():
             if type(module).__name__ in blocks:
                 fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return {"model": model, "optimizer": build_optimizer(model, self._settings)}
-
-
-def policy_layout(settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> PolicyLayout:
-    """The layout that the settings ask for. It records in `work` what it does."""
-    return (ShardedLayout if settings.layout == "fsdp2" else ReplicatedLayout)(settings, loss, work)
+        return {"model": model, "optimizer": build_optimizer(model, self._config.trainer)}
 
 
 def clip_factor(norm: float, most: float) -> float:
-    """The factor that brings a gradient of this norm to at most `most` (0: any)."""
-    return min(1.0, most / (norm + CLIP_EPSILON)) if most else 1.0
+    """The factor that brings a gradient of this norm to at most `most`."""
+    return min(1.0, most / (norm + CLIP_EPSILON))
 
 
 @torch.no_grad()
@@ -227,8 +223,8 @@ def _first_row(tensor: Any) -> int:
 class ShardedUpdate:
     """An update of a policy with DTensors as parameters, inside of an attempt."""
 
-    def __init__(self, settings: TrainerSettings, loss: PolicyLoss, work: WorkLog) -> None:
-        self._settings, self._loss, self._work = settings, loss, work
+    def __init__(self, config: TrainerConfig, loss: PolicyLoss, work: WorkLog) -> None:
+        self._config, self._loss, self._work = config, loss, work
 
     def run(
         self,
@@ -268,10 +264,10 @@ class ShardedUpdate:
         check_finite(attempt.step, loss, norm)
         before_change()
         with self._work.doing("optimizer", attempt.step):
-            scale = clip_factor(norm, self._settings.max_norm)
+            scale = clip_factor(norm, self._config.max_norm)
             for each in gradients:
                 each.to_local().mul_(scale)
-            set_rate(optimizer, self._settings.schedule.at(attempt.step))
+            set_rate(optimizer, self._config.rate_at(attempt.step))
             optimizer.step()
         return UpdateResult(loss, norm)
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from holdfast.rl.config.run_config import ModelConfig, RunConfig, TrainerConfig
+from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens
 from holdfast.rl.grpo.loss import StepTotals, loss
 from holdfast.rl.kernels.token_logprobs import token_logprobs
 from holdfast.rl.trainers.adapters import add_adapters
-from holdfast.rl.trainers.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,24 +24,26 @@ Logits = Callable[[torch.nn.Module, Tensor, int], Tensor]
 """Returns the logits (n, kept, words) of a model after the last `kept` tokens."""
 
 
-def build_policy(settings: TrainerSettings) -> PreTrainedModel:
-    """The model to train, in evaluation mode: without dropout. With adapters if the settings ask for them.
+BETAS = (0.9, 0.95)
+"""AdamW's, as language models are trained with."""
+
+
+def build_policy(source: ModelSource, config: ModelConfig) -> PreTrainedModel:
+    """The model to train, in evaluation mode: without dropout. With adapters if the configuration asks for them.
 
     On a GPU, torch's deterministic kernels are chosen for this process: equal gradients have equal bits then.
     """
-    if torch.device(settings.source.device).type == "cuda":
+    if torch.device(source.device).type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first matrix product runs
         torch.use_deterministic_algorithms(True, warn_only=True)
-    model = settings.source.build()
-    return model if settings.lora is None else add_adapters(model, settings.lora, settings.source.seed)
+    model = source.build()
+    return add_adapters(model, config, source.seed) if config.lora_rank else model
 
 
-def build_optimizer(model: torch.nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+def build_optimizer(model: torch.nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW over the parameters that are trained."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    return torch.optim.AdamW(
-        trained, lr=settings.schedule.rate, betas=settings.betas, weight_decay=settings.weight_decay
-    )
+    return torch.optim.AdamW(trained, lr=config.rate, betas=BETAS, weight_decay=config.weight_decay)
 
 
 def transformers_logits(model: torch.nn.Module, tokens: Tensor, kept: int) -> Tensor:
@@ -51,12 +54,12 @@ def transformers_logits(model: torch.nn.Module, tokens: Tensor, kept: int) -> Te
 
 
 class PolicyLoss:
-    """The loss of forwards under the settings' objective. With a KL term, the reference is the settings' `source`."""
+    """The loss of forwards under the objective of a run. With a KL term, the reference is `source`."""
 
-    def __init__(self, settings: TrainerSettings, logits: Logits = transformers_logits) -> None:
+    def __init__(self, config: RunConfig, source: ModelSource, logits: Logits = transformers_logits) -> None:
         self._logits = logits
-        self._objective, self._temperature = settings.objective, settings.temperature
-        self._reference = settings.source.build().requires_grad_(False) if settings.objective.kl else None
+        self._objective, self._temperature = config.objective, config.sampling.temperature
+        self._reference = source.build().requires_grad_(False) if config.objective.kl else None
 
     def of(self, model: torch.nn.Module, forward: TrainingTokens, totals: StepTotals) -> Tensor:
         """The share of one forward of `model` in the loss of its update."""

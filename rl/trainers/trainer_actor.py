@@ -13,15 +13,19 @@ import msgspec
 
 from holdfast import ft
 from holdfast.comms.errors import HoldfastError, StaleEpoch, describe
+from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.encoded_batch import EncodedBatch
+from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.trainers.errors import NoBatch, TrainerEnded, TrainerEvicted, TrainerUnjoined
 from holdfast.rl.trainers.publisher import Publisher
-from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.trainers.training import Training
 from holdfast.rl.work_log import WorkLog, WorkReport
 from holdfast.store import WeightStore
+
+BATCH_SECONDS = 600.0
+"""Seconds that a trainer waits for a batch."""
 
 CLOSE_SECONDS = 30.0
 """Seconds that `close` waits for the step that is being computed."""
@@ -94,20 +98,19 @@ class TrainerActor:
     """A trainer: its methods are the endpoints of an actor.
 
     `session` are arguments of `ft.Session`; what they leave out comes from the environment. `store` is the URL of the
-    store to publish to, none if it is empty. Raises `ModelMisfit`, and the errors of a session's start.
+    store to publish to, none if it is empty, `checkpoints` the folder of the checkpoints. Raises `ModelMisfit`, and the
+    errors of a session's start.
     """
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        config: RunConfig,
+        source: ModelSource,
         store: str = "",
         session: Mapping[str, Any] | None = None,
-        *,
-        replicas: int | None = None,
-        keep: int = 2,
-        hold: bool = False,
+        checkpoints: str = "",
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._inbox = BatchInbox()
         self._closed = threading.Event()
         self._changed = threading.Condition()
@@ -119,9 +122,12 @@ class TrainerActor:
         self._publisher: Publisher | None = None
         self._work = WorkLog()
         if store:
-            self._publisher = Publisher(WeightStore(store, replicas=replicas, keep=keep, hold=hold), self._work)
-        self._training = Training(settings, self._publisher, self._take, self._report, self._begun, self._work)
-        options = {"shards": settings.shards, **(session or {})}
+            publishes = WeightStore(store, replicas=config.store.copies, keep=config.kept_versions, hold=False)
+            self._publisher = Publisher(publishes, self._work)
+        self._training = Training(
+            config, source, self._publisher, self._take, self._report, self._begun, self._work, checkpoints
+        )
+        options = {"shards": config.trainer.units, **(session or {})}
         self._session = ft.Session(**options)
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
@@ -161,7 +167,7 @@ class TrainerActor:
             rank=session.rank,
             size=session.size,
             epoch=session.epoch,
-            committed=min(session.step, self._settings.steps),
+            committed=min(session.step, self._config.steps),
             newest_batch=self._inbox.newest,
             ended=self._end.done(),
         )
@@ -235,7 +241,7 @@ class TrainerActor:
                 raise TrainerEnded("it was closed")
             over()
 
-        return self._inbox.take(step, check, self._settings.batch_seconds)
+        return self._inbox.take(step, check, BATCH_SECONDS)
 
     def _report(self, report: StepReport) -> None:
         with self._changed:

@@ -16,16 +16,16 @@ import xxhash
 from holdfast import ft
 from holdfast.comms import Revoked
 from holdfast.ft.console.units import counted
+from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.encoded_batch import EncodedBatch, decode_state
+from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens, UpdateTokens, updates_of
 from holdfast.rl.grpo.loss import StepTotals
 from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.trainers.errors import BadBatch
-from holdfast.rl.trainers.layouts import PolicyLayout, UpdateResult, policy_layout
-from holdfast.rl.trainers.policy import PolicyLoss
+from holdfast.rl.trainers.layouts import PolicyLayout, ReplicatedLayout, ShardedLayout, UpdateResult
 from holdfast.rl.trainers.publisher import Publisher
-from holdfast.rl.trainers.settings import TrainerSettings
 from holdfast.rl.trainers.titan.layout import TitanLayout
 from holdfast.rl.work_log import WorkLog
 
@@ -102,31 +102,33 @@ class OldLogprobs:
 
 
 class Training:
-    """All steps of one trainer. `take` gives batches.
+    """All steps of one trainer, which begin with the policy `source`. `take` gives batches.
 
     `report` is called for each batch that is committed, `begun` with the step of the first attempt and the buffer
-    that was saved with it, in a run that goes on.
+    that was saved with it, in a run that goes on. With a folder `checkpoints`, all state is saved there.
     """
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        config: RunConfig,
+        source: ModelSource,
         publisher: Publisher | None,
         take: Take,
         report: Callable[[StepReport], None] = lambda _: None,
         begun: Callable[[int, BufferState | None], None] = lambda *_: None,
         work: WorkLog | None = None,
+        checkpoints: str = "",
     ) -> None:
-        self._settings, self._publisher = settings, publisher
+        self._config, self._publisher, self._checkpoints = config, publisher, checkpoints
         self._take, self._report, self._begun = take, report, begun
-        self._layout: PolicyLayout
-        if settings.titan is not None:
-            self._layout = TitanLayout(settings, settings.titan, work or WorkLog())
-        else:
-            self._layout = policy_layout(settings, PolicyLoss(settings), work or WorkLog())
+        sharded = TitanLayout if config.trainer.kind == "titan" else ShardedLayout
+        layout: Callable[[RunConfig, ModelSource, WorkLog], PolicyLayout]
+        layout = sharded if config.trainer.strategy == "fsdp2" else ReplicatedLayout
+        self._layout = layout(config, source, work or WorkLog())
         self._revocations = RevokedEpochs()
         self._buffer = SavedBuffer()
-        wanted = settings.objective.truncation > 0 and settings.updates > 1  # else the old policy is the present one
+        # Else the old policy is the generator's, or the present one.
+        wanted = config.objective.truncation > 0 and config.algorithm.updates > 1
         self._old = OldLogprobs() if wanted else None
         self._found: list[torch.Tensor] = []
         self._batch: tuple[EncodedBatch, list[UpdateTokens]] | None = None
@@ -139,35 +141,35 @@ class Training:
         Returns the digest of the last weights, "" for a spare that was not needed. Raises `NonFiniteLoss`, `BadBatch`,
         `NoBatch`, and the errors of the session and the store.
         """
-        settings, begun, digest = self._settings, False, ""
-        torch.set_num_threads(settings.threads)
+        config, begun, digest = self._config, False, ""
+        torch.set_num_threads(1)
         session.subscribe(self._revocations.listen)
         self._layout.attach(session)
         session.attach("replay buffer", self._buffer)
         if self._old is not None:
             session.attach("old log-probabilities", self._old)
-        if settings.checkpoint:
-            session.checkpoints(settings.checkpoint, every=settings.checkpoint_steps, last=settings.steps)
-        for attempt in session.steps(settings.steps + 1):
+        if self._checkpoints:
+            session.checkpoints(self._checkpoints, every=config.checkpoint_steps, last=config.steps)
+        for attempt in session.steps(config.steps + 1):
             if not begun:
                 begun = True
                 self._begun(attempt.step, self._buffer.state)
             result: UpdateResult | None = None
             with attempt:
                 self._publish(attempt)
-                if attempt.step < settings.steps:
+                if attempt.step < config.steps:
                     result = self._update(attempt)
                 else:
                     digest = weights_digest(self._layout.state())
                     self._finish_publication()
-            if attempt.committed and attempt.step < settings.steps:
+            if attempt.committed and attempt.step < config.steps:
                 self._layout.committed(attempt.step)
                 if result is not None:
                     self._committed(attempt, result)
         return digest
 
     def _update(self, attempt: ft.Attempt) -> UpdateResult:
-        part = attempt.step % self._settings.updates
+        part = attempt.step % self._config.algorithm.updates
         updates = self._updates(attempt.step - part, attempt)
         update = updates[part]
         if self._old is not None and part:
@@ -178,14 +180,14 @@ class Training:
             self._found = self._old_logprobs(attempt, updates[1:])
 
         def forwards(shard: int) -> list[tuple[TrainingTokens, StepTotals]]:
-            found = update.shard(shard, attempt.total_shards, self._settings.micro_batch)
+            found = update.shard(shard, attempt.total_shards, self._config.trainer.micro_batch)
             return [(each, update.totals) for each in found]
 
         return self._layout.attempt(attempt, forwards, self._finish_publication)
 
     def _old_logprobs(self, attempt: ft.Attempt, updates: Sequence[UpdateTokens]) -> list[torch.Tensor]:
         """The log-probabilities of these updates under the policy now, through the calls of an update; collective."""
-        shards, micro_batch = attempt.total_shards, self._settings.micro_batch
+        shards, micro_batch = attempt.total_shards, self._config.trainer.micro_batch
 
         def tokens(shard: int) -> list[TrainingTokens]:
             return [each for update in updates for each in update.shard(shard, shards, micro_batch)]
@@ -204,20 +206,20 @@ class Training:
         """The updates of the batch that begins with update `step`."""
         if self._batch is None or self._batch[0].step != step:
             batch = self._take(step, lambda: self._revocations.check(attempt.epoch))
-            updates = self._settings.updates
+            updates = self._config.algorithm.updates
             if len(batch.columns) < updates:
                 raise BadBatch(step, f"it has {counted(len(batch.columns), 'group')}, and makes {updates} updates")
-            self._batch = batch, updates_of(batch.columns, updates, self._settings.objective)
+            self._batch = batch, updates_of(batch.columns, updates, self._config.objective)
         return self._batch[1]
 
     def _committed(self, attempt: ft.Attempt, result: UpdateResult) -> None:
-        part = attempt.step % self._settings.updates
+        part = attempt.step % self._config.algorithm.updates
         if self._old is not None:
-            last = part == self._settings.updates - 1
+            last = part == self._config.algorithm.updates - 1
             self._old.step = -1 if last else attempt.step - part
             self._old.values = [] if last else self._old.values if part else self._found
         self._losses = [*(self._losses if part else []), result.loss]
-        if part < self._settings.updates - 1:
+        if part < self._config.algorithm.updates - 1:
             return
         assert self._batch is not None
         if self._batch[0].after:
@@ -225,7 +227,7 @@ class Training:
         figures = {
             "loss": sum(self._losses) / len(self._losses),
             "gradient_norm": result.norm,
-            "learning_rate": self._settings.schedule.at(attempt.step),
+            "learning_rate": self._config.trainer.rate_at(attempt.step),
             "trainers": float(attempt.comm.size),
             "epoch": float(attempt.epoch),
         }
@@ -234,7 +236,7 @@ class Training:
     def _publish(self, attempt: ft.Attempt) -> None:
         """Begin to publish the weights before this attempt, unless they are published, or in the middle of a batch."""
         version = attempt.step
-        between = version % self._settings.updates
+        between = version % self._config.algorithm.updates
         if self._publisher is None or between or self._published == (version, attempt.epoch):
             return
         if self._published[1] != attempt.epoch:  # the members of an earlier epoch may have published this version

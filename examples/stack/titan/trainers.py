@@ -19,13 +19,12 @@ import torch
 from holdfast.ft import Session
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
+from holdfast.rl.config.run_config import RunConfig, TitanConfig, TrainerConfig
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
-from holdfast.rl.trainers.titan.settings import TitanSettings
 from holdfast.rl.trainers.training import Training
 
 BATCHES, SHARDS, WORDS = 4, 4, 13
@@ -62,14 +61,14 @@ def batch_of(step: int) -> Batch:
     return Batch(step=step, groups=tuple(groups), after=BufferState(rule=StalenessRule(groups=3), batch=step + 1))
 
 
-def settings_of(source: ModelSource, titan: TitanSettings, copies: int = 1) -> TrainerSettings:
-    rate = RateSchedule(rate=0.01, warmup=2, decay=10)
-    return TrainerSettings(
-        source=source, batches=BATCHES, shards=SHARDS, schedule=rate, titan=titan, copies=copies, micro_batch=2
+def config_of(titan: TitanConfig, copies: int = 1) -> RunConfig:
+    trainer = TrainerConfig(
+        kind="titan", units=SHARDS, micro_batch=2, copies=copies, rate=0.01, rate_warmup=2, rate_decay=10
     )
+    return RunConfig(steps=BATCHES, trainer=trainer, titan=titan)
 
 
-def train(session: Session, settings: TrainerSettings, killed: int) -> tuple[str, tuple[float, ...], int]:
+def train(session: Session, config: RunConfig, source: ModelSource, killed: int) -> tuple[str, tuple[float, ...], int]:
     """The digest of the final weights under transformers' names, the losses that were committed here, the epochs."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     reports: list[Any] = []
@@ -81,15 +80,17 @@ def train(session: Session, settings: TrainerSettings, killed: int) -> tuple[str
             os.kill(os.getpid(), signal.SIGKILL)
         return EncodedBatch.of(batch_of(step))
 
-    digest = Training(settings, None, take, reports.append).run(session)
+    digest = Training(config, source, None, take, reports.append).run(session)
     return digest, tuple(each.figures["loss"] for each in reports), len(set(epochs))
 
 
-def run(settings: TrainerSettings, size: int, spares: int = 0, killed: int = -1) -> tuple[str, tuple[float, ...]]:
+def run(
+    config: RunConfig, source: ModelSource, size: int, spares: int = 0, killed: int = -1
+) -> tuple[str, tuple[float, ...]]:
     """The digest, alike on all ranks of a job, and the losses."""
     options = {"shards": SHARDS, "size": size, "min_size": 1}
     with LocalCluster(size, "shm", spares=spares, session=options) as ranks:
-        job = ranks.start(train, settings, killed)
+        job = ranks.start(train, config, source, killed)
         job.wait_for_spares()
         results = job.results(180.0)
     digests = {digest for digest, _, _ in results if digest}
@@ -98,20 +99,20 @@ def run(settings: TrainerSettings, size: int, spares: int = 0, killed: int = -1)
     return digests.pop(), max((losses for _, losses, _ in results), key=len)
 
 
-JOBS: list[tuple[str, str, ModelSource, TitanSettings, dict[str, Any]]] = [
-    ("llama3", "FSDP2, 1 rank", LLAMA, TitanSettings(), {"size": 1}),
-    ("llama3", "FSDP2, 2 ranks", LLAMA, TitanSettings(), {"size": 2}),
-    ("llama3", "FSDP2, 2 ranks, 1 killed, a spare", LLAMA, TitanSettings(), {"size": 2, "spares": 1, "killed": 1}),
-    ("llama3", "FSDP2, 3 ranks, 1 killed", LLAMA, TitanSettings(), {"size": 3, "killed": 0}),
-    ("llama3", "HSDP 2 x 2", LLAMA, TitanSettings(data_parallel_replicate_degree=2), {"size": 4}),
-    ("llama3", "HSDP 2 x 2, 1 killed, a spare", LLAMA, TitanSettings(data_parallel_replicate_degree=2),
+JOBS: list[tuple[str, str, ModelSource, TitanConfig, dict[str, Any]]] = [
+    ("llama3", "FSDP2, 1 rank", LLAMA, TitanConfig(), {"size": 1}),
+    ("llama3", "FSDP2, 2 ranks", LLAMA, TitanConfig(), {"size": 2}),
+    ("llama3", "FSDP2, 2 ranks, 1 killed, a spare", LLAMA, TitanConfig(), {"size": 2, "spares": 1, "killed": 1}),
+    ("llama3", "FSDP2, 3 ranks, 1 killed", LLAMA, TitanConfig(), {"size": 3, "killed": 0}),
+    ("llama3", "HSDP 2 x 2", LLAMA, TitanConfig(data_parallel_replicate_degree=2), {"size": 4}),
+    ("llama3", "HSDP 2 x 2, 1 killed, a spare", LLAMA, TitanConfig(data_parallel_replicate_degree=2),
      {"size": 4, "spares": 1, "killed": 3, "copies": 0}),
-    ("llama3", "TP 2", LLAMA, TitanSettings(tensor_parallel_degree=2), {"size": 2}),
-    ("llama3", "TP 2 x FSDP2 2", LLAMA, TitanSettings(tensor_parallel_degree=2), {"size": 4}),
-    ("llama3", "TP 2 x FSDP2 2, 1 killed, a spare", LLAMA, TitanSettings(tensor_parallel_degree=2),
+    ("llama3", "TP 2", LLAMA, TitanConfig(tensor_parallel_degree=2), {"size": 2}),
+    ("llama3", "TP 2 x FSDP2 2", LLAMA, TitanConfig(tensor_parallel_degree=2), {"size": 4}),
+    ("llama3", "TP 2 x FSDP2 2, 1 killed, a spare", LLAMA, TitanConfig(tensor_parallel_degree=2),
      {"size": 4, "spares": 1, "killed": 1}),
-    ("qwen3", "FSDP2, 1 rank", QWEN3, TitanSettings(activation_checkpoint="full"), {"size": 1}),
-    ("qwen3", "FSDP2, 3 ranks, 1 killed, a spare", QWEN3, TitanSettings(), {"size": 3, "spares": 1, "killed": 2}),
+    ("qwen3", "FSDP2, 1 rank", QWEN3, TitanConfig(activation_checkpoint="full"), {"size": 1}),
+    ("qwen3", "FSDP2, 3 ranks, 1 killed, a spare", QWEN3, TitanConfig(), {"size": 3, "spares": 1, "killed": 2}),
 ]  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def main() -> bool:
             continue
         began = time.monotonic()
         copies = how.pop("copies", 1)
-        digest, losses = run(settings_of(source, titan, copies), **how)
+        digest, losses = run(config_of(titan, copies), source, **how)
         same = seen.setdefault((model, titan.tensor_parallel_degree > 1), digest) == digest
         good = good and same
         loss, seconds = f"{losses[-1]:.15f}", f"{time.monotonic() - began:.1f}"

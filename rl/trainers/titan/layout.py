@@ -14,11 +14,11 @@ import torch
 
 from holdfast import ft
 from holdfast.comms import Communicator
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.layouts import Forwards, ShardedUpdate, Tokens, UpdateResult
 from holdfast.rl.trainers.policy import PolicyLoss, build_optimizer
-from holdfast.rl.trainers.settings import TrainerSettings
-from holdfast.rl.trainers.titan.model import TitanModel
-from holdfast.rl.trainers.titan.settings import TitanSettings, mesh_of
+from holdfast.rl.trainers.titan.model import TitanModel, mesh_of
 from holdfast.rl.work_log import WorkLog
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ Tensor = torch.Tensor
 class TitanLayout:
     """The trainers have shards of one of TorchTitan's models; the update is made inside of the attempt."""
 
-    def __init__(self, settings: TrainerSettings, titan: TitanSettings, work: WorkLog) -> None:
-        self._settings = settings
-        self._titan = TitanModel(settings.source, titan)
-        self._update = ShardedUpdate(settings, PolicyLoss(settings, titan_logits), work)
+    def __init__(self, config: RunConfig, source: ModelSource, work: WorkLog) -> None:
+        self._config = config.trainer
+        self._titan = TitanModel(source, config.titan)
+        self._update = ShardedUpdate(config.trainer, PolicyLoss(config, source, titan_logits), work)
         self._mesh: Any = None
         self._things: Any = None
         parallelism = self._titan.parallelism
@@ -44,7 +44,7 @@ class TitanLayout:
         )
 
     def attach(self, session: ft.Session) -> None:
-        self._things = session.attach_sharded(self._build, copies=self._settings.copies, mesh=self._shape)
+        self._things = session.attach_sharded(self._build, copies=self._config.copies, mesh=self._shape)
 
     def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
         first = self._mesh["tp"].get_local_rank() == 0
@@ -69,7 +69,7 @@ class TitanLayout:
         model = self._titan.build(mesh)
         self._mesh = mesh
         self._data = mesh if mesh["tp"].size() == 1 else mesh["dp_replicate", "fsdp"]._flatten("data")
-        return {"model": model, "optimizer": build_optimizer(model, self._settings)}
+        return {"model": model, "optimizer": build_optimizer(model, self._config)}
 
 
 def titan_logits(model: torch.nn.Module, tokens: Tensor, kept: int) -> Tensor:

@@ -10,20 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast.rl.config.named_code import ExtraNotInstalled
+from holdfast.rl.config.run_config import TitanConfig
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.trainers.titan.settings import FAMILIES, TitanSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+FAMILIES = ("llama", "qwen3")
+"""The types of transformers' configurations for models that TorchTitan defines too."""
 
 BACKEND = "partial_dtensor"
 """TorchTitan's backend in which tensor parallelism alone makes DTensors of activations."""
 PERMUTED = ("attention.qkv_linear.wq.weight", "attention.qkv_linear.wk.weight")
 """What TorchTitan's adapter reorders by rows for a Llama, which it cannot do with a part of the rows."""
+
+
+def mesh_of(size: int, replicate: int, tensor: int) -> dict[str, int]:
+    """The mesh of `size` trainers, by TorchTitan's names. A degree that does not fit becomes 1."""
+    tensor = tensor if size % tensor == 0 else 1
+    replicate = replicate if size // tensor % replicate == 0 else 1
+    return {"dp_replicate": replicate, "fsdp": size // tensor // replicate, "tp": tensor}
 
 
 def epoch_dims(mesh: DeviceMesh, parallelism: Any) -> Any:
@@ -57,7 +64,7 @@ class TitanModel:
     Raises `ExtraNotInstalled`, `ModelMisfit`.
     """
 
-    def __init__(self, source: ModelSource, settings: TitanSettings) -> None:
+    def __init__(self, source: ModelSource, settings: TitanConfig) -> None:
         try:
             import torchtitan.config  # noqa: F401
         except ImportError as error:
@@ -115,7 +122,7 @@ class TitanModel:
         return found
 
 
-def job_config(settings: TitanSettings) -> Any:
+def job_config(settings: TitanConfig) -> Any:
     """TorchTitan's config objects for our settings: those of a registry's function as they are, or new ones.
 
     Raises `ModelMisfit` for a function that is not there or returns no `Trainer.Config`, or for pipelines.

@@ -125,6 +125,7 @@ kind = "fancy"
         ),
         ("[trainer]\nreplicas = 9", "run.toml:2: trainer.replicas: more trainers than trainer.units = 4"),
         ("[trainer]\nunits = 99", "run.toml:2: trainer.units: a batch of algorithm.groups = 32"),
+        ('[trainer]\nstrategy = "ddp"\ncopies = 2', "run.toml:3: trainer.copies: each trainer has the whole policy"),
         ("[store]\ncopies = 3", "run.toml:2: store.copies: more copies than store.holders = 2"),
         ('[generator]\npython = "/x"', "run.toml:2: generator.python: only vllm"),
         ('[generator]\non_update = "wait"', "run.toml:2: generator.on_update: only vllm pauses so"),

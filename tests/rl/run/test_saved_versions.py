@@ -24,7 +24,6 @@ from holdfast.rl.export.version_evaluation import NothingHeldOut, evaluate_sourc
 from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.run.policy_source import policy_source, task_of
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.run.trainer_processes import trainer_settings
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.best_version import BestRecord
 from holdfast.rl.trainers.policy import build_policy
@@ -41,7 +40,7 @@ def a_run(path: Path, config: RunConfig) -> tuple[RunDirectory, dict[int, str]]:
     directory.path.mkdir(exist_ok=True)
     directory.config_file.write_text(resolved(config))
     for version in (2, 4):
-        policy = build_policy(trainer_settings(config, policy_source(config), path))
+        policy = build_policy(policy_source(config), config.model)
         with torch.no_grad():
             for each in policy.parameters():
                 each.add_(torch.full_like(each, 0.01 * version))

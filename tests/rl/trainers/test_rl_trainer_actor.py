@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 
 from holdfast.comms.errors import StaleEpoch
 from holdfast.comms.system.keys import create_key
-from holdfast.rl.config.run_config import objective
+from holdfast.rl.config.run_config import RunConfig, StoreConfig, objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt, SamplingRequest
@@ -24,19 +24,20 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.trainers import errors
 from holdfast.rl.trainers.best_version import BestVersion
-from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
 from holdfast.rl.trainers.trainer_actor import TrainerActor
 from holdfast.rl.trainers.trainer_group import TrainerGroup
 from holdfast.store import WeightStore
-from support.rl.small_batches import episode, tiny_llama
+from support.rl.small_batches import episode, tiny_llama, trainer_config
 
 SOURCE = tiny_llama(11)
 RIGHT = 7
 
 
-def settings_of(**more: Any) -> TrainerSettings:
-    given = {"batches": 12, "shards": 2, "layout": "replicated", "schedule": RateSchedule(rate=0.03)}
-    return TrainerSettings(**{"source": SOURCE, "objective": objective("grpo"), **given, **more})
+def config_of(strategy: str = "ddp", batches: int = 12, **more: Any) -> RunConfig:
+    """The store has one copy of the versions that it keeps, which are all that a test asks for."""
+    config = trainer_config(strategy, batches, units=2, rate=0.03, **more)
+    kept = msgspec.structs.replace(config.algorithm, staleness=20)
+    return msgspec.structs.replace(config, algorithm=kept, store=StoreConfig(copies=1))
 
 
 class InProcess:
@@ -60,7 +61,7 @@ class Site:
         self._jobs = 0
         self._open: list[Any] = []
 
-    def trainer(self, settings: TrainerSettings) -> TrainerActor:
+    def trainer(self, config: RunConfig, checkpoints: str = "") -> TrainerActor:
         self._jobs += 1
         session = {
             "job": f"job-{self._jobs}",
@@ -69,7 +70,7 @@ class Site:
             "backend": "shm",
             "size": 1,
         }
-        self._open.append(TrainerActor(settings, self.url, session, replicas=1, keep=20))
+        self._open.append(TrainerActor(config, SOURCE, self.url, session, checkpoints))
         return self._open[-1]
 
     def generator(self) -> TransformersGenerator:
@@ -114,18 +115,18 @@ async def batch_for(generator: TransformersGenerator, step: int, version: int | 
     return Batch(step=step, groups=tuple(groups), after=after)
 
 
-@pytest.mark.parametrize("layout", ["replicated", "fsdp2"])
-async def test_a_policy_learns_what_is_rewarded(site: Site, layout: str) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+async def test_a_policy_learns_what_is_rewarded(site: Site, strategy: str) -> None:
     """Each batch is drawn with exactly the version before it; rewards rise; the last version is served as trained."""
-    settings = settings_of(layout=layout, batches=12)
-    trainer, generator = site.trainer(settings), site.generator()
+    config = config_of(strategy)
+    trainer, generator = site.trainer(config), site.generator()
     group = TrainerGroup((ConnectionError,), timeout=60.0)
     group.add(InProcess(trainer))
     await trainer.begin()
     position = await group.position()
     assert (position.step, position.buffer) == (0, None)
     rewards = []
-    for step in range(settings.batches):
+    for step in range(config.steps):
         batch = await batch_for(generator, step, version=step)
         rewards.append(sum(each.reward for one in batch.groups for each in one.episodes) / 32)
         report = await group.step(batch)
@@ -134,17 +135,17 @@ async def test_a_policy_learns_what_is_rewarded(site: Site, layout: str) -> None
         assert await trainer.train(EncodedBatch.of(batch)) == report, "a batch is trained on once"
     digest = await trainer.finished()
     assert len(digest) == 32
-    assert await generator.update(settings.steps) == settings.steps
+    assert await generator.update(config.steps) == config.steps
     status = await trainer.status()
-    assert (status.committed, status.ended) == (settings.steps, True)
+    assert (status.committed, status.ended) == (config.steps, True)
     with pytest.raises(errors.TrainerEnded, match="all batches are committed"):
-        await trainer.train(EncodedBatch.of(await batch_for(generator, settings.steps)))
+        await trainer.train(EncodedBatch.of(await batch_for(generator, config.steps)))
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5, rewards
 
 
 async def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path: Path) -> None:
-    settings = settings_of(batches=6, checkpoint=str(tmp_path / "saved"), checkpoint_every=2)
-    first, generator = site.trainer(settings), site.generator()
+    config, saved = config_of(batches=6, checkpoint_every=2), str(tmp_path / "saved")
+    first, generator = site.trainer(config, saved), site.generator()
     await first.begin()
     batches = []
     for step in range(3):
@@ -153,7 +154,7 @@ async def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path
     await asyncio.to_thread(first.close)
     with pytest.raises(errors.TrainerEnded, match="it was closed"):
         await first.finished()
-    second = site.trainer(msgspec.structs.replace(settings, batches=3))
+    second = site.trainer(msgspec.structs.replace(config, steps=3), saved)
     await second.begin()
     position = await second.position()
     assert (position.step, position.buffer) == (2, batches[1].after)
@@ -163,7 +164,7 @@ async def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path
 
 async def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) -> None:
     beyond_float32 = msgspec.structs.replace(objective("grpo"), entropy=1e39)
-    trainer, generator = site.trainer(settings_of(objective=beyond_float32)), site.generator()
+    trainer, generator = site.trainer(config_of(objective=beyond_float32)), site.generator()
     await trainer.begin()
     with pytest.raises(errors.TrainerEnded, match="nothing is committed") as caught:
         await trainer.train(EncodedBatch.of(await batch_for(generator, 0, version=0)))
@@ -172,7 +173,7 @@ async def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: 
 
 
 async def test_a_trainer_that_the_others_evicted_says_so(site: Site) -> None:
-    trainer, generator = site.trainer(settings_of()), site.generator()
+    trainer, generator = site.trainer(config_of()), site.generator()
     await trainer.begin()
     await trainer.train(EncodedBatch.of(await batch_for(generator, 0, version=0)))
     trainer._session._epoch_guard.end(StaleEpoch("evicted in epoch 2: silent for 3 s"))

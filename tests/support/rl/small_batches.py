@@ -1,9 +1,12 @@
-"""Small models, and episodes to train them on."""
+"""Small models, episodes to train them on, and the configuration of their trainers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from holdfast.rl.config.run_config import Objective, RunConfig
 from holdfast.rl.data.episode import Episode, Prompt
 from holdfast.rl.generators.models import ModelSource
 
@@ -21,6 +24,29 @@ def tiny_llama(words: int, layers: int = 1, positions: int = 32, width: int = 16
             "max_position_embeddings": positions,
         }
     )
+
+
+def trainer_config(
+    strategy: str,
+    batches: int,
+    *,
+    objective: Objective = Objective(),  # noqa: B008  (frozen)
+    updates: int = 1,
+    temperature: float = 1.0,
+    lora_rank: int = 0,
+    checkpoint_every: int = 10,
+    **trainer: object,
+) -> RunConfig:
+    """The configuration of trainers that train on so many batches; `trainer` are fields of its section."""
+    tables = {
+        "steps": batches * updates,
+        "algorithm": {"updates": updates},
+        "sampling": {"temperature": temperature},
+        "model": {"lora_rank": lora_rank},
+        "checkpoint": {"every": checkpoint_every},
+        "trainer": {"strategy": strategy, "rate_warmup": 1, "rate_floor": 1.0, **trainer},
+    }
+    return msgspec.structs.replace(msgspec.convert(tables, RunConfig), objective=objective)
 
 
 def episode(prompt: Prompt, tokens: tuple[int, ...], reward: float = 1.0, version: int = 0, **fields: Any) -> Episode:
