@@ -13,7 +13,7 @@ from holdfast.rl.environments.environment import Action, Environment, Observatio
 from holdfast.rl.environments.errors import EnvironmentBusy, EnvironmentDied, EnvironmentFailed
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.environments.session_source import SessionSource
-from holdfast.rl.environments.work_channel import Call, CallTimes
+from holdfast.rl.telemetry import WorkLog
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ class LocalSession(EnvironmentSession):
         *,
         timeout: float = 30.0,
         on_end: Callable[[], None] | None = None,
-        times: CallTimes | None = None,
+        work: WorkLog | None = None,
     ) -> None:
         super().__init__(environment, timeout)
-        self._times = times
+        self._work = work
         self._factory = factory
         self._made: Environment | None = None
         self._thread = CallThread(environment, on_end)
@@ -80,10 +80,10 @@ class LocalSession(EnvironmentSession):
             self._made = self._factory()
         return self._made
 
-    async def _in_thread(self, call: Call, body: Callable[[], T]) -> T:
+    async def _in_thread(self, call: str, body: Callable[[], T]) -> T:
         def guarded() -> T:
             try:
-                with contextlib.nullcontext() if self._times is None else self._times.calling(call):
+                with contextlib.nullcontext() if self._work is None else self._work.calling(call):
                     return body()
             except EnvironmentFailed:
                 raise

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import http
 import logging
-import os
 import random
+import secrets
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -21,7 +21,6 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response
 
-from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.console.units import counted
 from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.rl.environments import messages
@@ -34,8 +33,8 @@ from holdfast.rl.environments.errors import (
     EpisodeOver,
 )
 from holdfast.rl.environments.local import LocalSession
-from holdfast.rl.environments.work_channel import PATH as WORK
-from holdfast.rl.environments.work_channel import CallTimes, answer_work
+from holdfast.rl.environments.work_channel import WORK_PATH, answer_work
+from holdfast.rl.telemetry import WorkLog, processor_with_descendants
 
 CODES: dict[type[EnvironmentFailed], str] = {
     EnvironmentDied: "EXECUTION_ERROR",
@@ -86,7 +85,7 @@ class EnvironmentServer:
     """Serves an environment: each connection to `/ws` is a session with an environment of its own.
 
     `sessions` bounds their number. A session ends with its connection, at any error, and after `lease` seconds without
-    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`. `times` has all calls, which
+    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`. `work` has all calls, which
     `ask_work` reads elsewhere.
     """
 
@@ -103,7 +102,8 @@ class EnvironmentServer:
         max_bytes: int = 1 << 20,
     ) -> None:
         self.environment, self.limit = environment, sessions
-        self.times = CallTimes(this_host(), os.getpid())
+        self.work = WorkLog(processor_with_descendants)
+        self._mark = secrets.token_hex(8)
         self._factory, self._host, self._port = factory, host, port
         self._lease, self._timeout, self._max_bytes = lease, timeout, max_bytes
         self._sessions: set[LocalSession] = set()
@@ -154,7 +154,7 @@ class EnvironmentServer:
 
     def _answer_http(self, connection: ServerConnection, request: HttpRequest) -> Response | None:
         path = urlsplit(request.path).path
-        if path in ("/ws", WORK):
+        if path in ("/ws", WORK_PATH):
             return None
         if path != "/health":
             return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /ws, /work and /health\n")
@@ -173,8 +173,8 @@ class EnvironmentServer:
 
     async def _lead(self, connection: ServerConnection) -> None:
         self._guests.admit(cast(_Guest, connection))
-        if connection.request is not None and urlsplit(connection.request.path).path == WORK:
-            return await answer_work(connection, self.times)
+        if connection.request is not None and urlsplit(connection.request.path).path == WORK_PATH:
+            return await answer_work(connection, self.work, self._mark)
         if len(self._sessions) >= self.limit:
             why = f"all of the {counted(self.limit, 'session')} of {self.environment} are taken"
             return await self._refuse(connection, "CAPACITY_REACHED", why)
@@ -183,7 +183,7 @@ class EnvironmentServer:
             self.environment,
             timeout=self._timeout,
             on_end=lambda: self._ended(session),
-            times=self.times,
+            work=self.work,
         )
         self._sessions.add(session)
         try:

@@ -18,7 +18,7 @@ from holdfast.rl.generators.errors import GeneratorClosed
 from holdfast.rl.generators.fixed_batch import generate_batch
 from holdfast.rl.generators.served_weights import ServedWeights
 from holdfast.rl.generators.settings import GeneratorSettings
-from holdfast.rl.work_log import WorkLog
+from holdfast.rl.telemetry import WorkLog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.generators.errors import GeneratorClosed, GeneratorNotReady, VersionGone
-from holdfast.rl.work_log import WorkLog
+from holdfast.rl.telemetry import WorkLog
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from holdfast.rl.generators.models import ModelSource, longest_sequence
 from holdfast.rl.generators.request_limits import RequestLimits
 from holdfast.rl.generators.served_weights import ServedWeights
 from holdfast.rl.generators.settings import GeneratorSettings
-from holdfast.rl.work_log import WorkLog, WorkReport
+from holdfast.rl.telemetry import WorkLog, WorkReport
 from holdfast.store import WeightStore
 
 

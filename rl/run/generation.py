@@ -29,7 +29,7 @@ from holdfast.rl.services.options import PreparedReplica
 from holdfast.rl.services.servable import served
 from holdfast.rl.services.service import Service
 from holdfast.rl.services.status import ServiceStatus
-from holdfast.rl.work_log import WorkReport
+from holdfast.rl.telemetry import WorkReport
 
 UPDATE_SECONDS = 120.0
 """Seconds in which a replica must have brought itself to a version."""

@@ -25,7 +25,7 @@ from holdfast.rl.run.run_events import (
 )
 from holdfast.rl.services.service import Service
 from holdfast.rl.services.status import ReplicaEvent
-from holdfast.rl.work_log import WorkReport
+from holdfast.rl.telemetry import WorkReport
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -41,73 +41,6 @@ SECONDS = 10.0
 
 Ask = Callable[[], Awaitable[Mapping[str, WorkReport]]]
 """Asks the processes of a role; those that do not answer are left out."""
-
-
-class WorkCollector:
-    """Asks the processes of each role from time to time, and emits what they did."""
-
-    def __init__(
-        self,
-        telemetry: RunTelemetry,
-        roles: Mapping[str, Ask],
-        then: Callable[[], Awaitable[None]],
-        failed: Callable[[HoldfastError], None],
-    ) -> None:
-        """`then` is awaited after each collection, `failed` is called with what ends the collections: a full disk."""
-        self._telemetry, self._roles, self._then, self._failed = telemetry, dict(roles), then, failed
-
-    @contextlib.asynccontextmanager
-    async def collecting(self) -> AsyncIterator[None]:
-        """Collect at the beginning and the end of the block, and every `EVERY` seconds in between."""
-        await self.collect()
-        task = asyncio.create_task(self._repeat())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await self.collect()
-
-    async def collect(self) -> None:
-        """Ask all processes once, and emit their answers."""
-        now = self._telemetry.now()
-        events: list[Event] = [ProcessorTime(time=now, process="driver", role="driver", seconds=time.process_time())]
-        for role, ask in self._roles.items():
-            reports: Mapping[str, WorkReport] = {}
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SECONDS):
-                    reports = await ask()
-            events += self._events(role, reports)
-        self._telemetry.emit_all(events)
-        await self._then()
-
-    def _events(self, role: str, reports: Mapping[str, WorkReport]) -> list[Event]:
-        now = self._telemetry.now()
-        events: list[Event] = []
-        for name, report in reports.items():
-            events += [
-                Activity(
-                    time=now - span.ago,
-                    process=name,
-                    role=role,
-                    what=span.what,
-                    number=span.number,
-                    seconds=span.seconds,
-                    cpu=span.cpu,
-                )
-                for span in report.spans
-            ]
-            events.append(ProcessorTime(time=now, process=name, role=role, seconds=report.cpu))
-        return events
-
-    async def _repeat(self) -> None:
-        while True:
-            await asyncio.sleep(EVERY)
-            try:
-                await self.collect()
-            except HoldfastError as error:
-                self._failed(error)
-                return
 
 
 class ProcessRecorder:
@@ -182,6 +115,63 @@ class RunTelemetry:
         for event in events:
             for observer in self._observers:
                 observer(event)
+
+    @contextlib.asynccontextmanager
+    async def collecting(
+        self,
+        roles: Mapping[str, Ask],
+        then: Callable[[], Awaitable[None]],
+        failed: Callable[[HoldfastError], None],
+    ) -> AsyncIterator[None]:
+        """Emit what all processes did, at the beginning and the end of the block and every `EVERY` seconds in between.
+
+        `then` is awaited after each collection, `failed` is called with what ends the collections: a full disk.
+        """
+
+        async def repeat() -> None:
+            while True:
+                await asyncio.sleep(EVERY)
+                try:
+                    await self._collect(roles, then)
+                except HoldfastError as error:
+                    failed(error)
+                    return
+
+        await self._collect(roles, then)
+        task = asyncio.create_task(repeat())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._collect(roles, then)
+
+    async def _collect(self, roles: Mapping[str, Ask], then: Callable[[], Awaitable[None]]) -> None:
+        """Ask all processes once, and emit their answers."""
+        events: list[Event] = [
+            ProcessorTime(time=self.now(), process="driver", role="driver", seconds=time.process_time())
+        ]
+        for role, ask in roles.items():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SECONDS):
+                    reports = await ask()
+                events += [event for name, report in reports.items() for event in self._work(role, name, report)]
+        self.emit_all(events)
+        await then()
+
+    def _work(self, role: str, process: str, report: WorkReport) -> Iterator[Event]:
+        now = self.now()
+        for span in report.spans:
+            yield Activity(
+                time=now - span.ago,
+                process=process,
+                role=role,
+                what=span.what,
+                number=span.number,
+                seconds=span.seconds,
+                cpu=span.cpu,
+            )
+        yield ProcessorTime(time=now, process=process, role=role, seconds=report.cpu)
 
     @contextmanager
     def doing(self, process: str, role: str, what: str, number: int) -> Iterator[None]:

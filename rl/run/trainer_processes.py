@@ -21,10 +21,10 @@ from holdfast.rl.run.hosts import HostTurns, session_options
 from holdfast.rl.run.run_events import ProcessLost, ProcessReady, ProcessStarted
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.telemetry import WorkReport
 from holdfast.rl.trainers.errors import TrainerEnded
 from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerPosition, TrainerStatus
 from holdfast.rl.trainers.trainer_group import TrainerGroup
-from holdfast.rl.work_log import WorkReport
 
 ROLE = "trainer"
 ASK_SECONDS = 5.0

@@ -58,7 +58,7 @@ from holdfast.rl.run.run_events import (
     WeightsPublished,
 )
 from holdfast.rl.run.run_status import RunStatus
-from holdfast.rl.run.telemetry import Ask, Observer, RunTelemetry, WorkCollector
+from holdfast.rl.run.telemetry import Ask, Observer, RunTelemetry
 from holdfast.rl.run.trainer_processes import TrainerProcesses
 from holdfast.rl.run.weight_holder import CopiesWatch
 from holdfast.rl.services.metrics import metrics_if_asked
@@ -205,9 +205,9 @@ class TrainingRun:
         def services() -> tuple[ServiceStatus, ...]:
             return (*generators.status(), *episodes.status())
 
-        collector = WorkCollector(self.telemetry, roles, partial(self._say, trainers, services), self._fail)
+        collecting = self.telemetry.collecting(roles, partial(self._say, trainers, services), self._fail)
         with metrics_if_asked(services):
-            async with collector.collecting():
+            async with collecting:
                 if config.algorithm.mode == "synchronous":
                     await synchronous(*loop)
                 else:

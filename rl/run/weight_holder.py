@@ -13,7 +13,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.work_log import WorkLog, WorkReport
+from holdfast.rl.telemetry import WorkLog, WorkReport
 from holdfast.store import WeightStore
 from holdfast.store.catalog import transitions
 

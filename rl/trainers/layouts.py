@@ -20,10 +20,10 @@ from holdfast.rl.config.run_config import RunConfig, TrainerConfig
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens
 from holdfast.rl.grpo.loss import StepTotals
+from holdfast.rl.telemetry import WorkLog
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.errors import NonFiniteLoss
 from holdfast.rl.trainers.policy import PolicyLoss, build_optimizer, build_policy
-from holdfast.rl.work_log import WorkLog
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from holdfast.comms.errors import Mismatch, Revoked, StaleEpoch
-from holdfast.rl.work_log import WorkLog
+from holdfast.rl.telemetry import WorkLog
 from holdfast.store import WeightStore
 
 

@@ -18,10 +18,10 @@ from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.protocols import StepReport
+from holdfast.rl.telemetry import WorkLog, WorkReport
 from holdfast.rl.trainers.errors import NoBatch, TrainerEnded, TrainerEvicted, TrainerUnjoined
 from holdfast.rl.trainers.publisher import Publisher
 from holdfast.rl.trainers.training import Training
-from holdfast.rl.work_log import WorkLog, WorkReport
 from holdfast.store import WeightStore
 
 BATCH_SECONDS = 600.0

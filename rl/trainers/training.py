@@ -23,11 +23,11 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens, UpdateTokens, updates_of
 from holdfast.rl.grpo.loss import StepTotals
 from holdfast.rl.grpo.protocols import StepReport
+from holdfast.rl.telemetry import WorkLog
 from holdfast.rl.trainers.errors import BadBatch
 from holdfast.rl.trainers.layouts import PolicyLayout, ReplicatedLayout, ShardedLayout, UpdateResult
 from holdfast.rl.trainers.publisher import Publisher
 from holdfast.rl.trainers.titan.layout import TitanLayout
-from holdfast.rl.work_log import WorkLog
 
 Take = Callable[[int, Callable[[], None]], EncodedBatch]
 """Returns the batch that begins with an update; calls the function meanwhile, which raises if the epoch is over."""

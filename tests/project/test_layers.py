@@ -83,7 +83,7 @@ LAYERS = {
         data
         config
         rewards
-        work_log
+        telemetry
         environments
         grpo
         generators

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -33,7 +33,7 @@ from holdfast.rl.generators.served_weights import await_visible
 from holdfast.rl.generators.transformers_generator import GeneratorHealth
 from holdfast.rl.generators.vllm.completions import draw_whole, sampling_parameters
 from holdfast.rl.generators.vllm.settings import VllmSettings
-from holdfast.rl.work_log import SharedSpan, WorkLog, WorkReport, processor_with_descendants
+from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
 from holdfast.store import Layout, WeightStore
 
 ENVIRONMENT = {
@@ -48,6 +48,52 @@ ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, the threads of all replicas would share the first core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else even one worker is a process below the engine's, which starts too
 }
+
+
+class SharedSpan:
+    """One span for what several tasks of an event loop do at the same time. It lasts from the first to the last.
+
+    Its processor time is that of the process. While it is `paused`, another span has it.
+    """
+
+    def __init__(self, log: WorkLog, what: str) -> None:
+        self._log, self._what = log, what
+        self._tasks = 0
+        self._open: tuple[int, float, float] | None = None
+
+    @contextlib.contextmanager
+    def doing(self, number: int) -> Iterator[None]:
+        """Be a part of the span; the first part gives it its number."""
+        self._tasks += 1
+        if self._tasks == 1:
+            self._begin(number)
+        try:
+            yield
+        finally:
+            self._tasks -= 1
+            if not self._tasks:
+                self._end()
+
+    @contextlib.contextmanager
+    def paused(self, what: str, number: int) -> Iterator[None]:
+        """Do something else; after it, the span goes on as another one with the same number if that works."""
+        self._end()
+        began, cpu, before = time.monotonic(), self._log.processor(), self._tasks
+        try:
+            yield
+        finally:
+            self._log.add(what, number, began, self._log.processor() - cpu)
+            if self._tasks and before:
+                self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        self._open = (number, time.monotonic(), self._log.processor())
+
+    def _end(self) -> None:
+        if self._open is not None:
+            number, began, cpu = self._open
+            self._open = None
+            self._log.add(self._what, number, began, self._log.processor() - cpu)
 
 
 class VllmGenerator:

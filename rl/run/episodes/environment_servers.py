@@ -32,7 +32,7 @@ from holdfast.rl.services.options import PreparedReplica
 from holdfast.rl.services.servable import served
 from holdfast.rl.services.service import Service
 from holdfast.rl.services.status import ReplicaEvent, ServiceStatus
-from holdfast.rl.work_log import WorkReport
+from holdfast.rl.telemetry import WorkReport
 
 ROLE = "environment"
 START_SECONDS = 60.0
@@ -88,7 +88,7 @@ class AddressedServers:
         if answer.server != server.mark:
             self._started(server, answer.server, "" if answer.host == this_host() else server.url, answer.pid)
         server.since = answer.next
-        return server.name, answer.report
+        return server.name, answer
 
     def _started(self, server: _Server, mark: str, host: str, pid: int) -> None:
         now, before, role = self._telemetry.now(), server.name, self._role
@@ -121,7 +121,6 @@ class ServedEnvironment:
         self._name, self._sessions, self._timeout, self._reached = name, sessions, timeout, reached
         self._open = contextlib.AsyncExitStack()
         self._server: EnvironmentServer | None = None
-        self._read = 0
 
     @endpoint(idempotent=True)
     async def listen(self) -> str:
@@ -148,9 +147,7 @@ class ServedEnvironment:
         """What this server did since the last call."""
         if self._server is None:
             return WorkReport(spans=(), cpu=time.process_time())
-        found = self._server.times.read(self._read)
-        self._read = found.next
-        return found.report
+        return self._server.work.report()
 
     async def close(self) -> None:
         """End the server, and with it all sessions. Idempotent."""

@@ -32,7 +32,7 @@ from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
 from holdfast.rl.run.run_events import EpisodeFailed
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.services.status import ServiceStatus
-from holdfast.rl.work_log import WorkReport
+from holdfast.rl.telemetry import WorkReport
 
 T = TypeVar("T")
 

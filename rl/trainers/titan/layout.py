@@ -16,10 +16,10 @@ from holdfast import ft
 from holdfast.comms import Communicator
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.telemetry import WorkLog
 from holdfast.rl.trainers.layouts import Forwards, ShardedUpdate, Tokens, UpdateResult
 from holdfast.rl.trainers.policy import PolicyLoss, build_optimizer
 from holdfast.rl.trainers.titan.model import TitanModel, mesh_of
-from holdfast.rl.work_log import WorkLog
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,7 +21,8 @@ from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
 from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.environment import Action, Observation
 from holdfast.rl.environments.server import EnvironmentServer
-from holdfast.rl.environments.work_channel import FOLD_SECONDS, PATH, CallTimes, NoWorkChannel, ask_work
+from holdfast.rl.environments.work_channel import WORK_PATH, NoWorkChannel, ask_work
+from holdfast.rl.telemetry import FOLD_SECONDS, WorkLog
 from support.rl.environment_servers import server_process
 from support.waiting import PATIENCE
 
@@ -40,20 +41,20 @@ async def test_a_server_of_another_process_tells_its_calls_and_its_processor_tim
     with server_process("guess") as server:
         url = server.url
         first = await ask_work(url, None)
-        assert first is not None and first.report.spans == ()
+        assert first is not None and first.spans == ()
         async with EnvironmentClient(url) as client:
             await client.reset(0)
             await client.step("50")
             await client.state()
         found = await ask_work(url, first.next)
         assert found is not None and (found.server, found.pid) == (first.server, server.pid)
-        assert [(each.what, each.number) for each in found.report.spans] == [("reset", 1), ("step", 1), ("state", 1)]
-        assert all(each.ago >= each.seconds >= 0 for each in found.report.spans)
-        assert found.report.cpu >= first.report.cpu > 0
+        assert [(each.what, each.number) for each in found.spans] == [("reset", 1), ("step", 1), ("state", 1)]
+        assert all(each.ago >= each.seconds >= 0 for each in found.spans)
+        assert found.cpu >= first.cpu > 0
         again = await ask_work(url, first.next)
-        assert again is not None and len(again.report.spans) == 3, "another reader gets them too"
+        assert again is not None and len(again.spans) == 3, "another reader gets them too"
         later = await ask_work(url, found.next)
-        assert later is not None and later.report.spans == ()
+        assert later is not None and later.spans == ()
         server.kill()
         assert await ask_work(url, found.next) is None
         server.start()
@@ -69,29 +70,29 @@ async def test_a_step_has_the_processor_time_of_its_own_thread() -> None:
         await client.step("50")
         found = await ask_work(server.url, begun.next)
         assert found is not None
-        [step] = found.report.spans
+        [step] = found.spans
         assert step.what == "step" and 0.1 <= step.cpu <= step.seconds
 
 
 def test_thousands_of_short_calls_are_a_few_spans_which_last_as_long_together() -> None:
-    times = CallTimes("here", 1)
+    work = WorkLog()
     began = time.monotonic()
     for _ in range(2000):
-        with times.calling("step"):
+        with work.calling("step"):
             pass
     took = time.monotonic() - began
-    spans = times.read(0).report.spans
+    spans = work.read(0).spans
     assert len(spans) <= 1 + took / FOLD_SECONDS
     assert sum(each.number for each in spans) == 2000
     assert 0 < sum(each.seconds for each in spans) < took, "the pauses between calls are none of its work"
 
 
 def test_calls_of_several_sessions_count_once_and_one_that_runs_is_told_up_to_now() -> None:
-    times = CallTimes("here", 1)
+    work = WorkLog()
     barrier, end = threading.Barrier(3), threading.Event()
 
     def call() -> None:
-        with times.calling("step"):
+        with work.calling("step"):
             barrier.wait(30.0)
             end.wait(30.0)
 
@@ -100,14 +101,14 @@ def test_calls_of_several_sessions_count_once_and_one_that_runs_is_told_up_to_no
         each.start()
     barrier.wait(30.0)
     time.sleep(0.1)
-    first = times.read(0)
-    [span] = first.report.spans
+    first = work.read(0)
+    [span] = first.spans
     assert span.number == 2 and span.seconds == pytest.approx(span.ago) and span.seconds >= 0.1
     end.set()
     for each in threads:
         each.join()
-    [rest] = times.read(first.next).report.spans
-    assert rest.number == 2 and rest.seconds + rest.ago < first.report.spans[0].seconds + 60.0
+    [rest] = work.read(first.next).spans
+    assert rest.number == 2 and rest.seconds + rest.ago < first.spans[0].seconds + 60.0
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_calls_of_several_sessions_count_once_and_one_that_runs_is_told_up_to_no
 )
 async def test_a_malformed_request_has_no_answer_and_the_server_goes_on(request_: str) -> None:
     async with EnvironmentServer(GuessNumberEnvironment, "guess") as server:
-        async with connect(server.url + PATH) as connection:
+        async with connect(server.url + WORK_PATH) as connection:
             await connection.send(request_)
             with pytest.raises(ConnectionClosed):
                 await connection.recv()

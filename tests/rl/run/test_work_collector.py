@@ -22,12 +22,13 @@ from holdfast.comms.transport.liveness import this_host
 from holdfast.harness.cli.app import app
 from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.run_facts import RunFacts
+from holdfast.rl.generators.vllm.vllm_generator import SharedSpan
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessReady, ProcessStarted, RunResumed
 from holdfast.rl.run.run_status import RunStatus, TrainerRow, read_status
-from holdfast.rl.run.telemetry import RunTelemetry, WorkCollector
+from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
-from holdfast.rl.work_log import SharedSpan, WorkLog, WorkReport, processor_with_descendants
+from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
 from support.rl.console import WIDE
 from support.waiting import PATIENCE, next_line
 
@@ -111,7 +112,7 @@ def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_it
 
     async def body() -> None:
         roles = {"trainer": trainers, "generator": generators}
-        async with WorkCollector(telemetry, roles, then, pytest.fail).collecting():
+        async with telemetry.collecting(roles, then, pytest.fail):
             with log.doing("forward_backward", 1):
                 spin(0.02)
 
@@ -143,9 +144,9 @@ def test_a_directory_that_takes_no_more_is_told_while_the_run_waits_for_somethin
 
     async def body() -> None:
         told = asyncio.get_running_loop().create_future()
-        collector = WorkCollector(RunTelemetry(directory), {}, then, told.set_result)
+        collecting = RunTelemetry(directory).collecting({}, then, told.set_result)
         with pytest.raises(RunDirectoryUnusable):  # the last collection finds the same
-            async with asyncio.timeout(10.0), collector.collecting():
+            async with asyncio.timeout(10.0), collecting:
                 assert isinstance(await told, RunDirectoryUnusable)
 
     monkeypatch.setattr("holdfast.rl.run.telemetry.EVERY", 0.01)

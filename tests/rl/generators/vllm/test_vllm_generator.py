@@ -23,7 +23,7 @@ from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
-from holdfast.rl.work_log import WorkReport
+from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
 from support.rl.greedy_request import greedy
 from support.waiting import eventually

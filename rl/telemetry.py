@@ -1,0 +1,182 @@
+"""How a process of a run says what it did: it records spans of work, which the driver collects with `work`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MOST = 4096
+"""The number of spans that are kept until they are read; older ones are forgotten."""
+
+FOLD_SECONDS = 0.05
+"""A call that begins within this time of a span's begin is added to that span: a server may take thousands a second."""
+
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class WorkSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that began `ago` seconds before the report, and took `seconds`, `cpu` of them on a processor.
+
+    `number` is the step or the version; of `WorkLog.calling`, the number of calls.
+    """
+
+    what: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
+    number: Count
+    ago: Seconds
+    seconds: Seconds
+    cpu: Seconds
+
+
+class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The spans since a reading before, the position after them, and the processor seconds of the process."""
+
+    spans: Annotated[tuple[WorkSpan, ...], Meta(max_length=MOST)]
+    cpu: Seconds
+    next: Count = 0
+
+
+@dataclass(slots=True)
+class _Span:
+    what: str
+    number: int
+    began: float
+    seconds: float
+    cpu: float
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of a kind that run: how many, since when there is one, and what the ended ones cost."""
+
+    running: int = 0
+    count: int = 0
+    began: float = 0.0
+    cpu: float = 0.0
+
+
+class WorkLog:
+    """Records spans of work from any thread, for any number of readers: what one has read, another one still gets.
+
+    `processor` gives the processor seconds of the process, with those of its children if they do its work.
+    """
+
+    def __init__(self, processor: Callable[[], float] = time.process_time) -> None:
+        self.processor = processor
+        self._lock = threading.Lock()
+        self._spans: deque[_Span] = deque(maxlen=MOST)
+        self._count = self._reported = 0
+        self._calls: dict[str, _Calls] = {}
+        self._unread: dict[str, _Span] = {}
+
+    @contextmanager
+    def doing(self, what: str, number: int) -> Iterator[None]:
+        """Record what the block does in this thread, also if it raises."""
+        began, cpu = time.monotonic(), time.thread_time()
+        try:
+            yield
+        finally:
+            self.add(what, number, began, time.thread_time() - cpu)
+
+    def add(self, what: str, number: int, began: float, cpu: float) -> None:
+        """Record what began at `began` on `time.monotonic()`, and ends now."""
+        with self._lock:
+            self._append(_Span(what, number, began, time.monotonic() - began, cpu))
+
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Record a call in this thread, also if it raises. Calls of a kind at the same time are one span."""
+        cpu, began = time.thread_time(), time.monotonic()
+        with self._lock:
+            calls = self._calls.setdefault(what, _Calls())
+            calls.began = calls.began if calls.running else began
+            calls.running += 1
+            calls.count += 1
+        try:
+            yield
+        finally:
+            cpu, ended = time.thread_time() - cpu, time.monotonic()
+            with self._lock:
+                calls.running -= 1
+                calls.cpu += cpu
+                if not calls.running:
+                    self._end(what, calls, ended)
+
+    def read(self, since: int | None) -> WorkReport:
+        """The spans since the reading that gave `since` as its `next`; None reads nothing, and begins.
+
+        Calls that still run are given up to now.
+        """
+        now = time.monotonic()
+        with self._lock:
+            for what, calls in self._calls.items():
+                if calls.running:
+                    self._end(what, calls, now)
+                    calls.began, calls.count = now, calls.running
+            self._unread.clear()
+            first = self._count - len(self._spans)
+            spans = () if since is None else tuple(self._spans)[max(0, since - first) :]
+            following = self._count
+        return WorkReport(
+            spans=tuple(
+                WorkSpan(what=each.what, number=each.number, ago=now - each.began, seconds=each.seconds, cpu=each.cpu)
+                for each in spans
+            ),
+            cpu=self.processor(),
+            next=following,
+        )
+
+    def report(self) -> WorkReport:
+        """The spans since the last call of this method: for a process that one driver asks."""
+        report = self.read(self._reported)
+        self._reported = report.next
+        return report
+
+    def _end(self, what: str, calls: _Calls, now: float) -> None:
+        """Record that calls ran until now. A later span of the same time is shorter by the pauses within."""
+        span = self._unread.get(what)
+        if span is not None and calls.began - span.began < FOLD_SECONDS:
+            span.seconds += now - calls.began
+            span.cpu += calls.cpu
+            span.number += calls.count
+        else:
+            span = self._unread[what] = _Span(what, calls.count, calls.began, now - calls.began, calls.cpu)
+            self._append(span)
+        calls.cpu, calls.count = 0.0, 0
+
+    def _append(self, span: _Span) -> None:
+        self._spans.append(span)
+        self._count += 1
+
+
+def processor_with_descendants() -> float:
+    """The processor seconds of this process, of its living descendants, and of the children that it has waited for."""
+    ended = os.times()
+    living = sum(map(_processor_of, _descendants(os.getpid())))
+    return time.process_time() + ended.children_user + ended.children_system + living
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, file.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _processor_of(pid: int) -> float:
+    try:
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
