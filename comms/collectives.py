@@ -1,75 +1,52 @@
-"""The ops of a communicator: each checks its arguments and hands a body to the executor.
+"""`Collectives`: from an op's arguments to what the executor runs.
 
-Transports move the bytes; `communicator` has splits, windows and the end of a communicator.
+Each op checks its arguments, and says what must agree on all ranks and how the transport is called. Their meaning is at
+the methods of `Communicator` with the same names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from holdfast.comms.algorithms.sparse_reduction import SPARSE_REDUCTIONS, all_reduce_sparse
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
-from holdfast.comms.execution.executor import Body, Executor
-from holdfast.comms.execution.prepared import PreparedOp, prepare
+from holdfast.comms.execution.executor import Body, Prepare
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plan import OpDescription
-from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors.memory import is_sparse
 from holdfast.comms.tensors.overlap import check_outputs, unaliased
 from holdfast.comms.tensors.packing import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport.base import Transport
-from holdfast.comms.work import DONE, Work
 
 Tensor = torch.Tensor
 
 
-class CollectiveCalls:
-    """The ops of `Communicator`, its only subclass. A base class, since delegation would repeat 14 signatures."""
+class CheckedOp(NamedTuple):
+    """An op whose arguments were checked: what it is, and what makes the body that the executor runs."""
 
-    def __init__(self, transport: Transport, check: ArgumentChecks, executor: Executor) -> None:
-        self.rank: int = transport.rank
-        self.size: int = transport.size
+    description: OpDescription
+    prepare: Prepare
+
+
+class Collectives:
+    """The ops of one communicator over its transport."""
+
+    def __init__(self, transport: Transport, check: ArgumentChecks) -> None:
+        self.rank, self.size = transport.rank, transport.size
         self._transport = transport
         self._check = check
-        self._executor = executor
-        self._fast = executor.fast_path(check)
 
     # -- reductions
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: float | None = None,
-        reproducible: bool = False,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Reduce `tensor` over all ranks, in place; every rank gets equal bits.
-
-        With `reproducible` the bits depend neither on the number of ranks, their order, the algorithm nor the
-        backend, only on the values (see `holdfast.comms.reproducible`).
-
-        Sparse COO tensors are summed, averaged or summed scaled: the stored entries may differ from rank to rank.
-        """
-        fast = self._fast
-        if (
-            fast
-            and not async_op
-            and timeout is None
-            and hints is None
-            and not reproducible
-            and fast.all_reduce(tensor, op)
-        ):
-            return DONE
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, reproducible: bool) -> CheckedOp:
         if is_sparse(tensor):
-            return self._all_reduce_sparse(tensor, op, async_op, timeout, reproducible, self._check.hints(hints))
+            return self._all_reduce_sparse(tensor, op, reproducible)
         tensor = self._check.output(tensor)
         self._check.reducible(tensor, op)
         if reproducible:
@@ -88,7 +65,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "all_reduce",
                 tensor.nbytes,
@@ -100,20 +77,9 @@ class CollectiveCalls:
                 reduction=op,
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def _all_reduce_sparse(
-        self,
-        tensor: Tensor,
-        op: ReduceOp,
-        async_op: bool,
-        timeout: float | None,
-        reproducible: bool,
-        hints: Hints | None,
-    ) -> Work:
+    def _all_reduce_sparse(self, tensor: Tensor, op: ReduceOp, reproducible: bool) -> CheckedOp:
         stored = tensor.detach().coalesce()
         values = self._check.operand(stored.values())
         self._check.reducible(values, op)
@@ -136,7 +102,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "all_reduce",
                 values.nbytes,
@@ -148,21 +114,9 @@ class CollectiveCalls:
                 reduction=op,
             ),
             prepare,
-            async_op,
-            timeout,
-            hints,
         )
 
-    def reduce(
-        self,
-        tensor: Tensor,
-        dst: int,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Reduce `tensor` over all ranks into that of rank `dst`; on other ranks it is unchanged."""
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> CheckedOp:
         dst = self._check.rank(dst, "dst")
         tensor = self._check.output(tensor) if dst == self.rank else self._check.operand(tensor)
         self._check.reducible(tensor, op)
@@ -178,7 +132,7 @@ class CollectiveCalls:
             return body
 
         words = op.name, f"to {dst}"
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "reduce",
                 tensor.nbytes,
@@ -191,21 +145,9 @@ class CollectiveCalls:
                 reduction=op,
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def reduce_scatter(
-        self,
-        output: Tensor,
-        inputs: Sequence[Tensor],
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Reduce every rank's `inputs[i]` into rank i's `output`; shapes may differ from rank to rank."""
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp) -> CheckedOp:
         output, inputs = self._check.output(output, "output"), self._check.operands(inputs, "inputs")
         self._check.reducible(output, op)
         self._check.one_for_each(inputs, "inputs", output.dtype)
@@ -222,7 +164,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "reduce_scatter",
                 output.nbytes,
@@ -234,24 +176,9 @@ class CollectiveCalls:
                 reduction=op,
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def reduce_scatter_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Reduce `tensor` and put its part i into rank i's `output`, which has 1/size of its elements."""
-        fast = self._fast
-        if fast and not async_op and timeout is None and hints is None and fast.reduce_scatter(output, tensor, op):
-            return DONE
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, op: ReduceOp) -> CheckedOp:
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.reducible(output, op)
         self._check.same_dtype(tensor, output)
@@ -268,7 +195,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "reduce_scatter_single",
                 output.nbytes,
@@ -280,20 +207,11 @@ class CollectiveCalls:
                 reduction=op,
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
     # -- moves
 
-    def broadcast(
-        self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None, hints: Hints | None = None
-    ) -> Work:
-        """Copy rank `src`'s `tensor` into every rank's."""
-        fast = self._fast
-        if fast and not async_op and timeout is None and hints is None and fast.broadcast(tensor, src):
-            return DONE
+    def broadcast(self, tensor: Tensor, src: int) -> CheckedOp:
         src = self._check.rank(src, "src")
         tensor = self._check.operand(tensor) if src == self.rank else self._check.output(tensor)
         self._check.movable(tensor)
@@ -309,7 +227,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "broadcast",
                 tensor.nbytes,
@@ -321,20 +239,9 @@ class CollectiveCalls:
                 outputs=(tensor,),
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def all_gather(
-        self,
-        outputs: Sequence[Tensor],
-        tensor: Tensor,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Copy rank i's `tensor` into every rank's `outputs[i]`; shapes may differ from rank to rank."""
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> CheckedOp:
         outputs, tensor = self._check.outputs(outputs, "outputs"), self._check.operand(tensor)
         self._check.movable(tensor)
         self._check.one_for_each(outputs, "outputs", tensor.dtype)
@@ -350,7 +257,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "all_gather",
                 tensor.nbytes,
@@ -360,23 +267,9 @@ class CollectiveCalls:
                 outputs=tuple(outputs),
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def all_gather_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Concatenate every rank's `tensor`, in rank order, into `output`, which has size times its elements."""
-        fast = self._fast
-        if fast and not async_op and timeout is None and hints is None and fast.all_gather(output, tensor):
-            return DONE
+    def all_gather_single(self, output: Tensor, tensor: Tensor) -> CheckedOp:
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.movable(tensor)
         self._check.same_dtype(output, tensor)
@@ -392,7 +285,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "all_gather_single",
                 tensor.nbytes,
@@ -402,20 +295,9 @@ class CollectiveCalls:
                 outputs=(output,),
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def all_to_all(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; shapes may differ from pair to pair."""
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> CheckedOp:
         if len(inputs) != self.size:
             raise ValueError(f"inputs has {len(inputs)} tensors; it needs one for each of {self.size} ranks")
         inputs, outputs = self._check.operands(inputs, "inputs"), self._check.outputs(outputs, "outputs")
@@ -436,7 +318,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "all_to_all",
                 sum(t.nbytes for t in inputs),
@@ -447,32 +329,20 @@ class CollectiveCalls:
                 outputs=tuple(outputs),
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
     def all_to_all_single(
         self,
         output: Tensor,
         tensor: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Send a part of `tensor` to each rank, and concatenate the received parts in `output`, along dimension 0.
-
-        Split sizes are numbers of rows, one for each rank; without them the rows are divided evenly.
-        """
-        fast, even = self._fast, output_split_sizes is None and input_split_sizes is None
-        if fast and even and not async_op and timeout is None and hints is None and fast.all_to_all(output, tensor):
-            return DONE
+        output_split_sizes: Sequence[int] | None,
+        input_split_sizes: Sequence[int] | None,
+    ) -> CheckedOp:
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.movable(tensor)
         self._check.same_dtype(output, tensor)
         splits = None
+        even = output_split_sizes is None and input_split_sizes is None
         if even and output.numel() == tensor.numel():
             self._check.evenly_divided(output, "output")
             self._check.evenly_divided(tensor, "tensor")
@@ -496,7 +366,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "all_to_all_single",
                 tensor.nbytes,
@@ -507,21 +377,9 @@ class CollectiveCalls:
                 outputs=(output,),
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def gather(
-        self,
-        tensor: Tensor,
-        outputs: Sequence[Tensor] | None = None,
-        dst: int = 0,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Copy rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None on the other ranks."""
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int) -> CheckedOp:
         tensor = self._check.operand(tensor)
         outputs = self._check.outputs(outputs, "outputs") if outputs else outputs
         self._check.movable(tensor)
@@ -538,7 +396,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "gather",
                 tensor.nbytes,
@@ -550,21 +408,9 @@ class CollectiveCalls:
                 outputs=tuple(outputs or ()),
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def scatter(
-        self,
-        tensor: Tensor,
-        inputs: Sequence[Tensor] | None = None,
-        src: int = 0,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Copy `inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None on the other ranks."""
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int) -> CheckedOp:
         tensor = self._check.output(tensor)
         inputs = self._check.operands(inputs, "inputs") if inputs else inputs
         self._check.movable(tensor)
@@ -581,7 +427,7 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
+        return CheckedOp(
             OpDescription(
                 "scatter",
                 tensor.nbytes,
@@ -593,36 +439,14 @@ class CollectiveCalls:
                 outputs=(tensor,),
             ),
             prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
         )
 
-    def barrier(self, async_op: bool = False, timeout: float | None = None, hints: Hints | None = None) -> Work:
-        """Return once every rank has entered."""
-        fast = self._fast
-        if fast and not async_op and timeout is None and hints is None and fast.barrier():
-            return DONE
-        return self._executor.issue(
-            OpDescription("barrier", 0, lambda: ""),
-            lambda: self._transport.barrier,
-            async_op,
-            timeout,
-            self._check.hints(hints),
-        )
+    def barrier(self) -> CheckedOp:
+        return CheckedOp(OpDescription("barrier", 0, lambda: ""), lambda: self._transport.barrier)
 
     # -- point to point
 
-    def send(
-        self,
-        tensor: Tensor,
-        dst: int,
-        tag: int = 0,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Send `tensor` to rank `dst`. Once the work is done, the caller may change `tensor`."""
+    def send(self, tensor: Tensor, dst: int, tag: int) -> CheckedOp:
         tensor = self._check.operand(tensor)
         dst, tag = self._check.message(tensor, dst, "dst", tag)
 
@@ -630,24 +454,9 @@ class CollectiveCalls:
             flat = packed(tensor)
             return lambda deadline: self._transport.send(flat, dst, tag, deadline)
 
-        return self._executor.issue(
-            OpDescription("send", tensor.nbytes, None, tensor, tag, dst, inputs=(tensor,)),
-            prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
-        )
+        return CheckedOp(OpDescription("send", tensor.nbytes, None, tensor, tag, dst, inputs=(tensor,)), prepare)
 
-    def recv(
-        self,
-        tensor: Tensor,
-        src: int,
-        tag: int = 0,
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Receive into `tensor` what rank `src` sent under `tag`."""
+    def recv(self, tensor: Tensor, src: int, tag: int) -> CheckedOp:
         tensor = self._check.output(tensor)
         src, tag = self._check.message(tensor, src, "src", tag)
 
@@ -660,22 +469,9 @@ class CollectiveCalls:
 
             return body
 
-        return self._executor.issue(
-            OpDescription("recv", tensor.nbytes, None, tensor, tag, src, outputs=(tensor,)),
-            prepare,
-            async_op,
-            timeout,
-            self._check.hints(hints),
-        )
+        return CheckedOp(OpDescription("recv", tensor.nbytes, None, tensor, tag, src, outputs=(tensor,)), prepare)
 
-    def batch_send_recv(
-        self,
-        batch: Sequence[Send | Recv],
-        async_op: bool = False,
-        timeout: float | None = None,
-        hints: Hints | None = None,
-    ) -> Work:
-        """Run all sends and receives of `batch` at once, without deadlock in any order."""
+    def batch_send_recv(self, batch: Sequence[Send | Recv]) -> CheckedOp:
         if not all(isinstance(item, Send | Recv) for item in batch):
             raise TypeError("batch_send_recv takes holdfast.comms.Send and Recv objects")
         items = [replace(item, tensor=self._check.operand(item.tensor, f"batch[{i}]")) for i, item in enumerate(batch)]
@@ -704,22 +500,7 @@ class CollectiveCalls:
             inputs=tuple(send.tensor for send in sends),
             outputs=tuple(recv.tensor for recv in recvs),
         )
-        return self._executor.issue(description, prepare, async_op, timeout, self._check.hints(hints))
-
-    # -- ops that are started many times
-
-    def prepare(self, name: str, /, *args: Any, **named: Any) -> PreparedOp:
-        """Check the arguments of an op once, and return a handle whose `start()` runs it; `handle()` is the same.
-
-            total = comm.prepare("all_reduce", tensor, op=ReduceOp.MAX)
-            for _ in range(1000):
-                total()
-
-        `start(async_op=False, timeout=None)` returns the op's `Work`, and costs less than the plain call. The op runs
-        on the tensors as they are then: a changed one is checked again. A handle refers to its communicator, and raises
-        its `Revoked` once that is over. Raises ValueError for an unknown `name`, and the errors of the op's arguments.
-        """
-        return prepare(self, name, args, named)
+        return CheckedOp(description, prepare)
 
 
 def _alike(tensor: Tensor, *details: str) -> str:

@@ -1,6 +1,7 @@
-"""`Communicator`: the object that users call. This file has its splits, windows, objects and its end.
+"""`Communicator`: the object that users call.
 
-Its ops are in `collectives`. Transports move the bytes, `connect` finds the peers, `holdfast.ft` detects failures.
+`collectives` checks the arguments of its ops, the executor runs them in order, transports move the bytes; `connect`
+finds the peers, `holdfast.ft` detects failures.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any, Literal, overload
 import torch
 
 from holdfast.comms import objects
-from holdfast.comms.collectives import CollectiveCalls
+from holdfast.comms.collectives import CheckedOp, Collectives
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor, OpSettings
+from holdfast.comms.execution.prepared import PreparedOp, prepare
 from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.objects import ObjectWork, T
+from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plan import OpDescription
 from holdfast.comms.plugins.hints import Hints, Value
 from holdfast.comms.plugins.registry import registry
@@ -89,7 +92,7 @@ class Membership:
         self.used: set[int | str] = set()
 
 
-class Communicator(CollectiveCalls):
+class Communicator:
     """The connected ranks of one epoch. Made by `holdfast.comms.connect`; a context manager.
 
     Ops run in the order they are issued, and every rank must issue the same. Each takes `timeout` (seconds; default:
@@ -109,11 +112,13 @@ class Communicator(CollectiveCalls):
         settings: OpSettings,
     ) -> None:
         self.device: torch.device = transport.device or context.device
-        super().__init__(
-            transport,
-            ArgumentChecks(context.rank, context.size, self.device, info),
-            Executor(transport, context, settings),
-        )
+        self.rank: int = transport.rank
+        self.size: int = transport.size
+        self._transport = transport
+        self._check = ArgumentChecks(context.rank, context.size, self.device, info)
+        self._executor = Executor(transport, context, settings)
+        self._fast = self._executor.fast_path(self._check)
+        self._ops = Collectives(transport, self._check)
         self.name: str = context.name
         self.epoch: int = context.epoch
         self.backend: str = info.name
@@ -210,6 +215,228 @@ class Communicator(CollectiveCalls):
         Ranks that have come equally far have equal numbers.
         """
         return self._executor.progress
+
+    # -- reductions
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: float | None = None,
+        reproducible: bool = False,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Reduce `tensor` over all ranks, in place; every rank gets equal bits.
+
+        With `reproducible` the bits depend neither on the number of ranks, their order, the algorithm nor the
+        backend, only on the values (see `holdfast.comms.reproducible`).
+
+        Sparse COO tensors are summed, averaged or summed scaled: the stored entries may differ from rank to rank.
+        """
+        fast = self._fast
+        if (
+            fast
+            and not async_op
+            and timeout is None
+            and hints is None
+            and not reproducible
+            and fast.all_reduce(tensor, op)
+        ):
+            return DONE
+        return self._issue(self._ops.all_reduce(tensor, op, reproducible), async_op, timeout, hints)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Reduce `tensor` over all ranks into that of rank `dst`; on other ranks it is unchanged."""
+        return self._issue(self._ops.reduce(tensor, dst, op), async_op, timeout, hints)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Reduce every rank's `inputs[i]` into rank i's `output`; shapes may differ from rank to rank."""
+        return self._issue(self._ops.reduce_scatter(output, inputs, op), async_op, timeout, hints)
+
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Reduce `tensor` and put its part i into rank i's `output`, which has 1/size of its elements."""
+        fast = self._fast
+        if fast and not async_op and timeout is None and hints is None and fast.reduce_scatter(output, tensor, op):
+            return DONE
+        return self._issue(self._ops.reduce_scatter_single(output, tensor, op), async_op, timeout, hints)
+
+    # -- moves
+
+    def broadcast(
+        self, tensor: Tensor, src: int, async_op: bool = False, timeout: float | None = None, hints: Hints | None = None
+    ) -> Work:
+        """Copy rank `src`'s `tensor` into every rank's."""
+        fast = self._fast
+        if fast and not async_op and timeout is None and hints is None and fast.broadcast(tensor, src):
+            return DONE
+        return self._issue(self._ops.broadcast(tensor, src), async_op, timeout, hints)
+
+    def all_gather(
+        self,
+        outputs: Sequence[Tensor],
+        tensor: Tensor,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Copy rank i's `tensor` into every rank's `outputs[i]`; shapes may differ from rank to rank."""
+        return self._issue(self._ops.all_gather(outputs, tensor), async_op, timeout, hints)
+
+    def all_gather_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Concatenate every rank's `tensor`, in rank order, into `output`, which has size times its elements."""
+        fast = self._fast
+        if fast and not async_op and timeout is None and hints is None and fast.all_gather(output, tensor):
+            return DONE
+        return self._issue(self._ops.all_gather_single(output, tensor), async_op, timeout, hints)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; shapes may differ from pair to pair."""
+        return self._issue(self._ops.all_to_all(outputs, inputs), async_op, timeout, hints)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Send a part of `tensor` to each rank, and concatenate the received parts in `output`, along dimension 0.
+
+        Split sizes are numbers of rows, one for each rank; without them the rows are divided evenly.
+        """
+        fast, even = self._fast, output_split_sizes is None and input_split_sizes is None
+        if fast and even and not async_op and timeout is None and hints is None and fast.all_to_all(output, tensor):
+            return DONE
+        return self._issue(
+            self._ops.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes), async_op, timeout, hints
+        )
+
+    def gather(
+        self,
+        tensor: Tensor,
+        outputs: Sequence[Tensor] | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Copy rank i's `tensor` into `outputs[i]` on rank `dst`; `outputs` is None on the other ranks."""
+        return self._issue(self._ops.gather(tensor, outputs, dst), async_op, timeout, hints)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        inputs: Sequence[Tensor] | None = None,
+        src: int = 0,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Copy `inputs[i]` of rank `src` into rank i's `tensor`; `inputs` is None on the other ranks."""
+        return self._issue(self._ops.scatter(tensor, inputs, src), async_op, timeout, hints)
+
+    def barrier(self, async_op: bool = False, timeout: float | None = None, hints: Hints | None = None) -> Work:
+        """Return once every rank has entered."""
+        fast = self._fast
+        if fast and not async_op and timeout is None and hints is None and fast.barrier():
+            return DONE
+        return self._issue(self._ops.barrier(), async_op, timeout, hints)
+
+    # -- point to point
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Send `tensor` to rank `dst`. Once the work is done, the caller may change `tensor`."""
+        return self._issue(self._ops.send(tensor, dst, tag), async_op, timeout, hints)
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Receive into `tensor` what rank `src` sent under `tag`."""
+        return self._issue(self._ops.recv(tensor, src, tag), async_op, timeout, hints)
+
+    def batch_send_recv(
+        self,
+        batch: Sequence[Send | Recv],
+        async_op: bool = False,
+        timeout: float | None = None,
+        hints: Hints | None = None,
+    ) -> Work:
+        """Run all sends and receives of `batch` at once, without deadlock in any order."""
+        return self._issue(self._ops.batch_send_recv(batch), async_op, timeout, hints)
+
+    def _issue(self, op: CheckedOp, async_op: bool, timeout: float | None, hints: Hints | None) -> Work:
+        return self._executor.issue(op.description, op.prepare, async_op, timeout, self._check.hints(hints))
+
+    # -- ops that are started many times
+
+    def prepare(self, name: str, /, *args: Any, **named: Any) -> PreparedOp:
+        """Check the arguments of an op once, and return a handle whose `start()` runs it; `handle()` is the same.
+
+            total = comm.prepare("all_reduce", tensor, op=ReduceOp.MAX)
+            for _ in range(1000):
+                total()
+
+        `start(async_op=False, timeout=None)` returns the op's `Work`, and costs less than the plain call. The op runs
+        on the tensors as they are then: a changed one is checked again. A handle refers to its communicator, and raises
+        its `Revoked` once that is over. Raises ValueError for an unknown `name`, and the errors of the op's arguments.
+        """
+        return prepare(self, name, args, named)
 
     # -- objects: sent as msgpack (dicts, lists, strings, numbers, bytes, None), never as pickle
 

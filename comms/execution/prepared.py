@@ -7,8 +7,7 @@ have changed since: the op runs on the tensors as they are then.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +18,8 @@ from holdfast.comms.tensors.memory import held_bytes
 from holdfast.comms.work import DONE, Work
 
 if TYPE_CHECKING:
-    from holdfast.comms.collectives import CollectiveCalls
-    from holdfast.comms.execution.executor import Prepare
-    from holdfast.comms.plan import OpDescription
+    from holdfast.comms.collectives import CheckedOp
+    from holdfast.comms.communicator import Communicator
     from holdfast.comms.plugins.hints import Hints
 
 __all__ = ["OPS", "PreparedOp", "prepare"]
@@ -53,25 +51,28 @@ _FAST = {
 }
 """The ops of a fast path, and its arguments; all others must have their defaults."""
 
+_OPTIONS = ("async_op", "timeout", "hints")
+"""The arguments of a call that are not its op's."""
 
-def prepare(calls: CollectiveCalls, name: str, args: Sequence[Any], named: dict[str, Any]) -> PreparedOp:
+
+def prepare(communicator: Communicator, name: str, args: Sequence[Any], named: dict[str, Any]) -> PreparedOp:
     """See `Communicator.prepare`."""
     if name not in OPS:
         raise ValueError(f"prepare({name!r}): there is no such op; there are {', '.join(OPS)}")
     if options := {"async_op", "timeout"} & named.keys():
         raise TypeError(f"prepare({name!r}): {' and '.join(sorted(options))} belong to each start of the handle")
-    signature = inspect.signature(getattr(calls, name))
+    signature = inspect.signature(getattr(communicator, name))
     try:
         bound = signature.bind(*args, **named)
     except TypeError as error:
         raise TypeError(f"prepare({name!r}): {error}") from None
     bound.apply_defaults()
-    general = _GeneralStart(calls, name, bound.args)
+    general = _GeneralStart(communicator, name, bound.arguments)
     usual = name in _FAST and all(
         argument in _FAST[name] or value == signature.parameters[argument].default
         for argument, value in bound.arguments.items()
     )
-    path = calls._fast if usual else None
+    path = communicator._fast if usual else None
     arguments = tuple(bound.arguments[argument] for argument in _FAST[name]) if usual else ()
     return PreparedOp(path, name, arguments, general, DONE)
 
@@ -79,14 +80,17 @@ def prepare(calls: CollectiveCalls, name: str, args: Sequence[Any], named: dict[
 class _GeneralStart:
     """Starts an op through the executor, with the arguments that `prepare` has checked."""
 
-    def __init__(self, calls: CollectiveCalls, name: str, args: Sequence[Any]) -> None:
-        self._calls, self._check = calls, partial(_checked, calls, name, args)
-        self._tensors = list(_tensors_in(args))
+    def __init__(self, communicator: Communicator, name: str, arguments: Mapping[str, Any]) -> None:
+        self._communicator, self._name = communicator, name
+        self._hints: Hints | None = arguments.get("hints")
+        self._arguments = {key: value for key, value in arguments.items() if key not in _OPTIONS}
+        self._tensors = list(_tensors_in(tuple(self._arguments.values())))
         self._renew()
 
     def _renew(self) -> None:
-        self._executor = self._calls._executor
-        self._call = self._check()
+        self._executor = self._communicator._executor
+        self._op: CheckedOp = getattr(self._communicator._ops, self._name)(**self._arguments)
+        self._communicator._check.hints(self._hints)
         self._shapes = self._shapes_now()
 
     def _shapes_now(self) -> list[tuple[torch.Size, torch.dtype, int | None]]:
@@ -94,28 +98,9 @@ class _GeneralStart:
 
     def __call__(self, async_op: bool = False, timeout: float | None = None) -> Work:
         # `reconfigure` gives a communicator other ranks: another executor, transport and checks
-        if self._calls._executor is not self._executor or self._shapes_now() != self._shapes:
+        if self._communicator._executor is not self._executor or self._shapes_now() != self._shapes:
             self._renew()
-        description, prepare, hints = self._call
-        return self._executor.issue(description, prepare, async_op, timeout, hints)
-
-
-def _checked(calls: CollectiveCalls, name: str, args: Sequence[Any]) -> tuple[OpDescription, Prepare, Hints | None]:
-    """What an op hands to the executor once it has checked its arguments. Raises the errors of the op."""
-    caught: list[tuple[OpDescription, Prepare, Hints | None]] = []
-
-    class _Catcher:
-        @staticmethod
-        def issue(
-            description: OpDescription, prepare: Prepare, async_op: bool, timeout: float | None, hints: Hints | None
-        ) -> Work:
-            caught.append((description, prepare, hints))
-            return DONE
-
-    standin = object.__new__(type(calls))
-    standin.__dict__.update(calls.__dict__, _executor=_Catcher, _fast=None)
-    getattr(standin, name)(*args)
-    return caught[0]
+        return self._communicator._issue(self._op, async_op, timeout, self._hints)
 
 
 def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
