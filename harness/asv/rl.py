@@ -63,7 +63,7 @@ class PolicyStep:
 
 def _update(prompts: Any, completions: Any, size: int, objective: Any) -> Any:
     """The tokens of an update; every second completion of a group is right."""
-    from holdfast.rl.data.batch_columns import BatchColumns
+    from holdfast.rl.data.encoded_batch import BatchColumns
     from holdfast.rl.data.episode import Episode, Group
     from holdfast.rl.grpo.batch import updates_of
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.rl.data.episode import Prompt, SamplingRequest
-from holdfast.rl.data.seeds import seed_of, seeds_of
+from holdfast.rl.data.prompts import seed_of, seeds_of
 
 MOST_PROCESSES = 4096
 """The most processes of one role: a slip of the pen must not start a million."""

@@ -1,9 +1,13 @@
-"""Prompts in a seeded order, epoch after epoch: prompt `number` is a pure function of data, seed and number."""
+"""Prompts in a seeded order, epoch after epoch: prompt `number` is a pure function of data, seed and number.
+
+Seeds, and the tokenizer that needs no file, stand here too.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +17,19 @@ import msgspec
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.data.errors import BadDataset
 from holdfast.rl.data.replay_buffer import ReplayBuffer
-from holdfast.rl.data.seeds import seed_of
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 63-bit seed that depends on all of `parts`: equal on every machine, and far apart for near parts."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def seeds_of(*parts: int | str, each: Iterable[int]) -> tuple[int, ...]:
+    """The seeds of `parts` with one more part: `seed_of(*parts, one)` for each one."""
+    common = "/".join(map(str, parts)).encode() + b"/"
+    digest, number = hashlib.blake2b, int.from_bytes
+    return tuple([number(digest(common + b"%d" % one, digest_size=8).digest(), "big") >> 1 for one in each])
 
 
 class Tokenizer(Protocol):
@@ -139,3 +155,22 @@ def _encoded(problem: Problem, tokenizer: Tokenizer, name: str, number: int) -> 
     if not tokens:
         raise BadDataset(name, None, f"prompt {number}, {problem.prompt!r}, has no tokens")
     return tokens
+
+
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+_UNKNOWN = CHARACTERS.index("?")
+
+
+class TextTokenizer:
+    """Characters as tokens. Others than the 96 that it has become question marks."""
+
+    vocabulary = len(CHARACTERS)
+
+    def encode(self, text: str) -> list[int]:
+        """Characters to token numbers."""
+        found = [CHARACTERS.find(character) for character in text]
+        return [_UNKNOWN if each < 0 else each for each in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Token numbers to characters."""
+        return "".join(map(CHARACTERS.__getitem__, tokens))

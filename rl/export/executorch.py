@@ -15,7 +15,7 @@ from holdfast.ft.console.units import counted
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.export.executorch_job import ExecutorchJob, ExecutorchReport
+from holdfast.rl.export.executorch_program import ExecutorchJob, ExecutorchReport
 from holdfast.rl.export.weights import new_file
 from holdfast.rl.generators.models import ModelSource, longest_sequence, save_model
 from holdfast.rl.generators.settings import GeneratorSettings

@@ -15,7 +15,37 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.rl.export.executorch_job import ExecutorchJob, ExecutorchReport
+
+class ExecutorchJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Export the model in the folder `model` to `draft`, for sequences of at most `length` tokens.
+
+    Then answer `prompts` with the program, token by token, and compare with `answers`.
+    """
+
+    model: str
+    draft: str
+    length: int
+    prompts: tuple[tuple[int, ...], ...]
+    answers: tuple[tuple[int, ...], ...]
+    max_new_tokens: int
+    stop: tuple[int, ...]
+
+
+class ExecutorchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found: the largest difference of a logit from eager torch, and the one that is allowed.
+
+    `delegated` is the share of the program's nodes that run in XNNPACK, `different` the prompts that it answers
+    otherwise than the model. `seconds` is how long the export took.
+    """
+
+    nbytes: int
+    difference: float
+    allowed: float
+    largest: float
+    different: tuple[int, ...]
+    delegated: float
+    seconds: float
+
 
 DIFFERENCE = 1e-6
 """The largest difference of a logit from eager torch that is always allowed."""

@@ -20,9 +20,8 @@ from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Score
-from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure, places
+from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure, codec_of, places
 from holdfast.rl.run.episodes.environment_servers import EnvironmentServers
-from holdfast.rl.run.episodes.episode_codec import codec_of
 from holdfast.rl.run.generation import generator_settings
 from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from holdfast.rl.config.run_config import Objective
-from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import even_edges
+from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.grpo.advantages import advantages
 from holdfast.rl.grpo.loss import LossInputs, StepTotals
 

@@ -13,9 +13,17 @@ from holdfast.rl.config.named_code import load_code
 from holdfast.rl.config.run_config import CriterionConfig, RunConfig
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.data.errors import BadDataset
-from holdfast.rl.rewards.builtin_rewards import Criterion, ExactMatch, FormatMatch, LengthPenalty, Rubric
 from holdfast.rl.rewards.ensemble import Verifier, WeakVerifierEnsemble
-from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward
+from holdfast.rl.rewards.reward import (
+    Criterion,
+    ExactMatch,
+    FormatMatch,
+    FunctionReward,
+    JudgedAnswer,
+    LengthPenalty,
+    Reward,
+    Rubric,
+)
 from holdfast.rl.rewards.reward_processes import RewardProcesses
 
 

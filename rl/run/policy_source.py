@@ -8,9 +8,7 @@ from typing import Any
 
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data import arithmetic
-from holdfast.rl.data.prompts import Problem, PromptSource, Tokenizer, hold_out, read_problems
-from holdfast.rl.data.seeds import seed_of
-from holdfast.rl.data.text_tokenizer import TextTokenizer
+from holdfast.rl.data.prompts import Problem, PromptSource, TextTokenizer, Tokenizer, hold_out, read_problems, seed_of
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.trainers.adapters import check_adapters

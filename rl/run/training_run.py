@@ -37,12 +37,12 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
 from holdfast.rl.grpo.loop import asynchronous, synchronous
 from holdfast.rl.grpo.protocols import StepReport
-from holdfast.rl.run.all_done import all_done
 from holdfast.rl.run.episodes.episode_sources import (
     EnvironmentEpisodes,
     EpisodeSource,
     MixedEpisodes,
     PromptEpisodes,
+    all_done,
 )
 from holdfast.rl.run.errors import RunFailed, StepsDone
 from holdfast.rl.run.generation import Generators

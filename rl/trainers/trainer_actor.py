@@ -20,8 +20,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.telemetry import WorkLog, WorkReport
 from holdfast.rl.trainers.errors import NoBatch, TrainerEnded, TrainerEvicted, TrainerUnjoined
-from holdfast.rl.trainers.publisher import Publisher
-from holdfast.rl.trainers.training import Training
+from holdfast.rl.trainers.training import Publisher, Training
 from holdfast.store import WeightStore
 
 BATCH_SECONDS = 600.0

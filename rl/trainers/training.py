@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 import xxhash
 
 from holdfast import ft
-from holdfast.comms import Revoked
+from holdfast.comms.errors import Mismatch, Revoked, StaleEpoch
 from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
@@ -26,8 +27,8 @@ from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.telemetry import WorkLog
 from holdfast.rl.trainers.errors import BadBatch
 from holdfast.rl.trainers.layouts import PolicyLayout, ReplicatedLayout, ShardedLayout, UpdateResult
-from holdfast.rl.trainers.publisher import Publisher
 from holdfast.rl.trainers.titan.layout import TitanLayout
+from holdfast.store import WeightStore
 
 Take = Callable[[int, Callable[[], None]], EncodedBatch]
 """Returns the batch that begins with an update; calls the function meanwhile, which raises if the epoch is over."""
@@ -99,6 +100,48 @@ class OldLogprobs:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state."""
         self.step, self.values = state["step"], list(state["values"])
+
+
+class Publisher:
+    """One publication at a time, in a thread of its own. The tensors may change once `finish` has returned."""
+
+    def __init__(self, store: WeightStore, work: WorkLog | None = None) -> None:
+        self._store, self._work = store, work or WorkLog()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish-weights")
+        self._open: tuple[int, int, Future[None]] | None = None
+
+    def visible(self, version: int) -> bool:
+        """Whether readers can read this version, or there is a later one."""
+        newest = self._store.latest()
+        return newest is not None and newest >= version
+
+    def begin(self, version: int, state: Mapping[str, Any], epoch: int) -> None:
+        """Publish this rank's part of a version as a member of `epoch`, after the one before. Raises as `finish`."""
+        self.finish()
+        publishing = self._thread.submit(self._publish, version, state, epoch)
+        self._open = version, epoch, publishing
+
+    def _publish(self, version: int, state: Mapping[str, Any], epoch: int) -> None:
+        with self._work.doing("publish", version):
+            self._store.publish(version, state, fence=epoch)
+
+    def finish(self) -> None:
+        """Wait until the part outlives this process. Raises the store's errors, `Revoked` if the epoch is over."""
+        if self._open is None:
+            return
+        (version, epoch, publishing), self._open = self._open, None
+        try:
+            publishing.result()
+        except StaleEpoch as error:
+            raise Revoked(epoch, str(error)) from error
+        except Mismatch:
+            if not self.visible(version):  # else members of the epoch before had published all of it after all
+                raise
+
+    def close(self) -> None:
+        """Wait for the open publication, and leave the store. Idempotent."""
+        self._thread.shutdown()
+        self._store.close()
 
 
 class Training:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from holdfast.rl.data.episode import Completion, Finish, SamplingRequest
-from holdfast.rl.data.seeds import seed_of
+from holdfast.rl.data.prompts import seed_of
 
 CUT_OFF = "abort"
 """What vLLM says of a sample that was cut off; the others are "stop" and "length"."""

@@ -1,4 +1,4 @@
-"""Groups of episodes that a policy plays in the environment of a run."""
+"""Groups of episodes that a policy plays in the environment of a run, with its texts as tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,63 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import EnvironmentConfig, RunConfig
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt
+from holdfast.rl.data.prompts import Tokenizer, seed_of
 from holdfast.rl.data.replay_buffer import FailedGroup
-from holdfast.rl.data.seeds import seed_of
 from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.environments.play import EpisodePlay, FailedEpisode, TextCodec
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.environments.session_source import SessionSource
-from holdfast.rl.run.episodes.failed_groups import FailuresInARow
+from holdfast.rl.run.errors import RunFailed
+
+
+class LineCodec:
+    """Each observation is a line of its own."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, turn: int) -> Sequence[int]:
+        """The tokens of an observation."""
+        return self._tokenizer.encode(f"\n{text}\n" if turn else f"{text}\n")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of what the policy drew."""
+        return self._tokenizer.decode(tokens)
+
+
+class PromptCodec(LineCodec):
+    """The first observation is encoded as a prompt is, for a policy that learns from prompts too."""
+
+    def encode(self, text: str, turn: int) -> Sequence[int]:
+        """The tokens of an observation."""
+        return super().encode(text, turn) if turn else self._tokenizer.encode(text)
+
+
+def codec_of(tokenizer: Tokenizer, *, beside_prompts: bool) -> TextCodec:
+    """The codec for a policy's tokenizer; `beside_prompts`: other groups of the run are prompts."""
+    return PromptCodec(tokenizer) if beside_prompts else LineCodec(tokenizer)
+
+
+class FailuresInARow:
+    """Counts groups of `source` that failed one after another. Raises `RunFailed` for more than a batch of them."""
+
+    def __init__(self, source: str, config: RunConfig) -> None:
+        self._source, self._most, self._failed = source, max(8, config.algorithm.groups), 0
+
+    def count(self, group: Group | FailedGroup) -> None:
+        """Count a group that is over; one that did not fail begins the count anew."""
+        if not isinstance(group, FailedGroup):
+            self._failed = 0
+            return
+        self._failed += 1
+        if self._failed > self._most:
+            raise RunFailed(
+                f"{self._source} failed in {counted(self._failed, 'group')} one after another, "
+                f"the last time: {group.reasons[0]}; see to it, and resume the run"
+            )
 
 
 class EpisodeFailure(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Group, Prompt
@@ -21,11 +21,8 @@ from holdfast.rl.grpo.protocols import Data, GroupNumbers, Policy
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.run.all_done import all_done
-from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure
+from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure, FailuresInARow, codec_of
 from holdfast.rl.run.episodes.environment_servers import EnvironmentServers, check_name
-from holdfast.rl.run.episodes.episode_codec import codec_of
-from holdfast.rl.run.episodes.failed_groups import FailuresInARow
 from holdfast.rl.run.policy.policy_process import in_policy_process
 from holdfast.rl.run.policy.warm_up import warm_up, warmed_up
 from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
@@ -37,6 +34,19 @@ from holdfast.rl.telemetry import WorkReport
 T = TypeVar("T")
 
 CHECK = "the check of the model"
+
+
+async def all_done(first: Awaitable[T], *others: Awaitable[object]) -> T:
+    """The result of `first` once all are done. If one raises, the others are cancelled, and its error raised."""
+    wanted = asyncio.ensure_future(first)
+    tasks: list[asyncio.Future[Any]] = [wanted, *(asyncio.ensure_future(each) for each in others)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return wanted.result()
 
 
 class EpisodeSource(Protocol):

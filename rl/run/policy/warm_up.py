@@ -13,8 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from holdfast.rl.config.run_config import ModelConfig
-from holdfast.rl.data.prompts import Problem, Tokenizer
-from holdfast.rl.data.seeds import seed_of
+from holdfast.rl.data.prompts import Problem, Tokenizer, seed_of
 from holdfast.rl.generators.models import ModelSource, save_model
 
 IGNORED = -100

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.config.run_config import objective
-from holdfast.rl.data.batch_columns import BatchColumns
+from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.data.episode import Completion, Finish, Group, Prompt
 from holdfast.rl.data.errors import InvalidEpisode
 from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment

@@ -13,8 +13,8 @@ import torch
 
 from holdfast.rl.config.run_config import Sampling, objective
 from holdfast.rl.data.arithmetic import CharacterTokenizer
-from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.data.errors import OtherVersion
 from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream
@@ -30,9 +30,8 @@ from holdfast.rl.grpo.evaluation import (
 from holdfast.rl.grpo.loop import asynchronous, generate_episode, synchronous
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.grpo.protocols import Evaluation, Policy, StepReport
-from holdfast.rl.rewards.builtin_rewards import ExactMatch
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward
+from holdfast.rl.rewards.reward import ExactMatch, FunctionReward, JudgedAnswer, Reward
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()

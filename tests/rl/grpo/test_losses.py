@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.config.run_config import Algorithm, Objective, objective
-from holdfast.rl.data.batch_columns import BatchColumns
+from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.data.episode import MOST_REWARD, Group, Prompt
 from holdfast.rl.data.errors import InvalidEpisode
 from holdfast.rl.grpo import loss as grpo

@@ -12,10 +12,20 @@ from typing import TypeVar
 import pytest
 
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.rewards.builtin_rewards import Criterion, ExactMatch, FormatMatch, LengthPenalty, Rubric
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward, Score, is_bounded
+from holdfast.rl.rewards.reward import (
+    Criterion,
+    ExactMatch,
+    FormatMatch,
+    FunctionReward,
+    JudgedAnswer,
+    LengthPenalty,
+    Reward,
+    Rubric,
+    Score,
+    is_bounded,
+)
 from holdfast.rl.rewards.reward_processes import RewardProcesses
 from support.waiting import PATIENCE
 

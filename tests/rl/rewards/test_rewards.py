@@ -11,10 +11,20 @@ import pytest
 from holdfast.rl.data.arithmetic import CharacterTokenizer
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.replay_buffer import FailedGroup
-from holdfast.rl.rewards.builtin_rewards import Criterion, ExactMatch, FormatMatch, LengthPenalty, Rubric
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Reward, Score, score_each
+from holdfast.rl.rewards.reward import (
+    Criterion,
+    ExactMatch,
+    FormatMatch,
+    FunctionReward,
+    JudgedAnswer,
+    LengthPenalty,
+    Reward,
+    Rubric,
+    Score,
+    score_each,
+)
 
 PROMPT = Prompt(number=7, tokens=(1,), text="7+8+5=", answer="20")
 TOKENIZER = CharacterTokenizer()

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.rewards.ensemble import Verifier, WeakVerifierEnsemble
+from holdfast.rl.rewards.ensemble import Verifier, VerifierWeights, WeakVerifierEnsemble, estimate
 from holdfast.rl.rewards.errors import NotIdentifiable, RewardFailed
 from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Score, score_each
-from holdfast.rl.rewards.weak_verifiers import VerifierWeights, estimate
 
 SEEDS = range(20)
 

@@ -15,16 +15,15 @@ import pytest
 
 from holdfast.rl.config.run_config import Objective, Sampling
 from holdfast.rl.data import arithmetic
-from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import StalenessRule
-from holdfast.rl.data.encoded_batch import EncodedBatch
+from holdfast.rl.data.encoded_batch import BatchColumns, EncodedBatch
 from holdfast.rl.data.episode import Completion, Group, SamplingRequest
 from holdfast.rl.data.prompts import PromptSource, PromptStream
 from holdfast.rl.data.replay_buffer import ReplayBuffer
 from holdfast.rl.grpo.batch import collate
 from holdfast.rl.grpo.loop import generate_episode, together
-from holdfast.rl.rewards.builtin_rewards import Criterion, ExactMatch, Rubric
 from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.rewards.reward import Criterion, ExactMatch, Rubric
 from holdfast.rl.run.generation import BatchedRequests
 
 GROUPS, GROUP = 32, 8

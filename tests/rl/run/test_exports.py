@@ -20,8 +20,7 @@ from holdfast.rl.config.named_code import ExtraNotInstalled
 from holdfast.rl.config.resume import resolved
 from holdfast.rl.export import executorch
 from holdfast.rl.export.executorch import ExportRefused, export_program
-from holdfast.rl.export.executorch_job import ExecutorchJob, ExecutorchReport
-from holdfast.rl.export.executorch_program import greedy
+from holdfast.rl.export.executorch_program import ExecutorchJob, ExecutorchReport, greedy
 from holdfast.rl.export.version_evaluation import held_out_prompts
 from holdfast.rl.run.policy_source import policy_source, task_of
 from holdfast.rl.trainers.training import weights_digest

@@ -16,9 +16,8 @@ from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.rl.config.run_config import Objective, TrainerConfig
-from holdfast.rl.data.batch_columns import BatchColumns
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
-from holdfast.rl.data.encoded_batch import EncodedBatch
+from holdfast.rl.data.encoded_batch import BatchColumns, EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
 from holdfast.rl.grpo.batch import updates_of

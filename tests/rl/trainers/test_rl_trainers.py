@@ -25,8 +25,7 @@ from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch
-from holdfast.rl.trainers.publisher import Publisher
-from holdfast.rl.trainers.training import Training
+from holdfast.rl.trainers.training import Publisher, Training
 from holdfast.store import WeightStore
 from support.rl.small_batches import episode, tiny_llama, trainer_config
 from support.waiting import eventually
