@@ -74,7 +74,7 @@ coverage: $(STAMP) peers  ## which lines and branches of each package the first 
 	PYTHONPATH=tests $(BIN)/python -m support.programs.coverage_table
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
-	$(BIN)/python tests/support/torch_suite.py compare
+	$(BIN)/python tests/support/programs/torch_suite.py compare
 
 # Other versions of torch than that of .venv: an environment each, of what the adapter's tests import. torch's default
 # wheels need their CUDA libraries to be imported, also where there is no GPU: 5 GB each.

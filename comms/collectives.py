@@ -1,4 +1,4 @@
-"""`Collectives`: from an op's arguments to what the executor runs.
+"""`CheckedOps`: from an op's arguments to what the executor runs.
 
 Each op checks its arguments, and says what must agree on all ranks and how the transport is called. Their meaning is at
 the methods of `Communicator` with the same names.
@@ -34,7 +34,7 @@ class CheckedOp(NamedTuple):
     prepare: Prepare
 
 
-class Collectives:
+class CheckedOps:
     """The ops of one communicator over its transport."""
 
     def __init__(self, transport: Transport, check: ArgumentChecks) -> None:

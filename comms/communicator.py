@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 import torch
 
 from holdfast.comms import objects
-from holdfast.comms.collectives import CheckedOp, Collectives
+from holdfast.comms.collectives import CheckedOp, CheckedOps
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor, OpSettings
@@ -81,7 +81,7 @@ class Connector:
     connect_members_of: Callable[..., Communicator]
 
 
-class Membership:
+class LastingIdentity:
     """What stays of a communicator when it gets other members: what it was asked for, its handle and name."""
 
     def __init__(self) -> None:
@@ -118,13 +118,13 @@ class Communicator:
         self._check = ArgumentChecks(context.rank, context.size, self.device, info)
         self._executor = Executor(transport, context, settings)
         self._fast = self._executor.fast_path(self._check)
-        self._ops = Collectives(transport, self._check)
+        self._ops = CheckedOps(transport, self._check)
         self.name: str = context.name
         self.epoch: int = context.epoch
         self.backend: str = info.name
         self._context, self._info = context, info
         self._connector, self._recorder = connector, settings.recorder
-        self._membership = Membership()
+        self._membership = LastingIdentity()
         self._splits: MeetingCounters[tuple[int, ...]] = MeetingCounters()
         self._windowed, self._atomics = info.capabilities.windows, info.capabilities.atomics
         self._windows: list[Window] = []

@@ -20,41 +20,41 @@ _NUMPY_NUMBERS = {np.dtype(code).str for code in "?" + np.typecodes["AllInteger"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-class Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class EncodedNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The base of all nodes, of values and of a caller's containers."""
 
 
-class Plain(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="v"):
+class Plain(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="v"):
     value: bool | int | float | str | None
 
 
-class Bytes(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="b"):
+class Bytes(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="b"):
     value: bytes
 
 
-class BigInteger(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
+class BigInteger(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
     """An integer of more than 64 bits, in hexadecimal: Python limits the digits of decimal ones."""
 
     digits: str
 
 
-class Complex(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="c"):
+class Complex(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="c"):
     real: float
     imag: float
 
 
-class NumpyNumber(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
+class NumpyNumber(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
     """A number of a numpy type: as a Python number it would compute other bits."""
 
     dtype: str
     data: bytes
 
 
-class Dtype(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="y"):
+class Dtype(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="y"):
     name: str
 
 
-class Size(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="z"):
+class Size(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="z"):
     sizes: tuple[int, ...]
 
 

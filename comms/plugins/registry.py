@@ -58,7 +58,7 @@ class Backend:
         return status if isinstance(status, Unavailable) and not status.needs_launcher else None
 
 
-class Follower(Protocol):
+class PluginObserver(Protocol):
     """Learns that plugins were added or removed."""
 
     def plugins_changed(self) -> None: ...
@@ -77,7 +77,7 @@ class Registry:
         self._broken: dict[str, str] = {}
         self.observed = False
         """True while any plugin observes ops."""
-        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._observers: weakref.WeakSet[PluginObserver] = weakref.WeakSet()
 
     @property
     def backends(self) -> Mapping[str, BackendInfo]:
@@ -147,12 +147,12 @@ class Registry:
     def _look_for_observers(self) -> None:
         hooks = self.manager.hook
         self.observed = bool(hooks.before_op.get_hookimpls() or hooks.after_op.get_hookimpls())
-        for follower in list(self._followers):
-            follower.plugins_changed()
+        for observer in list(self._observers):
+            observer.plugins_changed()
 
-    def follow(self, follower: Follower) -> None:
-        """Call `follower.plugins_changed()` after each change of the plugins, while it lives."""
-        self._followers.add(follower)
+    def follow(self, observer: PluginObserver) -> None:
+        """Call `observer.plugins_changed()` after each change of the plugins, while it lives."""
+        self._observers.add(observer)
 
     def before_op(self, event: OpEvent) -> None:
         self.manager.hook.before_op(event=event)

@@ -28,7 +28,14 @@ from holdfast.comms.quantities import time_left
 from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
-from holdfast.comms.torchdist.calls.hooks import CompletedWork, Hook, Hooks, IssuedOp, check_available, nan_check_is_on
+from holdfast.comms.torchdist.calls.hooks import (
+    CompletedWork,
+    Hook,
+    IssuedOp,
+    TorchHooks,
+    check_available,
+    nan_check_is_on,
+)
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
 from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, refused
 from holdfast.comms.torchdist.group_members import group_store
@@ -79,7 +86,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._monitored = self._monitored_barrier("")
         self._name, self._description = "", "undefined"
         self._issued = self._shrunk = 0
-        self._hooks = Hooks(communicator.rank, nan_check_is_on())
+        self._hooks = TorchHooks(communicator.rank, nan_check_is_on())
         communicator.add_abort_callback(self._hooks.aborted)
         self._messages = itertools.count(1)
         self._extension, self._extended = 0.0, list[Work]()

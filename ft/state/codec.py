@@ -14,34 +14,34 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.comms.codecs.value_codec import Node, ValueNode, decode_value, encode_value
+from holdfast.comms.codecs.value_codec import EncodedNode, ValueNode, decode_value, encode_value
 from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.tensors.memory import plain_tensor
 
 _KEY = object()
 
 
-class _Dict(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="d"):
+class _Dict(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="d"):
     items: list[tuple[StateNode, StateNode]]
 
 
-class _List(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="l"):
+class _List(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="l"):
     items: list[StateNode]
 
 
-class _Tuple(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="t"):
+class _Tuple(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="t"):
     items: list[StateNode]
 
 
-class _Set(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="s"):
+class _Set(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="s"):
     items: list[StateNode]
 
 
-class _Tensor(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
+class _Tensor(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
     index: int
 
 
-class _Array(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="a"):
+class _Array(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="a"):
     """A numpy array, sent as tensor number `index`."""
 
     index: int

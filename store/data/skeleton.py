@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 import xxhash
 
-from holdfast.comms.codecs.value_codec import Node, ValueNode, decode_value
+from holdfast.comms.codecs.value_codec import EncodedNode, ValueNode, decode_value
 from holdfast.comms.errors import CorruptData
 
 DEEPEST = 200
@@ -27,33 +27,33 @@ Key = str | int | float | bool | None
 Flags = Annotated[int, msgspec.Meta(ge=0, le=PARAMETER | REQUIRES_GRAD)]
 
 
-class DictNode(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="d"):
+class DictNode(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="d"):
     keys: tuple[Key, ...]
     items: tuple[StateNode, ...]
 
 
-class ListNode(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="l"):
+class ListNode(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="l"):
     items: tuple[StateNode, ...]
 
 
-class TupleNode(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="t"):
+class TupleNode(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="t"):
     items: tuple[StateNode, ...]
 
 
-class TensorNode(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
+class TensorNode(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
     """A tensor, published under its dotted name."""
 
     flags: Flags
 
 
-class TiedNode(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="="):
+class TiedNode(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="="):
     """A tensor that is the same memory as the tensor named `source`, and is not published itself."""
 
     source: str
     flags: Flags
 
 
-class SubclassNode(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="w"):
+class SubclassNode(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="w"):
     """A tensor subclass made of inner tensors, which are published under `name.attribute`.
 
     `import_name` names its class, as text only. `context` is what its `__tensor_flatten__` gave beside them.
@@ -68,14 +68,14 @@ class SubclassNode(Node, frozen=True, array_like=True, forbid_unknown_fields=Tru
     flags: Flags
 
 
-class EnumNode(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="e"):
+class EnumNode(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="e"):
     """A member of an enumeration, within the context of a subclass only."""
 
     import_name: str
     member: str
 
 
-class RecordNode(Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="r"):
+class RecordNode(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="r"):
     """A dataclass, within the context of a subclass only."""
 
     import_name: str

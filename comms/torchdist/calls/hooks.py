@@ -1,4 +1,4 @@
-"""`Hooks`: calls the user's hooks around each op of a group, and at its abort (torch 2.14).
+"""`TorchHooks`: calls the user's hooks around each op of a group, and at its abort (torch 2.14).
 
 torch fires them where its C++ dispatcher calls a backend, and a process group in Python is called without it. There
 torch attaches its checks for NaN, too (TORCH_DIST_NAN_CHECK=1). For a holdfast group both happen here.
@@ -82,7 +82,7 @@ class CompletedWork:
 
 
 @dataclass(slots=True)
-class Hooks:
+class TorchHooks:
     """The hooks of one group. Those of one kind run in the order of their ids."""
 
     rank: int

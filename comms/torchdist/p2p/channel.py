@@ -1,4 +1,4 @@
-"""`Channel`: one direction between two ranks of a group. It has a communicator of the two, and a thread at each end.
+"""`ChannelEnd`: one direction between two ranks of a group. It has a communicator of the two, and a thread at each end.
 
 A message is a header followed by its bytes; all tags share the channel. The communicator is connected once both ends
 have used the channel: they meet in a store of the receiver's process. The receiving end reads only while a receive is
@@ -44,7 +44,7 @@ class _GivenUp(Exception):
     """The last op that waited for the connection has given up."""
 
 
-class Channel:
+class ChannelEnd:
     """One end of a channel. The subclass starts its thread."""
 
     def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores) -> None:
@@ -166,7 +166,7 @@ class Channel:
         return not self._thread.is_alive()
 
 
-class SendChannel(Channel):
+class SendChannel(ChannelEnd):
     """The sending end of a channel."""
 
     def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores) -> None:
@@ -212,7 +212,7 @@ class SendChannel(Channel):
             raise self._in_group_ranks(error) from None
 
 
-class RecvChannel(Channel):
+class RecvChannel(ChannelEnd):
     """The receiving end of a channel. A failure fails the receives that this sender's messages could complete."""
 
     def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores, matcher: MessageMatcher) -> None:

@@ -16,7 +16,7 @@ import torch
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, PeerFailed, Revoked
 from holdfast.comms.system import forks
-from holdfast.comms.torchdist.p2p.channel import Channel, RecvChannel, SendChannel, ready_key
+from holdfast.comms.torchdist.p2p.channel import ChannelEnd, RecvChannel, SendChannel, ready_key
 from holdfast.comms.torchdist.p2p.message_matcher import MessageMatcher, PendingRecv
 from holdfast.comms.torchdist.p2p.pair_stores import ChannelRanks, PairStores
 from holdfast.comms.transport.liveness import Liveness
@@ -149,7 +149,7 @@ class P2PChannels:
             scout.join(join)
         self._stores.close()
 
-    def _end(self, error: HoldfastError) -> list[Channel]:
+    def _end(self, error: HoldfastError) -> list[ChannelEnd]:
         """Refuse new messages and fail all receives; return the existing channels."""
         with self._lock:
             self._over = self._over or error

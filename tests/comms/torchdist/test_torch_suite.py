@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from support.torch_suite import TABLE, TRANSPORTS, Report, outcomes
+from support.programs.torch_suite import TABLE, TRANSPORTS, Report, outcomes
 
 SELECTION: list[str] = tomllib.loads(TABLE.read_text())["selection"]["tests"]
 

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
+from support.programs.torch_names import table, uses
 from support.source_tree import ROOT
-from support.torch_names import table, uses
 
 TABLE = table()
-ADVICE = "take another name, or look for it with getattr; tests/support/torch_names.py makes the tables anew"
+ADVICE = "take another name, or look for it with getattr; tests/support/programs/torch_names.py makes the tables anew"
 
 
 def claimed() -> list[str]:

@@ -1,7 +1,7 @@
 """Which names torch's modules have, by version, read from wheels without installing them.
 
-`PYTHONPATH=tests python -m support.torch_names WHEEL ...` writes `torch_names.toml` for the modules of torch that
-holdfast imports. A wheel may also be a folder of installed packages. Names are what a module's source binds at its
+`PYTHONPATH=tests python -m support.programs.torch_names WHEEL ...` writes `torch_names.toml` for the modules of torch
+that holdfast imports. A wheel may also be a folder of installed packages. Names are what a module's source binds at its
 top level; those of a compiled module are in its stubs.
 """
 
@@ -155,7 +155,7 @@ def table() -> dict[str, dict[str, set[str]]]:
 
 
 def _write(versions: dict[str, dict[str, set[str]]]) -> None:
-    lines = ["# Made by tests/support/torch_names.py from torch's wheels. A version without a line has no such module."]
+    lines = ["# Made from torch's wheels by torch_names.py beside it. A version without a line has no such module."]
     for module in sorted({module for modules in versions.values() for module in modules}):
         having = {version: modules[module] for version, modules in versions.items() if module in modules}
         every = set.intersection(*having.values())
