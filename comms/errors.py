@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 _HEAP_TYPE = 1 << 9
 """The flag of a type that Python code made (`Py_TPFLAGS_HEAPTYPE`)."""
@@ -58,7 +58,7 @@ def again(error: BaseException) -> BaseException:
 class HoldfastError(RuntimeError):
     """The base class of all errors that holdfast itself raises."""
 
-    retryable: ClassVar[bool] = False
+    retryable: bool = False
     """Whether what failed may succeed later, or elsewhere: services and runs then try again, within their bounds."""
 
     def again(self) -> Self:

@@ -20,10 +20,9 @@ import msgspec
 
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import shut_down
-from holdfast.rl.engine.endpoint import endpoint
-from holdfast.rl.engine.engine import Engine
-from holdfast.rl.engine.local import LocalEngine
-from holdfast.rl.engine.monarch import MonarchEngine
+from holdfast.rl.actors.engine import Engine, endpoint
+from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.monarch import MonarchEngine
 from holdfast.rl.services.routing import affinity
 from holdfast.rl.services.servable import served
 from holdfast.rl.services.service import Service

@@ -106,6 +106,6 @@ def _serve(entry: EnterNamespace, address: str, channel: ProcessChannel) -> None
     entry()
     tempfile.tempdir = None  # the zygote may have asked for it before this process had its environment
     inherit_zygote()
-    from holdfast.rl.engine.monarch_host import main
+    from holdfast.rl.actors.monarch_host import main
 
     main(address, channel.send)

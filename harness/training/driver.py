@@ -12,9 +12,9 @@ from holdfast.ft.environment.listen_address import choose_address
 from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.harness.training.preload import PRELOAD
+from holdfast.rl.actors.engine import Engine
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.engine.engine import Engine
-from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.telemetry import Observer, TensorBoard
 from holdfast.rl.run.training_run import RunResult, TrainingRun
@@ -28,7 +28,7 @@ def engine_of(config: RunConfig, logs: Path) -> Engine:
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     if config.engine.kind == "local":
         return LocalEngine(logs=logs, preload=PRELOAD)
-    from holdfast.rl.engine.monarch import MonarchEngine
+    from holdfast.rl.actors.monarch import MonarchEngine
 
     hosts = found_hosts(config.engine.hosts)
     if not hosts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PRELOAD = (
     "transformers.models.llama.modeling_llama",
-    "holdfast.rl.engine.actor_host",
+    "holdfast.rl.actors.engine",
     "holdfast.rl.trainers.trainer_actor",
     "holdfast.rl.generators.transformers_generator",
     "holdfast.rl.run.weight_holder",

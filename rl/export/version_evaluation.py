@@ -9,9 +9,9 @@ from functools import partial
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.run_config import RunConfig, Sampling
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
-from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.grpo.evaluation import HeldOutGames, judged

@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 
 from holdfast.ft import faultpoints
+from holdfast.rl.actors.engine import Engine, endpoint
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.engine.endpoint import endpoint
-from holdfast.rl.engine.engine import Engine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.generators.transformers_generator import TransformersGenerator

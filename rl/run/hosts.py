@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from holdfast.ft.timeouts import Timeouts
+from holdfast.rl.actors.engine import ActorProcess
+from holdfast.rl.actors.errors import HostAway
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.engine.engine import ActorProcess
-from holdfast.rl.engine.errors import HostAway
 
 UCX_TLS = "UCX_TLS"
 MANY_HOSTS = "tcp,self"

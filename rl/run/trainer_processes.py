@@ -11,10 +11,10 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.units import counted
+from holdfast.rl.actors.engine import ActorProcess, Engine
+from holdfast.rl.actors.errors import AWAY_SECONDS, ActorDied, ActorStartFailed, EndpointFailed
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.engine.engine import ActorProcess, Engine
-from holdfast.rl.engine.errors import AWAY_SECONDS, ActorDied, ActorStartFailed, EndpointFailed, is_retryable
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.hosts import HostTurns, session_options
@@ -200,7 +200,7 @@ class TrainerProcesses:
                 await self._start(replaces=name)
                 return
             except ActorStartFailed as error:
-                if is_retryable(error) and time.monotonic() - began < AWAY_SECONDS:
+                if error.retryable and time.monotonic() - began < AWAY_SECONDS:
                     await asyncio.sleep(PAUSE_SECONDS)
                     continue
                 if self._one_more_lost(f"that in place of {name}: {describe(error)}"):

@@ -26,13 +26,13 @@ from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.rl.actors.engine import Engine
 from holdfast.rl.config.contradictions import check_plugins_run_here, staleness_rule
 from holdfast.rl.config.load import load_config
 from holdfast.rl.config.resume import check_unchanged, placed, resolved
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
 from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
-from holdfast.rl.engine.engine import Engine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
 from holdfast.rl.grpo.loop import asynchronous, synchronous

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from holdfast.rl.engine.engine import Engine
+from holdfast.rl.actors.engine import Engine
 from holdfast.rl.services.status import ReplicaEvent
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport.liveness import is_stopped, read_proc_stat
-from holdfast.rl.engine.engine import ActorProcess, Engine
-from holdfast.rl.engine.errors import ActorDied, EndpointTimeout
+from holdfast.rl.actors.engine import ActorProcess, Engine
+from holdfast.rl.actors.errors import ActorDied, EndpointTimeout
 from holdfast.rl.services.options import ServiceOptions
 from holdfast.rl.services.status import Health, ReplicaStatus
 
@@ -163,11 +163,6 @@ class ServiceReplica:
             return not self.host and any(read_proc_stat(each.pid)[:1] in _STOPPED for each in self._members)
         except OSError:  # this process has no free descriptor
             return False
-
-
-def is_loss(error: BaseException) -> bool:
-    """Whether a call failed with its replica, and not by what it did there."""
-    return isinstance(error, ActorDied | EndpointTimeout)
 
 
 def as_error(error: BaseException) -> HoldfastError:

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from holdfast.comms.errors import HoldfastError, again, describe
-from holdfast.rl.engine.engine import Engine
-from holdfast.rl.engine.errors import AWAY_SECONDS, HostAway, is_retryable
+from holdfast.rl.actors.engine import Engine
+from holdfast.rl.actors.errors import AWAY_SECONDS, HostAway, ProcessLost
 from holdfast.rl.services.errors import NotEnoughGpus, Overloaded, ServiceClosed, ServiceFailed
 from holdfast.rl.services.options import ServiceOptions
-from holdfast.rl.services.replica import ServiceReplica, as_error, is_loss
+from holdfast.rl.services.replica import ServiceReplica, as_error
 from holdfast.rl.services.routing import RouteChoice, Router
 from holdfast.rl.services.status import ReplicaEvent, ReplicaResult
 
@@ -207,7 +207,8 @@ class ReplicaSet:
                     if slot.moves % len(self.options.hosts):
                         continue
                 failures += 1
-                passing = is_retryable(error) and not is_loss(error) and time.monotonic() - since < AWAY_SECONDS
+                retryable = isinstance(error, HoldfastError) and error.retryable and not isinstance(error, ProcessLost)
+                passing = retryable and time.monotonic() - since < AWAY_SECONDS
                 if failures >= self.options.start_failures and not passing:
                     self._end(ServiceFailed(self.name, failures, describe(error)))
                     return

@@ -11,12 +11,12 @@ from typing import Any, Self
 
 import msgspec
 
-from holdfast.rl.engine.endpoint import Endpoint, endpoint_of
-from holdfast.rl.engine.engine import current_engine
-from holdfast.rl.engine.errors import is_retryable
+from holdfast.comms.errors import HoldfastError
+from holdfast.rl.actors.engine import Endpoint, current_engine, endpoint_of
+from holdfast.rl.actors.errors import EndpointTimeout, ProcessLost
 from holdfast.rl.services.errors import NoReplica, QuorumMissed, ReplicaLost
 from holdfast.rl.services.options import ServiceOptions
-from holdfast.rl.services.replica import ServiceReplica, as_error, is_loss
+from holdfast.rl.services.replica import ServiceReplica, as_error
 from holdfast.rl.services.replica_set import ReplicaSet
 from holdfast.rl.services.routing import RouteChoice
 from holdfast.rl.services.status import ReplicaResult, ServiceStatus
@@ -80,11 +80,12 @@ class ServiceEndpoint:
                         if lost:
                             self._replicas.took_over(replica, lost, time.monotonic() - began)
                         return answer
-                    except Exception as error:
-                        if is_loss(error):
-                            self._may_try_again(replica, tries, error)
-                            lost = lost or replica.name
-                        elif not is_retryable(error) or not self.endpoint.idempotent or tries >= self._most_tries:
+                    except ProcessLost as error:
+                        self._may_try_again(replica, tries, error)
+                        lost = lost or replica.name
+                        self._counts.retried += 1
+                    except HoldfastError as error:
+                        if not error.retryable or not self.endpoint.idempotent or tries >= self._most_tries:
                             raise
                         self._counts.retried += 1
                     finally:
@@ -118,9 +119,8 @@ class ServiceEndpoint:
     async def _ask(self, replica: ServiceReplica, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             return await replica.call(self.endpoint.name, *args, timeout=self.deadline, **kwargs)
-        except TimeoutError as late:
-            if is_loss(late):
-                replica.lose(f"{self.endpoint.name} hangs: it was not answered within {self.deadline:.3g} s")
+        except EndpointTimeout:
+            replica.lose(f"{self.endpoint.name} hangs: it was not answered within {self.deadline:.3g} s")
             raise
 
     async def _ask_for_result(
@@ -134,10 +134,10 @@ class ServiceEndpoint:
         replica.outstanding += 1
         try:
             return ReplicaResult(replica=replica.name, value=await self._ask(replica, args, kwargs))
+        except ProcessLost:
+            hint = "it is being replaced"
+            return ReplicaResult(replica=replica.name, error=ReplicaLost(replica.name, name, replica.why, 1, hint))
         except Exception as error:
-            if is_loss(error):
-                hint = "it is being replaced"
-                return ReplicaResult(replica=replica.name, error=ReplicaLost(replica.name, name, replica.why, 1, hint))
             return ReplicaResult(replica=replica.name, error=as_error(error))
         finally:
             self._replicas.release(replica)
@@ -168,10 +168,8 @@ class ReplicaSession:
         seconds = timeout or endpoint.deadline
         try:
             return await self._replica.call(method, *args, timeout=seconds, **kwargs)
-        except Exception as error:
-            if not is_loss(error):
-                raise
-            if isinstance(error, TimeoutError):
+        except ProcessLost as error:
+            if isinstance(error, EndpointTimeout):
                 self._replica.lose(f"{method} hangs: it was not answered within {seconds:.3g} s")
             hint = "what the session had there is gone: begin another session"
             raise ReplicaLost(self.name, method, self._replica.why, 1, hint) from error

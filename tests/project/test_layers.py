@@ -88,7 +88,7 @@ LAYERS = {
         grpo
         generators
         trainers
-        engine
+        actors
         services
         run
         export

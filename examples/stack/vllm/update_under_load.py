@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.data import arithmetic
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.run.generation import ServedVllmGenerator

@@ -15,9 +15,8 @@ from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.environment.listen_address import choose_address
 from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.rl.actors.engine import Engine, endpoint
 from holdfast.rl.config.run_config import EnvironmentConfig
-from holdfast.rl.engine.endpoint import endpoint
-from holdfast.rl.engine.engine import Engine
 from holdfast.rl.environments.client import EnvironmentClient, websocket_url
 from holdfast.rl.environments.errors import EnvironmentFailed, UnknownEnvironment
 from holdfast.rl.environments.pool import EnvironmentPool

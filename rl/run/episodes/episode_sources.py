@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from holdfast.rl.actors.engine import Engine
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.prompts import PromptNumbers, PromptStream
 from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
-from holdfast.rl.engine.engine import Engine
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.evaluation import HeldOut, HeldOutGames, HeldOutPrompts

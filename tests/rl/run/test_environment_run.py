@@ -16,9 +16,9 @@ pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 from holdfast.harness.cli.app import app
 from holdfast.harness.training.command import write_pages
 from holdfast.harness.training.run_facts import RunFacts
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data import arithmetic
-from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.export.saved_versions import SavedVersions
 from holdfast.rl.export.version_evaluation import evaluate_source

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rl.engine.errors import ActorDied, EndpointFailed
-from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.actors.errors import ActorDied, EndpointFailed
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Event, ProcessLost, StepTrained

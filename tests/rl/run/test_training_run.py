@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.resume import resolved
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.export.saved_versions import SavedVersions
 from holdfast.rl.export.version_evaluation import evaluate_source
 from holdfast.rl.run.errors import RunFailed

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.registers.etcd import OtherCluster
-from holdfast.rl.engine.errors import ActorDied, ActorStartFailed, EndpointFailed, is_retryable
-from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, EndpointFailed
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
 from holdfast.rl.services.errors import NotEnoughGpus
 from holdfast.rl.services.metrics import ServiceMetrics
@@ -141,4 +141,4 @@ def test_metrics_show_services_and_replicas() -> None:
 def test_the_class_of_an_error_says_whether_it_is_tried_again(error: Exception, retried: bool) -> None:
     failed, unstarted = EndpointFailed("a", "f", "s", "t"), ActorStartFailed("a", "why")
     failed.__cause__ = unstarted.__cause__ = error
-    assert [is_retryable(each) for each in (error, failed, unstarted)] == [retried] * 3
+    assert getattr(error, "retryable", False) == failed.retryable == unstarted.retryable == retried

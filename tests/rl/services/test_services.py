@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.rl.engine.endpoint import endpoint
-from holdfast.rl.engine.engine import Engine
-from holdfast.rl.engine.errors import EndpointFailed, NoEngine, NoSuchEndpoint
-from holdfast.rl.engine.local import LocalEngine
+from holdfast.rl.actors.engine import Engine, endpoint
+from holdfast.rl.actors.errors import EndpointFailed, NoEngine, NoSuchEndpoint
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.generators.errors import GenerationTimeout
 from holdfast.rl.services.errors import (
     NoReplica,

@@ -18,7 +18,7 @@ def start_monarch_once() -> Callable[..., Any]:
     global _started
     before = Snapshot.take()
     pytest.importorskip("monarch", reason="needs Monarch: pip install 'holdfast[rl]'")
-    from holdfast.rl.engine.monarch import MonarchEngine
+    from holdfast.rl.actors.monarch import MonarchEngine
     from support.samples.actors import Counter
 
     if not _started:

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from holdfast.rl.engine.endpoint import endpoint
+from holdfast.rl.actors.engine import endpoint
 
 
 class Counter:

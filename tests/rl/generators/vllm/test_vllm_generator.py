@@ -16,10 +16,10 @@ import torch
 
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
+from holdfast.rl.actors.errors import ActorDied, EndpointFailed
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.engine.errors import ActorDied, EndpointFailed
-from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator

@@ -1,4 +1,4 @@
-"""`python -m holdfast.rl.engine.monarch_host tcp://10.0.0.2:26600`: offers this host to `MonarchEngine`s elsewhere.
+"""`python -m holdfast.rl.actors.monarch_host tcp://10.0.0.2:26600`: offers this host to `MonarchEngine`s elsewhere.
 
 Under `srun` the word `slurm` stands for the address of this node.
 
@@ -12,11 +12,15 @@ trusted network only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import multiprocessing
 import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -28,11 +32,12 @@ from holdfast.ft.environment.slurm_hosts import WORD, own_slurm_host
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.torch_environment import ReservedPort
+from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.fork_shim import SOCKET, ForkRequest, ShimServer
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote_with
-from holdfast.rl.engine.errors import HostNotServed
-from holdfast.rl.engine.monarch_calls import exit_code
-from holdfast.rl.engine.monarch_worker import become_proc
+from holdfast.ft.processes.spawning import ChildProcess, spawned
+from holdfast.ft.processes.zygote_client import zygote_with
+from holdfast.rl.actors.engine import Child
+from holdfast.rl.actors.errors import HostNotServed
 
 PRELOAD = "HOLDFAST_ACTOR_PRELOAD"
 """The variable with the modules, separated by commas, that the zygote of a host imports before it forks an actor."""
@@ -41,12 +46,17 @@ GREETING = "holdfast-monarch-host 1 "
 _LONGEST = 512
 
 
-class HostForks:
-    """Forks a process for each shim that Monarch's host starts, and ends the two together."""
+class Forks:
+    """Forks a process for each shim that Monarch starts on this host, and ends the two together.
 
-    def __init__(self) -> None:
-        self._folder = HeldDirectory("holdfast-host-")
-        self._processes: dict[str, ForkedProcess] = {}
+    `spawn` runs in a thread; `on_fork` is told in the event loop what came of it, by the shim's token.
+    """
+
+    def __init__(
+        self, spawn: Callable[[ForkRequest], ChildProcess], on_fork: Callable[[str, Child | StartFailed], None]
+    ) -> None:
+        self._spawn, self._on_fork = spawn, on_fork
+        self._children: dict[str, Child] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = ShimServer(self._arrived, self._left)
         self.path = self._server.path
@@ -55,6 +65,11 @@ class HostForks:
         """Listen for shims."""
         await self._server.start()
 
+    async def close(self) -> None:
+        """Listen no more; shims that still wait end."""
+        await self._server.close()
+        await asyncio.gather(*self._tasks)
+
     def _arrived(self, request: ForkRequest) -> None:
         task = asyncio.create_task(self._serve(request))
         self._tasks.add(task)
@@ -62,27 +77,37 @@ class HostForks:
 
     async def _serve(self, request: ForkRequest) -> None:
         try:
-            process = await asyncio.to_thread(self._fork, request)
+            process = await spawned(partial(self._spawn, request))
         except StartFailed as error:
-            print(f"cannot fork: {error}", file=sys.stderr, flush=True)
             request.end(1)
+            self._on_fork(request.token, error)
             return
-        self._processes[request.token] = process
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(process.pidfd, ended.set)
-        await ended.wait()
-        loop.remove_reader(process.pidfd)
-        request.end(await asyncio.to_thread(exit_code, process))
-
-    def _fork(self, request: ForkRequest) -> ForkedProcess:
-        output = self._folder.path / "actors.log"
-        source = zygote_with(*filter(None, request.environ.get(PRELOAD, "").split(",")))
-        return source.spawn(become_proc, name=request.token, output=output, environ=request.environ)
+        child = self._children[request.token] = Child(process, request.end)
+        self._on_fork(request.token, child)
 
     def _left(self, token: str) -> None:
-        if (process := self._processes.pop(token, None)) is not None:
-            process.kill()
+        """The shim has ended: Monarch killed it, or it was told to end together with the process."""
+        if (child := self._children.pop(token, None)) is not None:
+            child.kill()
+
+
+def become_proc(channel: ProcessChannel) -> None:
+    """Turn a fork of the zygote into a Monarch proc, as Monarch's own bootstrap command does.
+
+    Its environment says which. The zygote itself never imports Monarch, which starts threads.
+    """
+    channel.close()
+    sys.argv[:] = ["bootstrap_main"]
+    bootstrap = import_module("monarch._src.actor.bootstrap_main")
+    with contextlib.suppress(ImportError):
+        # Made under "forkserver", this lock is a named semaphore, which outlives a process that is killed.
+        import_module("tqdm").tqdm.get_lock()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        bootstrap.invoke_main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
 def listen_on(address: str) -> None:
@@ -105,8 +130,9 @@ def main(address: str, serving: Callable[[str], object] = lambda line: print(lin
         address = own_slurm_host(address)
     os.environ.update(environment_of(address))
     place = urlsplit(address)
-    zygote_with("holdfast.rl.engine.actor_host")
-    forks, loop = HostForks(), LoopThread("holdfast-host-forks")
+    zygote_with(__name__)
+    folder = HeldDirectory("holdfast-host-")
+    forks, loop = Forks(partial(_fork, folder.path / "actors.log"), _tell_failure), LoopThread("holdfast-host-forks")
     loop.run(forks.start(), 30.0)
     os.environ[SOCKET] = forks.path
     os.environ.setdefault("MONARCH_FILE_LOG", "error")
@@ -120,6 +146,16 @@ def main(address: str, serving: Callable[[str], object] = lambda line: print(lin
             raise HostNotServed(address, str(error)) from error
         serving(f"serving {address}")
         hosting.get()
+
+
+def _fork(output: Path, request: ForkRequest) -> ChildProcess:
+    source = zygote_with(*filter(None, request.environ.get(PRELOAD, "").split(",")))
+    return source.spawn(become_proc, name=request.token, output=output, environ=request.environ)
+
+
+def _tell_failure(token: str, child: Child | StartFailed) -> None:
+    if isinstance(child, StartFailed):
+        print(f"cannot fork: {child}", file=sys.stderr, flush=True)
 
 
 async def _tell(host: str | None, port: int | None, address: str) -> None:
@@ -170,5 +206,5 @@ async def whereabouts(address: str) -> str:
     return at
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+if __name__ == "__main__":  # by its name, as what is pickled here is of that module
+    import_module("holdfast.rl.actors.monarch_host").main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""The Monarch actor that every process of a `MonarchEngine` holds, around an actor that knows nothing of Monarch."""
+"""Monarch's actors in the procs of a `MonarchEngine`: the shell of an actor, and the observer of a host."""
 
 from __future__ import annotations
 
@@ -6,42 +6,24 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.liveness import start_time, this_host
-from holdfast.rl.engine.actor_host import ActorHost, Answer
-from holdfast.rl.engine.death_watch import DeathWatch
+from holdfast.rl.actors.engine import ActorHost, DeathWatch
 
 
 class MonarchBody(Actor):  # type: ignore[misc]
-    """Passes packed calls to an `ActorHost`. Its endpoints never raise: to Monarch that would be a fault."""
+    """Passes requests to an `ActorHost`. Its endpoint never raises: to Monarch that would be a fault."""
 
-    def __init__(self, recipe: bytes) -> None:
-        self._recipe = recipe
+    def __init__(self) -> None:
         self._host = ActorHost()
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
-    async def make(self) -> bytes:
-        """Make the actor; a packed `CallResult` without a value."""
-        return await _answer(lambda answer: self._host.make(self._recipe, answer))
-
-    @concurrent_endpoint  # type: ignore[untyped-decorator]
-    async def call(self, request: bytes) -> bytes:
-        """Do a packed `MethodCall`; a packed `CallResult`."""
-        return await _answer(lambda answer: self._host.call(request, answer))
-
-    @concurrent_endpoint  # type: ignore[untyped-decorator]
-    async def ping(self) -> bytes:
-        """Answer at once."""
-        return b"pong"
-
-    @concurrent_endpoint  # type: ignore[untyped-decorator]
-    async def pid(self) -> tuple[int, int]:
-        """This process, and its start time, which tells it from a later one of that number."""
-        return os.getpid(), start_time(os.getpid())
+    async def ask(self, request: bytes) -> bytes:
+        """The answer of `ActorHost`."""
+        return await asyncio.wrap_future(self._host.answer(request))
 
 
 class HostObserver(Actor):  # type: ignore[misc]
@@ -90,15 +72,3 @@ class HostObserver(Actor):  # type: ignore[misc]
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             finally:
                 os.close(pidfd)
-
-
-async def _answer(begin: Callable[[Answer], None]) -> bytes:
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[bytes] = loop.create_future()
-
-    def arrive(found: bytes) -> None:
-        if not answer.done():
-            answer.set_result(found)
-
-    begin(lambda found: loop.call_soon_threadsafe(arrive, found))
-    return await answer

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.rl.engine.engine import STOPPED, Engine, current_engine
-from holdfast.rl.engine.errors import (
+from holdfast.rl.actors.engine import STOPPED, Engine, current_engine
+from holdfast.rl.actors.errors import (
     ActorDied,
     ActorStartFailed,
     EndpointFailed,
@@ -178,16 +178,19 @@ async def test_many_starts_and_kills_leave_no_descriptor(make_engine: MakeEngine
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
-async def test_a_stop_by_monarch_that_takes_too_long_leaves_no_task(seconds: float) -> None:
+def test_a_stop_by_monarch_that_takes_too_long_leaves_no_task(seconds: float) -> None:
     start_monarch_once()
     from monarch._src.actor.returns_future import returns_future
 
-    from holdfast.rl.engine.monarch_calls import stop_procs
+    from holdfast.rl.actors.monarch import stop_procs
 
     class Procs:
         @returns_future
         async def stop(self) -> None:
             await asyncio.Event().wait()
 
-    await stop_procs(Procs(), seconds)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    async def body() -> None:
+        await stop_procs(Procs(), seconds)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(body())

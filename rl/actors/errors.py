@@ -17,7 +17,16 @@ class NoEngine(HoldfastError):
         super().__init__(f"there is no engine to start processes with: {why}")
 
 
-class ActorStartFailed(HoldfastError):
+class CausedError(HoldfastError):
+    """An actor failed by an error of its own, which is the `__cause__`."""
+
+    @property
+    def retryable(self) -> bool:  # type: ignore[override]
+        """Whether its cause is."""
+        return isinstance(self.__cause__, HoldfastError) and self.__cause__.retryable
+
+
+class ActorStartFailed(CausedError):
     """An actor could not be started: its process ended, or its constructor raised. `name` says which."""
 
     def __init__(self, name: str, why: str) -> None:
@@ -41,20 +50,22 @@ class HostNotServed(HoldfastError):
         super().__init__(f"host {address} cannot be served: {why}; end what listens there, or choose another port")
 
 
-class ActorDied(HoldfastError):
-    """The process of an actor has ended. `name` and `pid` say which, `how` it ended."""
+class ProcessLost(HoldfastError):
+    """A call failed with its process, and not by what it did there."""
 
     retryable = True
+
+
+class ActorDied(ProcessLost):
+    """The process of an actor has ended. `name` and `pid` say which, `how` it ended."""
 
     def __init__(self, name: str, pid: int, how: str, method: str) -> None:
         self.name, self.pid, self.how, self.method = name, pid, how, method
         super().__init__(f"actor {name} (pid {pid}) cannot do {method}: {how}; start another, and call that")
 
 
-class EndpointTimeout(HoldfastError, TimeoutError):
+class EndpointTimeout(ProcessLost, TimeoutError):
     """A call was not answered in time. The method may still run in the actor."""
-
-    retryable = True
 
     def __init__(self, name: str, pid: int, method: str, seconds: float) -> None:
         self.name, self.pid, self.method, self.seconds = name, pid, method, seconds
@@ -72,19 +83,9 @@ class NoSuchEndpoint(HoldfastError, AttributeError):
         super().__init__(f"{kind} has no endpoint {method!r}; it has: {', '.join(known) or 'none'}")
 
 
-class EndpointFailed(HoldfastError):
+class EndpointFailed(CausedError):
     """A method of an actor raised. `__cause__` is the original error, `trace` its traceback in the actor."""
 
     def __init__(self, name: str, method: str, summary: str, trace: str) -> None:
         self.name, self.method, self.summary, self.trace = name, method, summary, trace
         super().__init__(f"actor {name} failed in {method}: {summary}\n\n{trace}")
-
-
-def is_retryable(error: BaseException | None) -> bool:
-    """Whether what failed may succeed later, or in another process, by the class of the error or its cause.
-
-    An actor that failed, or did not start, is as its own error is.
-    """
-    while isinstance(error, EndpointFailed | ActorStartFailed) and not error.retryable:
-        error = error.__cause__
-    return isinstance(error, HoldfastError) and error.retryable

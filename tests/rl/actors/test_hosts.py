@@ -30,8 +30,8 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREA
 DRIVER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from holdfast.rl.engine.errors import ActorDied, ActorStartFailed, HostAway
-from holdfast.rl.engine.monarch import MonarchEngine
+from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, HostAway
+from holdfast.rl.actors.monarch import MonarchEngine
 from holdfast.rl.services.servable import served
 from support.samples.actors import Counter, Stillborn
 
@@ -59,7 +59,7 @@ def zygote_of(pid):
 def host_process(address):
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         words = path.read_bytes().split(b"\\0")
-        if b"holdfast.rl.engine.monarch_host" in words and address.encode() in words:
+        if b"holdfast.rl.actors.monarch_host" in words and address.encode() in words:
             return int(path.parent.name)
     raise AssertionError("there is no such host")
 
@@ -77,7 +77,7 @@ class Host:
     """A process that serves a host. Monarch writes lines in pieces, from a thread: they go to a file."""
 
     def __init__(self, address: str, errors: Path) -> None:
-        command = [sys.executable, "-X", "faulthandler", "-P", "-m", "holdfast.rl.engine.monarch_host", address]
+        command = [sys.executable, "-X", "faulthandler", "-P", "-m", "holdfast.rl.actors.monarch_host", address]
         self._errors = errors
         with errors.open("wb") as file:
             self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=file)
@@ -244,7 +244,7 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
             while not away:
                 await asyncio.sleep(0.01)
             assert away == [engine.host_identity(second)]
-            command = [sys.executable, "-P", "-m", "holdfast.rl.engine.monarch_host", second]
+            command = [sys.executable, "-P", "-m", "holdfast.rl.actors.monarch_host", second]
             again = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
             began = asyncio.get_running_loop().time()
             try:

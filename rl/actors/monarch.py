@@ -1,0 +1,456 @@
+"""The engine over Monarch: procs that are forks of the zygote, calls by Monarch's messages, deaths by pidfd.
+
+Of actors on other hosts this process has no pidfd, so an observer there sees their ends and kills them. It also beats
+for its host. When that is silent for too long, all of its processes have ended as far as this process is concerned. If
+the host is heard again, or another one listens at its address, they are killed there before it is given others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.processes.executed_process import ExecutedProcess
+from holdfast.ft.processes.fork_shim import ForkRequest, shim_command
+from holdfast.ft.processes.spawning import ChildProcess
+from holdfast.ft.processes.zygote_client import zygote_with
+from holdfast.rl.actors.engine import START_SECONDS, ActorOrder, ActorProcess, Child, Engine, OwnProcess
+from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, EndpointTimeout, HostAway, NoEngine
+from holdfast.rl.actors.monarch_host import PRELOAD, Forks, become_proc, listen_on, whereabouts
+
+_log = logging.getLogger(__name__)
+_STOP_SECONDS = 5.0
+_KILL_SECONDS = 5.0
+_IDENTITY_SECONDS = 30.0
+_BEATS = 4
+"""The unanswered beats in a row, all within the time of silence, after which a host is away."""
+_ATTACH_SECONDS = 20.0
+"""Seconds in which a host that was started again must answer."""
+_LOOK_SECONDS = 0.25
+"""Seconds between two looks whether a host was started."""
+
+
+class MonarchProcess(OwnProcess):
+    """A Monarch proc of one process on this host, with one actor in it."""
+
+    def __init__(self, order: ActorOrder, child: Child, procs: Any, forget: Callable[[ActorProcess], None]) -> None:
+        super().__init__(order, child, forget)
+        self._procs, self._body = procs, _body(procs, order.name)
+
+    def _send(self, request: bytes, answer: asyncio.Future[bytes]) -> None:
+        _ask_body(self._body, request, answer, self.kill)
+
+    def _leave(self) -> None:
+        self.kill()  # Monarch takes 20 s to stop a process that does not answer
+
+    async def _release(self) -> None:
+        await super()._release()
+        await stop_procs(self._procs)
+
+
+class RemoteProcess(ActorProcess):
+    """A Monarch proc of one process on another host, with one actor in it."""
+
+    def __init__(self, order: ActorOrder, procs: Any, host: RemoteHost, observer: Any) -> None:
+        super().__init__(order, 0, host.engine.forget)
+        self._procs, self._body = procs, _body(procs, order.name)
+        self._host, self._observer = host, observer
+        self.started = 0
+        """The start time of the process there."""
+        self._lost = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def make(self, recipe: bytes) -> None:
+        """See `ActorProcess.make`. Raises `HostAway` if that is why."""
+        try:
+            self.pid, self.started = await self._identity(_IDENTITY_SECONDS)
+            self._start(self._observe())
+            await super().make(recipe)
+        except (ActorDied, EndpointTimeout, ActorStartFailed) as error:
+            self._host.check(self.name)
+            if isinstance(error, ActorStartFailed):
+                raise
+            raise ActorStartFailed(self.name, f"its host {self.host} does not say its pid") from None
+
+    def kill(self) -> None:
+        """See `ActorProcess.kill`. One that its host does not kill in time is given up."""
+        if self.alive:
+            self._start(self._kill())
+
+    def lose(self, why: str) -> None:
+        """Its host is away: it has ended, whatever it does there. Monarch would wait long for that host to end it."""
+        self._lost = True
+        self._died(why)
+
+    def _send(self, request: bytes, answer: asyncio.Future[bytes]) -> None:
+        _ask_body(self._body, request, answer, self.kill)
+
+    def _leave(self) -> None:
+        self.kill()
+
+    async def _release(self) -> None:
+        if not self._lost:
+            await stop_procs(self._procs)
+
+    async def _observe(self) -> None:
+        try:
+            how = str(await self._observer.watch.call_one(self.pid))
+        except Exception as error:
+            how = f"its host {self.host} cannot be reached: {error}"
+        self._died(how)
+
+    async def _kill(self) -> None:
+        if not self.pid:  # it never said which process it is: Monarch ends it
+            return self._died("it was given up before it was ready")
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                await self._observer.kill.call_one(self.pid)
+                await self._released.wait()
+        except Exception as error:
+            self._died(f"its host {self.host} did not end it: {type(error).__name__}: {error}")
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class MonarchEngine(Engine):
+    """Starts actors in procs of Monarch; see `Engine`. A `host` is the address of a `monarch_host`, as tcp://10.0.0.2:26600.
+
+    `listen` is the address where other hosts reach this process, needed if there are any; what Monarch listens on stays
+    for the life of the process. A host that has not answered for `silence` seconds is away, its processes with it.
+    """
+
+    def __init__(
+        self,
+        logs: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        preload: tuple[str, ...] = (),
+        listen: str | None = None,
+        silence: float = 5.0,
+    ) -> None:
+        self.monarch = _monarch(listen)
+        self.silence = silence
+        super().__init__(logs, environ, preload)
+        self._forks: Forks | None = None
+        self._expected: dict[str, tuple[ActorOrder, asyncio.Future[Child]]] = {}
+        self._hosts: dict[str, RemoteHost] = {}
+
+    def host_identity(self, host: str) -> str:
+        """See `Engine.host_identity`."""
+        return self._hosts[host].identity if host in self._hosts else super().host_identity(host)
+
+    def lose_host(self, host: RemoteHost, why: str) -> set[tuple[int, int]]:
+        """End what runs on a host that is away, and tell so. The processes, and when they started."""
+        lost = {each for each in self._processes if isinstance(each, RemoteProcess) and each.host == host.address}
+        running = {(each.pid, each.started) for each in lost if each.pid and each.alive}
+        for each in lost:
+            each.lose(f"its host {host.address} is away: {why}")
+        for told in self._on_host_away:
+            told(host.identity)
+        return running
+
+    def forget(self, process: ActorProcess) -> None:
+        """Nothing of this process is left."""
+        self._processes.discard(process)
+
+    async def close(self) -> None:
+        """See `Engine.close`. Monarch itself stays, with its threads and sockets, until this process ends."""
+        await super().close()
+        await asyncio.gather(*[each.close() for each in self._hosts.values()])
+        self._hosts.clear()
+        if self._forks is not None:
+            await self._forks.close()
+            self._forks = None
+
+    async def _process(self, order: ActorOrder) -> ActorProcess:
+        if order.host:
+            return await self._process_elsewhere(order)
+        if order.python is not None and shutil.which(order.python) is None:  # Monarch would wait long for its process
+            raise ActorStartFailed(order.name, f"there is no interpreter {order.python}")
+        if self._forks is None:
+            self._forks = Forks(self._spawn, self._forked)
+            await self._forks.start()
+        token = secrets.token_hex(16)
+        expected: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+        self._expected[token] = order, expected
+        procs = self.spawn_procs(self.monarch.this_host(), order.name, {}, token, self._forks.path)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                child = await expected
+        except BaseException as error:
+            await asyncio.shield(stop_procs(procs))
+            if isinstance(error, TimeoutError):
+                raise ActorStartFailed(order.name, f"Monarch did not start it within {START_SECONDS:.3g} s") from None
+            raise
+        finally:
+            del self._expected[token]
+        return MonarchProcess(order, child, procs, self.forget)
+
+    async def _process_elsewhere(self, order: ActorOrder) -> RemoteProcess:
+        if order.python is not None:
+            raise ActorStartFailed(
+                order.name, f"python={order.python!r} cannot be chosen on another host: {order.host}"
+            )
+        if self.monarch.listen is None:
+            raise ActorStartFailed(order.name, f"{order.host} cannot reach this process: MonarchEngine(listen=ADDRESS)")
+        host = self._hosts.setdefault(order.host, RemoteHost(order.host, self))
+        return await host.process(order, {PRELOAD: ",".join(self._preload), **order.environ})
+
+    def spawn_procs(self, mesh: Any, name: str, environ: Mapping[str, str], token: str, shims: str = "") -> Any:
+        """Have Monarch start one process on a host: a shim, which asks for a fork there."""
+        command = self.monarch.BootstrapCommand(sys.executable, None, shim_command(token, shims), dict(environ))
+        return mesh.spawn_procs(per_host={"replica": 1}, name=_plain(name), bootstrap_command=command)
+
+    def _spawn(self, request: ForkRequest) -> ChildProcess:
+        if request.token not in self._expected:
+            raise StartFailed("nothing waits for this process")
+        order, _ = self._expected[request.token]
+        output, environ = self._log_of(order.name), {**request.environ, **order.environ}
+        if order.python is None:
+            source = zygote_with(become_proc.__module__, *self._preload)
+            return source.spawn(become_proc, name=order.name, output=output, environ=environ)
+        command = [order.python, "-P", "-m", "monarch._src.actor.bootstrap_main"]
+        return ExecutedProcess(command, name=order.name, output=output, environ=environ)
+
+    def _forked(self, token: str, child: Child | StartFailed) -> None:
+        _, expected = self._expected.get(token, (None, None))
+        if expected is None or expected.done():
+            if isinstance(child, Child):
+                child.kill()
+        elif isinstance(child, Child):
+            expected.set_result(child)
+        else:
+            expected.set_exception(child)
+
+
+class _Attached(NamedTuple):
+    """The observer on a host: its procs, itself, and what `this_host` is there; `at` is Monarch's address."""
+
+    at: str
+    mesh: Any
+    procs: Any
+    observer: Any
+    identity: str
+
+
+class RemoteHost:
+    """A host that runs `holdfast.rl.actors.monarch_host`. It is away when it did not answer for the time of silence."""
+
+    def __init__(self, address: str, engine: MonarchEngine) -> None:
+        self.address, self.identity, self.engine = address, "", engine
+        self._attached: _Attached | None = None
+        self._attaching: asyncio.Task[None] | None = None
+        self._away = ""
+        self._unfenced: set[tuple[int, int]] = set()
+        self._lock = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def process(self, order: ActorOrder, environ: Mapping[str, str]) -> RemoteProcess:
+        """A new process there. Raises `HostAway`."""
+        attached = await self._reached(order.name)
+        self.check(order.name)
+        procs = self.engine.spawn_procs(attached.mesh, order.name, environ, secrets.token_hex(16))
+        return RemoteProcess(order, procs, self, attached.observer)
+
+    def check(self, name: str) -> None:
+        """Raise `HostAway` if it is away."""
+        if self._away:
+            raise HostAway(name, self.address, self._away)
+
+    async def close(self) -> None:
+        """End the observer. The host stays."""
+        for task in (self._watching, self._attaching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._attached is not None and not self._away:
+            await stop_procs(self._attached.procs)
+
+    async def _reached(self, name: str) -> _Attached:
+        async with self._lock:
+            self.check(name)
+            if self._attached is None:
+                try:
+                    self._attached = await self._attach(START_SECONDS)
+                except Exception as error:
+                    why = "it did not answer" if isinstance(error, TimeoutError) else str(error)
+                    raise HostAway(name, self.address, why) from error
+                self.identity = self._attached.identity
+                self._watching = asyncio.create_task(self._watch())
+        return self._attached
+
+    async def _attach(self, seconds: float) -> _Attached:
+        """Attach the host, and start an observer there. Raises TimeoutError, ValueError, or what Monarch does."""
+        from holdfast.rl.actors.monarch_actor import HostObserver
+
+        async with asyncio.timeout(seconds):
+            while True:  # it may be about to start
+                try:
+                    at = await whereabouts(self.address)
+                    break
+                except OSError:
+                    await asyncio.sleep(_LOOK_SECONDS)
+            mesh = self.engine.monarch.attach(at)
+            procs = self.engine.spawn_procs(mesh, "observer", {}, secrets.token_hex(16))
+            observer = procs.spawn("observer", HostObserver)
+            try:
+                return _Attached(at, mesh, procs, observer, str(await observer.beat.call_one()))
+            except BaseException:
+                await asyncio.shield(stop_procs(procs))
+                raise
+
+    async def _watch(self) -> None:
+        """Beat for ever: counted, so that a pause of this process is not taken for one of the host."""
+        missed, interval = 0, self.engine.silence / _BEATS
+        while True:
+            asked = self._attached
+            answered = asyncio.create_task(self._beat(interval))
+            await asyncio.gather(answered, asyncio.sleep(min(interval, 0.25)))
+            if self._attached is not asked:  # it was attached again meanwhile
+                missed = 0
+                continue
+            missed = 0 if answered.result() else missed + 1
+            if missed >= _BEATS and not self._away:
+                self._away = f"it has answered no beat for {self.engine.silence:.3g} s"
+                self._unfenced |= self.engine.lose_host(self, self._away)
+                await self._cancel_attaching()
+                self._attaching = asyncio.create_task(self._attach_again())
+            elif self._away and not missed:
+                await self._cancel_attaching()
+                if self._away:
+                    await self._take_back()
+
+    async def _beat(self, seconds: float) -> bool:
+        until = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout_at(until):
+                assert self._attached is not None
+                await self._attached.observer.beat.call_one()
+        except Exception:  # Monarch may say at once that it cannot be reached
+            await asyncio.sleep(until - asyncio.get_running_loop().time())
+            return False
+        return True
+
+    async def _take_back(self) -> None:
+        """Kill what the host still has of the processes that were given up, then use it again."""
+        assert self._attached is not None
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_KILL_SECONDS):
+                for pid, started in tuple(self._unfenced):
+                    await self._attached.observer.fence.call_one(pid, started)
+                    self._unfenced.discard((pid, started))
+                self._away = ""
+
+    async def _attach_again(self) -> None:
+        """While the host is away, look whether it was started again. Its old observer never answers then."""
+        assert self._attached is not None
+        while self._away:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(self.engine.silence):
+                    at = await whereabouts(self.address)
+                if at != self._attached.at:
+                    found = await self._attach(_ATTACH_SECONDS)
+                    before, self._attached = self._attached, found
+                    if found.identity != self.identity:  # the machine was started again: what ran there is gone
+                        self._unfenced.clear()
+                    self.identity = found.identity
+                    await self._take_back()
+                    await stop_procs(before.procs)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _cancel_attaching(self) -> None:
+        if self._attaching is not None:
+            self._attaching.cancel()
+            await asyncio.gather(self._attaching, return_exceptions=True)
+
+
+async def stop_procs(procs: Any, seconds: float = _STOP_SECONDS) -> None:
+    """Have Monarch forget procs, bounded: it has its own words for one that is gone already.
+
+    Monarch stops them in a task of the loop that awaits it, and cancelling the wait does not end that task. So the loop
+    is another one, which cancels all of its tasks when it ends.
+    """
+
+    async def bounded() -> None:
+        async with asyncio.timeout(seconds):
+            await procs.stop()
+
+    with contextlib.suppress(Exception):
+        await asyncio.to_thread(asyncio.run, bounded())
+
+
+def _body(procs: Any, name: str) -> Any:
+    from holdfast.rl.actors.monarch_actor import MonarchBody
+
+    return procs.spawn(_plain(name), MonarchBody)
+
+
+def _ask_body(body: Any, request: bytes, answer: asyncio.Future[bytes], kill: Callable[[], None]) -> None:
+    """Call the one endpoint. A process that Monarch cannot reach is killed: its end, when seen, ends the call."""
+
+    def take(told: asyncio.Future[bytes]) -> None:
+        if told.cancelled():
+            return
+        if (error := told.exception()) is not None:
+            _log.debug("Monarch cannot reach an actor, so it is killed: %s", error)
+            kill()
+        elif not answer.done():
+            answer.set_result(told.result())
+
+    told = body.ask.call_one(request).as_asyncio()
+    told.add_done_callback(take)
+    answer.add_done_callback(lambda _: told.cancel())
+
+
+def _plain(name: str) -> str:
+    """A name that Monarch accepts."""
+    return re.sub(r"\W", "_", name)
+
+
+class _Monarch:
+    """What is used of Monarch. An unhandled fault would end this process: pidfds have told of the death before."""
+
+    def __init__(self, listen: str | None) -> None:
+        self.listen = listen
+        os.environ.setdefault("MONARCH_FILE_LOG", "error")  # its log file grows without end
+        actor: Any = import_module("monarch.actor")
+        if listen is not None:
+            listen_on(listen)
+        actor.unhandled_fault_hook = lambda failure: _log.debug("Monarch: %s", failure)
+        self.this_host = actor.this_host
+        self._attach = actor.attach_to_workers
+        self.BootstrapCommand = import_module("monarch._src.actor.host_mesh").BootstrapCommand
+
+    def attach(self, address: str) -> Any:
+        """The host mesh of one host by its address."""
+        return self._attach(ca="trust_all_connections", workers=[address])
+
+
+_loaded: _Monarch | None = None
+
+
+def _monarch(listen: str | None) -> _Monarch:
+    global _loaded
+    if _loaded is None:
+        try:
+            _loaded = _Monarch(listen)
+        except ImportError as error:
+            raise NoEngine(f"Monarch is not installed: {error}; pip install 'holdfast[rl]'") from error
+    if listen is not None and _loaded.listen != listen:
+        raise NoEngine(
+            f"Monarch listens on {_loaded.listen or 'this host alone'} in this process already, not {listen}"
+        )
+    return _loaded
