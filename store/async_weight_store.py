@@ -237,6 +237,7 @@ class AsyncWeightStore:
         plane: str = "auto",
         timeout: float = 30.0,
         limit: int | None = None,
+        expect: int = 0,
         reserve: int = 0,
         observe: Observe | None = None,
     ) -> None:
@@ -252,6 +253,7 @@ class AsyncWeightStore:
             plane=plane,
             timeout=timeout,
             limit=limit,
+            expect=expect,
             reserve=reserve,
             observe=observe,
         )

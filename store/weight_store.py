@@ -62,6 +62,8 @@ PAUSE_SECONDS = 0.05
 TENSORS, ELEMENTS = 256, 16
 """So many small tensors take the memory of the interpreter that a usual state dict takes."""
 SECONDS = 1.0
+MANIFEST_BYTES = 64 << 10
+"""The names and shapes of some hundred tensors."""
 _ID = "warm-up"
 _log = logging.getLogger("holdfast.store")
 _done: set[tuple[str, int]] = set()
@@ -102,6 +104,11 @@ def whole_number(value: int, what: str) -> int:
     return integer_in(value, what, 0, (1 << 63) - 1)
 
 
+def with_manifest(nbytes: int) -> int:
+    """The bytes of a part with `nbytes` bytes of tensors, or somewhat more."""
+    return nbytes + nbytes // 64 + MANIFEST_BYTES
+
+
 def name_sequence(names: Sequence[str], what: str) -> Sequence[str]:
     if isinstance(names, str):
         raise TypeError(f"{what} is a list of names, not one name: [{names!r}]")
@@ -135,8 +142,11 @@ class WeightStore:
     calls without one of their own. `observe` is called for each event, with its name and fields.
 
     `limit` bounds the bytes of memory that parts, and deltas beside them, may take: a publish lets deltas go, waits for
-    room, then fails. `reserve` bytes are touched before the constructor returns, for each version that is kept and the
-    one that is being published: a first publish is then as fast as later ones.
+    room, then fails.
+
+    Fresh memory is slow to write to, so a thread touches that of the next two versions as soon as the size of one is
+    known. `expect` tells that size, the bytes of a part's tensors, before the first publish. `reserve` does the same
+    for all versions that are kept and the one that is being published, and the constructor waits for it.
 
     A register that is away is waited for: a call raises `RegisterAway` if that takes longer than `timeout`, or than the
     call may take. Safe to use from several threads; not in a
@@ -155,6 +165,7 @@ class WeightStore:
         plane: str = "auto",
         timeout: float = 30.0,
         limit: int | None = None,
+        expect: int = 0,
         reserve: int = 0,
         observe: Observe | None = None,
     ) -> None:
@@ -181,12 +192,14 @@ class WeightStore:
             self._plane = memory("inproc" if local and plane == "auto" else plane)
             undo.callback(self._plane.close)
             warm_up(self._plane)
-            pool = MemoryPool(self._plane, limit)
+            pool = MemoryPool(self._plane, limit, self._keep + 1)
             self._replica_holder = ReplicaHolder(self._catalog_client, self._plane, pool, holder, self._observe)
             report = self._replica_holder.report_corrupt
             self._host_copies = HostCopies(self._catalog_client, self._plane, pool, holder, report)
             if reserve:
-                pool.reserve(integer_in(reserve, "reserve", 1), self._keep + 1)
+                pool.reserve(with_manifest(integer_in(reserve, "reserve", 1)), self._keep + 1)
+            if expect:
+                pool.expect(with_manifest(integer_in(expect, "expect", 1)))
             if hold:
                 self._replica_holder.start()
             undo.pop_all()

@@ -40,7 +40,7 @@ class MappablePlane(CheckedPlane):
         """Where the region of a handle lies; None if that is not known. Raises `CorruptData`."""
 
     def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
-        return allocate_shareable(nbytes) if mappable else super().empty(nbytes)
+        return allocate_shareable(nbytes, self._check_open) if mappable else super().empty(nbytes)
 
     def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
         place, (descriptor, offset) = self._mappable(handle)

@@ -15,19 +15,22 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from holdfast.backends.common.block_copy import SHARE_BYTES, run_in_threads, thread_count
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
 from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.mappings import SHAREABLE_MEMORY
 from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
 
-_NAME = "holdfast-memory"
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PROT_NONE = 0
@@ -47,25 +50,38 @@ _descriptors: dict[tuple[int, int], OwnedDescriptor] = {}
 """The memfd of each shareable memory, by process and address of the storage."""
 
 
-def allocate_shareable(nbytes: int) -> torch.Tensor:
-    """A uint8 tensor of `nbytes` that other processes can map. Its pages are there: to write to them is fast."""
+def allocate_shareable(nbytes: int, look: Callable[[], None]) -> torch.Tensor:
+    """A uint8 tensor of `nbytes` that other processes can map. Its pages are there: to write to them is fast.
+
+    As many threads touch them as torch would use. `look` is called every few milliseconds; if it raises, the memory is
+    let go.
+    """
     size = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(SHAREABLE_MEMORY, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         memory = _map(descriptor, 0, size, mmap.MAP_SHARED)
         address = ctypes.addressof(memory)
-        for first in range(0, size - HUGE_PAGE + 1, HUGE_PAGE):
-            memory[first] = 0  # a huge page comes only where a page is
-        put_on_huge_pages(address, size, 1.0 + size / _SLOWEST_MOVE)
-        os.posix_fallocate(descriptor, 0, size)  # the rest: faster than to touch page by page
+        until = time.monotonic() + 1.0 + size / _SLOWEST_MOVE
+
+        def touch(_: int, first_piece: int, pieces: int) -> None:
+            for number in range(first_piece, first_piece + pieces):
+                look()
+                at = number * SHARE_BYTES
+                piece = min(SHARE_BYTES, size - at)
+                for first in range(at, at + piece - HUGE_PAGE + 1, HUGE_PAGE):
+                    memory[first] = 0  # a huge page comes only where a page is
+                put_on_huge_pages(address + at, piece, until - time.monotonic())
+                os.posix_fallocate(descriptor, at, piece)  # the rest: faster than to touch page by page
+                _touch(address + at, piece, _POPULATE_WRITE)
+
+        run_in_threads(-(-size // SHARE_BYTES), thread_count(size), touch)
     except BaseException:
         os.close(descriptor)
         raise
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
     key, owned = (os.getpid(), address), OwnedDescriptor(descriptor)
-    _touch(address, size, _POPULATE_WRITE)
     with _lock:
         _descriptors[key] = owned
     weakref.finalize(memory, _forget, key, owned).atexit = False
@@ -111,7 +127,7 @@ class OpenMemory:
         self._path = path = Path(f"/proc/{owner.pid}/fd/{descriptor}")
         gone = f"process {owner.pid}, which exposed this region, is gone, or has closed it"
         try:
-            if not str(path.readlink()).startswith(f"/memfd:{_NAME} "):
+            if not str(path.readlink()).startswith(f"/memfd:{SHAREABLE_MEMORY} "):
                 raise RegionGone(gone)
             self._descriptor = OwnedDescriptor(os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC))
         except PermissionError as error:

@@ -87,7 +87,7 @@ class InprocPlane(BlockCopyPlane):
         return region
 
     def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
-        return allocate_shareable(nbytes) if mappable else super().empty(nbytes)
+        return allocate_shareable(nbytes, self._check_open) if mappable else super().empty(nbytes)
 
     def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
         region = self._region(handle)

@@ -1,4 +1,4 @@
-"""Mappings of files that need no descriptor once they are made.
+"""Mappings of files that need no descriptor once they are made, and what processes have mapped.
 
 Python's `mmap` keeps a duplicate of the descriptor, and closes its number whatever file that names by then.
 """
@@ -8,8 +8,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import weakref
+from dataclasses import dataclass
+from pathlib import Path
 
+SHAREABLE_MEMORY = "holdfast-memory"
+"""The name of the memfds that processes of this host map from each other."""
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ (?P<access>\S{4}) \S+ \S+ \d+ *(?P<name>.*)")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,3 +42,28 @@ def advise(memory: memoryview, advice: int, start: int, nbytes: int) -> None:
     if _libc.madvise(address, nbytes, advice):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+@dataclass(frozen=True, slots=True)
+class TouchedPages:
+    """The shareable memory of a process that has pages: its bytes, and how many of them are on huge pages."""
+
+    nbytes: int
+    huge: int
+
+
+def touched_pages(pid: int) -> TouchedPages | None:
+    """What the kernel says of the shareable memory of a process of this host; None if it does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    nbytes = huge = 0
+    own = False
+    for line in lines:
+        if mapping := _MAPPING.match(line):
+            own = mapping["access"] == "rw-s" and mapping["name"].startswith(f"/memfd:{SHAREABLE_MEMORY} ")
+        elif own and line.startswith(("Rss:", "ShmemPmdMapped:", "FilePmdMapped:")):
+            size = int(line.split()[1]) << 10
+            nbytes, huge = (nbytes + size, huge) if line.startswith("Rss:") else (nbytes, huge + size)
+    return TouchedPages(nbytes, huge)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
 from holdfast.ft.console.units import counted, format_bytes
-from holdfast.store.inspection.reports import ReplicaCheck, StoreReport, VersionContent, VersionReport
+from holdfast.store.inspection.reports import HolderReport, ReplicaCheck, StoreReport, VersionContent, VersionReport
 
 LONGEST_VALUE = 200
 
@@ -57,7 +57,7 @@ def _replicas(version: VersionReport) -> Text:
 
 
 def holders_table(report: StoreReport) -> Table:
-    """The holders of a store, with the memory that their replicas take."""
+    """The holders of a store, the memory that their replicas take, and what their processes have ready."""
     result = FoldingTable(title="holders", title_justify="left")
     result.add_column("id", style="bold")
     result.add_column("pid", justify="right")
@@ -65,6 +65,7 @@ def holders_table(report: StoreReport) -> Table:
     result.add_column("state")
     result.add_column("replicas", justify="right")
     result.add_column("memory", justify="right")
+    result.add_column("touched", justify="right")
     for holder in report.holders:
         state = Text("leaving" if holder.leaving else "holds")
         if not holder.alive or holder.away:
@@ -72,8 +73,17 @@ def holders_table(report: StoreReport) -> Table:
         memory = format_bytes(holder.nbytes)
         if holder.limit is not None:
             memory += f" of {format_bytes(holder.limit)}"
-        result.add_row(holder.id, f"{holder.pid}", holder.host[:12], state, f"{holder.replicas}", memory)
+        result.add_row(
+            holder.id, f"{holder.pid}", holder.host[:12], state, f"{holder.replicas}", memory, _touched(holder)
+        )
     return result
+
+
+def _touched(holder: HolderReport) -> str:
+    if holder.touched is None or holder.huge is None:
+        return "?"
+    share = f", {holder.huge / holder.touched:.0%} on huge pages" if holder.touched else ""
+    return format_bytes(holder.touched) + share
 
 
 def parts_table(content: VersionContent) -> Table:

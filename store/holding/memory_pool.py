@@ -1,14 +1,17 @@
 """The memory of the parts that a process keeps: bounded, reused, and touched before it is needed.
 
-To touch fresh memory costs several times as much as to copy into memory that was touched before.
+To touch fresh memory costs 5 to 40 times as much as to copy into memory that was touched before. So a thread of the
+pool touches the memory of the next versions beside the program, as soon as it knows the size of one.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import torch
 
@@ -22,6 +25,12 @@ MOST_SPARE = 4
 """The number of dropped parts that leave their memory to the next ones."""
 LOOK_SECONDS = 0.05
 """Seconds between two looks for memory that readers have let go: no event tells of it."""
+AHEAD = 2
+"""The number of versions that memory is touched for before they are published."""
+LEAST_AHEAD = 1 << 20
+"""Parts of fewer bytes are touched in less time than a thread needs to start."""
+CLOSE_SECONDS = 5.0
+_log = logging.getLogger("holdfast.store")
 
 
 class MemoryPool:
@@ -29,12 +38,19 @@ class MemoryPool:
 
     Memory that a reader has mapped for good is not reused before the mapping ends; it counts until then. Before an
     `allocate` finds no room, `make_room` is called: whether it gave memory back.
+
+    A thread touches memory for up to `AHEAD` more parts of the last size, until the pool has that of `parts` parts; not
+    beyond the limit, nor with more than half of the memory that the machine has left.
     """
 
-    def __init__(self, plane: MemoryPlane, limit: int | None) -> None:
-        self._plane, self._budget = plane, _Budget(limit)
+    def __init__(self, plane: MemoryPlane, limit: int | None, parts: int = 0) -> None:
+        self._plane, self._budget, self._parts = plane, _Budget(limit), parts
         self._budget.pools.append(self)
         self._changed = self._budget.changed
+        self._used = 0
+        self._toucher: threading.Thread | None = None
+        self._ahead = self._touching = 0
+        """The size of the parts to come (0: not known), and of the memory that the thread touches now."""
         self._spare: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
         self._most_spare = MOST_SPARE
@@ -49,7 +65,8 @@ class MemoryPool:
     def used(self) -> int:
         """Bytes in use, by mappings too and from all pools of this limit, without spare memory."""
         with self._changed:
-            return self._budget.used - sum(each.nbytes for pool in self._budget.pools for each in pool._spare)
+            spare = sum(each.nbytes for pool in self._budget.pools for each in pool._spare)
+            return self._budget.used - spare - sum(pool._touching for pool in self._budget.pools)
 
     def beside(self) -> MemoryPool:
         """A pool for memory of another kind within the same limit."""
@@ -63,7 +80,7 @@ class MemoryPool:
 
         Raises `StoreFull` at the `deadline`, or at once if the part alone is larger than the limit.
         """
-        size = -(-max(nbytes, 1) // ROUNDING) * ROUNDING
+        size = _rounded(nbytes)
         if self.limit is not None and size > self.limit:
             raise StoreFull(version, nbytes, self.used, self.limit, 0.0)
         began = time.monotonic()
@@ -72,23 +89,34 @@ class MemoryPool:
                 cancellation.check()
                 self._take_back()
                 if (found := self._fitting(size)) is not None:
+                    self._touch_ahead(size)
                     return found
-                if self._drop_spare(size):
-                    self._budget.used += size
-                    break
-                if self.make_room():
-                    continue
-                left = deadline - time.monotonic()
+                touching = any(pool._touching for pool in self._budget.pools)
+                if not _fits(self._touching, size):
+                    if self._drop_spare(size):
+                        self._used += size
+                        break
+                    if self.make_room():
+                        continue
+                left = LOOK_SECONDS if touching else deadline - time.monotonic()
                 if left <= 0 or self._closed:
                     raise StoreFull(version, nbytes, self.used, self.limit or 0, time.monotonic() - began)
                 self._changed.wait(min(left, LOOK_SECONDS))
         try:
-            return self._plane.empty(size, mappable=True)
+            memory = self._plane.empty(size, mappable=True)
         except BaseException:
             with self._changed:
-                self._budget.used -= size
+                self._used -= size
                 self._changed.notify_all()
             raise
+        with self._changed:
+            self._touch_ahead(size)
+        return memory
+
+    def expect(self, nbytes: int) -> None:
+        """Touch memory for parts of `nbytes` to come, beside the program."""
+        with self._changed:
+            self._touch_ahead(_rounded(nbytes))
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Return memory of `allocate` for reuse. The caller has closed its region."""
@@ -110,14 +138,60 @@ class MemoryPool:
                 taken.callback(self.give_back, self.allocate(nbytes, time.monotonic(), 0))
 
     def close(self) -> None:
-        """Let all spare memory go. Idempotent."""
+        """Let all spare memory go. Idempotent. The caller has closed the plane: that ends what touches memory of it."""
         with self._changed:
             self._closed = True
+            toucher = self._toucher
+        if toucher is not None and toucher is not threading.current_thread():
+            toucher.join(CLOSE_SECONDS)
+        with self._changed:
             self._spare.clear()
             self._lent.clear()
             self._changed.notify_all()
 
+    # -- in the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_lacking():
+                    self._toucher = None
+                    return
+                self._touching = size = self._ahead
+                self._used += size
+            memory: list[torch.Tensor] = []
+            try:
+                memory = [self._plane.empty(size, mappable=True)]
+            except Exception as error:  # the next publish touches its memory itself, and reports what is wrong
+                _log.info("memory of %d bytes is not touched ahead: %s", size, error)
+            with self._changed:
+                self._touching = 0
+                if memory and not self._closed:
+                    self._spare += memory
+                else:
+                    self._used -= size
+                    self._ahead = 0
+                self._changed.notify_all()
+
     # -- under the lock
+
+    def _touch_ahead(self, size: int) -> None:
+        self._ahead = size
+        if self._toucher is None and self._is_lacking():
+            self._toucher = threading.Thread(target=self._run, name="holdfast-store-toucher", daemon=True)
+            self._toucher.start()
+
+    def _is_lacking(self) -> bool:
+        """Whether memory has to be touched for a part of the expected size, and may be."""
+        size = self._ahead
+        return (
+            not self._closed
+            and size >= LEAST_AHEAD
+            and self._used + size // 2 < self._parts * size
+            and sum(_fits(each.nbytes, size) for each in self._spare) < AHEAD
+            and self._budget.fits(size)
+            and 2 * size <= available_memory()
+        )
 
     def _take_back(self) -> None:
         """Make memory spare that no reader maps any more."""
@@ -126,11 +200,11 @@ class MemoryPool:
             self._lent = [memory for memory in self._lent if not any(memory is each for each in free)]
             self._spare = [*free, *self._spare]
             for memory in self._spare[self._most_spare :]:
-                self._budget.used -= memory.nbytes
+                self._used -= memory.nbytes
             del self._spare[self._most_spare :]
 
     def _fitting(self, size: int) -> torch.Tensor | None:
-        fits = [each for each in self._spare if size <= each.nbytes <= 2 * size + ROUNDING]
+        fits = [each for each in self._spare if _fits(each.nbytes, size)]
         if not fits:
             return None
         best = min(fits, key=lambda each: each.nbytes)
@@ -142,17 +216,43 @@ class MemoryPool:
         budget = self._budget
         for pool in budget.pools:
             while not budget.fits(size) and pool._spare:
-                budget.used -= pool._spare.pop().nbytes
+                pool._used -= pool._spare.pop().nbytes
         return budget.fits(size)
 
 
 class _Budget:
-    """The limit of several pools, and the bytes that they have allocated."""
+    """The limit of several pools."""
 
     def __init__(self, limit: int | None) -> None:
-        self.limit, self.used = limit, 0
+        self.limit = limit
         self.changed = threading.Condition()
         self.pools: list[MemoryPool] = []
 
+    @property
+    def used(self) -> int:
+        """The bytes that the pools have allocated."""
+        return sum(pool._used for pool in self.pools)
+
     def fits(self, size: int) -> bool:
         return self.limit is None or self.used + size <= self.limit
+
+
+def available_memory(processes: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The bytes that this process can still take, as far as the kernel tells: of the machine, and of its cgroup."""
+    text = (processes / "meminfo").read_text()
+    found = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError, StopIteration):  # no cgroup of version 2, or "max"
+        lines = (processes / "self" / "cgroup").read_text().splitlines()
+        group = groups / next(line[4:] for line in lines if line.startswith("0::/"))
+        limit, used = (int((group / f"memory.{kind}").read_text()) for kind in ("max", "current"))
+        found = min(found, limit - used)
+    return found
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // ROUNDING) * ROUNDING
+
+
+def _fits(there: int, size: int) -> bool:
+    """Whether memory of `there` bytes serves a part of `size`, and does not waste more than half of itself."""
+    return size <= there <= 2 * size + ROUNDING

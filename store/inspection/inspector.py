@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.comms.quantities import seconds
+from holdfast.comms.system.mappings import touched_pages
+from holdfast.comms.transport.liveness import this_host
 from holdfast.store.catalog.client import DEFAULT, CatalogClient, gone
 from holdfast.store.catalog.part_casts import casts_listed
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
@@ -160,6 +162,7 @@ class _Living:
             if shard.delta is not None and shard.delta.holder == holder.id
         )
         alive, used = holder.peer not in self._gone, sum(held) + cast + deltas
+        pages = touched_pages(holder.pid) if alive and holder.peer.host == this_host() else None
         return HolderReport(
             holder.id,
             holder.pid,
@@ -170,6 +173,8 @@ class _Living:
             len(held),
             used,
             holder.limit,
+            None if pages is None else pages.nbytes,
+            None if pages is None else pages.huge,
         )
 
     def version(self, version: Version, tensors: int | None, why: str = "") -> VersionReport:

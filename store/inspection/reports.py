@@ -18,6 +18,9 @@ class HolderReport:
 
     A process on another host counts as alive as long as the catalogue lists it. If that host is `away`, because it no
     longer beats in the register, its replicas do not count.
+
+    `touched` is all memory that the process has ready for parts of its stores, those to come too, `huge` what of it
+    lies on huge pages; None for a process whose memory cannot be looked at, such as one of another host.
     """
 
     id: str
@@ -29,6 +32,8 @@ class HolderReport:
     replicas: int
     nbytes: int
     limit: int | None
+    touched: int | None
+    huge: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,51 +1,239 @@
-"""The memory of a store's parts: reserved before it is needed, and used again."""
+"""The memory of a store's parts: touched before it is needed, and used again."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from holdfast.comms.memory_plane import MemoryPlane, memory
+from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
+from holdfast.comms.work import Work
+from holdfast.store import WeightStore
 from holdfast.store.errors import StoreFull
-from holdfast.store.holding.memory_pool import MOST_SPARE, MemoryPool
+from holdfast.store.holding import memory_pool
+from holdfast.store.holding.memory_pool import AHEAD, MOST_SPARE, MemoryPool, available_memory
+from support.waiting import PATIENCE, eventually
 
 NBYTES = 1 << 20
+KEEP = 2
+
+
+class CountingPlane(MemoryPlane):
+    """Counts what is allocated; each allocation of a thread other than the test's waits for `gate`."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_full = False
+
+    def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.gate.wait(PATIENCE)
+            if self.is_full:
+                raise OSError("no memory")
+        self.made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def expose(self, tensor: torch.Tensor, writable: bool = False) -> Region:
+        raise NotImplementedError
+
+    def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        raise NotImplementedError
+
+    def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.gate.set()
 
 
 @pytest.fixture
-def plane() -> Iterator[MemoryPlane]:
-    with memory("shm") as opened:
-        yield opened
+def plane() -> CountingPlane:
+    return CountingPlane()
+
+
+def a_pool(plane: MemoryPlane, limit: int | None = None) -> MemoryPool:
+    return MemoryPool(plane, limit, KEEP + 1)
+
+
+def take(pool: MemoryPool, version: int, nbytes: int = NBYTES) -> torch.Tensor:
+    return pool.allocate(nbytes, time.monotonic(), version)
+
+
+def is_idle(pool: MemoryPool) -> bool:
+    return pool._toucher is None
+
+
+def publish_versions(pool: MemoryPool, count: int) -> None:
+    """Take and give back memory as a store does that keeps two versions."""
+    parts: list[torch.Tensor] = []
+    for version in range(count):
+        parts.append(take(pool, version))
+        if len(parts) > KEEP:
+            pool.give_back(parts.pop(0))
+
+
+# Reserved ahead -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 3, MOST_SPARE + 2])
-def test_reserved_memory_is_there_for_so_many_parts_at_once(
-    plane: MemoryPlane, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    made: list[int] = []
-    empty = plane.empty
-
-    def counted(nbytes: int, *, mappable: bool = False) -> torch.Tensor:
-        made.append(nbytes)
-        return empty(nbytes, mappable=mappable)
-
-    monkeypatch.setattr(plane, "empty", counted)
+def test_reserved_memory_is_there_for_so_many_parts_at_once(plane: CountingPlane, count: int) -> None:
     pool = MemoryPool(plane, None)
     pool.reserve(NBYTES, count)
-    assert len(made) == count
-    parts = [pool.allocate(NBYTES, time.monotonic(), version) for version in range(count)]
-    assert len(made) == count
+    assert len(plane.made) == count
+    parts = [take(pool, version) for version in range(count)]
+    assert len(plane.made) == count
     assert len({part.data_ptr() for part in parts}) == count
     pool.close()
 
 
-def test_a_reserve_beyond_the_limit_is_refused_and_leaves_its_memory_to_parts(plane: MemoryPlane) -> None:
+def test_a_reserve_beyond_the_limit_is_refused_and_leaves_its_memory_to_parts(plane: CountingPlane) -> None:
     pool = MemoryPool(plane, 2 * NBYTES)
     with pytest.raises(StoreFull):
         pool.reserve(NBYTES, 3)
     assert pool.used == 0
-    assert pool.allocate(NBYTES, time.monotonic(), 1).nbytes == NBYTES
+    assert take(pool, 1).nbytes == NBYTES
     pool.close()
+
+
+# Touched beside the program -------------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_the_next_two_versions_is_touched_once_the_size_of_one_is_known(plane: CountingPlane) -> None:
+    pool = a_pool(plane)
+    take(pool, 1)
+    eventually(lambda: is_idle(pool))
+    assert plane.made == [NBYTES] * (1 + AHEAD)
+    assert pool.used == NBYTES, "what is touched ahead is not in use"
+    for version in (2, 3):
+        take(pool, version)
+    assert len(plane.made) == 1 + AHEAD
+    pool.close()
+
+
+def test_what_is_expected_is_touched_before_the_first_version(plane: CountingPlane) -> None:
+    pool = a_pool(plane)
+    pool.expect(NBYTES + NBYTES // 64)
+    eventually(lambda: is_idle(pool))
+    assert len(plane.made) == AHEAD
+    take(pool, 1)
+    eventually(lambda: is_idle(pool))
+    assert len(plane.made) == KEEP + 1, "the third, although the parts are smaller than was expected"
+    pool.close()
+
+
+@pytest.mark.parametrize("count", [4, 12])
+def test_versions_back_to_back_touch_memory_three_times_and_never_again(plane: CountingPlane, count: int) -> None:
+    """A version that comes while its memory is being touched waits for that, and touches none besides."""
+    pool = a_pool(plane)
+    publish_versions(pool, count)
+    eventually(lambda: is_idle(pool))
+    assert len(plane.made) == KEEP + 1
+    pool.close()
+
+
+def test_a_part_waits_for_memory_that_is_being_touched(plane: CountingPlane) -> None:
+    plane.gate.clear()
+    pool = a_pool(plane)
+    take(pool, 1)
+    threading.Timer(0.01, plane.gate.set).start()
+    take(pool, 2)
+    eventually(lambda: is_idle(pool))
+    assert len(plane.made) == KEEP + 1
+    pool.close()
+
+
+def test_no_more_is_touched_than_the_limit_allows(plane: CountingPlane) -> None:
+    pool = a_pool(plane, 2 * NBYTES)
+    take(pool, 1)
+    eventually(lambda: is_idle(pool))
+    assert len(plane.made) == 2
+    other = pool.beside().allocate(NBYTES // 2, time.monotonic(), 1)
+    assert other.nbytes == NBYTES // 2, "what was touched ahead makes room"
+    pool.close()
+
+
+def test_no_more_is_touched_than_half_of_what_the_machine_has_left(
+    plane: CountingPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_pool, "available_memory", lambda: 2 * NBYTES - 1)
+    pool = a_pool(plane)
+    take(pool, 1)
+    assert is_idle(pool) and len(plane.made) == 1
+    pool.close()
+
+
+def test_small_parts_are_touched_as_they_come(plane: CountingPlane) -> None:
+    pool = a_pool(plane)
+    take(pool, 1, NBYTES // 2)
+    assert is_idle(pool) and len(plane.made) == 1
+    pool.close()
+
+
+def test_a_part_touches_its_memory_itself_if_the_thread_could_not(plane: CountingPlane) -> None:
+    plane.is_full = True
+    pool = a_pool(plane)
+    publish_versions(pool, 3)
+    assert len(plane.made) == 3
+    eventually(lambda: is_idle(pool))
+    assert pool.used == KEEP * NBYTES
+    pool.close()
+
+
+def test_a_closed_pool_keeps_nothing_that_was_touched(plane: CountingPlane) -> None:
+    plane.gate.clear()
+    pool = a_pool(plane)
+    take(pool, 1)
+    plane.close()
+    pool.close()
+    assert is_idle(pool) and not pool._spare
+
+
+# On a real plane ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shm() -> Iterator[MemoryPlane]:
+    with memory("shm") as opened:
+        yield opened
+
+
+def test_touching_ends_once_the_plane_is_closed(shm: MemoryPlane) -> None:
+    pool = a_pool(shm)
+    pool.expect(1 << 40)  # more than any machine has: the sizes that it may have are not a matter of this test
+    assert is_idle(pool)
+    pool.expect(256 << 20)
+    shm.close()
+    pool.close()
+    assert is_idle(pool)
+
+
+def test_a_store_touches_what_it_expects_and_lets_it_go_when_it_closes() -> None:
+    with WeightStore("memory://expects", expect=4 << 20) as store:
+        pool = store._replica_holder.pool
+        eventually(lambda: is_idle(pool) and len(pool._spare) == AHEAD)
+        store.publish(1, {"weight": torch.ones(1 << 20)})
+        eventually(lambda: is_idle(pool))
+        assert pool._used == sum(each.nbytes for each in pool._spare) + pool.used < (KEEP + 2) * (4 << 20)
+    assert not pool._spare
+
+
+def test_a_cgroup_bounds_what_is_available(tmp_path: Path) -> None:
+    groups = tmp_path / "groups"
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 100 kB\n")
+    assert available_memory(tmp_path, groups) == 100 << 10
+    (tmp_path / "self" / "cgroup").write_text("4:memory:/a\n0::/job\n")
+    (groups / "job").mkdir(parents=True)
+    (groups / "job" / "memory.max").write_text("max\n")
+    (groups / "job" / "memory.current").write_text("5000\n")
+    assert available_memory(tmp_path, groups) == 100 << 10
+    (groups / "job" / "memory.max").write_text("9000\n")
+    assert available_memory(tmp_path, groups) == 4000

@@ -25,9 +25,6 @@ PEERS = (TORCHSTORE, MEMCPY, SAFETENSORS, DCP)
 _MEMCPY_BYTES = 8 << 20
 _ALONE_BYTES = 16 << 20
 """Fewer bytes are copied by one thread: more only wait for each other."""
-
-MANIFEST_BYTES = 1 << 20
-"""What the names and checksums of a version take, at most."""
 WAIT_SECONDS = 60.0
 """The limit of a wait for a version."""
 
@@ -36,8 +33,8 @@ WAIT_SECONDS = 60.0
 class WorkerPlan:
     """What a worker is: its role, a folder on disk and one in shared memory that its team shares.
 
-    A publisher's part of a version has `nbytes` bytes and `replicas` replicas. `rank` counts the workers of a role;
-    `plane` moves the bytes.
+    A publisher's part of a version has `replicas` replicas. `rank` counts the workers of a role; `plane` moves the
+    bytes.
     """
 
     role: str
@@ -45,7 +42,6 @@ class WorkerPlan:
     folder: Path
     shared: Path
     replicas: int
-    nbytes: int
     plane: str
 
 
@@ -91,8 +87,7 @@ class HoldfastStoreDriver(StoreDriver):
         self.detail = f"holdfast {version_of('holdfast')}"
         url = url_of("sqlite", plan.folder / "register")
         holds = plan.role != "reader"
-        reserve = plan.nbytes + plan.nbytes // 64 + MANIFEST_BYTES if holds else 0
-        self._store = WeightStore(url, replicas=plan.replicas, hold=holds, keep=2, plane=plan.plane, reserve=reserve)
+        self._store = WeightStore(url, replicas=plan.replicas, hold=holds, keep=2, plane=plan.plane)
         self._mapped: tuple[int, State] = 0, {}
         self._follower: Follower | None = None
         self._pool = ThreadPoolExecutor(torch.get_num_threads())

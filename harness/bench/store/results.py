@@ -16,15 +16,16 @@ FIRST_TURNS = 3
 class StoreRow(Row, frozen=True, kw_only=True):
     """One figure of one contestant.
 
-    `timing` and `turns` (of all starts) are of the later turns; `first` is the slowest of the first three turns after a
-    start, the median over starts (us). `rate` is GB/s (1e9 bytes) at p50. `memory` is the most private bytes that the
-    op took in one process, where that was measured. `wrong` counts tensors, in all turns.
+    `timing` and `turns` (of all starts) are of the later turns; `early` are the first, second and third turn after a
+    start, each the median over starts (us; None where it did not give this figure). `rate` is GB/s (1e9 bytes) at
+    p50. `memory` is the most private bytes that the op took in one process, where that was measured. `wrong` counts
+    tensors, in all turns.
     """
 
     workload: str
     figure: str
     tensors: int
-    first: float
+    early: tuple[float | None, ...]
     rate: float
     memory: int | None
 

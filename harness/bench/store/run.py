@@ -120,7 +120,7 @@ def _row(
     workload: str, figure: str, name: str, plan: TeamPlan, starts: Sequence[Sequence[TimedTurn]]
 ) -> StoreRow | None:
     """The row of a figure, from the turns of each start; None if no later turn gave it."""
-    first = [max(early) for turns in starts if (early := _of(figure, turns[:FIRST_TURNS]))]
+    early = [_of(figure, [turns[at] for turns in starts if at < len(turns)]) for at in range(FIRST_TURNS)]
     later = [seconds for turns in starts for seconds in _of(figure, turns[FIRST_TURNS:])]
     if not later:
         return None
@@ -134,7 +134,7 @@ def _row(
         tensors=len(plan.tensors),
         timing=timing,
         turns=tuple(1e6 * seconds for seconds in later),
-        first=1e6 * statistics.median(first) if first else timing.p50,
+        early=tuple(1e6 * statistics.median(seconds) if seconds else None for seconds in early),
         rate=nbytes / timing.p50 / 1e3,
         memory=max((turn.memory[figure] for turn in everything if figure in turn.memory), default=None),
         wrong=total_wrong(turn.wrong for turn in everything),

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.comms.transport.liveness import HOST
-from holdfast.harness.bench.store.data import TensorShape, bytes_of
+from holdfast.harness.bench.store.data import TensorShape
 from holdfast.harness.bench.store.drivers import (
     HOLDFAST,
     MEMCPY,
@@ -114,7 +114,6 @@ def _start(contestant: str, plan: TeamPlan, roles: Sequence[Role], place: Place)
             )
         ]
     plane, environ = ("ucx", {"UCX_TLS": "tcp,self"}) if plan.apart else ("auto", {})
-    nbytes = bytes_of(plan.tensors) // plan.publishers
     return [
         Fork(
             place,
@@ -122,7 +121,7 @@ def _start(contestant: str, plan: TeamPlan, roles: Sequence[Role], place: Place)
             partial(
                 be_worker,
                 contestant,
-                WorkerPlan(role, rank, place.folder, place.shared, plan.replicas, nbytes, plane),
+                WorkerPlan(role, rank, place.folder, place.shared, plan.replicas, plane),
                 place.address,
             ),
             preload=PRELOAD,

@@ -56,7 +56,7 @@ async def _serve(actor: object, role: str, rank: int, folder: str, shared: str) 
     def run(call: Awaitable[Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(waited(call), loop).result()
 
-    plan = WorkerPlan(role, rank, Path(folder), Path(shared), 1, 0, "auto")
+    plan = WorkerPlan(role, rank, Path(folder), Path(shared), 1, "auto")
     address = Path(folder) / "socket"
     await asyncio.to_thread(serve, address, StoreWorker(plan, driver), role, rank, driver.detail, run)
 

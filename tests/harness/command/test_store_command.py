@@ -84,8 +84,10 @@ def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str,
     assert len(found["holders"]) == 2
     assert all(holder["nbytes"] == old["nbytes"] + new["nbytes"] for holder in found["holders"])
     assert {holder["pid"]: holder["limit"] for holder in found["holders"]}[os.getpid()] == 5 << 20
+    for holder in found["holders"]:
+        assert holder["touched"] >= holder["nbytes"] and 0 <= holder["huge"] <= holder["touched"]
     assert shown.exit_code == 0
-    for words in ("of 5 MiB", "latest", "holders", str(os.getpid())):
+    for words in ("of 5 MiB", "latest", "holders", "touched", str(os.getpid())):
         assert words in shown.stdout
 
 
