@@ -88,6 +88,12 @@ class MemoryPlane(ABC):
         """
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
+    def improve(self, memory: torch.Tensor) -> None:  # noqa: B027
+        """Do for mappable memory of `empty` what makes access to it faster, but takes longer than to allocate it.
+
+        The memory may be in use, by other processes too; its contents stay.
+        """
+
     def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
         """Map a region of this host into this process, without a copy, as a uint8 tensor.
 

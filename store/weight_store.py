@@ -199,7 +199,7 @@ class WeightStore:
             if reserve:
                 pool.reserve(with_manifest(integer_in(reserve, "reserve", 1)), self._keep + 1)
             if expect:
-                pool.expect(with_manifest(integer_in(expect, "expect", 1)))
+                pool.touch_ahead(with_manifest(integer_in(expect, "expect", 1)))
             if hold:
                 self._replica_holder.start()
             undo.pop_all()

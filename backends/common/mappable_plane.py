@@ -19,6 +19,7 @@ from holdfast.backends.common.shareable_memory import (
     allocate_shareable,
     descriptor_of,
     is_lent,
+    move_to_huge_pages,
 )
 from holdfast.comms.errors import RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
@@ -41,6 +42,9 @@ class MappablePlane(CheckedPlane):
 
     def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
         return allocate_shareable(nbytes, self._check_open) if mappable else super().empty(nbytes)
+
+    def improve(self, memory: torch.Tensor) -> None:
+        move_to_huge_pages(memory, self._check_open)
 
     def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
         place, (descriptor, offset) = self._mappable(handle)

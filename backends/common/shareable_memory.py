@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -34,8 +35,10 @@ from holdfast.comms.transport.liveness import start_time
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PROT_NONE = 0
-_SLOWEST_MOVE = 50e6
-"""Bytes a second. Where the kernel makes huge pages more slowly than that, the rest stays on small ones."""
+_SLOWEST_MOVE = 1e9
+"""Bytes a second. Where the kernel makes huge pages more slowly than it gives small ones, the rest comes on those."""
+_MOVE_SLACK = 0.02
+"""Seconds by which huge pages may be later: a thread that waits for a processor says nothing of the kernel."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -53,8 +56,8 @@ _descriptors: dict[tuple[int, int], OwnedDescriptor] = {}
 def allocate_shareable(nbytes: int, look: Callable[[], None]) -> torch.Tensor:
     """A uint8 tensor of `nbytes` that other processes can map. Its pages are there: to write to them is fast.
 
-    As many threads touch them as torch would use. `look` is called every few milliseconds; if it raises, the memory is
-    let go.
+    As many threads touch them as torch would use. They lie on huge pages as far as the kernel makes these at once.
+    `look` is called every few milliseconds; if it raises, the memory is let go.
     """
     size = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
     descriptor = os.memfd_create(SHAREABLE_MEMORY, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,16 +66,19 @@ def allocate_shareable(nbytes: int, look: Callable[[], None]) -> torch.Tensor:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         memory = _map(descriptor, 0, size, mmap.MAP_SHARED)
         address = ctypes.addressof(memory)
-        until = time.monotonic() + 1.0 + size / _SLOWEST_MOVE
 
         def touch(_: int, first_piece: int, pieces: int) -> None:
+            late = 0.0
             for number in range(first_piece, first_piece + pieces):
                 look()
                 at = number * SHARE_BYTES
                 piece = min(SHARE_BYTES, size - at)
-                for first in range(at, at + piece - HUGE_PAGE + 1, HUGE_PAGE):
-                    memory[first] = 0  # a huge page comes only where a page is
-                put_on_huge_pages(address + at, piece, until - time.monotonic())
+                if late < _MOVE_SLACK:
+                    began = time.monotonic()
+                    for first in range(at, at + piece - HUGE_PAGE + 1, HUGE_PAGE):
+                        memory[first] = 0  # a huge page comes only where a page is
+                    put_on_huge_pages(address + at, piece, math.inf)
+                    late += time.monotonic() - began - piece / _SLOWEST_MOVE
                 os.posix_fallocate(descriptor, at, piece)  # the rest: faster than to touch page by page
                 _touch(address + at, piece, _POPULATE_WRITE)
 
@@ -86,6 +92,16 @@ def allocate_shareable(nbytes: int, look: Callable[[], None]) -> torch.Tensor:
         _descriptors[key] = owned
     weakref.finalize(memory, _forget, key, owned).atexit = False
     return tensor
+
+
+def move_to_huge_pages(tensor: torch.Tensor, look: Callable[[], None]) -> None:
+    """Move memory of `allocate_shareable` to huge pages, also while it is used; `look` is called now and then.
+
+    Its contents stay. What the kernel cannot move, such as memory that a device has pinned, stays where it is.
+    """
+    for at in range(0, tensor.nbytes, SHARE_BYTES):
+        look()
+        put_on_huge_pages(tensor.data_ptr() + at, min(SHARE_BYTES, tensor.nbytes - at), math.inf)
 
 
 def _forget(key: tuple[int, int], descriptor: OwnedDescriptor) -> None:

@@ -179,6 +179,7 @@ class HostCopies:
             self._pool.give_back(memory)
             raise
         self._kept[key] = kept
+        self._pool.touch_ahead()
         if source.replica != found:
             self._pass_over(groups, key, found.holder)
         return kept

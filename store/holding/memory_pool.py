@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -49,6 +51,8 @@ class MemoryPool:
         self._changed = self._budget.changed
         self._used = 0
         self._toucher: threading.Thread | None = None
+        self._fresh: deque[weakref.ref[torch.Tensor]] = deque()
+        """Memory that the plane has not improved."""
         self._ahead = self._touching = 0
         """The size of the parts to come (0: not known), and of the memory that the thread touches now."""
         self._spare: list[torch.Tensor] = []
@@ -88,8 +92,8 @@ class MemoryPool:
             while True:
                 cancellation.check()
                 self._take_back()
+                self._ahead = size
                 if (found := self._fitting(size)) is not None:
-                    self._touch_ahead(size)
                     return found
                 touching = any(pool._touching for pool in self._budget.pools)
                 if not _fits(self._touching, size):
@@ -103,20 +107,23 @@ class MemoryPool:
                     raise StoreFull(version, nbytes, self.used, self.limit or 0, time.monotonic() - began)
                 self._changed.wait(min(left, LOOK_SECONDS))
         try:
-            memory = self._plane.empty(size, mappable=True)
+            return self._empty(size)
         except BaseException:
             with self._changed:
                 self._used -= size
                 self._changed.notify_all()
             raise
-        with self._changed:
-            self._touch_ahead(size)
-        return memory
 
-    def expect(self, nbytes: int) -> None:
-        """Touch memory for parts of `nbytes` to come, beside the program."""
+    def touch_ahead(self, nbytes: int | None = None) -> None:
+        """Touch memory for parts to come, of `nbytes` or of the last size, beside the program.
+
+        Call it when a part is safe, not before: several touches at once slow each other down.
+        """
         with self._changed:
-            self._touch_ahead(_rounded(nbytes))
+            self._ahead = self._ahead if nbytes is None else _rounded(nbytes)
+            if self._toucher is None and not self._closed and (self._fresh or self._is_lacking()):
+                self._toucher = threading.Thread(target=self._run, name="holdfast-store-toucher", daemon=True)
+                self._toucher.start()
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Return memory of `allocate` for reuse. The caller has closed its region."""
@@ -152,34 +159,49 @@ class MemoryPool:
     # -- in the thread
 
     def _run(self) -> None:
+        """Touch memory ahead, so that no part has to wait; then improve what is new."""
         while True:
             with self._changed:
-                if not self._is_lacking():
+                if size := self._ahead if self._is_lacking() else 0:
+                    self._touching = size
+                    self._used += size
+                elif not self._fresh or self._closed:
                     self._toucher = None
                     return
-                self._touching = size = self._ahead
-                self._used += size
-            memory: list[torch.Tensor] = []
-            try:
-                memory = [self._plane.empty(size, mappable=True)]
-            except Exception as error:  # the next publish touches its memory itself, and reports what is wrong
-                _log.info("memory of %d bytes is not touched ahead: %s", size, error)
-            with self._changed:
-                self._touching = 0
-                if memory and not self._closed:
-                    self._spare += memory
-                else:
-                    self._used -= size
-                    self._ahead = 0
-                self._changed.notify_all()
+            if size:
+                self._touch(size)
+            else:
+                self._improve()
+
+    def _touch(self, size: int) -> None:
+        memory: list[torch.Tensor] = []
+        try:
+            memory = [self._empty(size)]
+        except Exception as error:  # the next publish touches its memory itself, and reports what is wrong
+            _log.info("memory of %d bytes is not touched ahead: %s", size, error)
+        with self._changed:
+            self._touching = 0
+            if memory and not self._closed:
+                self._spare += memory
+            else:
+                self._used -= size
+                self._ahead = 0
+            self._changed.notify_all()
+
+    def _improve(self) -> None:
+        try:
+            if (memory := self._fresh.popleft()()) is not None:
+                self._plane.improve(memory)
+        except Exception as error:
+            _log.info("memory is used as it is: %s", error)
+
+    def _empty(self, size: int) -> torch.Tensor:
+        memory = self._plane.empty(size, mappable=True)
+        if size >= LEAST_AHEAD and self._parts:
+            self._fresh.append(weakref.ref(memory))
+        return memory
 
     # -- under the lock
-
-    def _touch_ahead(self, size: int) -> None:
-        self._ahead = size
-        if self._toucher is None and self._is_lacking():
-            self._toucher = threading.Thread(target=self._run, name="holdfast-store-toucher", daemon=True)
-            self._toucher.start()
 
     def _is_lacking(self) -> bool:
         """Whether memory has to be touched for a part of the expected size, and may be."""

@@ -157,6 +157,7 @@ class ReplicaHolder:
                 kept.bringing -= 1
                 kept.listed = max(kept.listed, at)
         self._let_go(at, catalog)
+        self.pool.touch_ahead()
         with self._lock:
             return key in self._kept
 

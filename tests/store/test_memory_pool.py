@@ -29,6 +29,7 @@ class CountingPlane(MemoryPlane):
 
     def __init__(self) -> None:
         self.made: list[int] = []
+        self.improved: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
         self.is_full = False
@@ -40,6 +41,9 @@ class CountingPlane(MemoryPlane):
                 raise OSError("no memory")
         self.made.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def improve(self, memory: torch.Tensor) -> None:
+        self.improved.append(memory.data_ptr())
 
     def expose(self, tensor: torch.Tensor, writable: bool = False) -> Region:
         raise NotImplementedError
@@ -64,7 +68,10 @@ def a_pool(plane: MemoryPlane, limit: int | None = None) -> MemoryPool:
 
 
 def take(pool: MemoryPool, version: int, nbytes: int = NBYTES) -> torch.Tensor:
-    return pool.allocate(nbytes, time.monotonic(), version)
+    """Take memory for a part, as a publish that is safe afterwards."""
+    memory = pool.allocate(nbytes, time.monotonic(), version)
+    pool.touch_ahead()
+    return memory
 
 
 def is_idle(pool: MemoryPool) -> bool:
@@ -88,7 +95,7 @@ def test_reserved_memory_is_there_for_so_many_parts_at_once(plane: CountingPlane
     pool = MemoryPool(plane, None)
     pool.reserve(NBYTES, count)
     assert len(plane.made) == count
-    parts = [take(pool, version) for version in range(count)]
+    parts = [pool.allocate(NBYTES, time.monotonic(), version) for version in range(count)]
     assert len(plane.made) == count
     assert len({part.data_ptr() for part in parts}) == count
     pool.close()
@@ -108,9 +115,11 @@ def test_a_reserve_beyond_the_limit_is_refused_and_leaves_its_memory_to_parts(pl
 
 def test_the_memory_of_the_next_two_versions_is_touched_once_the_size_of_one_is_known(plane: CountingPlane) -> None:
     pool = a_pool(plane)
-    take(pool, 1)
+    part = take(pool, 1)
     eventually(lambda: is_idle(pool))
     assert plane.made == [NBYTES] * (1 + AHEAD)
+    assert part.data_ptr() in plane.improved
+    assert len(set(plane.improved)) == 1 + AHEAD, "also what is in use"
     assert pool.used == NBYTES, "what is touched ahead is not in use"
     for version in (2, 3):
         take(pool, version)
@@ -120,7 +129,7 @@ def test_the_memory_of_the_next_two_versions_is_touched_once_the_size_of_one_is_
 
 def test_what_is_expected_is_touched_before_the_first_version(plane: CountingPlane) -> None:
     pool = a_pool(plane)
-    pool.expect(NBYTES + NBYTES // 64)
+    pool.touch_ahead(NBYTES + NBYTES // 64)
     eventually(lambda: is_idle(pool))
     assert len(plane.made) == AHEAD
     take(pool, 1)
@@ -166,14 +175,15 @@ def test_no_more_is_touched_than_half_of_what_the_machine_has_left(
     monkeypatch.setattr(memory_pool, "available_memory", lambda: 2 * NBYTES - 1)
     pool = a_pool(plane)
     take(pool, 1)
-    assert is_idle(pool) and len(plane.made) == 1
+    eventually(lambda: is_idle(pool))
+    assert len(plane.made) == 1
     pool.close()
 
 
 def test_small_parts_are_touched_as_they_come(plane: CountingPlane) -> None:
     pool = a_pool(plane)
     take(pool, 1, NBYTES // 2)
-    assert is_idle(pool) and len(plane.made) == 1
+    assert is_idle(pool) and len(plane.made) == 1 and not plane.improved
     pool.close()
 
 
@@ -207,9 +217,9 @@ def shm() -> Iterator[MemoryPlane]:
 
 def test_touching_ends_once_the_plane_is_closed(shm: MemoryPlane) -> None:
     pool = a_pool(shm)
-    pool.expect(1 << 40)  # more than any machine has: the sizes that it may have are not a matter of this test
+    pool.touch_ahead(1 << 40)  # more than any machine has: the sizes that it may have are not a matter of this test
     assert is_idle(pool)
-    pool.expect(256 << 20)
+    pool.touch_ahead(256 << 20)
     shm.close()
     pool.close()
     assert is_idle(pool)
