@@ -7,8 +7,7 @@
 What is walled off, by which mechanism, and what is not: docs/concepts/sandbox.md.
 """
 
-from holdfast.rl.environments.sandbox.errors import SandboxError, SandboxLost, SandboxUnavailable
-from holdfast.rl.environments.sandbox.limits import Limits, SandboxResult
+from holdfast.rl.environments.sandbox.limits import Limits, SandboxError, SandboxLost, SandboxResult, SandboxUnavailable
 from holdfast.rl.environments.sandbox.run_tests import (
     CallTest,
     CodeTest,

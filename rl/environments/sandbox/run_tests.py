@@ -13,9 +13,8 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.rl.environments.sandbox.errors import SandboxError, SandboxLost
-from holdfast.rl.environments.sandbox.limits import Limits, Reason, SandboxResult
-from holdfast.rl.environments.sandbox.sandbox import Program, Sandbox
+from holdfast.rl.environments.sandbox.limits import Limits, Reason, SandboxError, SandboxLost, SandboxResult
+from holdfast.rl.environments.sandbox.sandbox import Sandbox, program_of
 from holdfast.rl.environments.sandbox.values import equals, is_plain
 
 _TIMEOUTS = 2
@@ -101,7 +100,7 @@ def run_tests(
 def _run(solution: str, test: CodeTest, limits: Limits, sandbox: Sandbox) -> Verdict:
     for _ in range(_TRIES):
         if isinstance(test, CallTest):
-            result = sandbox.run_program(Program(solution, test.function, test.arguments), "", limits)
+            result = sandbox.run_program(program_of(solution, test.function, test.arguments), "", limits)
         else:
             result = sandbox.run(solution, test.stdin, limits)
         if result.reason != "lost":

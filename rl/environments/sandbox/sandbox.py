@@ -1,4 +1,7 @@
-"""Run Python that is not to be trusted: every run behind walls of its own, forked from one warm template."""
+"""Run Python that is not to be trusted: every run behind walls of its own, forked from one warm template.
+
+Stops: a run that changes the program or the input of another one, since both are sealed.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,21 @@ import threading
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from holdfast.comms.system.file_io import write_all
-from holdfast.rl.environments.sandbox.errors import SandboxError
 from holdfast.rl.environments.sandbox.inside.execute import encode
-from holdfast.rl.environments.sandbox.limits import Limits, SandboxResult
+from holdfast.rl.environments.sandbox.limits import Limits, SandboxError, SandboxResult
 from holdfast.rl.environments.sandbox.template_process import ForkedRun, TemplateDied, TemplateProcess
 from holdfast.rl.environments.sandbox.watch import RunWatch, Streams
 
 _SEALED = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class Program:
+def program_of(code: str, function: str = "", arguments: tuple[object, ...] = ()) -> str:
     """What a run executes: code, and perhaps the call of a function. Its value is encoded on descriptor 3."""
-
-    def __init__(self, code: str, function: str = "", arguments: tuple[object, ...] = ()) -> None:
-        self.text = json.dumps(
-            {
-                "code": code,
-                "module": "solution" if function else "__main__",
-                "function": function,
-                "arguments": encode(arguments),
-            }
-        )
+    module = "solution" if function else "__main__"
+    return json.dumps({"code": code, "module": module, "function": function, "arguments": encode(arguments)})
 
 
 class Sandbox:
@@ -68,13 +64,13 @@ class Sandbox:
 
     def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
         """Execute `code` as a program. Returns how it ended, whatever it did."""
-        return self.run_program(Program(code), stdin, limits or Limits())
+        return self.run_program(program_of(code), stdin, limits or Limits())
 
-    def run_program(self, program: Program, stdin: str, limits: Limits) -> SandboxResult:
+    def run_program(self, program: str, stdin: str, limits: Limits) -> SandboxResult:
         """Execute a program. If the template dies while it runs the reason is "lost"; the next run has a new one."""
         ours, theirs = list[int](), list[int]()
         try:
-            for text in (program.text, stdin):
+            for text in (program, stdin):
                 theirs.append(_sealed_file(text))
             for _ in Streams.__slots__:
                 reading, writing = os.pipe()
@@ -95,14 +91,13 @@ class Sandbox:
                 os.close(fd)
 
     def _fork(self, limits: Limits, fds: list[int]) -> ForkedRun:
-        names = ("cpu_seconds", "memory_bytes", "processes", "output_bytes", "disk_bytes", "open_files")
         with self._lock:
             if self._closed:
                 raise SandboxError("this Sandbox is closed: make a new one")
             if self._template is None:
                 self._template = TemplateProcess()
             try:
-                return self._template.fork({name: getattr(limits, name) for name in names}, fds)
+                return self._template.fork(msgspec.structs.asdict(limits), fds)
             except TemplateDied:
                 self._template.close()
                 self._template = None

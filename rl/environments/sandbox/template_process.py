@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.rl.environments.sandbox.errors import SandboxUnavailable
 from holdfast.rl.environments.sandbox.inside import syscalls
+from holdfast.rl.environments.sandbox.limits import SandboxUnavailable
 
 START_TIMEOUT: Final = 60.0
 FORK_TIMEOUT: Final = 30.0

@@ -1,4 +1,7 @@
-"""Compares what a run returned with the expected value: as Python's `==` does, with a tolerance for floats."""
+"""Compares what a run returned with the expected value: as Python's `==` does, with a tolerance for floats.
+
+Stops: objects that equal everything, and values that are built to keep the comparison busy.
+"""
 
 from __future__ import annotations
 

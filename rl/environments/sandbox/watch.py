@@ -1,4 +1,7 @@
-"""Watch one run from outside: read what it writes, within bounds, and end it at its limits."""
+"""Watch one run from outside: read what it writes, within bounds, and end it at its limits.
+
+Stops: floods of output, endless loops and sleeps, and many processes that share out what one may not take.
+"""
 
 from __future__ import annotations
 

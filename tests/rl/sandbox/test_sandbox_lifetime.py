@@ -197,7 +197,7 @@ def test_run_python_needs_no_sandbox(sandbox: Sandbox) -> None:
 UNPRIVILEGED = """
 import ctypes, os, sys
 from pathlib import Path
-from holdfast.rl.environments.sandbox.inside.libc import libc
+from holdfast.rl.environments.sandbox.inside.syscalls import libc
 from holdfast.rl.environments.sandbox.inside.namespaces import mount
 assert libc.unshare(0x00020000) == 0  # a mount namespace, in which the interpreter is where every user may read it
 mount("none", "/", None, 16384 | 1 << 18)

@@ -3,6 +3,8 @@
 The template enters the outer ones once: a user namespace in which it may mount, an empty network, and a read-only root
 that holds the interpreter's library and three devices. Each run gets inner ones: a user namespace without any right in
 the outer one (and with a count of processes of its own), process numbers, message queues, and an empty /tmp.
+
+Stops: reading or changing files of the host, signals to its processes, connections, mounts and devices.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.rl.environments.sandbox.inside import syscalls
-from holdfast.rl.environments.sandbox.inside.libc import call, libc
+from holdfast.rl.environments.sandbox.inside.syscalls import call, libc
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
 _NEWPID, _NEWNET, _WITH_PIDFD = 0x20000000, 0x40000000, 0x1000

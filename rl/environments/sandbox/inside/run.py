@@ -2,6 +2,8 @@
 
 The first process of a space of process numbers cannot be signalled from within, and the kernel kills all the others
 when it ends. It has given up every right before it forks, and alone holds the descriptor of the report.
+
+Stops: fork bombs, daemons, one process that takes all memory, descriptors or time, and forged reports of the end.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from holdfast.rl.environments.sandbox.inside import namespaces, seccomp
 from holdfast.rl.environments.sandbox.inside.execute import execute
@@ -35,26 +37,14 @@ class Inherited:
     address_space: int
 
 
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """The limits of one run."""
-
-    cpu_seconds: float
-    memory_bytes: int
-    processes: int
-    output_bytes: int
-    disk_bytes: int
-    open_files: int
-
-
-def be_first_process(here: Inherited, request: RunRequest, fds: Sequence[int]) -> NoReturn:
+def be_first_process(here: Inherited, limits: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
     """Put up the inner walls, let a child execute the program, and report how that ended."""
     report = fds[-1]
     ended: dict[str, float | str]
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        namespaces.enter_inner(here.proc, request.disk_bytes)
+        namespaces.enter_inner(here.proc, limits["disk_bytes"])
         namespaces.die_with_parent()
         poll = select.poll()
         poll.register(here.template, select.POLLIN)
@@ -66,7 +56,7 @@ def be_first_process(here: Inherited, request: RunRequest, fds: Sequence[int]) -
         began = time.monotonic()
         child = os.fork()
         if child == 0:
-            _execute(here, request, fds)
+            _execute(here, limits, fds)
         status = _wait(child)
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)
         ended = {"status": status, "seconds": time.monotonic() - began, "cpu_seconds": spent.ru_utime + spent.ru_stime}
@@ -90,7 +80,7 @@ def _wait(child: int) -> int:
     return status
 
 
-def _execute(here: Inherited, request: RunRequest, fds: Sequence[int]) -> NoReturn:
+def _execute(here: Inherited, limits: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
     code = 125
     try:
         program, *streams, _ = (fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in fds)
@@ -101,23 +91,23 @@ def _execute(here: Inherited, request: RunRequest, fds: Sequence[int]) -> NoRetu
         os.chdir("/tmp")
         os.environ.clear()
         os.environ.update(HOME="/tmp", TMPDIR="/tmp", PATH="", LANG="C.UTF-8")
-        _limit(here, request)
+        _limit(here, limits)
         code = execute(json.loads(text))
     finally:
         os._exit(code)
 
 
-def _limit(here: Inherited, request: RunRequest) -> None:
-    seconds = math.ceil(request.cpu_seconds)
+def _limit(here: Inherited, limits: Mapping[str, Any]) -> None:
+    seconds = math.ceil(limits["cpu_seconds"])
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_FSIZE, request.disk_bytes),
-        (resource.RLIMIT_NOFILE, request.open_files),
-        (resource.RLIMIT_NPROC, request.processes + 1),
+        (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_NPROC, limits["processes"] + 1),
         (resource.RLIMIT_SIGPENDING, 64),
-        (resource.RLIMIT_AS, here.address_space + request.memory_bytes),
+        (resource.RLIMIT_AS, here.address_space + limits["memory_bytes"]),
     ):
         resource.setrlimit(kind, (most, most))
     # SIGXCPU first, which says why; SIGKILL for code that ignores it.

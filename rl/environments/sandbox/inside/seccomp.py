@@ -3,6 +3,8 @@
 A call outside of the list fails with EPERM, so that ordinary code sees an ordinary error. A call that only an attack
 makes (`syscalls.fatal`) kills the process. Four calls pass by their arguments: `clone` without new namespaces, `ioctl`
 with the requests of ordinary files, `prlimit64` of the caller itself, `socketpair` of Unix sockets (asyncio needs it).
+
+Stops: a program in its place (`execve`), tracing, new namespaces, and calls that reach rarely used parts of the kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 from holdfast.rl.environments.sandbox.inside import syscalls
-from holdfast.rl.environments.sandbox.inside.libc import call, libc
+from holdfast.rl.environments.sandbox.inside.syscalls import call, libc
 
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

@@ -5,6 +5,8 @@ A table of this package, not of the host's headers: a call that a later kernel a
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
 from collections.abc import Mapping
 from typing import Final
@@ -89,3 +91,15 @@ def number(name: str) -> int:
     """The number of a system call that the launcher makes, on this machine."""
     machine = platform.machine()
     return {**fatal(machine), **conditional(machine)}[name]
+
+
+libc: Final = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+
+def call(name: str, result: int) -> int:
+    """Return the result of a call of `libc`. Raises OSError, with the name of the call, where it is negative."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
+    return int(result)

@@ -20,7 +20,7 @@ import sys
 from contextlib import suppress
 
 from holdfast.rl.environments.sandbox.inside import namespaces, seccomp
-from holdfast.rl.environments.sandbox.inside.run import Inherited, RunRequest, be_first_process
+from holdfast.rl.environments.sandbox.inside.run import Inherited, be_first_process
 
 REQUEST_BYTES = 4096
 DESCRIPTORS = 6
@@ -85,11 +85,10 @@ def _serve(channel: socket.socket, here: Inherited) -> bool:
         fds.frombytes(packed)
     if not data:
         return False
-    request = RunRequest(**json.loads(data))
     pid, pidfd = namespaces.fork_first_process()
     if pid == 0:
         channel.close()
-        be_first_process(here, request, fds)
+        be_first_process(here, json.loads(data), fds)
     for fd in fds:
         os.close(fd)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pidfd]))]
