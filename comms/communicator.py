@@ -585,6 +585,13 @@ class Communicator:
             raise ValueError(f"split: name must be a new one, of 1 to {_MOST_NAME} characters, not {name!r:.80}")
         if self.rank not in members:
             return None
+        part = self._part(members, timeout, name, hints)
+        self._executor.abort_part_on_end(part._executor)
+        return part
+
+    def _part(
+        self, members: tuple[int, ...], timeout: float | None, name: str | None = None, hints: Hints | None = None
+    ) -> Communicator:
         part = self._connector.connect_part(
             self,
             members,
@@ -594,8 +601,15 @@ class Communicator:
             hints=hints,
         )
         part._executor.split_from = self.name, members
-        self._executor.abort_part_on_end(part._executor)
         return part
+
+    def twin(self, timeout: float | None = None) -> Communicator:
+        """Make a communicator of the same ranks that goes on when this one is aborted, or an op fails here; collective.
+
+        Whoever makes it ends it.
+        """
+        self._executor.check_usable()
+        return self._part(tuple(range(self.size)), timeout)
 
     def handle(self) -> str:
         """This process's handle, for `reconfigure` in the processes that it will be connected with.

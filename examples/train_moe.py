@@ -3,7 +3,8 @@
     python examples/train_moe.py
 
 Three processes hold two experts each, and each has its own part of the batch. Amid step 20 rank 1 kills itself, between
-dispatch and combine. The others finish that step without its experts, and train on at once with the four that are left.
+dispatch and combine. The others finish and commit that step without its experts, and train on at once with the four
+that are left.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import torch
 from torch.nn import functional
 
-from holdfast.comms import Communicator
+from holdfast import ft
 from holdfast.comms.experts import Switch
 from holdfast.harness import LocalCluster
 
@@ -30,30 +31,33 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return points, points.abs() - 0.5 * points.roll(1, dims=1)
 
 
-def train(comm: Communicator, steps: int) -> list[tuple[float, int]]:
-    """Train; return each step's loss on this rank, and how many ranks were alive after it."""
-    torch.manual_seed(comm.rank)
+def train(session: ft.Session, steps: int) -> list[tuple[int, float, int]]:
+    """Train; return each committed step, its loss on this rank, and how many ranks were alive after it."""
+    router = torch.nn.Linear(FEATURES, EXPERTS)
+    torch.nn.init.zeros_(router.weight)  # the same on all ranks
+    torch.nn.init.zeros_(router.bias)
+    experts = torch.nn.ModuleList()
+    switch: Switch | None = None
     history = []
-    with Switch(
-        comm, EXPERTS, top_k=TOP_K, hidden=FEATURES, max_tokens=TOKENS, renormalise=True, timeout=10.0
-    ) as switch:
-        router = torch.nn.Linear(FEATURES, EXPERTS)
-        torch.nn.init.zeros_(router.weight)  # the same on all ranks
-        torch.nn.init.zeros_(router.bias)
-        experts = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(FEATURES, 64), torch.nn.ReLU(), torch.nn.Linear(64, FEATURES))
-            for _ in switch.local_experts
-        )
-        optimizer = torch.optim.Adam([*router.parameters(), *experts.parameters()], lr=0.01)
-        for step in range(steps):
-            points, targets = batch(comm.rank, step)
+    for attempt in session.steps(steps):
+        with attempt:
+            if switch is None:
+                switch = Switch(
+                    attempt.lasting, EXPERTS, top_k=TOP_K, hidden=FEATURES, max_tokens=TOKENS, renormalise=True
+                )
+                torch.manual_seed(attempt.rank)
+                for _ in switch.local_experts:
+                    layers = torch.nn.Linear(FEATURES, 64), torch.nn.ReLU(), torch.nn.Linear(64, FEATURES)
+                    experts.append(torch.nn.Sequential(*layers))
+                optimizer = torch.optim.Adam([*router.parameters(), *experts.parameters()], lr=0.01)
+            points, targets = batch(attempt.rank, attempt.step)
             scores = router(points) + 0.1 * torch.randn(TOKENS, EXPERTS)
             scores = scores.masked_fill(~torch.tensor(switch.reachable), float("-inf"))  # choose among the living
             weights, chosen = functional.softmax(scores, dim=1).topk(TOP_K)
 
             received = switch.dispatch(points, chosen, weights)
             outputs = torch.cat([expert(rows) for expert, rows in zip(experts, received.split(), strict=True)])
-            if (comm.rank, step) == (KILLED, KILL_STEP):
+            if (attempt.rank, attempt.step) == (KILLED, KILL_STEP):
                 os.kill(os.getpid(), signal.SIGKILL)
             predicted = switch.combine(outputs)
 
@@ -63,8 +67,9 @@ def train(comm: Communicator, steps: int) -> list[tuple[float, int]]:
             for parameter in router.parameters():  # the experts' own gradients are complete: all tokens came to them
                 assert parameter.grad is not None
                 switch.all_reduce(parameter.grad).div_(sum(switch.alive))
+        if attempt.committed:  # by all, or by all that are left
             optimizer.step()
-            history.append((float(loss.detach()), sum(switch.alive)))
+            history.append((attempt.step, float(loss.detach()), sum(switch.alive)))
     return history
 
 
@@ -73,16 +78,12 @@ def main() -> None:
     parser.add_argument("--backend", default="shm", help="shm, gloo, ucx or mpi")
     parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
-    with LocalCluster(3, given.backend) as cluster:
-        for outcome in cluster.outcomes(train, given.steps):
-            if outcome.error is not None:
-                print(f"rank {outcome.rank}: {str(outcome.error).splitlines()[0]}")
-                continue
-            first, last = outcome.value[0][0], outcome.value[-1][0]
-            degraded = sum(alive < 3 for _, alive in outcome.value)
+    with LocalCluster(3, given.backend, session={"on_death": "go_on"}) as cluster:
+        for history in cluster.start(train, given.steps).results(timeout=120.0):
+            alive = [ranks for _, _, ranks in history]
             print(
-                f"rank {outcome.rank}: {len(outcome.value)} steps, {degraded} of them without rank {KILLED}; "
-                f"loss {first:.3f} -> {last:.3f}"
+                f"{len(history)} steps, {sum(ranks < 3 for ranks in alive)} of them without rank {KILLED}; "
+                f"loss {history[0][1]:.3f} -> {history[-1][1]:.3f}"
             )
 
 

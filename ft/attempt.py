@@ -21,7 +21,7 @@ FAILURES = (PeerFailed, Revoked, OpTimeout)
 """The errors that the death of a peer can cause inside an attempt."""
 
 
-_READABLE = ("step", "comm", "epoch", "rank", "total", "total_shards", "shards")
+_READABLE = ("step", "comm", "epoch", "rank", "total", "total_shards", "shards", "alive", "degraded")
 """What a forked child can still read of its parent's attempt."""
 
 
@@ -42,6 +42,9 @@ class Attempt:
     for the job (default: its `size`), the same in every epoch. `shards` are the numbers of this rank's shards; each
     shard belongs to one rank. A mean over the whole step is the sum over all shards divided by `total_shards`.
 
+    `alive` says of each rank of `comm` whether it was a member when the attempt began. Nobody does the shards of one
+    that is not; only a session with `on_death="go_on"` has such attempts.
+
     After the `with` block, `committed` says whether the step is done, alike on all ranks. If it is not, a peer has
     failed, and `Session.steps` yields the same step again.
     """
@@ -57,12 +60,27 @@ class Attempt:
         self.entered = False
         self.settled = False
         self._transaction = transaction
+        self.alive = transaction.alive
         self._range: AbstractContextManager[object] = _NOTHING
         forks.refuse_in_children(self, f"the attempt at step {step}", _READABLE)
 
     def __repr__(self) -> str:
         state = ", committed" * self.committed
         return f"<Attempt at step {self.step}: rank {self.rank} of {self.comm.size}, epoch {self.epoch}{state}>"
+
+    @property
+    def degraded(self) -> bool:
+        """Whether a rank had died before this attempt, and the others go on without it: see `alive`."""
+        return not all(self.alive)
+
+    @property
+    def lasting(self) -> Communicator:
+        """A communicator of the ranks of `comm` that the death of a member leaves as it is: for a `Switch` or a window.
+
+        It is made on the first use in an epoch, by all ranks alike. It ends when the next communicator is built. Raises
+        HoldfastError if the session was made with `on_death="rebuild"`, or a member died before the first use.
+        """
+        return self._transaction.lasting()
 
     @property
     def total(self) -> int:

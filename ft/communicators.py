@@ -29,11 +29,17 @@ class CommunicatorManager:
 
     def __init__(self, settings: Settings) -> None:
         self.comm: Communicator | None = None
+        self.lasting: Communicator | None = None
+        """The one that the death of a member does not end, if it was asked for in this epoch."""
         self._settings = settings
         self._retired: list[Communicator] = []
 
     def retire(self) -> None:
         """Set the current communicator aside: its epoch is over."""
+        if self.lasting is not None:
+            self.lasting.abort("the members build another communicator")
+            self._retired.append(self.lasting)
+            self.lasting = None
         if self.comm is not None:
             self._retired.append(self.comm)
             self.comm = None
@@ -68,6 +74,13 @@ class CommunicatorManager:
             address=split_address(view.members[rank].address)[0],
         )
         return self.comm
+
+    def make_lasting(self) -> Communicator:
+        """Make `lasting`; collective. Raises the error of `Communicator.twin`."""
+        if self.comm is None:
+            raise HoldfastError("there is no communicator before the first attempt")
+        self.lasting = self.comm.twin()
+        return self.lasting
 
     def close_retired(self, keep: int = 0) -> None:
         """Close all retired communicators but the newest `keep`. Call it only when no rank waits for the next one."""

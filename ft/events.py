@@ -382,6 +382,21 @@ class CommunicatorBuilt(Event, frozen=True, tag="rebuilt"):
         return f"the communicator of {counted(self.size, 'rank')} stands after {format_seconds(self.seconds)}"
 
 
+class StepsDegraded(Event, frozen=True, tag="degraded"):
+    """The living have agreed on the state of the steps, and go on over the communicator of the epoch `over`."""
+
+    usual_level = logging.INFO
+    shared = True
+    then = "no communicator is built until a member asks for it"
+
+    epoch: int
+    over: int
+    size: int = 0
+
+    def __str__(self) -> str:
+        return f"{counted(self.size, 'rank')} of epoch {self.over} go on without the others"
+
+
 class RecoveryEnded(Event, frozen=True, tag="gap"):
     """The first normal commit after a change of the view; `seconds` from the last one before, `usual` for a step."""
 

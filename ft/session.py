@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import msgspec
 import torch
 
 from holdfast.comms.communicator import Communicator
@@ -33,7 +34,7 @@ from holdfast.ft.attempt import Attempt, profiled
 from holdfast.ft.communicators import CommunicatorManager, collect_votes
 from holdfast.ft.departure import OnError
 from holdfast.ft.membership.events import EpochBroken, LocalFinished
-from holdfast.ft.membership.view import View
+from holdfast.ft.membership.view import OnDeath, View
 from holdfast.ft.node.epoch_guard import EpochEventLogger, EpochGuard
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime, new_identity
@@ -87,6 +88,11 @@ class Session:
     the job at once. A job that an exception ended raises `StepFailed` on the other ranks. At SIGTERM, if the program
     does not handle it, this process finishes its step, leaves the job and ends with status 143.
 
+    `on_death` says what the living do when a member dies. "rebuild": they build the next communicator, and do the step
+    again. "finish_step": a step whose part is complete on all the living (`comms.experts` can do that) is committed by
+    them, and then they rebuild. "go_on": they do not rebuild, and do further steps in that degraded epoch, until
+    `rebuild()`; spares wait. All members of a job have the same.
+
     `metrics` (or HOLDFAST_METRICS_PORT) serves metrics for Prometheus on loopback: a port, 0 for any free one, or a
     range such as "9400-9463" of which each process takes one.
 
@@ -111,6 +117,7 @@ class Session:
         interface: str | None = None,
         metrics: str | int | None = None,
         on_error: OnError = "replace",
+        on_death: OnDeath = "rebuild",
     ) -> None:
         if on_error not in ("raise", "replace"):
             raise ValueError(f"on_error={on_error!r} is neither 'raise' nor 'replace'")
@@ -128,6 +135,7 @@ class Session:
             device=device,
             host=host,
             interface=interface,
+            on_death=on_death,
         )
         self._register = Register.open(self._settings.register)
         try:
@@ -151,9 +159,12 @@ class Session:
         self._group = DefaultGroup()
         self._comms = CommunicatorManager(self._settings)
         self._view: View | None = None
+        self._living: View | None = None
+        """`_view`, or the degraded view that followed it."""
         self._hosts: list[str] = []
         self._commit_state = CommitState()
-        self._protocol = protocol.StepProtocol(self._commit_state, self._identity, self._settings.timeouts).run()
+        self._protocol = protocol.StepProtocol(self._commit_state, self._identity, self._settings.timeouts)
+        self._protocol_run = self._protocol.run()
         self._handlers: dict[type[protocol.ProtocolRequest], Callable[[Any], Any]] = {}
         self._over = False
         self._own_steps = OwnSteps()
@@ -172,7 +183,7 @@ class Session:
 
     @property
     def view(self) -> View | None:
-        """The view that this process works in; None before its first view."""
+        """The view whose members this process is connected with; None before its first view."""
         return self._view
 
     @property
@@ -189,6 +200,13 @@ class Session:
     def size(self) -> int | None:
         """The number of members of `view`; None before its first view."""
         return None if self._view is None else len(self._view.members)
+
+    @property
+    def alive(self) -> tuple[bool, ...]:
+        """For each rank of `view`, whether it still is a member: in a degraded epoch some are not."""
+        if self._view is None or self._living is None:
+            return ()
+        return tuple(member.id in self._living.ranks for member in self._view.members)
 
     @property
     def step(self) -> int:
@@ -234,6 +252,26 @@ class Session:
         """
         self._attachments.checkpoints(directory, every=every, last=last)
 
+    def rebuild(self) -> None:
+        """End a degraded epoch at the next boundary between two steps: build a communicator, and let spares in.
+
+        One member is enough. An attempt that others have open then is undone, so call it on all after the same step. It
+        does nothing if no epoch is degraded then.
+        """
+        self._protocol.wants_rebuild = True
+
+    @_in_own_steps
+    def lasting(self) -> Communicator:
+        """The communicator behind `Attempt.lasting`."""
+        if self._settings.on_death == "rebuild":
+            raise HoldfastError(
+                'nothing outlives a member here: make the session with on_death="finish_step" or "go_on"'
+            )
+        if self._comms.lasting is None:
+            self._epoch_guard.bind_lasting(self._comms.make_lasting())
+        assert self._comms.lasting is not None
+        return self._comms.lasting
+
     @_in_own_steps
     def process_group(self) -> SessionProcessGroup:
         """torch.distributed's default group in the current epoch; see `Attempt.process_group`."""
@@ -257,6 +295,11 @@ class Session:
         if self._attachments.closed:
             raise HoldfastError("steps() can be called once: a job is one run of steps")
         self._replicator.check()
+        if self._settings.on_death != "rebuild" and self._replicator.needs_group:
+            raise ValueError(
+                f"on_death={self._settings.on_death!r} with attach_sharded() or checkpoints(), which need all ranks "
+                'at a commit; use on_death="rebuild"'
+            )
         self._attachments.closed = True
         self._commit_state.total = total
         self._handlers = self._handlers_of(self._runtime)
@@ -329,7 +372,7 @@ class Session:
 
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
         """Whether this process's leave ends the job: all members leave their steps, or an exception ends it."""
-        view, rank, done = self._view, self.rank, self._commit_state.done
+        view, rank, done = self._living, self.rank, self._commit_state.done
         if not self._attachments.closed or view is None or rank is None or self._commit_state.standing == NEWCOMER:
             return False
         if error is None:
@@ -381,7 +424,7 @@ class Session:
 
         `failure` is the error of the last one to the user.
         """
-        steps, handlers = self._protocol, self._handlers
+        steps, handlers = self._protocol_run, self._handlers
         try:
             request = next(steps) if failure is None else steps.throw(failure)
             while (carry_out := handlers.get(type(request))) is not None:
@@ -410,6 +453,7 @@ class Session:
             protocol.ReportFailure: lambda request: runtime.soon(runtime.node.failed, request.failure),
             protocol.BreakEpoch: lambda request: runtime.feed(EpochBroken(request.epoch, str(request.failure))),
             protocol.Connect: lambda request: self._connect(runtime, request),
+            protocol.CollectVotes: lambda request: self._vote_among_living(runtime, request),
             protocol.ProposeFinish: lambda request: runtime.feed(LocalFinished(request.epoch)),
             protocol.TransferState: lambda request: replicator.transfer_state(
                 self._open_comm(), self._hosts, request.decision, request.done, founding=request.founding
@@ -479,12 +523,23 @@ class Session:
                 recorder=None if self._telemetry is None else self._telemetry.recorder,
                 connect_payload=vote.numbers(),
             )
-            self._view, self._hosts = view, [member.peer.host for member in view.members]
+            self._view = self._living = view
+            self._hosts = [member.peer.host for member in view.members]
             self._epoch_guard.bind(comm)
             self._reach("rebuild.before_votes")
             votes = collect_votes(comm, vote, patience)
         self._termination.in_steps = True
         return votes
+
+    def _vote_among_living(self, runtime: Runtime, request: protocol.CollectVotes) -> list[Vote]:
+        """Exchange votes with the members of a degraded view, over its rendezvous table."""
+        view = request.view
+        store = runtime.store(view)  # it waits as long as a member may compute
+        keys = [f"{request.name}/{member.id}" for member in view.members]
+        store.set(f"{request.name}/{self._identity}", msgspec.json.encode(request.vote.numbers()).decode())
+        numbers = [msgspec.json.decode(vote, type=list[int]) for vote in store.multi_get(keys)]
+        self._living = view
+        return [Vote.of(vote) for vote in numbers]
 
     def _open_comm(self) -> Communicator:
         """The communicator of the current epoch. Raises `StaleEpoch` if a signal's handler has closed the session."""

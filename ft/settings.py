@@ -10,6 +10,7 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -25,7 +26,7 @@ from holdfast.ft.environment.listen_address import choose_address
 from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.ft.environment.placement import Placement, placement
 from holdfast.ft.membership.admission import host_refusal_reason
-from holdfast.ft.membership.view import MESH, Job, View
+from holdfast.ft.membership.view import MESH, Job, OnDeath, View
 from holdfast.ft.timeouts import Timeouts
 
 MAX_NAME = 100
@@ -56,6 +57,7 @@ class Settings:
     mesh: int = MESH
     host: str = "127.0.0.1"
     scheduled: int = 0
+    on_death: OnDeath = "rebuild"
 
 
 def settle(
@@ -71,6 +73,7 @@ def settle(
     device: str | torch.device | None,
     host: str | None = None,
     interface: str | None = None,
+    on_death: OnDeath = "rebuild",
 ) -> Settings:
     """Take arguments that are None from the environment and check all.
 
@@ -91,6 +94,8 @@ def settle(
             raise ValueError(f"min_size={min_size} is above size={size}: the job could never run")
     if shards is not None:
         shards = integer_in(shards, "shards", 1, MAX_SHARDS)
+    if on_death not in get_args(OnDeath):
+        raise ValueError(f"on_death={on_death!r} is none of {', '.join(map(repr, get_args(OnDeath)))}")
     if not isinstance(timeouts, Timeouts):
         raise TypeError(f"timeouts must be a Timeouts, not {type(timeouts).__name__}")
     name = _given("job", job, "HOLDFAST_JOB", "the name of the job", placed.job)
@@ -121,6 +126,7 @@ def settle(
         mesh,
         address,
         placed.size or 0,
+        on_death,
     )
 
 
@@ -183,6 +189,7 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
         asked=settings.backend,
         timeouts=settings.timeouts,
         mesh=settings.mesh,
+        on_death=settings.on_death,
         version=installed_version(),
     )
     if view is None or there is None:

@@ -8,6 +8,12 @@ A step is PREPARED on a rank once the rank holds all its results and enters the 
 rank has left the barrier. So if one rank committed, all had prepared. If all ranks that hold the state had prepared,
 they can commit without anything from the dead. Otherwise no rank has committed, and the step is done again.
 
+In a degraded view (`View.degraded_from`) the members build no communicator. A rank that holds its results prepares the
+step in that view, and the votes travel over the rendezvous table, of which the dead have no part. It is the same
+decision on the same votes: the register has the view, so whoever was left out commits nothing that the living undo. If
+the step cannot be committed, or a newcomer lacks the state, the members rebuild at once, and so none does a step twice
+over one communicator.
+
 A job that returns to a checkpoint repeats the steps after it. If an epoch fails just then, perhaps only some ranks
 have returned; the state of a rank that returned less often than others is obsolete.
 """
@@ -22,7 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
 from holdfast.ft import events
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.membership.view import View
@@ -163,6 +169,8 @@ class CommitState:
         self.pending = decision if decision.receivers else None
         if self.standing == FOUNDER and not decision.receivers:
             self.standing = HOLDER
+        elif self.standing == FOUNDER and decision.done:  # its own state is no longer the job's, whoever dies now
+            self.standing = NEWCOMER
 
     def take_over(self, done: int) -> None:
         """Note that this newcomer has got the state after `done` steps."""
@@ -263,6 +271,14 @@ class Connect(ProtocolRequest, frozen=True):
     vote: Vote
 
 
+class CollectVotes(ProtocolRequest, frozen=True):
+    """Exchange votes with the members of the degraded `view`, under a name for this vote. Gets all. Raises FAILURES."""
+
+    view: View
+    name: str
+    vote: Vote
+
+
 class ProposeFinish(ProtocolRequest, frozen=True):
     """All steps are committed here: propose that the job is finished."""
 
@@ -348,6 +364,14 @@ class StepProtocol:
     def __init__(self, commits: CommitState, identity: str, timeouts: Timeouts) -> None:
         self._commits, self._identity, self._timeouts = commits, identity, timeouts
         self._recovery_times = RecoveryTimes()
+        self.wants_rebuild = False
+        """Set by the caller: at the next boundary between two steps, a degraded epoch ends."""
+        self._built = 0
+        """The epoch whose communicator this process has; 0 while it builds one."""
+        self._must_rebuild = False
+        """Whether a step was undone over this communicator, or not all have the state: no degraded epoch goes on."""
+        self._is_open = self._has_results = False
+        """Whether this process does a step, and whether its part of that is complete."""
 
     def run(self) -> Asks[None]:
         """Join the job and do its steps until it is over."""
@@ -368,13 +392,15 @@ class StepProtocol:
         """Do steps in the epoch of `view`; returns the next epoch's view, None if the job is over."""
         commits, opened, retired = self._commits, -1, True
         try:
-            yield from self._synchronise()
+            if not view.degraded_from:
+                yield from self._synchronise()
             yield StepBoundary(commits.done)
-            while commits.done < commits.total:
+            while commits.done < commits.total and not self._rebuilds(view):
                 yield Reach("step.begin")
                 yield RecordStep(events.StepBegun(step=commits.done, epoch=view.epoch), in_epoch=view.epoch)
-                opened = commits.done
+                opened, self._is_open, self._has_results = commits.done, True, False
                 yield RunBody(opened)
+                self._has_results = True
                 yield from self._commit(view)
                 if retired:
                     yield CloseRetired()
@@ -385,6 +411,8 @@ class StepProtocol:
         except FAILURES as failure:
             following = yield from self._build((yield from self._leave(view.epoch, failure)))
         else:
+            if commits.done < commits.total:
+                return (yield from self._build((yield from self._rebuild(view, "a member asks for it"))))
             return (yield from self._finish(view))
         if opened >= 0:  # and `failure`, with the frames of the user that it holds, is gone
             committed = commits.done > opened
@@ -397,14 +425,20 @@ class StepProtocol:
         """Agree with all ranks that the step is done, once this rank's part of it is."""
         commits = self._commits
         yield StageState(commits.done + 1)
-        yield Reach("commit.before_prepare")
-        yield RecordStep(events.StepPrepared(step=commits.done, epoch=view.epoch), in_epoch=view.epoch)
-        commits.prepare()
+        yield from self._prepare(view)
         yield Reach("commit.before_barrier")
-        yield AwaitBarrier()
+        if view.degraded_from:
+            yield CollectVotes(view, f"step {commits.done}", commits.vote())
+        else:
+            yield AwaitBarrier()
         yield Reach("commit.after_barrier")
         yield from self._note_commit(view, "normal")
         yield Reach("commit.after_commit")
+
+    def _prepare(self, view: View) -> Asks[None]:
+        yield Reach("commit.before_prepare")
+        yield RecordStep(events.StepPrepared(step=self._commits.done, epoch=view.epoch), in_epoch=view.epoch)
+        self._commits.prepare()
 
     def _note_commit(self, view: View, how: str) -> Asks[None]:
         step, normal = self._commits.done, how == "normal"
@@ -412,6 +446,7 @@ class StepProtocol:
             events.StepCommitted(step=step, epoch=view.epoch, how=how), view.epoch if normal else None
         )
         self._commits.commit()
+        self._is_open = False
         ended = self._recovery_times.commit(now, view, step, normal)
         if ended is not None:
             yield RecordStep(ended)
@@ -456,15 +491,31 @@ class StepProtocol:
         view: View = yield AwaitView(epoch, failure)
         return view
 
+    def _rebuilds(self, view: View) -> bool:
+        """Whether the epoch of `view` ends at this boundary; only a degraded one can."""
+        if not view.degraded_from:
+            self.wants_rebuild = False
+        return self.wants_rebuild
+
+    def _rebuild(self, view: View, why: str) -> Asks[View]:
+        """End the degraded epoch of `view`; returns the next view."""
+        failure = Revoked(view.epoch, why)
+        yield BreakEpoch(view.epoch, failure)
+        following: View = yield AwaitView(view.epoch, failure)
+        return following
+
     def _build(self, view: View) -> Asks[View | None]:
         """Connect the members of `view`, or of the first later view that holds, and close the open step.
 
-        Returns the view; None if the job is over.
+        Those of a degraded view only vote. Returns the view; None if the job is over.
         """
         began = yield Now()
         while view.phase == "running":
             rank = view.rank_of(self._identity)
             assert rank is not None
+            if view.degraded_from not in (0, self._built):
+                view = yield from self._rebuild(view, "a member has not built the communicator of the others")
+                continue
             try:
                 decision = yield from self._agree(view, rank)
             except FAILURES as failure:
@@ -473,6 +524,16 @@ class StepProtocol:
             if decision.committed:
                 yield from self._note_commit(view, "recovered")
             self._commits.settle(decision)
+            undone, self._is_open = self._is_open and not decision.committed, False
+            if view.degraded_from:
+                self._must_rebuild |= undone or bool(decision.receivers)
+                if self._must_rebuild or view.job.on_death == "finish_step":
+                    view = yield from self._rebuild(view, "the step that was open at the death is closed")
+                    continue
+                size = len(view.members)
+                yield RecordStep(events.StepsDegraded(epoch=view.epoch, over=self._built, size=size))
+                return view
+            self._built, self._must_rebuild = view.epoch, False
             seconds = (yield Now()) - began
             size = len(view.members)
             yield RecordStep(events.CommunicatorBuilt(epoch=view.epoch, seconds=seconds, rank=rank, size=size))
@@ -482,9 +543,16 @@ class StepProtocol:
         return None
 
     def _agree(self, view: View, rank: int) -> Asks[Decision]:
-        """Connect the members of `view`; returns what becomes of the open step."""
+        """Connect the members of `view`, or vote with them; returns what becomes of the open step."""
         yield Reach("rebuild.before_connect", view)
-        votes: Sequence[Vote] = yield Connect(view, rank, self._commits.vote())
+        votes: Sequence[Vote]
+        if view.degraded_from:
+            if self._is_open and self._has_results and not self._commits.prepared:
+                yield from self._prepare(view)
+            votes = yield CollectVotes(view, "open step", self._commits.vote())
+        else:
+            self._built = 0
+            votes = yield Connect(view, rank, self._commits.vote())
         decision = decide(votes, rank)
         yield Reach("rebuild.after_votes")
         return decision

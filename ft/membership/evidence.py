@@ -47,6 +47,11 @@ class Evidence:
         deaths = view.remember("deaths", departed, lambda: tuple(Death(m.id, view.reason) for m in departed))
         return tuple(Death(d.id, self.lost.get(d.id, d.evidence)) for d in deaths) if self.lost else deaths
 
+    def proves(self, view: View) -> bool:
+        """Whether each lost member of `view` has certainly ended or left: none lives on, cut off."""
+        proven = self.dead.keys() - self.unreachable
+        return all(each in proven for each in self.lost if each in view.ranks)
+
     def more_losses_likely(self, view: View) -> bool:
         """Whether more losses are likely to follow soon.
 

@@ -431,11 +431,18 @@ class Membership(Struct, frozen=True):
                 ("finished",), lambda: self._ended(view, "finished", done.reason, stopped=done.stopped), turn
             )
         lost, waiting = self._lost_members(view), self._waiting()
+        if lost and self._goes_on_degraded(view, lost):
+            turn += self.timeouts.heartbeat * self.evidence.more_losses_likely(view)
+            return PlannedProposal(("degraded", lost), lambda: self._next_degraded(view), turn)
+        if view.degraded_from and not lost and self.revoked != view.epoch:
+            return None  # spares wait until a member asks for a rebuild
         if not lost and not (waiting and len(view.members) < view.job.size):
             if self.revoked == view.epoch:  # its ops have ended with an error here: the epoch cannot be taken up again
                 words = "nobody is lost after all: who was taken for it is heard again"
                 if self.broken:
                     words = f"nobody is lost, but an op has failed: {self.broken}"
+                if view.degraded_from:
+                    words = f"a communicator is built again: {self.broken or words}"
                 return PlannedProposal(("again",), lambda: self._next("running", view.members, words), turn)
             return None
         if next_size(view, lost, waiting) < view.job.min_size:
@@ -454,6 +461,21 @@ class Membership(Struct, frozen=True):
     def _next_running(self, view: View) -> View:
         next_up = successors(view, self.evidence.lost, self.spares)
         return self._next("running", next_up.members, next_up.reason)
+
+    def _goes_on_degraded(self, view: View, lost: int) -> bool:
+        """Whether the members of the next view keep the communicator that they have, and build none.
+
+        Not if an op has failed in it (a member asks for a rebuild by that), too few are left, or one that is lost may
+        live: it could exchange results with some of the others, so that they have not the same.
+        """
+        if view.job.on_death == "rebuild" or self.broken or not self.evidence.proves(view):
+            return False
+        return len(view.members) - lost >= view.job.min_size
+
+    def _next_degraded(self, view: View) -> View:
+        next_up = successors(view, self.evidence.lost, ())
+        following = self._next("running", next_up.members, f"{next_up.reason}; the others go on without a rebuild")
+        return replace(following, degraded_from=view.degraded_from or view.epoch)
 
     def _too_few(self, view: View) -> View:
         next_up = successors(view, self.evidence.lost, self.spares)

@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 Phase = Literal["forming", "running", "finished", "failed"]
 
+OnDeath = Literal["rebuild", "finish_step", "go_on"]
+"""What the living do when a member dies: see `ft.Session`."""
+
 MESH = 64
 """The largest number of members at which each knows all others, unless HOLDFAST_MESH says otherwise."""
 
@@ -43,7 +46,8 @@ class Job(msgspec.Struct, frozen=True):
     number of shards of a step, whatever the size. `backends` are the names that every candidate so far can run, in
     order of preference, and `backend` the one chosen when the job was formed ("" before). `key_check` only tells a
     wrong key from the right one. By `timeouts` and `mesh` (see `Shape`) the members judge each other: with other values
-    a member would be taken for dead, or would not be watched. `version` is that of holdfast ("": unknown).
+    a member would be taken for dead, or would not be watched. `on_death`: see `ft.Session`. `version` is that of
+    holdfast ("": unknown).
     """
 
     name: str
@@ -56,6 +60,7 @@ class Job(msgspec.Struct, frozen=True):
     asked: str = "auto"
     timeouts: Timeouts = Timeouts()
     mesh: int = MESH
+    on_death: OnDeath = "rebuild"
     version: str = ""
 
     def conflict(self, there: Job) -> str | None:
@@ -69,7 +74,8 @@ class Job(msgspec.Struct, frozen=True):
                 f"job {self.name!r} runs on holdfast {there.version}, this process has {self.version}; install the "
                 "same version on all hosts"
             )
-        terms = [(what, getattr(self, what), getattr(there, what)) for what in ("size", "min_size", "shards", "mesh")]
+        alike = ("size", "min_size", "shards", "mesh", "on_death")
+        terms = [(what, getattr(self, what), getattr(there, what)) for what in alike]
         times = [field.name for field in fields(Timeouts)]
         terms += [(what, getattr(self.timeouts, what), getattr(there.timeouts, what)) for what in times]
         for what, mine, theirs in terms:
@@ -89,6 +95,9 @@ class View(msgspec.Struct, frozen=True, dict=True):
     members `stopped` before the last one) or `failed` (it cannot go on, for `reason`; `error` is the user's exception
     if that is the cause).
 
+    A view is degraded if its members build no communicator, but go on with what is left of that of an earlier epoch,
+    `degraded_from`, all of whose living members they are. 0: they build one.
+
     What is derived from a view is computed once and kept with it (`remember`), so that a question about one member
     takes no time that grows with their number.
     """
@@ -100,6 +109,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     reason: str
     stopped: bool = False
     error: StepError | None = None
+    degraded_from: int = 0
 
     def __post_init__(self) -> None:
         if self.epoch < 1:

@@ -16,8 +16,8 @@ class ViewDelta(msgspec.Struct, frozen=True):
     """The step from the view of epoch `epoch` - 1 to that of `epoch`.
 
     `gone` are ranks of the old view that are not filled again, `placed` the ranks that newcomers take over, and
-    `joined` the newcomers that come last. `job` is None if it stays as it is. `stopped` and `error` are those of the
-    new view.
+    `joined` the newcomers that come last. `job` is None if it stays as it is. `stopped`, `error` and
+    `degraded_from` are those of the new view.
     """
 
     epoch: int
@@ -29,6 +29,7 @@ class ViewDelta(msgspec.Struct, frozen=True):
     job: Job | None = None
     stopped: bool = False
     error: StepError | None = None
+    degraded_from: int = 0
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -81,7 +82,18 @@ def _work_out(old: View, new: View) -> ViewDelta | None:
             gone.append(rank)
     joined = new.members[at:]
     job = None if new.job == old.job else new.job
-    return ViewDelta(new.epoch, new.phase, tuple(gone), tuple(placed), joined, new.reason, job, new.stopped, new.error)
+    return ViewDelta(
+        new.epoch,
+        new.phase,
+        tuple(gone),
+        tuple(placed),
+        joined,
+        new.reason,
+        job,
+        new.stopped,
+        new.error,
+        new.degraded_from,
+    )
 
 
 def apply_delta(old: View, change: ViewDelta) -> View:
@@ -103,7 +115,16 @@ def _make(old: View, change: ViewDelta) -> View:
         kept = tuple(member for member in members if member is not None)
         job = old.job if change.job is None else change.job
         members_now = (*kept, *change.joined)
-        new = View(change.epoch, change.phase, members_now, job, change.reason, change.stopped, change.error)
+        new = View(
+            change.epoch,
+            change.phase,
+            members_now,
+            job,
+            change.reason,
+            change.stopped,
+            change.error,
+            change.degraded_from,
+        )
     except (IndexError, ValueError) as error:
         raise CorruptData(f"a change to epoch {change.epoch} makes no view: {error}") from error
     new.remember(_CHANGE, old.epoch, lambda: change)

@@ -79,6 +79,8 @@ class EpochGuard:
         self._over: HoldfastError | None = None
         self._why_before: tuple[int, HoldfastError] | None = None
         self._comm: Communicator | None = None
+        self._lasting: Communicator | None = None
+        """What a member's death leaves as it is: it ends when its members build another communicator."""
         self._revoked: list[tuple[Communicator, HoldfastError]] = []
         self._ended: HoldfastError | None = None
         self._next: View | None = None
@@ -110,6 +112,10 @@ class EpochGuard:
             replaced, why = self._view, self._over
             self._why_before = (replaced.epoch, why) if replaced is not None and why is not None else None
             self._view, self._over, self._comm = view, None, None
+            lasting = self._lasting
+            if lasting is not None and lasting.epoch != view.degraded_from:
+                self._revoked.append((lasting, Revoked(lasting.epoch, f"epoch {view.epoch} has begun: {view.reason}")))
+                self._lasting = None
             self._changed.notify_all()
         self._on_over(view.epoch - 1)
 
@@ -163,10 +169,11 @@ class EpochGuard:
         with self._lock:
             self._ended = self._ended or error
             self._over = self._over or error
-            view, comm = self._view, self._comm
+            view, comms = self._view, (self._comm, self._lasting)
             self._changed.notify_all()
-        if comm is not None:
-            comm.abort(error)
+        for comm in comms:
+            if comm is not None:
+                comm.abort(error)
         if view is not None:
             self._on_over(view.epoch)
 
@@ -199,6 +206,12 @@ class EpochGuard:
         with self._lock:
             self._check(comm.epoch)
             self._comm = comm
+
+    def bind_lasting(self, comm: Communicator) -> None:
+        """End `comm` when its members build another communicator. Raises the reason if its epoch is over."""
+        with self._lock:
+            self._check(comm.epoch)
+            self._lasting = comm
 
     def is_over(self, epoch: int) -> bool:
         """Whether `epoch` is revoked or replaced."""

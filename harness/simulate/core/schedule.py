@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from holdfast.ft.faultpoints import POINTS
+from holdfast.ft.membership.view import OnDeath
 from holdfast.ft.timeouts import Timeouts
 
 
@@ -18,6 +19,10 @@ class JobLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts. `steps` of `compute` seconds are to be committed (0 steps: membership alone). With `form` the processes first
     form the job, one by one; without, they begin in a running view. The rest is `ft.Timeouts`, and the number of
     members up to which each watches all others.
+
+    `on_death` as for `ft.Session`. Unless it is "rebuild", a step's results are exchanged as by `comms.experts.Switch`:
+    the living leave out a process that has ended (on one host, one that is silent for `masked` seconds too). With
+    "go_on", members ask for a rebuild after `degraded_steps`.
     """
 
     ranks: int = 8
@@ -32,6 +37,9 @@ class JobLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     suspect: float = 0.5
     join: float = 5.0
     mesh: int = 64
+    on_death: OnDeath = "rebuild"
+    masked: float = 0.3
+    degraded_steps: int = 3
 
     def __post_init__(self) -> None:
         if not 1 <= self.racks <= self.hosts <= self.ranks:

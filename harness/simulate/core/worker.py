@@ -5,23 +5,29 @@ An op of the communicator needs all members of the epoch; the others wait for a 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
+import msgspec
 from msgspec.structs import replace
 
-from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, StaleEpoch
 from holdfast.ft import events
 from holdfast.ft import step_protocol as protocol
 from holdfast.ft.membership.events import EpochBroken, LocalFinished
 from holdfast.ft.membership.view import View
-from holdfast.ft.step_protocol import CommitState, Decision
+from holdfast.ft.step_protocol import CommitState, Decision, Vote
 
 if TYPE_CHECKING:
+    from holdfast.comms.communicator import Communicator
     from holdfast.harness.simulate.core.process import SimulatedProcess
+    from holdfast.harness.simulate.core.schedule import JobLayout
 
-Stage = Literal["waiting", "busy", "op", "over"]
+Stage = Literal["waiting", "busy", "op", "exchange", "votes", "over"]
+SILENT_SECONDS = 2.0
+"""How long an exchange waits for a rank that is silent, which is no proof that it has ended."""
 PENDING: Final = object()
 """In place of a result: it comes later."""
 FNV, PRIME, MASK = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
@@ -34,10 +40,10 @@ class SimulatedSession:
     of those before it, have been aborted. `entered` counts the ops of the epoch.
     """
 
-    def __init__(self, process: SimulatedProcess, steps: int, compute: float) -> None:
-        self._process, self._compute = process, compute
+    def __init__(self, process: SimulatedProcess, layout: JobLayout) -> None:
+        self._process, self._layout = process, layout
         self.commits = CommitState()
-        self.commits.total = steps
+        self.commits.total = layout.steps
         self.stage: Stage = "waiting"
         self.digest = FNV
         self.interrupted = 0
@@ -45,7 +51,14 @@ class SimulatedSession:
         self._view: View | None = None
         self._op = ""
         self._attempt = (0, 0)
-        self._steps = protocol.StepProtocol(self.commits, process.member.id, process.core.timeouts).run()
+        self._results = 0
+        """A number for the results of the last exchange: of whom they are, in which epoch."""
+        self._participants: tuple[str, ...] = ()
+        """The ranks of this epoch's switch that nobody has masked."""
+        self._switch: SimulatedSwitch | None = None
+        self._degraded_steps = 0
+        self._protocol = protocol.StepProtocol(self.commits, process.member.id, process.core.timeouts)
+        self._steps = self._protocol.run()
         self._request: protocol.ProtocolRequest = next(self._steps)
         self._turn = 0
 
@@ -67,6 +80,13 @@ class SimulatedSession:
                 if view.epoch > newer_than and not guard.is_over(view.epoch):
                     first = isinstance(request, protocol.JoinJob)
                     self._go_on((view, self._process.was_spare) if first else view)
+        elif self.stage == "exchange":
+            if self._switch is not None and self._switch.over is not None:
+                self._go_on(error=self._switch.over)
+        elif self.stage == "votes":
+            assert isinstance(request, protocol.CollectVotes)
+            if guard.ended or guard.is_over(request.view.epoch):
+                self._fail(request.view.epoch)
         elif self.stage == "op":
             connects = isinstance(request, protocol.Connect)  # which asks at once whether its epoch is over
             if guard.ended or self.interrupted >= self.epoch or (connects and guard.is_over(self.epoch)):
@@ -107,7 +127,8 @@ class SimulatedSession:
     def _record(self, request: protocol.RecordStep) -> None:
         self._emit(request.event, request.in_epoch)
         if isinstance(request.event, events.StepPrepared):
-            self._attempt = (request.event.step, request.event.epoch)
+            masks = self._layout.on_death != "rebuild"
+            self._attempt = (request.event.step, self._results if masks else request.event.epoch)
 
     def _report_failure(self, request: protocol.ReportFailure) -> None:
         self._process.node.failed(request.failure)
@@ -138,16 +159,86 @@ class SimulatedSession:
     # Requests that take time ----------------------------------------------------------------------------------
 
     def _run_body(self) -> object:
-        """Compute, and reduce the results."""
-        seconds = self._compute * (0.8 + 0.4 * self._process.world.rng.random())
-        self._after(seconds, self._meet, "reduce", None, self._met)
+        """Compute, and reduce the results; or dispatch, compute and combine."""
+        seconds = self._layout.compute * (0.8 + 0.4 * self._process.world.rng.random())
+        if self._layout.on_death == "rebuild":
+            self._after(seconds, self._meet, "reduce", None, self._met)
+            return PENDING
+
+        def combined() -> None:
+            self._results = zlib.crc32(f"{self.epoch} {self._participants}".encode()) & 0xFFFFF
+            self._go_on()
+
+        self._exchange("dispatch", lambda: self._after(seconds, self._exchange, "combine", combined))
         return PENDING
 
+    def _exchange(self, name: str, then: Callable[[], object]) -> None:
+        """Exchange rows with the ranks of the switch: see `Meetings.exchange`."""
+        me, switch = self._process, self._switch
+        assert switch is not None
+        if switch.over is not None:
+            self._go_on(error=switch.over)
+            return
+        turn = self._turn
+
+        def left(ranks: Sequence[str]) -> None:
+            if self._turn != turn or self.stage != "exchange":
+                return
+            self.stage = "busy"
+            if ranks:
+                self._participants = tuple(ranks)
+                then()
+            else:
+                self._go_on(error=StaleEpoch("this rank is masked: the others go on without it"))
+
+        self.stage = "exchange"
+        op = f"{self.epoch}:{self.commits.done}:{name}"
+        masked = self._layout.masked if self._layout.hosts == 1 else 0.0
+        late = OpTimeout("combine", self.epoch, SILENT_SECONDS)
+        self._after(SILENT_SECONDS, lambda: self._go_on(error=late) if self.stage == "exchange" else None)
+        me.world.meetings.exchange(me, op, self._participants, masked, left)
+        self.look()
+
+    def _collect_votes(self, request: protocol.CollectVotes) -> object:
+        """Exchange votes over the table of a degraded view, as a session does."""
+        table, epoch = self._process.node.sharing.table, request.view.epoch
+        keys = [f"{request.name}/{member.id}" for member in request.view.members]
+        turn = self._turn
+
+        def here(error: Revoked | None) -> None:
+            if error is None:
+                self._process.world.work(self._process.world.now, self._process, 0.0, voted)
+
+        def voted() -> None:
+            if self._turn == turn and self.stage == "votes":
+                found = table.values(epoch, keys)
+                self._go_on([Vote.of(msgspec.json.decode(found[key], type=list[int])) for key in keys])
+
+        self.stage = "votes"
+        try:
+            table.put(epoch, {f"{request.name}/{self._process.member.id}": msgspec.json.encode(request.vote.numbers())})
+        except Revoked:
+            self.look()
+            return PENDING
+        table.when(epoch, keys, here)
+        self.look()
+        return PENDING
+
+    def _settled(self, request: protocol.Settled) -> None:
+        view = self._process.guard.view
+        if request.committed and view is not None and view.degraded_from:
+            self._degraded_steps += 1
+            self._protocol.wants_rebuild |= self._degraded_steps >= self._layout.degraded_steps
+
     def _connect(self, request: protocol.Connect) -> object:
-        self._view, self.entered = request.view, 0
+        self._view, self.entered, self._degraded_steps = request.view, 0, 0
+        self._participants = tuple(member.id for member in request.view.members)
 
         def connected(_: Sequence[Any]) -> None:
             self._process.connected(request.view)
+            self._switch = SimulatedSwitch(request.view.epoch)
+            if not self._process.guard.is_over(request.view.epoch):
+                self._process.guard.bind_lasting(cast("Communicator", self._switch))
             self._reach("rebuild.before_votes", lambda: self._meet("votes", request.vote, self._go_on))
 
         return self._meet("connect", None, connected)
@@ -237,6 +328,17 @@ class SimulatedSession:
         self._process.after(seconds, still)
 
 
+class SimulatedSwitch:
+    """What an `EpochGuard` needs of the communicator that a member's death leaves as it is."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.over: HoldfastError | None = None
+
+    def abort(self, error: HoldfastError) -> None:
+        self.over = self.over or error
+
+
 CARRY_OUT: Mapping[type[protocol.ProtocolRequest], Callable[[SimulatedSession, Any], object]] = MappingProxyType(
     {
         protocol.Reach: lambda session, request: session._reach(request.point, session._go_on),
@@ -251,6 +353,7 @@ CARRY_OUT: Mapping[type[protocol.ProtocolRequest], Callable[[SimulatedSession, A
             EpochBroken(request.epoch, str(request.failure))
         ),
         protocol.Connect: SimulatedSession._connect,
+        protocol.CollectVotes: SimulatedSession._collect_votes,
         protocol.ProposeFinish: lambda session, request: session._process.feed(LocalFinished(request.epoch)),
         protocol.TransferState: lambda session, request: session._transfer(request.decision, request.done),
         protocol.ConfirmTransfer: lambda session, request: session._meet("arrived", None, session._met),
@@ -261,7 +364,7 @@ CARRY_OUT: Mapping[type[protocol.ProtocolRequest], Callable[[SimulatedSession, A
         protocol.AwaitBarrier: lambda session, request: session._meet("barrier", None, session._met),
         protocol.CommitStep: SimulatedSession._commit,
         protocol.CloseRetired: lambda session, request: None,
-        protocol.Settled: lambda session, request: None,
+        protocol.Settled: SimulatedSession._settled,
     }
 )
 """For each request, what carries it out: it returns the result, or PENDING if that comes later."""

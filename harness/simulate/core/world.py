@@ -78,7 +78,8 @@ class World:
         self._gone: set[int] = set()
         self._decoded: dict[tuple[str, bytes], messages.Message] = {}
         self._points: list[tuple[AtPoint, list[int]]] = []
-        self._job = Job("job", self.layout.ranks, self.layout.min_size, self.layout.ranks, ("gloo",), "gloo")
+        layout = schedule.layout
+        self._job = Job("job", layout.ranks, layout.min_size, layout.ranks, ("gloo",), "gloo", on_death=layout.on_death)
         self._begin()
 
     # Setting up -----------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class World:
         self._by_id[member.id] = process
         self._hosts[host].append(process)
         if self.layout.steps:
-            process.worker = SimulatedSession(process, self.layout.steps, self.layout.compute)
+            process.worker = SimulatedSession(process, self.layout)
         if self.quiet:  # all processes have read the register
             self._silent = True
             process.begin(view)
@@ -296,6 +297,8 @@ class World:
         process.backlog.clear()
         self.emit(process, events.ProcessDied(why=why))
         process.links.close()
+        if self.layout.on_death != "rebuild":
+            self.after(self.schedule.machine.gone, self.meetings.gone, process.member.id)
         for other in self._hosts[process.host]:
             if other.alive:
                 other.watch.ended(process.member.id)

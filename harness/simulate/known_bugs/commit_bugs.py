@@ -7,9 +7,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from holdfast.ft import step_protocol
+from holdfast.comms.errors import HoldfastError
+from holdfast.ft import events, step_protocol
+from holdfast.ft.membership.view import View
 from holdfast.ft.node.epoch_guard import EpochGuard
-from holdfast.ft.step_protocol import HOLDER, NEWCOMER, CommitState, Decision, Vote
+from holdfast.ft.step_protocol import HOLDER, NEWCOMER, Asks, CommitState, CommitStep, Decision, StepProtocol, Vote
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
 
 Decide = Callable[[Sequence[Vote], int], Decision]
@@ -60,6 +62,18 @@ def _drops_open_step(finishes: Callable[[CommitState], bool]) -> object:
     return lambda self: False
 
 
+def _commits_what_it_has(leave: Callable[..., Asks[View]]) -> object:
+    def broken(self: StepProtocol, epoch: int, failure: HoldfastError) -> Asks[View]:
+        commits = self._commits
+        if self._is_open and self._has_results:
+            yield CommitStep(events.StepCommitted(step=commits.done, epoch=epoch, how="recovered"))
+            commits.commit()
+            self._is_open = False
+        return (yield from leave(self, epoch, failure))
+
+    return broken
+
+
 KNOWN_BUGS: tuple[KnownBug, ...] = (
     known_bug(
         "commit by a minority",
@@ -108,6 +122,14 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
         EpochGuard,
         "held",
         _unfenced,
+    ),
+    known_bug(
+        "commit by those believed alive",
+        "a rank with its results commits when it finds others dead, and waits neither for the register nor for votes",
+        "fault-tolerant expert parallelism: each rank masks, and goes on",
+        StepProtocol,
+        "_leave",
+        _commits_what_it_has,
     ),
     known_bug(
         "last step dropped",

@@ -44,6 +44,8 @@ FLAPPING = 0.2
 """The share of seeds with three hosts or more that have flapping links and no other faults."""
 AROUND_NODES = 0.4
 """The share of seeds with steps in which what nodes stand on fails too: clocks, connections, detectors, register."""
+DEGRADED = 0.4
+"""The share of seeds with steps whose jobs go on without the dead, for a step or longer."""
 HEALING = (CutPath, PartitionHosts, DelayPath, PauseProcess, SlowProcess, AtPoint)
 """The faults after which a member that was silent may be heard again."""
 POINTS_REACHED = tuple(point for point in POINTS if point != "sync.before_chunk")
@@ -68,8 +70,13 @@ def draw(seed: int, ranks: int | None = None, hosts: int | None = None) -> Sched
     if layout.steps and rng.random() < AROUND_NODES:
         heals = network.loss or any(isinstance(fault, HEALING) for fault in faults)
         faults += _faults_around_nodes(rng, layout, unanswered=not heals)
+    if layout.steps and rng.random() < DEGRADED:
+        layout = replace(layout, on_death=rng.choice(("finish_step", "go_on")), degraded_steps=rng.choice((1, 3, 100)))
+        faults += _deaths_in_steps(rng, layout, faults)
     unanswered = any(isinstance(fault, DelayRegister | LoseProposals) for fault in faults)
     bound = Schedule().bound + (layout.timeouts().rebuild if unanswered else 0.0)
+    if layout.on_death == "go_on":  # messages carry the votes on each step of a degraded epoch
+        bound += layout.steps * (network.reorder_delay if network.reorder else 0.0) + layout.steps * network.loss
     return Schedule(seed=seed, layout=layout, network=network, faults=tuple(faults), bound=bound)
 
 
@@ -171,6 +178,20 @@ def _faults_of_a_job(rng: random.Random, layout: JobLayout) -> list[MakeFault]:
             ),
         ]
     return makers
+
+
+def _deaths_in_steps(rng: random.Random, layout: JobLayout, before: list[Fault]) -> list[Fault]:
+    """Deaths once the first communicator stands, on one host if others are broken already."""
+    broken = {host for number, fault in enumerate(before) for host in _at_risk(fault, layout, number)}
+    late = any(isinstance(fault, DelayConnections) for fault in before)
+    if layout.hosts > 1 and (late or len(broken) >= (layout.hosts - 1) // 2):
+        return []
+    victim = rng.randrange(layout.hosts)
+    ranks = [rank for rank in range(layout.ranks) if layout.host_of(rank) == victim]
+    times = [
+        round(rng.uniform(0.1, max(0.2, 0.9 * layout.steps * layout.compute)), 4) for _ in range(rng.randint(1, 2))
+    ]
+    return [KillProcess(at=at, process=rng.choice(ranks)) for at in times]
 
 
 def _faults_around_nodes(rng: random.Random, layout: JobLayout, unanswered: bool) -> list[Fault]:

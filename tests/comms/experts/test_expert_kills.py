@@ -35,18 +35,19 @@ def test_the_bench_compares_a_switch_with_a_collective() -> None:
 def test_the_example_trains_through_a_kill_and_loses_no_step() -> None:
     path = str(ROOT / "examples" / "train_moe.py")
 
-    def train(comm: object) -> list[tuple[float, int]]:
+    def train(session: object) -> list[tuple[int, float, int]]:
         spec = importlib.util.spec_from_file_location("train_moe", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        history: list[tuple[float, int]] = module.train(comm, 40)
+        history: list[tuple[int, float, int]] = module.train(session, 40)
         return history
 
-    with LocalCluster(3, "shm", timeout=4 * PATIENCE) as cluster:
-        outcomes = cluster.outcomes(train)
-    assert outcomes[1].error is not None
-    for outcome in (outcomes[0], outcomes[2]):
-        losses, alive = zip(*outcome.value, strict=True)
+    with LocalCluster(3, "shm", session={"on_death": "go_on"}) as cluster:
+        histories = cluster.start(train).results(timeout=4 * PATIENCE)
+    assert len(histories) == 2
+    for history in histories:
+        steps, losses, alive = zip(*history, strict=True)
+        assert steps == tuple(range(40)), "each is committed once, in order"
         assert alive == (3,) * 20 + (2,) * 20
         assert losses[-1] < losses[15] < losses[0]

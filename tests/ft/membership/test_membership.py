@@ -108,6 +108,33 @@ def test_a_death_revokes_at_once_and_the_lowest_living_member_proposes() -> None
     assert state.in_flight == effects[1].view
 
 
+def test_after_a_proven_death_the_others_keep_their_communicator_and_spares_wait_for_a_rebuild() -> None:
+    view = structs.replace(RUNNING, job=structs.replace(JOB, on_death="go_on"))
+    state, effects = core(1, view, spares=(member(3),)).on(dead(0), 10.0)
+    degraded = effects[1].view  # type: ignore[union-attr]
+    assert (degraded.members, degraded.degraded_from) == ((member(1), member(2)), 3)
+    state, effects = state.on(CasWon(degraded), 10.1)
+    assert not any(isinstance(effect, Propose) for effect in effects)
+    _, effects = state.on(dead(2), 10.2)
+    assert [effect.view.degraded_from for effect in effects if isinstance(effect, Propose)] == [3], "of the same"
+    state, effects = state.on(EpochBroken(4, "a member asks for it"), 10.2)
+    state, effects = state.on(Tick(), 10.4)
+    assert [(effect.view.members, effect.view.degraded_from) for effect in effects if isinstance(effect, Propose)] == [
+        ((member(1), member(2), member(3)), 0)
+    ]
+
+
+def test_a_member_that_may_live_or_too_few_others_make_no_degraded_epoch() -> None:
+    view = structs.replace(RUNNING, job=structs.replace(JOB, on_death="go_on", min_size=3))
+    proposed = [e.view for e in core(1, view, spares=(member(3),)).on(dead(0), 10.0)[1] if isinstance(e, Propose)]
+    assert [(each.members[0], each.degraded_from) for each in proposed] == [(member(3), 0)], "the spare is needed"
+    hosts = tuple(member(rank, f"h{rank}") for rank in range(3))
+    view = View(3, "running", hosts, structs.replace(JOB, on_death="go_on"), "all 3 members are here")
+    state = core(0, view).on(Suspicion("p2", "p0", "silent"), 10.0)[0]
+    effects = state.on(Suspicion("p2", "p1", "silent", 1), 10.0)[1]
+    assert [each.view.degraded_from for each in effects if isinstance(each, Propose)] == [0]
+
+
 def test_later_ranks_propose_in_order_if_the_proposer_is_silent() -> None:
     state, effects = core(2).on(dead(0), 10.0)
     assert [type(effect) for effect in effects] == [Revoke]
@@ -409,6 +436,11 @@ def test_every_order_of_forming_a_job(least: int, world: dict[str, Any]) -> None
         ),
         pytest.param(100, {"count": 3, "size": 3, "ticks": 1, "breaks": 2}, id="ops fail without a failed member"),
         pytest.param(100, {"count": 3, "size": 3, "kills": 1, "ticks": 1, "breaks": 1}, id="ops fail, and a death"),
+        pytest.param(
+            100,
+            {"count": 3, "size": 2, "kills": 1, "ticks": 1, "breaks": 1, "on_death": "go_on"},
+            id="a spare waits in a degraded epoch",
+        ),
         pytest.param(100, {"count": 3, "size": 3, "kills": 2, "ticks": 1, "mesh": 1}, id="large for its mesh"),
         pytest.param(
             100, {"count": 3, "size": 2, "kills": 2, "ticks": 1, "mesh": 1}, id="large for its mesh with a spare"

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from holdfast.comms import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, StaleEpoch
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import step_protocol as protocol
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.events import CommunicatorBuilt, StepAborted, StepPrepared
-from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view import Job, Member, OnDeath, View
 from holdfast.ft.step_protocol import BROKEN_EPOCHS, HOLDER, CommitState, Vote
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
@@ -26,8 +27,9 @@ JOB = Job("job", 3, 1, 3, ("shm",), "shm")
 STEPS = 2
 
 
-def view_of(epoch: int, names: list[str], phase: Any = "running") -> View:
-    return View(epoch, phase, tuple(Member(name, "x:1", Peer("here", 1, 0)) for name in names), JOB, "test")
+def view_of(epoch: int, names: list[str], phase: Any = "running", job: Job = JOB, degraded_from: int = 0) -> View:
+    members = tuple(Member(name, "x:1", Peer("here", 1, 0)) for name in names)
+    return View(epoch, phase, members, job, "test", degraded_from=degraded_from)
 
 
 # -- a model of a job: the protocol of each rank, and ops that fail
@@ -35,7 +37,10 @@ def view_of(epoch: int, names: list[str], phase: Any = "running") -> View:
 
 @dataclass
 class Rank:
-    """One process. `history` is its state: each step in it, with the epoch of the attempt that made it."""
+    """One process. `history` is its state: each step in it, with the epoch of the attempt that made it.
+
+    `epoch` is that of its communicator, over which it does each step once: `begun` has them.
+    """
 
     name: str
     origin: str
@@ -47,10 +52,12 @@ class Rank:
     epoch: int = 0
     ended: HoldfastError | None = None
     finished: bool = False
+    begun: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.commits.total = STEPS
-        self.steps = protocol.StepProtocol(self.commits, self.name, Timeouts()).run()
+        self.protocol = protocol.StepProtocol(self.commits, self.name, Timeouts())
+        self.steps = self.protocol.run()
         self.request: protocol.ProtocolRequest = next(self.steps)
 
     @property
@@ -74,10 +81,13 @@ FALLIBLE = (
 class ModelJob:
     """Runs the protocols of all ranks one request at a time, in the order and with the faults that a tape gives."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, on_death: OnDeath = "rebuild") -> None:
+        self.job = structs.replace(JOB, on_death=on_death)
+        self.broken: set[int] = set()
+        """The epochs that a member has ended by itself."""
         self.names = (f"p{number}" for number in count())
         self.ranks = {name: Rank(name, name, False) for name in (next(self.names) for _ in range(size))}
-        self.views = [view_of(1, list(self.ranks))]
+        self.views = [view_of(1, list(self.ranks), job=self.job)]
         self.over: set[int] = set()
         self.ops: dict[tuple[int, str], dict[str, Any]] = {}
         self.committed: dict[tuple[int, int], int] = {}
@@ -100,6 +110,8 @@ class ModelJob:
             if isinstance(rank.request, FALLIBLE) and rank.epoch in self.over:
                 why = PeerFailed((0,), "it died") if rank.epoch % 2 else Revoked(rank.epoch, "over")
                 found.append(lambda rank=rank, why=why: self._throw(rank, why))
+            if isinstance(rank.request, protocol.CollectVotes) and rank.request.view.epoch in self.over:
+                found.append(lambda rank=rank: self._throw(rank, Revoked(rank.epoch, "over")))
             if self._holds(rank) in self.over:
                 found.append(lambda rank=rank: self._throw(rank, Revoked(rank.epoch, "over")))
         lost = [member.id for member in newest.members if not self.ranks[member.id].active]
@@ -115,6 +127,8 @@ class ModelJob:
         members = [self.ranks[member.id] for member in self.views[-1].members]
         active = [rank for rank in members if rank.active]
         for rank in active:
+            if self.job.on_death == "go_on":
+                found.append(lambda rank=rank: setattr(rank.protocol, "wants_rebuild", True))
             found.append(lambda rank=rank: self._end(rank, HoldfastError("killed")))
             if isinstance(rank.request, FALLIBLE):
                 found.append(lambda rank=rank: self._throw(rank, OpTimeout("barrier", rank.epoch, 1.0)))
@@ -135,8 +149,12 @@ class ModelJob:
         newest = self.views[-1]
         self.over.add(newest.epoch)
         names = [member.id for member in newest.members if member.id not in without and self.ranks[member.id].active]
+        degraded_from = 0
+        proven = not joining and not any(self.ranks[name].active for name in without)
+        if proven and self.job.on_death != "rebuild" and newest.epoch not in self.broken:
+            degraded_from = newest.degraded_from or newest.epoch
         if names or joining:
-            self.views.append(view_of(newest.epoch + 1, [*names, *joining]))
+            self.views.append(view_of(newest.epoch + 1, [*names, *joining], "running", self.job, degraded_from))
         else:
             self.views.append(view_of(newest.epoch + 1, [member.id for member in newest.members], "failed"))
 
@@ -165,6 +183,10 @@ class ModelJob:
                 return self._meets(rank, "arrived")
             case protocol.ConfirmTransfer():
                 return self._meets(rank, "arrived")
+            case protocol.CollectVotes(view, name, vote):
+                votes = self.ops.setdefault((view.epoch, name), {})
+                votes.setdefault(rank.name, vote)
+                return len(votes) == len(view.members)
             case protocol.AwaitBarrier():
                 return self._meets(rank, f"barrier {rank.commits.done}")
         return True
@@ -198,6 +220,9 @@ class ModelJob:
             case protocol.Connect(view):
                 votes = self._op(rank, "connect")
                 answer = [votes[member.id] for member in view.members]
+            case protocol.CollectVotes(view, name):
+                votes = self.ops[view.epoch, name]
+                answer = [votes[member.id] for member in view.members]
             case protocol.TransferState(decision) if self._number(rank) in decision.receivers:
                 source = self.ranks[self.views[rank.epoch - 1].members[decision.source].id]
                 rank.history, rank.origin = list(source.history), source.origin
@@ -209,6 +234,7 @@ class ModelJob:
                 answer = epoch in self.over
             case protocol.BreakEpoch(epoch):
                 self.over.add(epoch)
+                self.broken.add(epoch)
             case protocol.LeaveEpoch(failure):
                 answer = failure
             case protocol.ProposeFinish(epoch):
@@ -217,13 +243,15 @@ class ModelJob:
                     self.views.append(view_of(epoch + 1, [member.id for member in newest.members], "finished"))
             case protocol.Now():
                 answer = 0.0
-            case protocol.RecordStep(StepPrepared(step=step, epoch=epoch)):
-                rank.attempt = step, epoch
+            case protocol.RecordStep(StepPrepared(step=step)):
+                rank.attempt = step, rank.epoch
             case protocol.CommitStep(event):
                 self._note_commit(rank, event.step)
             case protocol.RunBody(step):
                 assert step == len(rank.history), "a step is done that is not the next one"
-                if rank.epoch == newest.epoch:
+                assert (rank.epoch, step) not in rank.begun, "a step is done twice over one communicator"
+                rank.begun.add((rank.epoch, step))
+                if rank.epoch in (newest.epoch, newest.degraded_from):
                     assert (rank.commits.rewinds, step) not in self.committed, "a committed step is done again"
             case protocol.Settled(committed):
                 assert committed == (len(rank.history) > rank.opened), "the user is told the opposite"
@@ -289,9 +317,21 @@ def test_whatever_fails_wherever_no_committed_step_is_lost_or_done_twice(size: i
     ModelJob(size).run(iter(tape))
 
 
+@pytest.mark.parametrize("on_death", ["finish_step", "go_on"])
+@given(st.integers(2, 4), st.lists(st.integers(0, 24 * 840 - 1), max_size=250))
+def test_nor_is_one_in_degraded_epochs(on_death: OnDeath, size: int, tape: list[int]) -> None:
+    """The living finish a step whose results they have, and go on over what is left of their communicator."""
+    ModelJob(size, on_death).run(iter(tape))
+
+
 def random_tape(seed: int) -> Iterator[int]:
     draw = random.Random(seed)
     return (draw.randrange(24 * 840) for _ in range(draw.randrange(50, 400)))
+
+
+def test_a_founder_that_has_seen_the_others_commit_does_not_begin_anew() -> None:
+    """It missed the first transfer, the only other rank committed a step alone, and died."""
+    ModelJob(2).run(random_tape(15059))
 
 
 def test_a_job_without_faults_commits_each_step_once_in_one_epoch() -> None:
@@ -309,6 +349,7 @@ def test_a_job_without_faults_commits_each_step_once_in_one_epoch() -> None:
         "straggler left behind",
         "newcomer claims the state",
         "newcomer a step behind",
+        "commit by those believed alive",
         "last step dropped",
     ],
 )

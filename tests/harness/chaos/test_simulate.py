@@ -325,6 +325,7 @@ def test_faults_at_points_of_the_protocol_are_injected_there() -> None:
         "joiners first",
         "one accuser is enough",
         "commit by a minority",
+        "commit by those believed alive",
         "newcomer a step behind",
         "stranded after a shrink",
     ],

@@ -39,7 +39,7 @@ from holdfast.ft.membership.events import (
 )
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
-from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view import Job, Member, OnDeath, View
 from holdfast.ft.timeouts import Timeouts
 
 Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish", "break"]
@@ -110,12 +110,13 @@ def new_world(
     finishing: bool = False,
     breaks: int = 0,
     mesh: int = 64,
+    on_death: OnDeath = "rebuild",
 ) -> World:
     """`count` processes that have not started, of a job of `size` members.
 
     In a job of more than `mesh` they report changes to neighbours only.
     """
-    job = Job("job", size, min_size, size, ("shm", "gloo"))
+    job = Job("job", size, min_size, size, ("shm", "gloo"), on_death=on_death)
     shape = Shape(mesh=mesh)
     cores = tuple(Process(Membership(member(i), job, Timeouts(), frozenset({"shm"}), shape)) for i in range(count))
     return World(cores, kills=kills, ticks=ticks, outages=outages, finishing=finishing, breaks=breaks)
@@ -309,6 +310,9 @@ def _check_succession(world: World, view: View) -> None:
         if len(view.members) == len(old.members):
             moved = [m.id for rank, m in enumerate(old.members) if m in view.members and view.members[rank] != m]
             check(not moved, f"{moved} have other ranks though every dead rank was replaced")
+    if view.degraded_from:
+        check(set(view.members) <= set(old.members), "a newcomer is in a degraded view")
+        check(view.degraded_from == (old.degraded_from or old.epoch), "a view goes on over another communicator")
     if view.phase == "running":
         check(len(view.members) >= view.job.min_size, "fewer members than the job can run with")
         check(view.job.backend == "shm", "no backend was chosen")
@@ -333,4 +337,6 @@ def check_settled(world: World) -> None:
         if view.rank_of(f"p{i}") is not None:
             check(bool(installed) and installed[-1] == view.epoch, f"p{i} has not installed epoch {view.epoch}")
     wanted = min(view.job.size, len(living))
+    if view.degraded_from:  # spares wait until a member asks for a rebuild
+        wanted = sum(f"p{i}" in view.ranks for i in living)
     check(len(view.members) == wanted, f"{len(view.members)} members though {wanted} could be")

@@ -1,0 +1,142 @@
+"""A rank dies between dispatch and combine: the living commit the step in its epoch, go on, and rebuild when asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from holdfast import ft
+from holdfast.comms.errors import Revoked
+from holdfast.comms.experts import Switch
+from holdfast.ft import Session
+from holdfast.ft.membership.view import Job
+from holdfast.harness import LocalCluster, RankFailed
+from support.waiting import PATIENCE
+
+STEPS, KILL_STEP, REBUILD_STEP, VICTIM = 8, 2, 5, 1
+
+
+class Counter:
+    """State that all ranks have: the numbers of the steps that were committed."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def state_dict(self) -> dict[str, object]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.steps = list(state["steps"])  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attempt, as a rank has seen it."""
+
+    step: int
+    epoch: int
+    committed: bool
+    before: tuple[bool, ...]
+    """`Attempt.alive`."""
+    after: tuple[bool, ...]
+    """`Switch.alive`."""
+
+
+def exchange(switch: Switch, dies: bool = False) -> None:
+    rows = switch.dispatch(torch.ones(6, 4), torch.arange(6).view(6, 1), torch.ones(6, 1))
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    combined = switch.combine(rows.tokens)
+    living = torch.tensor([switch.alive[expert * switch.size // 6] for expert in range(6)])
+    assert torch.equal(combined, torch.ones(6, 4) * living[:, None])
+
+
+def train(session: Session) -> tuple[list[Seen], list[int]]:
+    counter, seen = Counter(), []
+    session.attach("counter", counter)
+    switch: Switch | None = None
+    for attempt in session.steps(STEPS):
+        with attempt:
+            if switch is None or switch.epoch != attempt.epoch:
+                switch = Switch(attempt.lasting, 6, top_k=1, hidden=4, max_tokens=6)
+            exchange(switch, dies=(attempt.step, attempt.rank) == (KILL_STEP, VICTIM))
+        assert switch is not None
+        if attempt.committed:
+            counter.steps.append(attempt.step)
+        seen.append(Seen(attempt.step, attempt.epoch, attempt.committed, attempt.alive, switch.alive))
+        if attempt.step == REBUILD_STEP:
+            session.rebuild()
+    return seen, counter.steps
+
+
+ALL, MASKED = (True, True, True), (True, False, True)
+
+
+def test_the_living_commit_in_the_same_epoch_go_on_and_rebuild_when_asked() -> None:
+    with LocalCluster(3, "shm", session={"on_death": "go_on"}) as cluster:
+        outcomes = cluster.start(train).results(timeout=PATIENCE)
+    assert len(outcomes) == 2
+    for seen, steps in outcomes:
+        assert steps == list(range(STEPS)), "no step is lost"
+        assert [each.step for each in seen if each.committed] == [each.step for each in seen], "nor done twice"
+        first = seen[0].epoch
+        assert [each.epoch == first for each in seen] == [step <= REBUILD_STEP for step in range(STEPS)]
+        assert [each.before for each in seen] == [ALL] * 3 + [MASKED] * 3 + [(True, True)] * 2
+        assert [each.after for each in seen] == [ALL] * 2 + [MASKED] * 4 + [(True, True)] * 2
+
+
+def test_the_step_is_finished_and_then_a_spare_takes_the_place() -> None:
+    with LocalCluster(3, "shm", spares=1, session={"on_death": "finish_step"}) as cluster:
+        outcomes = cluster.start(train).results(timeout=PATIENCE)
+    assert len(outcomes) == 3
+    assert [steps for _, steps in outcomes] == [list(range(STEPS))] * 3, "the spare has the state of all steps"
+    for seen, _ in outcomes:
+        assert all(each.committed and each.before == ALL for each in seen)
+    longest = max((seen for seen, _ in outcomes), key=len)
+    assert [each.after for each in longest] == [MASKED if step == KILL_STEP else ALL for step in range(STEPS)]
+
+
+def test_an_op_that_needs_the_dead_ends_the_degraded_epoch_and_harms_nobody() -> None:
+    def body(session: Session) -> list[tuple[int, bool, int]]:
+        seen = []
+        switch: Switch | None = None
+        for attempt in session.steps(4):
+            with attempt:
+                if switch is None or switch.epoch != attempt.epoch:
+                    switch = Switch(attempt.lasting, 6, top_k=1, hidden=4, max_tokens=6)
+                exchange(switch, (attempt.step, attempt.rank, attempt.comm.size) == (1, VICTIM, 3))
+                if attempt.degraded:
+                    with pytest.raises(Revoked):
+                        attempt.comm.barrier()
+                if attempt.step == 2:
+                    attempt.comm.barrier()
+            seen.append((attempt.step, attempt.committed, attempt.comm.size))
+        return seen
+
+    with LocalCluster(3, "shm", session={"on_death": "go_on"}) as cluster:
+        for seen in cluster.start(body).results(timeout=PATIENCE):
+            assert seen == [(0, True, 3), (1, True, 3), (2, False, 3), (2, True, 2), (3, True, 2)]
+
+
+def test_all_members_have_the_same_answer_to_a_death() -> None:
+    job = Job("job", 3, 1, 3, ("shm",), "shm", on_death="go_on")
+    conflict = replace(job, on_death="rebuild").conflict(job)
+    assert conflict is not None and "on_death=go_on, not rebuild" in conflict
+
+
+def test_what_a_degraded_epoch_cannot_keep_is_refused(tmp_path: Path) -> None:
+    def body(session: Session) -> None:
+        session.checkpoints(tmp_path / "checkpoints", every=1)
+        session.steps(1)
+
+    with LocalCluster(1, "shm", session={"on_death": "finish_step"}) as cluster, pytest.raises(RankFailed) as failed:
+        cluster.start(body).results(PATIENCE)
+    assert isinstance(failed.value, ValueError) and "checkpoints()" in str(failed.value)
+    with pytest.raises(ValueError, match="'mourn' is none of 'rebuild', 'finish_step', 'go_on'"):
+        ft.Session(size=1, on_death="mourn")  # type: ignore[arg-type]
