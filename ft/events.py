@@ -85,20 +85,24 @@ class SpareWelcomed(Event, frozen=True, tag="welcomed"):
 
 
 class ViewInstalled(Event, frozen=True, tag="installed"):
-    """The process is in the view of an epoch; `members` in rank order."""
+    """The process is in the view of an epoch; `members` in rank order.
+
+    In a degraded view they go on over the communicator of the epoch `over`.
+    """
 
     usual_level = logging.INFO
     shared = True
-    then = "its members connect to each other"
 
     epoch: int
     members: tuple[str, ...]
     rank: int | None = None
     reason: str = ""
     min_size: int | UnsetType = UNSET
+    over: int | UnsetType = UNSET
 
     def __str__(self) -> str:
-        return f"epoch {self.epoch} begins with {counted(len(self.members), 'member')}: {self.reason}"
+        then = "its members connect to each other" if self.over is UNSET else "its members vote on the open step"
+        return f"epoch {self.epoch} begins with {counted(len(self.members), 'member')}: {self.reason}; {then}"
 
 
 class ViewProposed(Event, frozen=True, tag="proposed"):

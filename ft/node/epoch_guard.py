@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from msgspec import UNSET
+
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.detectors.stragglers import OpPosition
@@ -41,7 +43,8 @@ class EpochEventLogger:
     def installed(self, view: View) -> None:
         members = tuple(member.id for member in view.members)
         rank = view.rank_of(self._identity)
-        self._events.emit(ViewInstalled(epoch=view.epoch, members=members, rank=rank, reason=view.reason))
+        over = view.degraded_from or UNSET
+        self._events.emit(ViewInstalled(epoch=view.epoch, members=members, rank=rank, reason=view.reason, over=over))
 
     def revoked(self, epoch: int, reason: str) -> None:
         self._events.emit(EpochRevoked(epoch=epoch, reason=reason))

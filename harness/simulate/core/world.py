@@ -256,7 +256,12 @@ class World:
         ids = view.remember("ids", view.members, lambda: tuple(member.id for member in view.members))
         rank = view.rank_of(process.member.id)
         installed = events.ViewInstalled(
-            epoch=view.epoch, members=ids, rank=rank, min_size=view.job.min_size, reason=view.reason
+            epoch=view.epoch,
+            members=ids,
+            rank=rank,
+            min_size=view.job.min_size,
+            reason=view.reason,
+            over=view.degraded_from or UNSET,
         )
         self.emit(process, installed)
 

@@ -438,7 +438,7 @@ def test_every_order_of_forming_a_job(least: int, world: dict[str, Any]) -> None
         pytest.param(100, {"count": 3, "size": 3, "kills": 1, "ticks": 1, "breaks": 1}, id="ops fail, and a death"),
         pytest.param(
             100,
-            {"count": 3, "size": 2, "kills": 1, "ticks": 1, "breaks": 1, "on_death": "go_on"},
+            {"count": 3, "size": 2, "kills": 2, "ticks": 1, "breaks": 1, "on_death": "go_on"},
             id="a spare waits in a degraded epoch",
         ),
         pytest.param(100, {"count": 3, "size": 3, "kills": 2, "ticks": 1, "mesh": 1}, id="large for its mesh"),
