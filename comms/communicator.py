@@ -553,7 +553,7 @@ class Communicator:
     # -- other communicators
 
     @overload
-    def split(self, ranks: Sequence[int], timeout: float | None = None) -> Communicator: ...
+    def split(self, ranks: Sequence[int], timeout: float | None = None, *, lasting: bool = False) -> Communicator: ...
 
     @overload
     def split(
@@ -570,12 +570,13 @@ class Communicator:
         timeout: float | None = None,
         name: str | None = None,
         hints: Hints | None = None,
+        lasting: bool = False,
     ) -> Communicator | None:
         """Make a communicator of `ranks`, in that order. These ranks call this alike, within `timeout` seconds.
 
-        It ends when this communicator is aborted or an op fails here, but outlives `close()`. It inherits this one's
-        hints, but for those in `hints`. Its name is `name`, or made of the ranks. A rank that is not in `ranks`, or
-        passes None for them, gets None at once: it may call this, but need not.
+        Unless it is `lasting`, it ends when this one is aborted or an op fails here; it outlives `close()`. It inherits
+        this one's hints, but for those in `hints`. Its name is `name`, or made of the ranks. A rank that is not in
+        `ranks`, or passes None for them, gets None at once: it may call this, but need not.
         """
         self._executor.check_usable()
         members = tuple(self._check.rank(member, "ranks") for member in ranks or ())
@@ -585,13 +586,6 @@ class Communicator:
             raise ValueError(f"split: name must be a new one, of 1 to {_MOST_NAME} characters, not {name!r:.80}")
         if self.rank not in members:
             return None
-        part = self._part(members, timeout, name, hints)
-        self._executor.abort_part_on_end(part._executor)
-        return part
-
-    def _part(
-        self, members: tuple[int, ...], timeout: float | None, name: str | None = None, hints: Hints | None = None
-    ) -> Communicator:
         part = self._connector.connect_part(
             self,
             members,
@@ -601,15 +595,9 @@ class Communicator:
             hints=hints,
         )
         part._executor.split_from = self.name, members
+        if not lasting:
+            self._executor.abort_part_on_end(part._executor)
         return part
-
-    def twin(self, timeout: float | None = None) -> Communicator:
-        """Make a communicator of the same ranks that goes on when this one is aborted, or an op fails here; collective.
-
-        Whoever makes it ends it.
-        """
-        self._executor.check_usable()
-        return self._part(tuple(range(self.size)), timeout)
 
     def handle(self) -> str:
         """This process's handle, for `reconfigure` in the processes that it will be connected with.

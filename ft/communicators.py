@@ -76,10 +76,10 @@ class CommunicatorManager:
         return self.comm
 
     def make_lasting(self) -> Communicator:
-        """Make `lasting`; collective. Raises the error of `Communicator.twin`."""
+        """Make `lasting`; collective. Raises what `Communicator.split` raises."""
         if self.comm is None:
             raise HoldfastError("there is no communicator before the first attempt")
-        self.lasting = self.comm.twin()
+        self.lasting = self.comm.split(range(self.comm.size), lasting=True)
         return self.lasting
 
     def close_retired(self, keep: int = 0) -> None:

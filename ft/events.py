@@ -19,8 +19,7 @@ from holdfast.ft.console.units import counted, format_bytes, format_seconds
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """One thing that happened. `str` gives it in a sentence, without its process and time.
 
-    `shared`: all members learn of it, so one of them logs it for all. `then` says what
-    follows from it.
+    `shared`: all members learn of it, so one of them logs it for all. `then` says what follows from it.
     """
 
     usual_level: ClassVar[int] = logging.DEBUG
@@ -85,10 +84,7 @@ class SpareWelcomed(Event, frozen=True, tag="welcomed"):
 
 
 class ViewInstalled(Event, frozen=True, tag="installed"):
-    """The process is in the view of an epoch; `members` in rank order.
-
-    In a degraded view they go on over the communicator of the epoch `over`.
-    """
+    """The process is in the view of an epoch; `members` in rank order. `over`: see `View.degraded_from`."""
 
     usual_level = logging.INFO
     shared = True
@@ -101,7 +97,7 @@ class ViewInstalled(Event, frozen=True, tag="installed"):
     over: int | UnsetType = UNSET
 
     def __str__(self) -> str:
-        then = "its members connect to each other" if self.over is UNSET else "its members vote on the open step"
+        then = "its members connect to each other" if self.over is UNSET else "they keep their communicator, and vote"
         return f"epoch {self.epoch} begins with {counted(len(self.members), 'member')}: {self.reason}; {then}"
 
 
@@ -384,21 +380,6 @@ class CommunicatorBuilt(Event, frozen=True, tag="rebuilt"):
 
     def __str__(self) -> str:
         return f"the communicator of {counted(self.size, 'rank')} stands after {format_seconds(self.seconds)}"
-
-
-class StepsDegraded(Event, frozen=True, tag="degraded"):
-    """The living have agreed on the state of the steps, and go on over the communicator of the epoch `over`."""
-
-    usual_level = logging.INFO
-    shared = True
-    then = "no communicator is built until a member asks for it"
-
-    epoch: int
-    over: int
-    size: int = 0
-
-    def __str__(self) -> str:
-        return f"{counted(self.size, 'rank')} of epoch {self.over} go on without the others"
 
 
 class RecoveryEnded(Event, frozen=True, tag="gap"):

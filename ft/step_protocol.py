@@ -530,8 +530,6 @@ class StepProtocol:
                 if self._must_rebuild or view.job.on_death == "finish_step":
                     view = yield from self._rebuild(view, "the step that was open at the death is closed")
                     continue
-                size = len(view.members)
-                yield RecordStep(events.StepsDegraded(epoch=view.epoch, over=self._built, size=size))
                 return view
             self._built, self._must_rebuild = view.epoch, False
             seconds = (yield Now()) - began
