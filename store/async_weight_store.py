@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -16,7 +17,7 @@ from contextlib import asynccontextmanager
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from holdfast.comms.errors import Mismatch
+from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.quantities import seconds_or
 from holdfast.store.cancellation import Cancellation
 from holdfast.store.errors import CallCancelled
@@ -198,6 +199,18 @@ class AsyncFollower(_Asynchronous[Follower]):
         """The number of errors of the background so far."""
         return self._follower.failures
 
+    @property
+    def failure(self) -> HoldfastError | None:
+        """The error that the background tries to overcome; None if it goes on without one."""
+        return self._follower.failure
+
+    @property
+    def changed(self) -> threading.Condition:
+        """See `Follower.changed`: for threads."""
+        return self._follower.changed
+
+    is_due = coroutine(Follower.is_due)
+    is_current = coroutine(Follower.is_current)
     ready = coroutine(Follower.ready)
     wait_ready = coroutine(Follower.wait_ready, timed=True, waits=True)
     swap = coroutine(Follower.swap)

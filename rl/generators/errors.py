@@ -44,14 +44,14 @@ class GeneratorClosed(HoldfastError):
 
 
 class VersionGone(HoldfastError):
-    """A version that is older than those which the generator and the store still have."""
+    """A version that is older than the one which the generator serves, or that the store has not any more."""
 
     def __init__(self, version: int, there: Sequence[int]) -> None:
         self.version, self.there = version, tuple(there)
         has = ", ".join(map(str, there)) or "none"
         super().__init__(
-            f"version {version} of the weights is gone: here and in the store are {has}; ask for one of these, or keep "
-            "more versions (keep= of the store, models= of the generator)"
+            f"version {version} of the weights is gone: a newer one is served, or the store has let it go; there are "
+            f"{has}: ask for one of these"
         )
 
 

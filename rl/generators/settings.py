@@ -18,8 +18,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     In mode "fixed" each request is one static batch; its completions are a function of the request and the weights.
     In mode "continuous" up to `slots` samples of any requests share a running batch, and newer weights are swapped in
     between two tokens ("swap"), or once the running samples are drawn ("drain"). A sample has at most `length` tokens
-    with its prompt (0: as many as the model can). `models` are the versions that can be here at once. With `follow`,
-    newer versions are read from the store by themselves; else only `update` and requests for a version read them.
+    with its prompt (0: as many as the model can).
     `hold`: this process keeps replicas of versions for others. `timeout` is the limit of each call, in seconds.
     """
 
@@ -27,9 +26,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     weight_update: WeightUpdate = "swap"
     slots: int = 32
     length: int = 0
-    models: int = 2
     threads: int = 1
-    follow: bool = True
     hold: bool = False
     timeout: float = 60.0
 
@@ -37,7 +34,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name, known in (("mode", get_args(Mode)), ("weight_update", get_args(WeightUpdate))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: give one of {', '.join(known)}")
-        for name, least in (("slots", 1), ("length", 0), ("models", 2), ("threads", 1)):
+        for name, least in (("slots", 1), ("length", 0), ("threads", 1)):
             integer_in(getattr(self, name), name, least)
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")

@@ -9,14 +9,13 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.generators.errors import GenerationTimeout, GeneratorNotReady, ModelMisfit
-from holdfast.rl.generators.generation_thread import GenerationThread
+from holdfast.rl.generators.errors import GenerationTimeout, ModelMisfit, VersionGone
+from holdfast.rl.generators.generation_thread import LOOK_SECONDS, GenerationThread, why_not_ready
 from holdfast.rl.generators.models import ModelSource, longest_sequence
 from holdfast.rl.generators.request_limits import RequestLimits
-from holdfast.rl.generators.served_weights import ServedWeights
 from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.telemetry import WorkLog, WorkReport
-from holdfast.store import WeightStore
+from holdfast.store import Follower, NotCaughtUp, StoreTimeout, WeightStore
 
 
 class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +34,8 @@ class TransformersGenerator:
     """A generator: its methods are the endpoints of an actor. `generate` may be called twice.
 
     `source` is the model, `store` the URL of the store with its weights; without one, the weights are those of the
-    source, as version 0. `between` is called between two tokens. Raises `ModelMisfit` if the model cannot serve.
+    source, as version 0. It serves the newest version; as a `reader` with a name, what `switch` commits: it has caught
+    up once it is made. `between` is called between two tokens. Raises `ModelMisfit` if the model cannot serve.
     """
 
     def __init__(
@@ -44,29 +44,34 @@ class TransformersGenerator:
         store: str | None = None,
         settings: GeneratorSettings = GeneratorSettings(),  # noqa: B008  (frozen)
         between: Callable[[], None] = lambda: None,
+        reader: str | None = None,
     ) -> None:
         self._settings = settings
-        probe = source.build()
-        most = longest_sequence(probe)
+        model = source.build()
+        most = longest_sequence(model)
         length = settings.length or most
         if length > most:
             raise ModelMisfit(source.name, f"length={length}, and it attends to {most}", "lower `length`")
-        self._limits = RequestLimits(length, int(probe.config.vocab_size))
-        built = [probe]
-        self._store = None if store is None else WeightStore(store, hold=settings.hold)
+        self._limits = RequestLimits(length, int(model.config.vocab_size))
         self._work = WorkLog()
-        self._weights = ServedWeights(
-            lambda: built.pop() if built else source.build(), self._store, settings.models, self._work
-        )
-        self._thread = GenerationThread(self._weights, settings, length, between, self._work)
         self._requests = self._tokens = 0
-        if settings.follow:
-            self._weights.follow()
+        self._store = None if store is None else WeightStore(store, hold=settings.hold)
+        self._follower: Follower | None = None
+        try:
+            if self._store is not None:
+                self._follower = self._store.follow(model.state_dict(), reader=reader, timeout=settings.timeout)
+                if reader is not None:
+                    catch_up_if_switched(self._follower)
+            self._thread = GenerationThread(model, self._follower, settings, length, between, self._work)
+        except BaseException:
+            if self._store is not None:
+                self._store.close()
+            raise
 
     @property
     def version(self) -> int | None:
         """The version that serves requests which name none; None before the first."""
-        return self._weights.version
+        return self._thread.version
 
     async def generate(self, request: SamplingRequest) -> list[Completion]:
         """The completions of a request, those of one prompt side by side.
@@ -76,10 +81,8 @@ class TransformersGenerator:
         """
         self._limits.check(request)
         began = time.monotonic()
-        if request.version is None:
-            self._weights.check_ready()
-        elif not self._weights.has(request.version):
-            await asyncio.to_thread(self._weights.update, request.version, self._settings.timeout)
+        if request.version is not None and request.version != self.version:
+            await asyncio.to_thread(self._await_here, request.version)
         left = self._settings.timeout - (time.monotonic() - began)
         reply = asyncio.wrap_future(self._thread.submit(request))
         try:
@@ -91,24 +94,42 @@ class TransformersGenerator:
         return found
 
     async def update(self, version: int) -> int:
-        """Read a version and serve it, unless a newer one is served; returns its number.
+        """Wait for a version, which is served from the next token on unless a newer one is; returns its number.
 
-        If that fails, the generator is not ready until an update worked. Raises `VersionGone`, the store's errors.
+        If it cannot be read, the generator is not ready until that worked. Raises `VersionGone`, the store's errors.
         """
-        return await asyncio.to_thread(self._weights.update, version, self._settings.timeout)
+        await asyncio.to_thread(self._await_here, version)
+        return version
 
     async def catch_up(self) -> int:
         """Wait for the store's newest version, and serve it; returns its number. Raises the errors of `update`."""
-        return await asyncio.to_thread(self._weights.update, None, self._settings.timeout)
+        if self._store is None:
+            return 0
+        return await self.update(await asyncio.to_thread(self._store.wait, 0, self._settings.timeout))
+
+    def _await_here(self, version: int) -> None:
+        """Wait until a version is here, or a newer one is served."""
+        if self._store is None or self._follower is None:
+            if version:
+                raise VersionGone(version, [0])
+            return
+        follower, deadline = self._follower, time.monotonic() + self._settings.timeout
+        await_visible(self._store, version, deadline)
+        failures = follower.failures
+        while not follower.ready(version) and (self.version is None or self.version < version):
+            if follower.failure is not None and follower.failures > failures:
+                raise follower.failure.again()
+            left = deadline - time.monotonic()
+            try:
+                follower.wait_ready(version, max(0.0, min(left, LOOK_SECONDS)))
+            except StoreTimeout:
+                if left <= 0:
+                    raise
 
     async def health(self) -> GeneratorHealth:
         """The state of this generator."""
         running, waiting = self._thread.load
-        failure = ""
-        try:
-            self._weights.check_ready()
-        except GeneratorNotReady as error:
-            failure = error.why
+        failure = why_not_ready(self._follower) if self._follower is not None else ""
         return GeneratorHealth(
             version=self.version,
             ready=not failure,
@@ -126,6 +147,28 @@ class TransformersGenerator:
     def close(self) -> None:
         """End its threads and leave the store; open requests get `GeneratorClosed`. Idempotent."""
         self._thread.close()
-        self._weights.close()
         if self._store is not None:
             self._store.close()
+
+
+def catch_up_if_switched(follower: Follower) -> None:
+    """Swap in the version that the readers of the store serve, if a switch was committed."""
+    try:
+        follower.swap()
+    except NotCaughtUp as error:
+        if error.needs is not None:
+            follower.catch_up()
+
+
+def await_visible(store: WeightStore, version: int, deadline: float) -> None:
+    """Wait until a version is in the store. Raises `VersionGone`, `StoreTimeout`."""
+    there = store.versions()
+    if version in there:
+        return
+    if there and there[-1] > version:
+        raise VersionGone(version, there)
+    while store.wait(version, max(0.0, deadline - time.monotonic())) > version:
+        there = store.versions()
+        if version not in there:
+            raise VersionGone(version, there)
+        return

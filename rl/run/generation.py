@@ -1,21 +1,24 @@
-"""The generators and the holders of weights of a run: two services."""
+"""The generators and the holders of weights of a run: two services, and the switches of the weights that are served."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
+from secrets import token_hex
 from typing import Any
 
 import msgspec
 
+from holdfast.comms.errors import Mismatch
 from holdfast.ft import faultpoints
 from holdfast.rl.actors.engine import Engine, endpoint
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.generators.errors import UpdateFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
@@ -24,14 +27,20 @@ from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.run.run_events import WeightsServed
 from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry
 from holdfast.rl.run.weight_holder import WeightHolder
-from holdfast.rl.services.options import PreparedReplica
 from holdfast.rl.services.servable import served
 from holdfast.rl.services.service import Service
 from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.telemetry import WorkReport
+from holdfast.store import AsyncWeightStore, Reader
 
 UPDATE_SECONDS = 120.0
-"""Seconds in which a replica must have brought itself to a version."""
+"""Seconds in which the generators must have a version."""
+PUBLISH_SECONDS = 600.0
+"""Seconds in which the trainers must have published a version that they have committed."""
+PAUSE_SECONDS = 0.05
+"""Seconds between two looks for generators, while there are none."""
+SWITCHES = 5
+"""How often a version is given to generators that take the place of those which could not take it."""
 
 
 Route = Callable[[SamplingRequest], Awaitable[Sequence[Completion]]]
@@ -122,7 +131,7 @@ class ServedGenerator(TransformersGenerator):
 
     def __init__(self, source: ModelSource, store: str, settings: GeneratorSettings) -> None:
         faultpoints.arm_from_environment()
-        super().__init__(source, store, settings, between=self._between)
+        super().__init__(source, store, settings, between=self._between, reader=new_reader())
 
     @endpoint(idempotent=True)
     async def generate(self, request: SamplingRequest) -> list[Completion]:
@@ -136,10 +145,18 @@ class ServedGenerator(TransformersGenerator):
 class ServedVllmGenerator(VllmGenerator):
     """A vLLM generator with calls that may be repeated elsewhere: completions are drawn anew there."""
 
+    def __init__(self, source: ModelSource, store: str, settings: VllmSettings) -> None:
+        super().__init__(source, store, settings, reader=new_reader())
+
     @endpoint(idempotent=True)
     async def generate(self, request: SamplingRequest) -> list[Completion]:
         """See `VllmGenerator.generate`."""
         return await super().generate(request)
+
+
+def new_reader() -> str:
+    """A name for a generator among the readers of the store."""
+    return f"generator-{token_hex(4)}"
 
 
 def vllm_settings(config: RunConfig) -> VllmSettings:
@@ -174,7 +191,10 @@ class Generators:
         environ: Mapping[str, str],
         telemetry: RunTelemetry,
     ) -> None:
-        self._config, self._source, self._store, self._telemetry = config, source, store, telemetry
+        self._config, self._source, self._url, self._telemetry = config, source, store, telemetry
+        self._engine = engine
+        self._version: int | None = None
+        self._store = AsyncWeightStore(store, hold=False, plane=config.store.plane)
         self._common: dict[str, Any] = {"engine": engine, "environ": dict(environ), "hosts": config.engine.hosts}
         self._recorders = {role: ProcessRecorder(role, telemetry) for role in ("holder", "generator")}
         self._services: dict[str, Service] = {}
@@ -191,10 +211,10 @@ class Generators:
             observer=self._recorders["holder"].hear,
             **self._common,
         )
-        self._add("holder", await spec.as_service(self._config, self._store))
+        self._add("holder", await spec.as_service(self._config, self._url))
 
     async def start(self) -> None:
-        """Start the generators; returns once all serve a version. Raises `ServiceFailed`, `ExtraNotInstalled`."""
+        """Start the generators; they serve nothing before `advance`. Raises `ServiceFailed`, `ExtraNotInstalled`."""
         generator = self._config.generator
         vllm = generator.kind == "vllm"
         spec = served(
@@ -202,25 +222,61 @@ class Generators:
             name="generator",
             num_replicas=generator.replicas,
             python=str(extra_python("vllm", generator.python)) if vllm else None,
-            prepare=_bring,
             observer=self._recorders["generator"].hear,
             deadline=2 * generator.timeout,
             tries=generator.attempts,
             **self._common,
         )
         settings = vllm_settings(self._config) if vllm else generator_settings(self._config)
-        self._add("generator", await spec.as_service(self._source, self._store, settings))
+        self._add("generator", await spec.as_service(self._source, self._url, settings))
 
     async def advance(self, version: int) -> None:
-        """Return once every living replica serves a version; those that start later do before they serve."""
+        """Wait until a version is published, then have all living replicas serve it, and those that start later."""
         telemetry = self._telemetry
         began = telemetry.now()
         with telemetry.doing("driver", "driver", "update", version):
-            results = await self._services["generator"].advance(version)
-        now = telemetry.now()
-        for each in results:
-            if each.error is None:
-                telemetry.emit(WeightsServed(time=now, version=version, process=each.replica, seconds=now - began))
+            await self._store.wait(version, PUBLISH_SECONDS)
+            names = await self._switch(version)
+        self._version, now = version, telemetry.now()
+        for each in names:
+            telemetry.emit(WeightsServed(time=now, version=version, process=each, seconds=now - began))
+
+    async def _switch(self, version: int) -> tuple[str, ...]:
+        """Switch all generators to a version, and replace those that cannot take it; returns the names of the others.
+
+        A generator that comes while a switch is undecided is not a part of it: then the next one names it, too. Raises
+        `UpdateFailed` if new generators cannot take the version either.
+        """
+        service, failures = self._services["generator"], 0
+        while True:
+            service.check()
+            try:
+                result = await self._store.switch(version, timeout=UPDATE_SECONDS)
+            except Mismatch:  # no reader is there
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            readers = [each for each in await self._store.readers() if each.switched]
+            replicas = self._replicas_of(readers)
+            if not result.committed:
+                failed = [replicas[each] for each in result.refused or result.missing if each in replicas]
+                failures += bool(failed)
+                if failures == SWITCHES:
+                    raise UpdateFailed(version, result.reason)
+                for replica in failed:
+                    service.replace(replica, f"it could not be brought to version {version}: {result.reason}")
+            elif {each.id for each in readers} <= {*result.ready, *result.missing}:
+                return tuple(replicas[each] for each in result.ready if each in replicas)
+
+    def _replicas_of(self, readers: Iterable[Reader]) -> dict[str, str]:
+        """The living replicas of readers of the store, by their names there."""
+        found = {
+            (self._engine.host_identity(each.host), pid): each.name
+            for each in self._services["generator"].status().replicas
+            if each.health == "ready"
+            for pid in each.pids
+        }
+        known = ((each.id, found.get((each.peer.host, each.pid))) for each in readers)
+        return {reader: replica for reader, replica in known if replica is not None}
 
     async def work(self, role: str) -> Mapping[str, WorkReport]:
         """What each process of a role did since the last call, without those that do not answer."""
@@ -232,12 +288,23 @@ class Generators:
 
     def status(self) -> tuple[ServiceStatus, ...]:
         """The services now. May be called from any thread."""
-        return tuple(each.status() for each in tuple(self._services.values()))
+        return tuple(self._status(role, each) for role, each in tuple(self._services.items()))
+
+    def _status(self, role: str, service: Service) -> ServiceStatus:
+        status, version = service.status(), self._version
+        if role != "generator" or version is None:
+            return status
+        replicas = [
+            msgspec.structs.replace(each, version=version) if each.health == "ready" else each
+            for each in status.replicas
+        ]
+        return msgspec.structs.replace(status, version=version, replicas=tuple(replicas))
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
         for service in reversed(self._services.values()):
             await service.close()
+        await self._store.close()
 
     def _add(self, role: str, service: Service) -> None:
         self._services[role] = service
@@ -257,11 +324,3 @@ class _Update:
     async def fanout(self, version: int) -> None:
         """See `Generators.advance`."""
         await self._generators.advance(version)
-
-
-async def _bring(replica: PreparedReplica, version: int | None) -> None:
-    """Bring a replica to a version, or to the newest one if none is committed yet."""
-    if version is None:
-        await replica.call("catch_up", timeout=UPDATE_SECONDS)
-    else:
-        await replica.call("update", version, timeout=UPDATE_SECONDS)

@@ -194,6 +194,7 @@ class TrainingRun:
         episode = episodes.episode(generators, buffer)
         steps = range(position.step, config.steps, config.algorithm.updates)
         trainer = _BatchTrainer(self, trainers)
+        await generators.advance(position.step)
         buffer.serve(position.step)
         await evaluation.begin(position.step)
         loop = (episode, generators, buffer, trainer, evaluation, steps)

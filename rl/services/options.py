@@ -20,10 +20,6 @@ class PreparedReplica(Protocol):
         """Call a method of this replica's actor."""
 
 
-Prepare = Callable[[PreparedReplica, "int | None"], Awaitable[None]]
-"""Brings a replica to a version of the service; None before the first `advance`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
     """How a service runs its actor. Raises ValueError for what cannot be."""
@@ -41,8 +37,8 @@ class ServiceOptions:
     hosts: tuple[str, ...] = ()
     """Addresses of hosts, which replicas are spread over; none: this host."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    prepare: Prepare | None = None
-    """Awaited for each new replica before it serves, and for all of them by `Service.advance`."""
+    prepare: Callable[[PreparedReplica], Awaitable[None]] | None = None
+    """Awaited for each new replica before it serves."""
     observer: Callable[[ReplicaEvent], None] | None = None
     concurrency: int = 16
     """Calls that a replica has at a time."""

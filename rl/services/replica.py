@@ -39,13 +39,10 @@ class ServiceReplica:
         self.name, self.slot, self.options = name, slot, options
         self.host = options.hosts[(slot + moves) % len(options.hosts)] if options.hosts else ""
         self.health: Health = "starting"
-        self.version: int | None = None
         self.why = ""
         self.outstanding = self.sessions = self.used = 0
         self.gone = asyncio.Event()
         """Set when it is lost."""
-        self.changing = asyncio.Lock()
-        """Held while `prepare` works on it."""
         self._gpus, self._on_lost = gpus, on_lost
         self._members: list[ActorProcess] = []
         self._beating: asyncio.Task[None] | None = None
@@ -119,7 +116,6 @@ class ServiceReplica:
             pids=tuple(each.pid for each in self._members),
             health=self.health,
             load=self.load,
-            version=self.version,
             restarts=restarts,
         )
 

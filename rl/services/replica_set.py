@@ -1,4 +1,4 @@
-"""Keeps the replicas of a service alive, brings them to its version, and gives them calls."""
+"""Keeps the replicas of a service alive, and gives them calls."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.errors import AWAY_SECONDS, HostAway, ProcessLost
 from holdfast.rl.services.errors import NotEnoughGpus, Overloaded, ServiceClosed, ServiceFailed
 from holdfast.rl.services.options import ServiceOptions
-from holdfast.rl.services.replica import ServiceReplica, as_error
+from holdfast.rl.services.replica import ServiceReplica
 from holdfast.rl.services.routing import RouteChoice, Router
-from holdfast.rl.services.status import ReplicaEvent, ReplicaResult
+from holdfast.rl.services.status import ReplicaEvent
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 5.0
 
@@ -86,7 +86,6 @@ class ReplicaSet:
         kwargs: Mapping[str, Any],
     ) -> None:
         self.name, self.options = name, options
-        self.version: int | None = None
         self.lost = self.overloaded = 0
         self.slots: dict[int, Slot] = {}
         self._engine, self._actor, self._args, self._kwargs = engine, actor, args, kwargs
@@ -131,13 +130,6 @@ class ReplicaSet:
             for number in missing:
                 await self.slots[number].ready.wait()
             self.check()
-
-    async def advance(self, version: int) -> tuple[ReplicaResult, ...]:
-        """Bring all ready replicas to `version`; others come to it before they serve. A failure costs the replica."""
-        self.check()
-        self.version = version
-        ready = [each for each in self.replicas if each.health == "ready"]
-        return tuple(await asyncio.gather(*[self._advance(each, version) for each in ready]))
 
     async def acquire(self, choice: RouteChoice) -> ServiceReplica:
         """Wait for a replica; the caller must `release` it. Raises `Overloaded`."""
@@ -198,7 +190,11 @@ class ReplicaSet:
             slot.fillings += 1
             try:
                 await replica.start(self._engine, self._actor, self._args, self._kwargs)
-                await self._bring_up(replica)
+                if self.options.prepare is not None:
+                    async with asyncio.timeout(self.options.timeout):
+                        await self.options.prepare(replica)
+                if replica.health == "lost":
+                    raise HoldfastError(f"replica {replica.name} was lost: {replica.why}")
             except Exception as error:
                 self._tell(replica, "start_failed", describe(error))
                 await replica.stop()
@@ -222,31 +218,6 @@ class ReplicaSet:
             await replica.gone.wait()
             since = time.monotonic()
             self._start(replica.stop())
-
-    async def _bring_up(self, replica: ServiceReplica) -> None:
-        """Bring a new replica to the committed version, which may change meanwhile."""
-        while True:
-            version = self.version
-            if self.options.prepare is not None:
-                async with asyncio.timeout(self.options.timeout):
-                    await self.options.prepare(replica, version)
-            if replica.health == "lost":
-                raise HoldfastError(f"replica {replica.name} was lost: {replica.why}")
-            replica.version = version
-            if version == self.version:
-                return
-
-    async def _advance(self, replica: ServiceReplica, version: int) -> ReplicaResult:
-        async with replica.changing:
-            try:
-                if self.options.prepare is not None:
-                    async with asyncio.timeout(self.options.timeout):
-                        await self.options.prepare(replica, version)
-            except Exception as error:
-                replica.lose(f"it could not be brought to version {version}: {describe(error)}")
-                return ReplicaResult(replica=replica.name, error=as_error(error))
-            replica.version = version
-            return ReplicaResult(replica=replica.name, value=version)
 
     async def _drain(self, slot: Slot) -> None:
         """Let a replica end its calls, then stop it."""

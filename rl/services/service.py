@@ -231,9 +231,15 @@ class Service:
             raise ValueError(f"scale({count}): a service has 1 replica or more; close it instead")
         await self._replicas.scale(count)
 
-    async def advance(self, version: int) -> tuple[ReplicaResult, ...]:
-        """Commit `version`: `prepare` brings all replicas to it, new ones before they serve."""
-        return await self._replicas.advance(version)
+    def check(self) -> None:
+        """Raise `ServiceFailed` or `ServiceClosed` if the service is over."""
+        self._replicas.check()
+
+    def replace(self, replica: str, why: str) -> None:
+        """Kill a replica, by its name, and start another one in its place. Does nothing to one that is gone."""
+        for each in self._replicas.replicas:
+            if each.name == replica:
+                each.lose(why)
 
     def status(self) -> ServiceStatus:
         """The service and its replicas now. May be called from any thread."""
@@ -241,7 +247,6 @@ class Service:
         slots = sorted(replicas.slots.copy().items())
         return ServiceStatus(
             name=replicas.name,
-            version=replicas.version,
             replicas=tuple(slot.replica.status(max(0, slot.fillings - 1)) for _, slot in slots),
             queued=replicas.queued,
             calls=self._counts.calls,

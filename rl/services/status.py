@@ -23,21 +23,21 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     pids: tuple[int, ...]
     health: Health
     load: int
-    version: int | None
     restarts: int
+    version: int | None = None
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A service. `version` is the committed one; the counts are since its start."""
+    """A service; the counts are since its start. `version` is that of the weights, where there are any."""
 
     name: str
-    version: int | None
     replicas: tuple[ReplicaStatus, ...]
     queued: int
     calls: int
     retried: int
     overloaded: int
     lost: int
+    version: int | None = None
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,14 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.comms.errors import Mismatch
+from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.quantities import integer_in, seconds_or
 from holdfast.comms.system import forks
 from holdfast.store.cancellation import check, longest_wait
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.fleet import own
 from holdfast.store.catalog.fleet_records import Reader
-from holdfast.store.catalog.fleet_targets import digests_of, may_serve, target
+from holdfast.store.catalog.fleet_targets import digests_of, find_reader, may_serve, target
 from holdfast.store.catalog.records import Catalog
 from holdfast.store.data.tree import FlatState
 from holdfast.store.errors import NotCaughtUp, StoreTimeout
@@ -78,7 +78,38 @@ class Follower:
         """The number of errors of the background so far."""
         return self._stager.failures
 
+    @property
+    def failure(self) -> HoldfastError | None:
+        """The error that the background tries to overcome; None if it goes on without one. Raises nothing."""
+        return self._stager.failing
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Notified whenever `swap`, `is_due` or `failure` may have another answer."""
+        return self._staged.changed
+
     # -- looking and waiting
+
+    def is_due(self) -> bool:
+        """Whether `swap` would put in other bytes, as far as the background has seen. Reads no register."""
+        catalog = self._stager.client.newest()[1]
+        if not self._stager.reader.switched:
+            return self._staged.find_newest(catalog) is not None
+        me = find_reader(catalog, self.reader)
+        must = None if me is None else target(catalog, me)
+        if must is None:
+            return False
+        staged = self._staged.find(must.version, digests_of(catalog, must.version))
+        return staged is not None and (staged is not self._staged.served or self._version != must.version)
+
+    def is_current(self) -> bool:
+        """Whether the version in the reader's tensors is the one to serve now, which a named reader reads up."""
+        if not self._stager.reader.switched:
+            return self._version is not None and not self.is_due()
+        catalog = self._stager.client.read()[1]
+        me = own(catalog, self.reader, self._stager.reader.token)
+        must = target(catalog, me)
+        return must is not None and may_serve(catalog, me) and self._version == must.version
 
     def ready(self, version: int) -> bool:
         """Whether the bytes of a version are here, so that a swap to it needs no other process."""

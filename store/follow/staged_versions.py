@@ -58,8 +58,8 @@ class StagedVersions:
             self._taken = self.find(version, digests)
             return self._taken
 
-    def take_newest(self, catalog: Catalog) -> StagingState | None:
-        """Take the newest version that is ready, if it was the latest after the one that is served was."""
+    def find_newest(self, catalog: Catalog) -> StagingState | None:
+        """The newest version that is ready, if it was the latest after the one that is served was."""
         latest = catalog.latest
         with self.changed:
             if latest is None or self.refuses(latest):
@@ -75,7 +75,12 @@ class StagedVersions:
                 and (each.version == latest or (each.version < latest and each.seen > since))
                 and not self.refuses(each.version)
             ]
-            self._taken = max(found, key=lambda each: (each.version == latest, each.seen), default=None)
+            return max(found, key=lambda each: (each.version == latest, each.seen), default=None)
+
+    def take_newest(self, catalog: Catalog) -> StagingState | None:
+        """As `find_newest`; the tensors stay as they are until `swapped` or `put_back`."""
+        with self.changed:
+            self._taken = self.find_newest(catalog)
             return self._taken
 
     def put_back(self) -> None:

@@ -41,6 +41,7 @@ class Stager:
         self.client, self.reader = client, reader
         self.staged = StagedVersions(partial(staging_for, into))
         self.failures = 0
+        self.failing: HoldfastError | None = None
         self._get = get
         self._unfit: dict[int, tuple[Digests, HoldfastError]] = {}
         self._error: HoldfastError | None = None
@@ -113,7 +114,7 @@ class Stager:
                 seen, catalog = self.client.wait(seen, self._patience(seen)) or self.client.read()
                 self._settle_switch(catalog)
                 self._stage_all(catalog)
-                pause = FIRST_PAUSE
+                pause, self.failing = FIRST_PAUSE, None
             except Exception as error:
                 if self._closing.is_set():
                     return
@@ -134,7 +135,7 @@ class Stager:
             found.__cause__ = error
         with self.staged.changed:
             self.failures += 1
-            self._error = found
+            self._error = self.failing = found
             if isinstance(error, ReaderReplaced):
                 self._over = error
             self.staged.changed.notify_all()
@@ -198,6 +199,7 @@ class Stager:
             self._settle_switch(self.client.read()[1])
             raise
         if digests_of(self.client.read()[1], version) in (found.digests, ()):
+            self.failing = None
             self.staged.complete(found)
             self.client.change(lambda now: self._report(now, None))
 

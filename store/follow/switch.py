@@ -28,7 +28,7 @@ class SwitchResult:
     """How a switch ended. If `committed`, each reader serves `version` from its next batch on; else none does.
 
     `ready` are the readers that had the version when that was decided, `missing` the others: those must catch up before
-    they serve again. `reason` says why a switch was aborted.
+    they serve again; `refused` are those of them that cannot take it. `reason` says why a switch was aborted.
     """
 
     version: int
@@ -36,6 +36,7 @@ class SwitchResult:
     ready: tuple[str, ...]
     missing: tuple[str, ...]
     reason: str = ""
+    refused: tuple[str, ...] = ()
 
 
 class SwitchProposer:
@@ -85,7 +86,8 @@ class SwitchProposer:
             raise
         self._observe(f"switch_{mine.state}")
         missing = tuple(name for name in mine.readers if name not in mine.ready)
-        return SwitchResult(version, mine.state == "committed", mine.ready, missing, mine.reason)
+        refused = tuple(name for name, _ in mine.refused)
+        return SwitchResult(version, mine.state == "committed", mine.ready, missing, mine.reason, refused)
 
     def _look(self, at: int, deadline: float) -> tuple[int, Catalog]:
         """Wait a little for a change, and count dead processes out."""

@@ -23,7 +23,6 @@ from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.run.generation import ServedVllmGenerator
-from holdfast.rl.services.options import PreparedReplica
 from holdfast.rl.services.servable import served
 from holdfast.rl.services.service import Service
 from holdfast.store import WeightStore
@@ -46,11 +45,6 @@ SOURCE = ModelSource(
     }
 )
 PROMPTS = tuple(tuple(arithmetic.CharacterTokenizer().encode(each.prompt)) for each in arithmetic.held_out()[:16])
-
-
-async def bring(replica: PreparedReplica, version: int | None) -> None:
-    """Bring a replica to the version that the service is at."""
-    await replica.call("update", version or 0, timeout=SECONDS)
 
 
 class Load:
@@ -98,7 +92,7 @@ async def main() -> None:
         store.publish(0, model.state_dict())
         async with LocalEngine() as engine:
             began = time.monotonic()
-            spec = served(ServedVllmGenerator, name="vllm", engine=engine, python=str(python), prepare=bring)
+            spec = served(ServedVllmGenerator, name="vllm", engine=engine, python=str(python))
             service = await spec.as_service(SOURCE, store.url, VllmSettings(cache=0.1, timeout=SECONDS))
             rows.append(("the replica is up after", f"{time.monotonic() - began:.1f} s"))
             load = Load(service)
@@ -109,7 +103,8 @@ async def main() -> None:
                     change(model, version)
                     await asyncio.to_thread(store.publish, version, model.state_dict())
                 began = time.monotonic()
-                for result in await service.advance(version):
+                assert (await asyncio.to_thread(store.switch, version)).committed
+                for result in await service.update.fanout(version):
                     result.get()
                 seconds.append(time.monotonic() - began)
                 request = SamplingRequest(

@@ -29,12 +29,11 @@ from holdfast.rl.generators.errors import (
 )
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.request_limits import RequestLimits
-from holdfast.rl.generators.served_weights import await_visible
-from holdfast.rl.generators.transformers_generator import GeneratorHealth
+from holdfast.rl.generators.transformers_generator import GeneratorHealth, await_visible
 from holdfast.rl.generators.vllm.completions import draw_whole, sampling_parameters
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
-from holdfast.store import Layout, WeightStore
+from holdfast.store import Follower, Layout, WeightStore
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -100,17 +99,30 @@ class VllmGenerator:
     """A generator: its methods are the endpoints of an actor. `generate` may be called twice.
 
     `source` is the model, `store` the URL of the store that its weights come from: it serves nothing before the first
-    `update` or `catch_up`. Raises `ModelMisfit` if the model cannot serve, `Unsupported` where vLLM is not installed.
+    `update` or `catch_up`. As a `reader` with a name it needs neither: it serves what `switch` commits, and its process
+    ends if that cannot be loaded. Raises `ModelMisfit` if the model cannot serve, `Unsupported` where vLLM is not
+    installed.
     """
 
-    def __init__(self, source: ModelSource, store: str, settings: VllmSettings = VllmSettings()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        source: ModelSource,
+        store: str,
+        settings: VllmSettings = VllmSettings(),  # noqa: B008  (frozen)
+        reader: str | None = None,
+    ) -> None:
         self._settings = settings
         self._store = WeightStore(store, hold=False)
+        self._follower: Follower | None = None
         try:
             self._engine = _engine(source, settings)
+            if reader is not None:  # of no tensors: those of vLLM's workers can only be filled while it stands still
+                self._follower = self._store.follow({}, reader=reader, strict=False, timeout=settings.timeout)
         except BaseException:
             self._store.close()
             raise
+        self._watching: asyncio.Task[None] | None = None
+        self._catching_up = asyncio.Lock()
         self._closed = threading.Event()
         watch = threading.Thread(
             target=_end_with, args=(multiprocessing.active_children(), self._closed), name="watch-vllm", daemon=True
@@ -146,6 +158,7 @@ class VllmGenerator:
         deadline = time.monotonic() + self._settings.timeout
         try:
             async with asyncio.timeout(self._settings.timeout):
+                await self._keep_up()
                 if request.version is None:
                     found = await self._draw_all(request)
                 else:
@@ -210,6 +223,9 @@ class VllmGenerator:
     def close(self) -> None:
         """End vLLM's processes, and leave the store. Idempotent."""
         self._closed.set()
+        if self._follower is not None:
+            with self._follower.changed:
+                self._follower.changed.notify_all()
         self._engine.shutdown()
         self._store.close()
 
@@ -284,6 +300,33 @@ class VllmGenerator:
             self._running.discard(task)
 
     # -- weights
+
+    async def _keep_up(self) -> None:
+        """As a reader with a name, load the version that the newest switch asks for, now and from now on."""
+        if self._follower is None:
+            return
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(self._follower))
+        async with self._catching_up:
+            version = await asyncio.to_thread(self._follower.catch_up)
+            if self._failure is not None or version != self._served:
+                try:
+                    await self.update(version)
+                except UpdateFailed as error:
+                    print(f"this process ends, and another one takes its place: {error}", file=sys.stderr, flush=True)
+                    os._exit(1)
+
+    async def _watch(self, follower: Follower) -> None:
+        """Give running samples new weights, too."""
+
+        def await_due() -> None:
+            with follower.changed:
+                follower.changed.wait_for(lambda: self._closed.is_set() or follower.is_due())
+
+        while not self._closed.is_set():
+            await asyncio.to_thread(await_due)
+            with contextlib.suppress(HoldfastError):
+                await self._keep_up()
 
     async def _switch(self, version: int, deadline: float) -> None:
         """Pause, load a version, go on; in mode "keep" running samples go on with the new weights."""

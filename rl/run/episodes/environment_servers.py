@@ -226,7 +226,7 @@ class EnvironmentServers:
         if self._service is not None:
             await self._service.close()
 
-    async def _listen(self, replica: PreparedReplica, version: int | None) -> None:
+    async def _listen(self, replica: PreparedReplica) -> None:
         self._urls[replica.name] = await replica.call("listen", timeout=START_SECONDS)
         self._use()
 

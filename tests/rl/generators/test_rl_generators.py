@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators import errors
 from holdfast.rl.generators.drawing import draw, uniforms
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.served_weights import ServedWeights
 from holdfast.rl.generators.settings import GeneratorSettings, Mode
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.store import StoreTimeout, WeightStore
@@ -75,9 +73,9 @@ class Generators:
         self._open: list[TransformersGenerator] = []
 
     def __call__(self, *args: Any, between: Any = lambda: None, **options: Any) -> TransformersGenerator:
-        store = options.pop("store", None)
+        store, reader = options.pop("store", None), options.pop("reader", None)
         settings = GeneratorSettings(**{"timeout": 20.0} | options)
-        self._open.append(TransformersGenerator(*(args or (source(),)), store, settings, between))
+        self._open.append(TransformersGenerator(*(args or (source(),)), store, settings, between, reader))
         return self._open[-1]
 
     def close(self) -> None:
@@ -274,9 +272,9 @@ async def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the
 async def test_a_request_gets_exactly_the_version_that_it_names(
     generators: Generators, store: WeightStore, mode: Mode
 ) -> None:
-    """It waits for a version to come, and goes back to one that is still there. One that is gone is refused."""
-    generator = generators(source(), store=store.url, mode=mode, follow=False)
-    asked = {version: request((1, 2, 3), samples=3, version=version) for version in (1, 2, 3)}
+    """It waits for a version to come. One that is older than the one which is served is refused."""
+    generator = generators(source(), store=store.url, mode=mode)
+    asked = {version: request((1, 2, 3), samples=3, version=version) for version in (1, 2)}
     waiting = asyncio.create_task(generator.generate(asked[2]))
     await asyncio.sleep(0)
     publish(store, 1)
@@ -289,17 +287,30 @@ async def test_a_request_gets_exactly_the_version_that_it_names(
     found = await waiting
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert {each.versions for each in found} == {(2,) * 5}
-    assert {each.versions for each in await generator.generate(asked[1])} == {(1,) * 5}
-    publish(store, 3)
-    await generator.generate(asked[3])
-    await generator.generate(asked[2])
     with pytest.raises(errors.VersionGone, match="version 1 of the weights is gone"):
         await generator.generate(asked[1])
+    with pytest.raises(errors.VersionGone, match="version 1 of the weights is gone"):
+        await generators().generate(asked[1])
+
+
+async def test_running_samples_of_a_named_version_keep_it_and_others_wait_for_the_next(
+    generators: Generators, store: WeightStore
+) -> None:
+    publish(store, 1)
+    gate = Gate()
+    generator = generators(source(), store=store.url, mode="continuous", between=gate)
+    named = asyncio.create_task(generator.generate(request((1, 2, 3), version=1)))
+    await asyncio.to_thread(gate.reached.wait, 20.0)
+    publish(store, 2)
+    await generator.update(2)
+    later = asyncio.create_task(generator.generate(request((1, 2, 3))))
+    gate.open.set()
+    assert [each.versions for each in (*await named, *await later)] == [(1,) * 5, (2,) * 5]
 
 
 def test_a_version_that_never_comes_is_a_timeout(generators: Generators, store: WeightStore) -> None:
     publish(store, 1)
-    generator = generators(source(), store=store.url, follow=False, timeout=0.2)
+    generator = generators(source(), store=store.url, timeout=0.2)
     with pytest.raises(StoreTimeout):
         run(generator, request((1,), version=4))
 
@@ -314,28 +325,52 @@ def test_a_generator_follows_the_store(generators: Generators, store: WeightStor
     assert {each.versions for each in run(generator, request((1,), samples=2))[0]} == {(3,) * 5}
 
 
+@pytest.mark.parametrize("update", ["swap", "drain"])
+async def test_a_reader_with_a_name_serves_what_switches_commit(
+    generators: Generators, store: WeightStore, update: str
+) -> None:
+    """Not what is published; and from the very next request on. One that starts later has caught up once it is made."""
+    publish(store, 1)
+    options = {"store": store.url, "mode": "continuous", "weight_update": update}
+    generator = generators(source(), reader="one", **options)
+    with pytest.raises(errors.GeneratorNotReady, match="no version"):
+        await generator.generate(request((1,)))
+    for version in (1, 2, 3):
+        publish(store, version)
+        assert store.switch(version, timeout=20.0).committed
+        [found] = await generator.generate(request((1, 2)))
+        assert found.versions == (version,) * 5
+    publish(store, 4)
+    late = generators(source(), reader="two", **options)
+    assert late.version == 3 and {each.ready for each in (await late.health(), await generator.health())} == {True}
+    assert [each.versions for each in await late.generate(request((1, 2)))] == [(3,) * 5]
+
+
 @pytest.mark.parametrize("mode", ["fixed", "continuous"])
 def test_after_a_failed_update_it_is_not_ready_until_one_worked(
     generators: Generators, store: WeightStore, mode: Mode, monkeypatch: Any
 ) -> None:
     publish(store, 1)
-    generator = generators(source(), store=store.url, follow=False, mode=mode)
+    generator = generators(source(), store=store.url, mode=mode)
     asyncio.run(generator.catch_up())
-    before = run(generator, request((1, 2)))
-    publish(store, 2)
+    before = run(generator, request((1, 2), version=1))
+    real = WeightStore.get
 
-    def broken(self: WeightStore, version: int, into: Any, **_: object) -> int:
+    def broken(self: WeightStore, version: int, into: Any, **_: Any) -> int:
+        if version == 1:
+            return real(self, version, into)
         next(iter(into.values())).zero_()
         raise CorruptData("half of it came")
 
     with monkeypatch.context() as patch:
         patch.setattr(WeightStore, "get", broken)
+        publish(store, 2)
         with pytest.raises(CorruptData):
             asyncio.run(generator.update(2))
-    with pytest.raises(errors.GeneratorNotReady, match="half of it came"):
-        run(generator, request((1, 2)))
-    assert not asyncio.run(generator.health()).ready
-    assert run(generator, request((1, 2), version=1)) == before, "a version that is whole here is served if it is named"
+        with pytest.raises(errors.GeneratorNotReady, match="half of it came"):
+            run(generator, request((1, 2)))
+        assert not asyncio.run(generator.health()).ready
+        assert run(generator, request((1, 2), version=1)) == before, "the version that is whole here, if it is named"
     asyncio.run(generator.update(2))
     assert {each.versions for each in run(generator, request((1, 2)))[0]} == {(2,) * 5}
 
@@ -401,53 +436,18 @@ def test_an_error_inside_a_generation_is_the_requests_error_alone(generators: Ge
         assert run(generator, request((1, 2)))[0]
 
 
-def test_a_register_that_was_away_leaves_a_healthy_generator_ready(tmp_path: Path) -> None:
+def test_a_register_that_was_away_leaves_a_healthy_generator_ready(generators: Generators, tmp_path: Path) -> None:
     """The weights are whole: only looks for newer ones failed."""
     folder, away = tmp_path / "register", tmp_path / "away"
     folder.mkdir(mode=0o700)
-    url = f"sqlite://{folder}/job.sqlite"
-    with WeightStore(url, replicas=1) as store, WeightStore(url, hold=False, timeout=0.3) as reader:
-        store.publish(1, source().build().state_dict())
-        weights = ServedWeights(source().build, reader, 2)
-        assert weights.update(1, 20.0) == 1
-        weights.follow()
+    with WeightStore(f"sqlite://{folder}/job.sqlite", replicas=1) as store:
+        publish(store, 1)
+        generator = generators(source(), store=store.url)
+        generator._follower._stager.client.patience = 0.3
+        assert asyncio.run(generator.catch_up()) == 1
         folder.rename(away)
-        eventually(lambda: weights.failure is not None, 20.0)
+        eventually(lambda: not asyncio.run(generator.health()).ready, 20.0)
         away.rename(folder)
-        eventually(lambda: weights.failure is None, 20.0)
-        assert weights.check_ready() == 1
-        weights.close()
-
-
-class _Weights(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(100))
-
-
-def test_a_version_that_was_deleted_and_published_anew_is_read_anew(store: WeightStore) -> None:
-    """By an update, and by the thread that follows the store; running users keep the model that they have."""
-    build: Any = _Weights
-    served = ServedWeights(build, store, 2)
-
-    def value() -> Any:
-        with served.using(2) as model:
-            weights: Any = model
-            return weights.w[0].item()
-
-    for number, first in enumerate((1.0, 2.0, 3.0)):
-        if number:
-            store.delete(2)
-        store.publish(2, {"w": torch.full((100,), first)})
-        with contextlib.ExitStack() as users:
-            before: Any = users.enter_context(served.using(2)) if number else None
-            assert served.update(2, 10.0) == 2 and value() == first
-            assert before is None or before.w[0].item() == first - 1.0
-    store.delete(2)
-    assert served.update(2, 10.0) == 2 and value() == 3.0, "what the store has not any more is served as it was"
-    served.follow()
-    try:
-        store.publish(2, {"w": torch.full((100,), 4.0)})
-        eventually(lambda: value() == 4.0, 20.0)
-    finally:
-        served.close()
+        eventually(lambda: asyncio.run(generator.health()).ready, 20.0)
+        assert [each.versions for each in run(generator, request((1,)))[0]] == [(1,) * 5]
+        generator.close()

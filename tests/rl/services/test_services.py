@@ -85,11 +85,6 @@ class Policy(Servable):
         return dict(os.environ)
 
 
-async def bring(replica: PreparedReplica, version: int | None) -> None:
-    if version is not None:
-        await replica.call("load", version)
-
-
 def pids(service: Service) -> list[int]:
     return [each.pids[0] for each in service.status().replicas if each.health == "ready"]
 
@@ -236,62 +231,29 @@ async def test_a_session_stays_with_one_replica_and_ends_with_it(make_engine: Ma
         assert sum(each.load for each in policy.status().replicas) == 0
 
 
-async def test_a_new_replica_serves_the_committed_version_only(make_engine: MakeEngine) -> None:
-    async with make_engine(), await Policy.options(num_replicas=2, prepare=bring).as_service() as policy:
-        assert all(each.error is None for each in await policy.advance(5))
-        served_versions: set[int] = set()
-        over = False
+async def test_a_replica_is_prepared_before_it_serves(make_engine: MakeEngine) -> None:
+    """Also one that takes the place of another; and one that cannot be prepared is no replica."""
+    prepared: list[str] = []
 
-        async def client() -> None:
-            while not over:
-                served_versions.add((await policy.generate.route("x", 0.002))[1])
+    async def prepare(replica: PreparedReplica) -> None:
+        prepared.append(replica.name)
+        await replica.call("load", -1 if replica.name == "policy-0.1" else 5)
 
-        clients = [asyncio.create_task(client()) for _ in range(4)]
-        for _ in range(3):
-            os.kill(pids(policy)[0], signal.SIGKILL)
-            await until(lambda: len(pids(policy)) < 2)
-            await until(lambda: len(pids(policy)) == 2)
-        over = True
-        await asyncio.gather(*clients)
-        assert served_versions == {5}
-        assert [each.version for each in policy.status().replicas] == [5, 5]
-
-
-async def test_a_version_committed_while_a_replica_starts_reaches_it(make_engine: MakeEngine) -> None:
-    preparing, may_go_on = asyncio.Event(), asyncio.Event()
-    may_go_on.set()
-
-    async def slowly(replica: PreparedReplica, version: int | None) -> None:
-        await bring(replica, version)
-        preparing.set()
-        await may_go_on.wait()
-
-    async with make_engine(), await Policy.options(num_replicas=2, prepare=slowly).as_service() as policy:
-        await policy.advance(1)
-        may_go_on.clear()
-        preparing.clear()
+    async with make_engine(), await Policy.options(num_replicas=2, prepare=prepare).as_service() as policy:
         os.kill(pids(policy)[0], signal.SIGKILL)
-        await preparing.wait()  # the new one has version 1
-        advancing = asyncio.create_task(policy.advance(2))
-        may_go_on.set()
-        await advancing
+        await until(lambda: len(pids(policy)) < 2)
         await until(lambda: len(pids(policy)) == 2)
-        assert [each.get()[1] for each in await policy.generate.fanout("x")] == [2, 2]
+        assert [each.get()[1] for each in await policy.generate.fanout("x")] == [5, 5]
+        assert sorted(prepared) == ["policy-0", "policy-0.1", "policy-0.2", "policy-1"]
 
 
-async def test_a_replica_that_cannot_be_advanced_is_replaced_and_named(make_engine: MakeEngine) -> None:
-    broken: set[str] = set()
-
-    async def bring_some(replica: PreparedReplica, version: int | None) -> None:
-        await replica.call("load", -1 if replica.name in broken else version or 0)
-
-    async with make_engine(), await Policy.options(num_replicas=2, prepare=bring_some).as_service() as policy:
-        broken.add("policy-0")
-        first, second = await policy.advance(3)
-        assert second.error is None and "cannot be loaded" in str(first.error)
+async def test_a_replica_is_replaced_when_asked(make_engine: MakeEngine) -> None:
+    async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
+        policy.replace("policy-0", "its weights are too old")
+        policy.replace("policy-7", "there is none")
         await until(lambda: len(pids(policy)) == 2)
-        assert [each.get()[1] for each in await policy.generate.fanout("x")] == [3, 3]
         assert [each.name for each in policy.status().replicas] == ["policy-0.1", "policy-1"]
+        assert policy.status().lost == 1
 
 
 @pytest.mark.parametrize("how", ["raise", "die"])
