@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
+from holdfast.harness.training.preload import PRELOAD
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.errors import UpdateFailed
@@ -38,7 +39,7 @@ def store(tmp_path: Path) -> Iterator[WeightStore]:
 async def two_generators(store: WeightStore, path: Path, *observers: Observer) -> AsyncIterator[Generators]:
     """Generators that serve version 0."""
     with RunDirectory(path / "run").open() as directory:
-        async with LocalEngine() as engine, asyncio.timeout(60.0):
+        async with LocalEngine(preload=PRELOAD) as engine, asyncio.timeout(100.0):
             telemetry = RunTelemetry(directory, observers)
             found = Generators(configured(generator__replicas=2), engine, SOURCE, store.url, {}, telemetry)
             try:
