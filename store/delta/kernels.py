@@ -1,14 +1,15 @@
-"""The kernels for the memory of a device: compiled ones for the CPU, Triton's for CUDA, else torch's ops."""
+"""The kernels for the memory of a device: compiled ones for the CPU, Triton's for CUDA."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from holdfast.comms.tensors.kernel_choice import Implementation, KernelChoice
-from holdfast.store.delta import native_kernels, torch_kernels
+from holdfast.comms.errors import Unsupported
+from holdfast.store.delta import native_kernels
 from holdfast.store.delta.records import Delta, ElementPiece, PackedDelta
 
 
@@ -27,19 +28,12 @@ class Kernels(Protocol):
         """
 
 
-def _triton() -> Kernels:
-    from holdfast.store.delta import triton_kernels
-
-    return triton_kernels
-
-
-CHOICE = KernelChoice[Kernels](
-    Implementation(lambda: native_kernels, "cpu"),
-    Implementation(_triton, "cuda", "triton"),
-    Implementation(lambda: torch_kernels),
-)
-
-
 def kernels_for(device: torch.device) -> Kernels:
-    """The fastest kernels for memory of a device."""
-    return CHOICE.of(device)
+    """The kernels for memory of a device. Raises `Unsupported` for a device without."""
+    if device.type == "cpu":
+        return native_kernels
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from holdfast.store.delta import triton_kernels
+
+        return triton_kernels
+    raise Unsupported(f"a delta in memory of {device}", "install triton (CUDA), or copy it to the host")

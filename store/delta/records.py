@@ -33,6 +33,8 @@ _HEADER = struct.Struct("<8s16s16sQ")
 """Magic, digests of the base and of the new part, number of pieces."""
 
 Sizes = npt.NDArray[np.uint32]
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype by which elements of a size are compared: by their bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,28 @@ def record_bytes(piece: ElementPiece, changes: int) -> int:
 def most_of(piece: ElementPiece) -> int:
     """The limit of a piece's record, in bytes: a larger one is left out, and the piece is `WHOLE`."""
     return piece.nbytes // 2
+
+
+def changes_in(record: torch.Tensor, piece: ElementPiece) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of the changed elements within the piece, and their values. Raises `CorruptData` for other bytes."""
+    elements = piece.nbytes // piece.itemsize
+    blocks = blocks_of(elements)
+    head = to_eight(4 * blocks)
+    sizes = torch.full((blocks,), BLOCK, device="cpu")
+    sizes[-1:] = elements - BLOCK * (blocks - 1)
+    if record.nbytes >= head:
+        counts = record[: 4 * blocks].view(torch.int32).cpu().to(torch.int64)
+        total = int(counts.sum())
+        if bool(((counts >= 0) & (counts <= sizes)).all()) and total and record.nbytes == record_bytes(piece, total):
+            ends = [4 * blocks, head + 2 * total, head + to_eight(2 * total) + piece.itemsize * total]
+            places = record[head : ends[1]].view(torch.int16).cpu().to(torch.int64) & 0xFFFF
+            block = torch.repeat_interleave(torch.arange(blocks, device="cpu"), counts)
+            where = block * BLOCK + places
+            ascending = bool((where[1:] > where[:-1]).all()) and bool((places < sizes[block]).all())
+            filling = any(bool(record[end : to_eight(end)].any()) for end in ends)
+            if ascending and not filling:
+                return where, record[to_eight(ends[1]) : ends[2]].view(INTEGERS[piece.itemsize])
+    raise CorruptData(f"a delta with a record of {record.nbytes} bytes that cannot be that of {piece}")
 
 
 @dataclass(frozen=True, slots=True)

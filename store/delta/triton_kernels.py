@@ -16,14 +16,15 @@ import triton
 import triton.language as tl
 import xxhash
 
-from holdfast.store.delta import torch_kernels
 from holdfast.store.delta.records import (
     BLOCK,
+    INTEGERS,
     WHOLE,
     Delta,
     ElementPiece,
     PackedDelta,
     blocks_of,
+    changes_in,
     most_of,
     record_bytes,
 )
@@ -171,7 +172,15 @@ def patch(base: Tensors, into: Tensors, delta: Delta) -> list[int]:
 
     Raises `CorruptData` for a record that cannot be that of its piece; pieces before it are then done.
     """
-    torch_kernels.make(base, into, delta)
+    for before, after, record, piece in zip(base, into, delta.records, delta.pieces, strict=True):
+        if record is None:
+            continue
+        changes = changes_in(record, piece) if record.nbytes else None
+        if after.data_ptr() != before.data_ptr():
+            after.copy_(before)
+        if changes is not None:
+            where, values = (each.to(after.device) for each in changes)
+            after.view(INTEGERS[piece.itemsize])[where] = values
     return checksums([piece for piece, record in zip(into, delta.records, strict=True) if record is not None])
 
 

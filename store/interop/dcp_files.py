@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import io
 import mmap
-import struct
-import zipfile
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from torch.distributed.checkpoint.filesystem import _create_file_view
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
 from holdfast.ft.state.boxes import shape_of
 from holdfast.store.interop.dcp_metadata import Checkpoint, DcpPiece, Item, Refused
 from holdfast.store.interop.new_directory import disk_errors
 
-_LOCAL_HEADER = struct.Struct("<26xHH")
-"""The header of a zip entry, up to the lengths of its name and of what stands between that and its data."""
+_STORAGE = "data/0"
+"""What `torch.save` calls the elements of a tensor in its archive. It never compresses them."""
 
 
 class DcpFiles:
@@ -61,10 +60,14 @@ class DcpFiles:
         return found
 
     def _piece(self, name: str, piece: DcpPiece, dtype: torch.dtype) -> torch.Tensor:
-        data = self._bytes(piece.item)
+        data, path = self._bytes(piece.item), self._directory / piece.item.file
         try:
-            like = torch.load(cast("IO[bytes]", _MappedFile(data)), map_location="meta", weights_only=True)
-            stored = _storage(data)
+            with path.open("rb", buffering=0) as file:
+                saved = cast("IO[bytes]", _create_file_view(file, piece.item.offset, piece.item.length))
+                like = torch.load(saved, map_location="meta", weights_only=True)
+                saved.seek(0)
+                reader: Any = torch._C.PyTorchFileReader(saved)
+                stored = data[reader.get_record_offset(_STORAGE) :] if reader.has_record(_STORAGE) else data[:0]
         except Exception as error:
             raise CorruptData(f"{name!r} in {self._directory} is damaged: {error}") from error
         if not isinstance(like, torch.Tensor) or like.dtype != dtype or tuple(like.shape) != shape_of(piece.box):
@@ -90,45 +93,3 @@ class DcpFiles:
         if len(found) < item.length:
             raise CorruptData(f"{path} is cut off")
         return found
-
-
-def _storage(data: memoryview) -> memoryview:
-    """The bytes of the storage in what `torch.save` wrote for a tensor; none for an empty one."""
-    with zipfile.ZipFile(cast("IO[bytes]", _MappedFile(data))) as archive:
-        entries = [each for each in archive.infolist() if each.filename.endswith("/data/0")]
-    if not entries:
-        return data[:0]
-    (entry,) = entries
-    header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
-    start = entry.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-    found = data[start : start + entry.file_size]
-    if entry.compress_type != zipfile.ZIP_STORED or len(found) < entry.file_size:
-        raise CorruptData("its storage is compressed, or cut off")
-    return found
-
-
-class _MappedFile(io.RawIOBase):
-    """A file over mapped bytes, of which nothing is copied but what is read."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)

@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
-from holdfast.store.delta import native_kernels, torch_kernels
-from holdfast.store.delta.records import BLOCK, WHOLE, Delta, ElementPiece, PackedDelta, most_of
+from holdfast.store.delta import native_kernels
+from holdfast.store.delta.records import BLOCK, WHOLE, Delta, ElementPiece, PackedDelta, changes_in, most_of
 from holdfast.store.publish.publication import diff, pays
 from holdfast.store.read.patching import apply
 from support.mutations import mutated
 from support.weights.peers import site_of
+from support.weights.torch_deltas import torch_diff, torch_patch
 
 OLD, NEW = b"o" * 16, b"n" * 16
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -100,9 +101,9 @@ def test_all_kernels_write_the_same_delta(case: tuple[torch.Tensor, torch.Tensor
     args = cut(old, pieces), cut(new, pieces), pieces
     compiled = encoded(native_kernels.diff(*args))
     assert torch.equal(encoded(native_kernels.diff(*args, portable=True)), compiled)
-    assert torch.equal(encoded(torch_kernels.diff(*args)), compiled)
+    assert torch.equal(encoded(torch_diff(*args)), compiled)
     by_torch = torch.zeros_like(old)
-    torch_kernels.patch(cut(old, pieces), cut(by_torch, pieces), decoded(compiled, pieces))
+    torch_patch(cut(old, pieces), cut(by_torch, pieces), decoded(compiled, pieces))
     for at, piece in enumerate(pieces):
         if at not in decoded(compiled, pieces).whole:
             assert torch.equal(piece.of(by_torch), piece.of(new))
@@ -133,7 +134,7 @@ def test_elements_are_compared_by_their_bits(dtype: torch.dtype) -> None:
     packed = diff(raw(old), raw(new), [piece_of(old)])
     record = decoded(encoded(packed), [piece_of(old)]).records[0]
     assert record is not None
-    where, _ = torch_kernels.changes_in(record, piece_of(old))
+    where, _ = changes_in(record, piece_of(old))
     assert where.tolist() == [7, 200]
     into = torch.empty_like(old)
     assert (
@@ -177,7 +178,7 @@ def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
         if compiled:
             left: Sequence[int] = apply(delta, [piece.of(old)], [piece.of(into)], sums(new, [piece]))
         else:
-            torch_kernels.patch([piece.of(old)], [piece.of(into)], delta)
+            torch_patch([piece.of(old)], [piece.of(into)], delta)
             left = [] if torch.equal(piece.of(into), piece.of(new)) else [0]
     except CorruptData:
         left = [0]
@@ -185,7 +186,7 @@ def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
     assert list(left) == [0] or torch.equal(piece.of(into), piece.of(new))
 
 
-@pytest.mark.parametrize("kernels", [native_kernels, torch_kernels], ids=["compiled", "torch"])
+@pytest.mark.parametrize("patch", [native_kernels.patch, torch_patch], ids=["compiled", "torch"])
 @pytest.mark.parametrize(
     "counts, places, values",
     [
@@ -210,7 +211,7 @@ def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
     ],
 )
 def test_a_record_of_another_piece_is_refused_before_a_byte_is_written(
-    kernels: Any, counts: list[int], places: list[int], values: int
+    patch: Any, counts: list[int], places: list[int], values: int
 ) -> None:
     """The piece has 65536 + 37 elements of 2 bytes."""
     piece = ElementPiece(0, 2 * (BLOCK + 37), 2)
@@ -219,7 +220,7 @@ def test_a_record_of_another_piece_is_refused_before_a_byte_is_written(
     into = torch.full((piece.nbytes,), 9, dtype=torch.uint8)
     delta = Delta((piece,), (torch.frombuffer(bytearray(data), dtype=torch.uint8),))
     with pytest.raises(CorruptData, match="record"):
-        kernels.patch([torch.zeros_like(into)], [into], delta)
+        patch([torch.zeros_like(into)], [into], delta)
     assert bool((into == 9).all())
 
 
@@ -254,7 +255,7 @@ def test_a_delta_pays_when_it_is_small_and_the_wire_is_slow() -> None:
 
 TRITON_CHECK = """
 import numpy as np, torch, xxhash
-from holdfast.store.delta import native_kernels, torch_kernels, triton_kernels
+from holdfast.store.delta import native_kernels, triton_kernels
 from holdfast.store.delta.records import BLOCK, Delta, ElementPiece
 
 rng = np.random.default_rng(5)
@@ -270,7 +271,7 @@ for share in (0.0, 0.003, 0.05, 1.0):
     new[pieces[3].offset + BLOCK] ^= 1
     args = [piece.of(old) for piece in pieces], [piece.of(new) for piece in pieces], pieces
     deltas = []
-    for kernels in (native_kernels, torch_kernels, triton_kernels):
+    for kernels in (native_kernels, triton_kernels):
         packed = kernels.diff(*args)
         deltas.append(torch.zeros(packed.nbytes, dtype=torch.uint8))
         packed.write(deltas[-1], b"o" * 16, b"n" * 16)

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from holdfast.store import WeightStore
-from holdfast.store.delta import native_kernels, torch_kernels
+from holdfast.store.delta import native_kernels
 from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.records import BLOCK, Delta, ElementPiece, PackedDelta
 from holdfast.store.publish.publication import diff
@@ -62,7 +62,8 @@ def pieces_of_all_sizes() -> list[ElementPiece]:
 
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.05, 1.0])
 def test_deltas_of_a_device_have_the_bits_of_those_of_the_host(share: float) -> None:
-    """Made by Triton's kernels where triton is installed, else by torch's ops; patched and verified on the device."""
+    """Made, patched and verified on the device, by Triton's kernels."""
+    pytest.importorskip("triton", reason="the kernels for deltas on a device")
     pieces = pieces_of_all_sizes()
     size = pieces[-1].offset + pieces[-1].nbytes
     random = torch.Generator().manual_seed(3)
@@ -79,8 +80,6 @@ def test_deltas_of_a_device_have_the_bits_of_those_of_the_host(share: float) -> 
 
     on_host = encoded(native_kernels.diff([p.of(old) for p in pieces], [p.of(new) for p in pieces], pieces))
     assert torch.equal(encoded(diff(there, changed, pieces)), on_host)
-    by_torch = torch_kernels.diff([p.of(there) for p in pieces], [p.of(changed) for p in pieces], pieces)
-    assert torch.equal(encoded(by_torch), on_host)
     delta = Delta.decode(on_host, b"o" * 16, b"n" * 16, pieces)
     sums = [xxhash.xxh3_64_intdigest(piece.of(new).numpy().data) for piece in pieces]
     whole = {at for at, record in enumerate(delta.records) if record is None}
