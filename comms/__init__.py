@@ -7,7 +7,7 @@ comm.all_reduce(tensor)
 
 from holdfast.comms import experts
 from holdfast.comms.communicator import Communicator, CommunicatorInfo
-from holdfast.comms.connect import connect, connect_members, unconnected
+from holdfast.comms.connect import KnownMembers, connect, connect_members, unconnected
 from holdfast.comms.errors import (
     BackendUnavailable,
     CorruptData,
@@ -42,6 +42,7 @@ __all__ = [
     "CorruptData",
     "Handle",
     "HoldfastError",
+    "KnownMembers",
     "MemoryPlane",
     "Mesh",
     "Mismatch",

@@ -635,7 +635,6 @@ class Communicator:
         with membership.turn:
             limit = seconds_or(timeout, self._executor.timeout)
             fresh = self._connector.connect_members_of(self, uuid, handles, limit, hints)
-            fresh._executor.inherit_callbacks(self._executor)
             fresh._dropped.detach()
             self._dropped.detach()
             self.__dict__.update({**fresh.__dict__, "_membership": membership})
@@ -745,14 +744,6 @@ class Communicator:
         From any thread, any number of times; the first reason stays. Peers that wait for this rank are notified.
         """
         self._executor.abort(reason)
-
-    def add_abort_callback(self, function: Callable[[HoldfastError], object]) -> None:
-        """Call `function(reason)` once when this communicator is aborted; at once if it is already.
-
-        That is by `abort`, by an op that failed, or because the one that it was split from was aborted; not by `close`.
-        `reason` is the first, as in `over`. The thread that aborts calls it; what it raises is logged.
-        """
-        self._executor.add_abort_callback(function)
 
     def close(self) -> None:
         """Release this rank's resources, windows included, and abort pending ops. Idempotent.

@@ -32,8 +32,6 @@ from holdfast.comms.errors import (
     again,
 )
 from holdfast.comms.execution.executor import OpSettings
-from holdfast.comms.hooks.hooks import Hooks
-from holdfast.comms.journal import Recorder
 from holdfast.comms.plugins.hints import Hints, Value, parse_hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo, Unavailable
@@ -201,18 +199,8 @@ def _connect_alone(
 ) -> Communicator:
     """Connect to a backend that needs no other ranks."""
     rank, size = places.rank_and_size(rank, size)
-    return connect_members(
-        backend,
-        rank=rank,
-        size=size,
-        store=dist.HashStore(),
-        peers=[this_process()] * size,
-        epoch=0,
-        name=name,
-        device=device,
-        timeout=timeout,
-        hints=hints,
-    )
+    members = KnownMembers(rank=rank, peers=[this_process()] * size, store=dist.HashStore(), epoch=0, name=name)
+    return connect_members(backend, members, device=device, timeout=timeout, hints=hints)
 
 
 @reraise_local_cause("connecting")
@@ -246,18 +234,18 @@ def connect_part(
     with _naming_members(whole, members), exchange.meeting(offer, lambda offers: None) as meeting:
         return connect_members(
             whole.backend,
-            rank=rank,
-            size=len(members),
-            store=meeting.store,
-            peers=[context.peers[member] for member in members],
-            epoch=whole.epoch,
-            name=f"{within}.{meeting.number}" if name is None else name,
+            KnownMembers(
+                rank=rank,
+                peers=[context.peers[member] for member in members],
+                store=meeting.store,
+                epoch=whole.epoch,
+                name=f"{within}.{meeting.number}" if name is None else name,
+            ),
             device=whole.device,
             timeout=max(0.0, deadline - time.monotonic()),
-            op_timeout=whole._executor.timeout,
-            over=lambda: whole.over,
-            recorder=whole._recorder,
             hints=hints,
+            over=lambda: whole.over,
+            settings=OpSettings(whole._executor.timeout, recorder=whole._recorder),
         )
 
 
@@ -356,19 +344,20 @@ def connect_members_of(
     with exchange.meeting(_offer(size, [change.backend], {}, agreed), lambda offers: None) as meeting:
         return connect_members(
             change.backend,
-            rank=members.rank,
-            size=size,
-            store=meeting.store,
-            peers=members.peers,
-            epoch=change.epoch,
-            name=f"{membership.name}/{uuid}",
+            KnownMembers(
+                rank=members.rank,
+                peers=members.peers,
+                store=meeting.store,
+                epoch=change.epoch,
+                name=f"{membership.name}/{uuid}",
+                address=own_address(),
+            ),
             device=communicator.device,
             timeout=max(0.0, deadline - time.monotonic()),
-            op_timeout=communicator._executor.timeout,
-            recorder=communicator._recorder,
-            address=own_address(),
             hints=change.hints,
-            hooks=communicator.hooks,
+            settings=OpSettings(
+                communicator._executor.timeout, recorder=communicator._recorder, hooks=communicator.hooks
+            ),
         )
 
 
@@ -416,61 +405,65 @@ def _naming_members(whole: Communicator, members: Sequence[int]) -> Iterator[Non
         raise copy from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownMembers:
+    """The ranks of an epoch, as one of them (`rank`) knows them all without a meeting.
+
+    `peers` are in rank order. `store` is private to this epoch. `previous` is the communicator of the epoch before,
+    aborted and not closed; the backend may reuse its parts. The backend may deliver `connect_payload` to the other
+    ranks (`Communicator.connect_payloads`). `address` is where the other ranks reach this host ("": not known).
+    """
+
+    rank: int
+    peers: Sequence[Peer]
+    store: dist.Store
+    epoch: int
+    name: str = "default"
+    previous: Communicator | None = None
+    connect_payload: Sequence[int] = ()
+    address: str = ""
+
+
 @reraise_local_cause("connecting")
 def connect_members(
     backend: str,
+    members: KnownMembers,
     *,
-    rank: int,
-    size: int,
-    store: dist.Store,
-    peers: Sequence[Peer],
-    epoch: int,
-    name: str = "default",
     device: str | torch.device | None = None,
     timeout: float = 30.0,
-    op_timeout: float | None = None,
-    over: Callable[[], HoldfastError | None] = lambda: None,
-    recorder: Recorder | None = None,
-    previous: Communicator | None = None,
-    connect_payload: Sequence[int] = (),
-    address: str = "",
     hints: Hints | None = None,
-    hooks: Hooks | None = None,
+    over: Callable[[], HoldfastError | None] = lambda: None,
+    settings: OpSettings | None = None,
 ) -> Communicator:
     """Connect ranks that know each other already, without negotiation: for the rebuild of an epoch.
 
-    `backend` is one name, known to run on all members; `store` is private to this epoch; `peers` are in rank order.
-    `timeout` bounds the call; `op_timeout` (default: the same) is the default for every op. The call raises the error
-    that `over()` returns, once it returns one. `recorder` makes the journals of this communicator and of its splits.
-    `previous` is the communicator of the epoch before, aborted and not closed; the backend may reuse its parts. The
-    backend may deliver `connect_payload` to the other ranks (`Communicator.connect_payloads`). `address` is where the
-    other ranks reach this host. `hints` are the backend's, as in `connect`;
-    `hooks` go on from a communicator that this one replaces.
+    `backend` is one name, known to run on all members. `timeout` bounds the call, and is the default for every op
+    unless `settings` say another. `hints` are the backend's, as in `connect`. The call raises the error that `over()`
+    returns, once it returns one.
     """
     info = registry().backend(backend).info
+    settings = settings or OpSettings(timeout)
+    recorder, previous, size = settings.recorder, members.previous, len(members.peers)
     connecting = True
     make_context = functools.partial(
         Context,
-        rank=rank,
+        rank=members.rank,
         size=size,
-        name=name,
-        epoch=epoch,
+        name=members.name,
+        epoch=members.epoch,
         device=torch.device("cpu" if device is None else device),
-        store=store,
-        peers=tuple(peers),
+        store=members.store,
+        peers=tuple(members.peers),
         deadline=time.monotonic() + timeout,
         over=lambda: over() if connecting else None,
-        journal=None if recorder is None else recorder.journal(name, epoch, rank, size, backend),
+        journal=None
+        if recorder is None
+        else recorder.journal(members.name, members.epoch, members.rank, size, backend),
         previous=None if previous is None or previous.backend != backend else previous.transport,
-        connect_payload=tuple(connect_payload),
-        address=address,
+        connect_payload=tuple(members.connect_payload),
+        address=members.address,
     )
-    communicator = _build(
-        info,
-        make_context,
-        OpSettings(timeout if op_timeout is None else op_timeout, checks_are_on(), None, recorder, hooks),
-        hints,
-    )
+    communicator = _build(info, make_context, replace(settings, check=checks_are_on()), hints)
     connecting = False
     return communicator
 

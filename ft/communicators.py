@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import HoldfastError, describe
+from holdfast.comms.execution.executor import OpSettings
 from holdfast.comms.journal import Recorder
 from holdfast.ft.control.channel import split_address
 from holdfast.ft.membership.view import View
@@ -58,20 +59,20 @@ class CommunicatorManager:
         self.close_retired(keep=1)
         self.comm = connect_members(
             view.job.backend,
-            rank=rank,
-            size=len(view.members),
-            store=store,
-            peers=[member.peer for member in view.members],
-            epoch=view.epoch,
-            name=view.job.name,
+            KnownMembers(
+                rank=rank,
+                peers=[member.peer for member in view.members],
+                store=store,
+                epoch=view.epoch,
+                name=view.job.name,
+                previous=self._retired[-1] if self._retired else None,
+                connect_payload=connect_payload,
+                address=split_address(view.members[rank].address)[0],
+            ),
             device=self._settings.device,
             timeout=timeout,
-            op_timeout=self._settings.timeouts.operation,
             over=over,
-            recorder=recorder,
-            previous=self._retired[-1] if self._retired else None,
-            connect_payload=connect_payload,
-            address=split_address(view.members[rank].address)[0],
+            settings=OpSettings(self._settings.timeouts.operation, recorder=recorder),
         )
         return self.comm
 

@@ -41,11 +41,11 @@ _LONG_SLEEP_SECONDS = 0.001
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A message whose body is still to come."""
+    """A message. A body that was not in its frame is None until it is matched; `request` then receives it."""
 
     head: bytes
-    body: Any
-    request: MPI.Request
+    body: Any = None
+    request: MPI.Request | None = None
 
 
 class MpiChannel(Channel):
@@ -102,6 +102,7 @@ class MpiChannel(Channel):
         try:
             worked = self._next_message()
             for source, arrivals in self._arriving.items():
+                self._match_bodies(source, arrivals)
                 while arrivals and self._has_arrived(source, arrivals):
                     worked = True
         except MPI.Exception:
@@ -123,21 +124,32 @@ class MpiChannel(Channel):
         arrivals = self._arriving.setdefault(source, deque())
         nbytes = _LENGTH.unpack_from(frame)[0] if len(frame) >= _FRAME_BYTES else 0
         head, body = bytes(frame[_LENGTH.size : _FRAME_BYTES]), memoryview(frame)[_FRAME_BYTES:]
-        request = MPI.REQUEST_NULL
-        if nbytes > INLINE_BYTES:
-            body = self._requests.room(source, head, nbytes) or self._spare_buffer(min(nbytes, PIECE_BYTES))
-            request = self._comm.Irecv([body, MPI.BYTE], source, BODY_TAG)
         if arrivals or nbytes > INLINE_BYTES:
-            arrivals.append(_Arrival(head, body, request))
+            arrivals.append(_Arrival(head, None if nbytes > INLINE_BYTES else body))
         else:
             self._requests.received(source, head, body)
         return True
+
+    def _match_bodies(self, source: int, arrivals: deque[_Arrival]) -> None:
+        """Begin to receive the bodies that have come, each with the room that it has, whatever its head announced.
+
+        Open MPI 5 copies a large message whole, past the end of a shorter receive.
+        """
+        for arrival in arrivals:
+            if arrival.body is not None:
+                continue
+            message: Any = self._comm.Improbe(source, BODY_TAG, self._status)
+            if message is None:
+                return
+            nbytes = self._status.Get_count(MPI.BYTE)
+            arrival.body = self._requests.room(source, arrival.head, nbytes) or self._buffer(nbytes)
+            arrival.request = message.Irecv([arrival.body, MPI.BYTE])
 
     def _has_arrived(self, source: int, arrivals: deque[_Arrival]) -> bool:
         """Whether the first message is complete; passes it on."""
         first = arrivals[0]
         try:
-            if first.request != MPI.REQUEST_NULL and not first.request.Test():
+            if first.body is None or (first.request is not None and not first.request.Test()):
                 return False
         except MPI.Exception:
             self.broken.add(source)
@@ -149,8 +161,10 @@ class MpiChannel(Channel):
             self._spare.append(first.body.obj)
         return True
 
-    def _spare_buffer(self, nbytes: int) -> memoryview:
-        return memoryview(self._spare.pop() if self._spare else bytearray(PIECE_BYTES))[:nbytes]
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Memory for a body: of this channel's, unless the body is longer than any that it sends."""
+        spare = self._spare.pop() if self._spare and nbytes <= PIECE_BYTES else bytearray(max(nbytes, PIECE_BYTES))
+        return memoryview(spare)[:nbytes]
 
     def _run(self) -> None:
         active = time.monotonic()
@@ -177,7 +191,7 @@ class MpiChannel(Channel):
             self._leaving.clear()
         for arrivals in self._arriving.values():
             for arrival in arrivals:
-                if arrival.request != MPI.REQUEST_NULL:
+                if arrival.request is not None:
                     self._abandon(arrival.request, arrival.body)
         self._arriving.clear()
 

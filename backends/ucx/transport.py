@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -200,9 +201,7 @@ class UcxTransport(MessageTransport):
         local = self._peers[peer].host == this_host()
         deadline = time.monotonic() + (_REASON_SECONDS if local else 0.0)
         while True:
-            while self._worker.progress():
-                pass
-            self.notices.poll()
+            self._take_in()
             self.check_live(self.liveness.dead(), {peer})
             if time.monotonic() >= deadline:
                 return
@@ -267,9 +266,7 @@ class UcxTransport(MessageTransport):
         """Raise if a message that is waited for can never come, or if any rank is gone or aborted."""
         self._worker.check_descriptors()
         dead = self.liveness.dead()
-        while self._worker.progress():
-            pass
-        self.notices.poll()
+        self._take_in()
         waiting[:] = [each for each in waiting if not self._done(each)]
         self.check_live(dead, {each.peer for each in waiting})
 
@@ -288,6 +285,21 @@ class UcxTransport(MessageTransport):
         for rank, why in self._broken():
             raise PeerFailed((rank,), f"its connection broke: {why}")
 
+    def _take_in(self, turns: int = sys.maxsize) -> None:
+        """Take in what has arrived, in at most `turns` calls of UCX, and the farewells in it."""
+        while turns and self._worker.progress():
+            turns -= 1
+        self.notices.poll()
+
+    def _check_aborted(self, ranks: Iterable[int]) -> None:
+        """Raise if one of `ranks` has said that it aborted."""
+        self.notices.check()
+        left = self.notices.left
+        for rank in ranks:
+            kind, why, _ = left.get(rank, (CLOSED, "", 0.0))
+            if kind == ABORTED:
+                raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
+
     def _broken(self) -> list[tuple[int, str]]:
         """The ranks that lost their connection before they left, and why."""
         if self.connections is None or not (broken := self.connections.broken):
@@ -303,15 +315,8 @@ class UcxTransport(MessageTransport):
 
         A rank sends its farewell before it releases its memory, so what was read before that is good.
         """
-        for _ in range(16):
-            if not self._worker.progress():
-                break
-        self.notices.poll()
-        self.notices.check()
-        for rank in ranks & self.notices.left.keys():
-            kind, why, _ = self.notices.left[rank]
-            if kind == ABORTED:
-                raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
+        self._take_in(turns=16)
+        self._check_aborted(ranks)
 
     # -- windows
 
@@ -340,10 +345,7 @@ class UcxTransport(MessageTransport):
                     self.notices.poll()
             finally:
                 self._lock.release()
-        self.notices.check()
-        for rank, (kind, why, _) in list(self.notices.left.items()):
-            if kind == ABORTED:
-                raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
+        self._check_aborted(range(self.size))
         return [rank for rank, _ in self._broken()]
 
     def _check(self) -> None:

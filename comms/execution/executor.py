@@ -13,7 +13,7 @@ What an op does is not its concern. An op goes through these steps:
    lives. Any other error ends it, since the ranks no longer agree on their position in the order of ops.
 
 The end comes once, from any thread or a signal's handler (`_ending`): the first reason stays in `over`, the transport
-is aborted so that blocked ops raise, then the callbacks run, outside the lock. `close` waits for ops to leave the
+is aborted so that blocked ops raise, then the abort hooks run, outside the lock. `close` waits for ops to leave the
 transport before it releases that.
 """
 
@@ -60,7 +60,7 @@ from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
 from holdfast.comms.tensors.packing import dlpack_device
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import stopped_ranks
-from holdfast.comms.work import DONE, Work, call_back
+from holdfast.comms.work import DONE, Work
 
 Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
@@ -115,7 +115,6 @@ class Executor:
         self._leaking = False
         """Whether `close` has found ops that had not ended, of which the hooks do not know yet."""
         self._parts: weakref.WeakSet[Executor] | None = None
-        self._abort_callbacks: list[Callable[[HoldfastError], object]] = [self.hooks.aborted]
         self.split_from: tuple[str, tuple[int, ...]] = ("", ())
         """The name of the communicator that this one was split from, and the ranks there of its members."""
         if transport.ends_before_exit:
@@ -378,17 +377,12 @@ class Executor:
         self._ending.run(lambda: announced.append(self._over is None and self._transport.announce(word)), lambda: None)
         return announced == [True]
 
-    def add_abort_callback(self, function: Callable[[HoldfastError], object]) -> None:
-        """Call `function(reason)` once when this communicator is aborted; at once if it is."""
-        self._abort_callbacks.append(function)
-        self._call_back()
-
     def _end(self, error: HoldfastError) -> None:
         self._ending.run(partial(self._end_once, error), partial(self._end, error))
-        self._call_back()
+        self._run_abort_hooks()
 
-    def _call_back(self) -> None:
-        """Call the abort callbacks of this communicator and its parts, if it is aborted.
+    def _run_abort_hooks(self) -> None:
+        """Run the abort hooks of this communicator and its parts, if it is aborted.
 
         Outside `_ending`: they may abort and close, here or elsewhere, and wait for threads that do.
         """
@@ -396,8 +390,8 @@ class Executor:
             return
         assert self._over is not None
         for part in list(self._parts or ()):
-            part._call_back()
-        call_back(self._abort_callbacks, self._over)
+            part._run_abort_hooks()
+        self.hooks.aborted(self._over)
 
     def _end_once(self, error: HoldfastError) -> None:
         """End with `error`, unless that is done; an end that a signal's handler cut short goes on."""
@@ -419,11 +413,6 @@ class Executor:
         """Refuse all ops until this executor is replaced."""
         self._over, self._order.over = NotConnected(self._name), True
         self._closed = self._released = True
-
-    def inherit_callbacks(self, earlier: Executor) -> None:
-        """Take over the abort callbacks of the executor before this one, which were not called."""
-        self._abort_callbacks += [each for each in earlier._abort_callbacks if each != self.hooks.aborted]
-        earlier._abort_callbacks.clear()
 
     def close_when_done(self) -> None:
         """Wait for the ops that were issued, then close. For a collected communicator: a work may still be awaited."""

@@ -11,11 +11,12 @@ from holdfast.comms.errors import again, describe
 from holdfast.comms.plan import OpDescription
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
+from holdfast.comms.work import call_back
 
 log = logging.getLogger("holdfast.comms")
 
 OpHook = Callable[[OpEvent], None]
-AbortHook = Callable[[AbortEvent], None]
+AbortHook = Callable[[AbortEvent], object]
 
 
 class HookHandle:
@@ -45,7 +46,8 @@ class Hooks:
         self._before: tuple[OpHook, ...] = ()
         self._after: tuple[OpHook, ...] = ()
         self._abort: tuple[AbortHook, ...] = ()
-        self._lock = threading.Lock()
+        self._ended: AbortEvent | None = None
+        self._lock = threading.RLock()
         self.observed = False
         """Whether any hook, a plugin's too, watches ops: fast paths then decline them."""
         self._registry.follow(self)
@@ -60,13 +62,19 @@ class Hooks:
         return self._add("_after", hook)
 
     def on_abort(self, hook: AbortHook) -> HookHandle:
-        """Call `hook` once the communicator has ended: by `abort`, a failed op, or `close` with ops that had not ended.
+        """Call `hook` once the communicator has ended; at once if it has already.
 
-        It runs in the thread that ended the communicator, after blocked ops were released. What it raises is logged.
+        That is by `abort`, by a failed op, with the communicator that this one was split from, or by `close` with ops
+        that had not ended. It runs in the thread that ended the communicator, after blocked ops were released, and may
+        abort and close communicators. What it raises is logged.
         """
-        return self._add("_abort", hook)
+        with self._lock:
+            handle, ended = self._add("_abort", hook), self._ended
+        if ended is not None:
+            call_back([hook], ended)
+        return handle
 
-    def _add(self, kind: str, hook: Callable[..., None]) -> HookHandle:
+    def _add(self, kind: str, hook: Callable[..., object]) -> HookHandle:
         def remove() -> None:
             with self._lock:
                 hooks = list(getattr(self, kind))
@@ -87,6 +95,7 @@ class Hooks:
     def move_to(self, communicator: str, epoch: int, rank: int) -> None:
         """Go on as the hooks of a communicator that has been reconfigured."""
         self._identity = communicator, epoch, rank
+        self._ended = None
 
     def plugins_changed(self) -> None:
         """Set `observed` anew."""
@@ -130,10 +139,10 @@ class Hooks:
             log.error("a hook after %s (op %d), which had failed, raised %s", event.op, event.seq, describe(late))
 
     def aborted(self, error: BaseException) -> None:
-        """Run the hooks of the abort."""
-        event = AbortEvent(*self._identity, error)
-        for hook in (self._registry.on_abort, *self._abort):
-            try:
-                hook(event)
-            except Exception as raised:
-                log.error("a hook at the abort of %r raised %s", self._identity[0], describe(raised))
+        """Run the hooks of the abort, once."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = event = AbortEvent(*self._identity, error)
+            hooks = self._abort
+        call_back([self._registry.on_abort, *hooks], event)

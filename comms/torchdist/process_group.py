@@ -87,7 +87,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._name, self._description = "", "undefined"
         self._issued = self._shrunk = 0
         self._hooks = TorchHooks(communicator.rank, nan_check_is_on())
-        communicator.add_abort_callback(self._hooks.aborted)
+        communicator.hooks.on_abort(self._hooks.aborted)
         self._messages = itertools.count(1)
         self._extension, self._extended = 0.0, list[Work]()
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.units import counted
 from holdfast.ft.control.loop import LoopThread
@@ -204,13 +204,14 @@ def _measure_connects(comm: Communicator, store: dist.Store, times: _RankTimes) 
             before.abort()
         new = connect_members(
             comm.backend,
-            rank=comm.rank,
-            size=comm.size,
-            store=dist.PrefixStore(f"epoch {number}", store),
-            peers=comm.peers,
-            epoch=number + 2,
+            KnownMembers(
+                rank=comm.rank,
+                peers=comm.peers,
+                store=dist.PrefixStore(f"epoch {number}", store),
+                epoch=number + 2,
+                previous=before,
+            ),
             timeout=LIMIT,
-            previous=before,
         )
         connected = time.monotonic()
         new.all_gather_single(gathered, numbers)

@@ -143,13 +143,14 @@ def die_and_rebuild(comm: Communicator, hosts: list[int], meeting: str, folder: 
     store.set_timeout(timedelta(seconds=20))
     again = comms.connect_members(
         "hier-gloo",
-        rank=survivors.index(comm.rank),
-        size=3,
-        store=store,
-        peers=[peers[rank] for rank in survivors],
-        epoch=1,
+        comms.KnownMembers(
+            rank=survivors.index(comm.rank),
+            peers=[peers[rank] for rank in survivors],
+            store=store,
+            epoch=1,
+            previous=whole,
+        ),
         timeout=20.0,
-        previous=whole,
     )
     whole.close()
     tensor = torch.full((300_000,), comm.rank + 1.0)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -404,6 +405,38 @@ def test_a_job_goes_on_with_a_spare_when_a_rank_is_killed() -> None:
 def test_an_unknown_launcher_is_refused() -> None:
     with pytest.raises(Unsupported, match="srun"):
         launch("srun", 2)
+
+
+def test_a_body_that_is_longer_than_its_head_says_is_refused_and_overruns_nothing(two: LocalCluster) -> None:
+    """Open MPI copies a large message whole, past the end of a shorter receive."""
+
+    def body(comm: Communicator) -> tuple[str, int]:
+        from holdfast.backends.mpi import onesided
+        from holdfast.comms.onesided import requests
+        from holdfast.comms.onesided.request_window import RequestWindow
+
+        reach_by_messages(comm)
+        memory, refused = torch.zeros(8192, dtype=torch.uint8), ""
+        with comm.window(memory) as window:
+            comm.barrier()
+            if comm.rank == 1:
+                assert isinstance(window.memory, RequestWindow)
+                asked, region, owner = window.memory._requests, window.memory._number, window.memory._ranks[0]
+                honest = onesided._LENGTH
+                lie = mock.Mock(wraps=honest, pack=lambda nbytes: honest.pack(5000))
+                onesided._LENGTH = lie
+                for nbytes in (8192, 5000):
+                    pending = asked.begin(owner, requests.PUT, region, nbytes=nbytes, body=b"1" * 8_000_000)
+                    with pytest.raises(HoldfastError) as caught:
+                        asked.finish(pending, time.monotonic() + 10.0, "put")
+                    refused = str(caught.value)
+                onesided._LENGTH = honest
+                window.put(torch.full((8192,), 3, dtype=torch.uint8), 0)
+            comm.barrier()
+        return refused, int(memory.sum())
+
+    (_, total), (refused, _) = two.run(body)
+    assert "rank 0 refused the request" in refused and total == 3 * 8192
 
 
 def test_window_requests_that_are_wrong_are_refused_and_the_thread_goes_on(two: LocalCluster) -> None:

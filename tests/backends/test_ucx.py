@@ -22,7 +22,7 @@ from holdfast.backends.ucx.onesided import far_window
 from holdfast.backends.ucx.onesided.regions import WRITER_SECONDS, UcxAddress
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.plugins.spec import Available
@@ -408,9 +408,10 @@ def _try_to_read(pipe: Connection) -> None:
 def test_a_prewarmed_worker_is_reused_and_closed_with_the_last_communicator(start: Callable[..., Child]) -> None:
     def body(pipe: Connection) -> None:
         def one(epoch: int, previous: Communicator | None) -> Communicator:
-            return connect_members(
-                "ucx", rank=0, size=1, store=dist.HashStore(), peers=[this_process()], epoch=epoch, previous=previous
+            members = KnownMembers(
+                rank=0, peers=[this_process()], store=dist.HashStore(), epoch=epoch, previous=previous
             )
+            return connect_members("ucx", members)
 
         def waiting() -> bool:
             return prewarmed_worker._waiting is not None

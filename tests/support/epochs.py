@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from holdfast.comms import Communicator
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import KnownMembers, connect_members
 
 
 class Epochs:
@@ -37,12 +37,13 @@ class Epochs:
             previous.abort("the epoch is over")
         return connect_members(
             self._backend,
-            rank=list(processes).index(self.me),
-            size=len(processes),
-            store=dist.HashStore() if alone else dist.PrefixStore(str(epoch), self._store),
-            peers=[self._peers[process] for process in processes],
-            epoch=epoch,
+            KnownMembers(
+                rank=list(processes).index(self.me),
+                peers=[self._peers[process] for process in processes],
+                store=dist.HashStore() if alone else dist.PrefixStore(str(epoch), self._store),
+                epoch=epoch,
+                previous=previous,
+                connect_payload=connect_payload,
+            ),
             timeout=timeout,
-            previous=previous,
-            connect_payload=connect_payload,
         )

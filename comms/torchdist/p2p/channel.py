@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 from holdfast.comms.ops import Send
 from holdfast.comms.rendezvous.meeting_store import MeetingStore
@@ -127,12 +127,13 @@ class ChannelEnd:
         self._give_up = _never  # an attempt that is given up leaves its keys behind
         communicator = connect_members(
             self._group.backend,
-            rank=self._end,
-            size=2,
-            store=self._store,
-            peers=[self._group.peers[self._ranks.src], self._group.peers[self._ranks.dst]],
-            epoch=self._group.epoch,
-            name=f"{self._group.name}/{self._ranks.name}",
+            KnownMembers(
+                rank=self._end,
+                peers=[self._group.peers[self._ranks.src], self._group.peers[self._ranks.dst]],
+                store=self._store,
+                epoch=self._group.epoch,
+                name=f"{self._group.name}/{self._ranks.name}",
+            ),
             device=self._group.device,
             timeout=_CONNECT_SECONDS,
             over=lambda: self._over,

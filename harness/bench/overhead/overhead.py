@@ -112,15 +112,15 @@ def _another(comm: Communicator, folder: str, name: str, recorder: Recorder | No
     """A communicator of the same ranks, with a recorder of its own."""
     import torch.distributed as dist
 
-    from holdfast.comms.connect import connect_members
+    from holdfast.comms.connect import KnownMembers, connect_members
+    from holdfast.comms.execution.executor import OpSettings
     from holdfast.comms.transport.base import Peer
     from holdfast.comms.transport.liveness import this_process
 
     peers = [msgspec.convert(each, Peer) for each in comm.all_gather_object(msgspec.to_builtins(this_process()))]
     store = dist.PrefixStore(name, dist.FileStore(f"{folder}/overhead-{comm.epoch}-{name}", comm.size))
-    return connect_members(
-        comm.backend, rank=comm.rank, size=comm.size, store=store, peers=peers, epoch=0, name=name, recorder=recorder
-    )
+    members = KnownMembers(rank=comm.rank, peers=peers, store=store, epoch=0, name=name)
+    return connect_members(comm.backend, members, settings=OpSettings(30.0, recorder=recorder))
 
 
 def _ops(comm: Communicator, folder: str, rounds: int, count: int, clock: Callable[[], float]) -> list[list[float]]:

@@ -13,6 +13,7 @@ import torch
 from holdfast import comms
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Work
 from holdfast.comms.plan import OpDescription
+from holdfast.comms.plugins.spec import AbortEvent
 from holdfast.harness import LocalCluster
 
 
@@ -85,7 +86,7 @@ def test_what_a_callback_raises_is_logged_and_keeps_no_other_from_its_call(
         gate.open()
         assert called.wait(20.0)
         comm.all_reduce(torch.ones(2), async_op=True).wait()  # the worker goes on
-        comm.add_abort_callback(exits)
+        comm.hooks.on_abort(exits)
         comm.abort("for this test")
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [SystemExit, SystemExit]
 
@@ -113,12 +114,12 @@ def test_a_callback_is_called_once_when_work_and_caller_race() -> None:
 def test_an_abort_calls_back_once_with_the_first_reason(comm: Communicator) -> None:
     reasons: list[str] = []
 
-    def again(reason: HoldfastError) -> None:
-        reasons.append(str(reason))
-        comm.abort("from a callback")
-        comm.add_abort_callback(lambda reason: reasons.append(f"late: {reason}"))
+    def again(event: AbortEvent) -> None:
+        reasons.append(str(event.error))
+        comm.abort("from a hook")
+        comm.hooks.on_abort(lambda late: reasons.append(f"late: {late.error}"))
 
-    comm.add_abort_callback(again)
+    comm.hooks.on_abort(again)
     comm.abort("the first")
     comm.abort("the second")
     comm.close()
@@ -127,7 +128,7 @@ def test_an_abort_calls_back_once_with_the_first_reason(comm: Communicator) -> N
 
 
 def test_an_abort_callback_may_wait_for_a_thread_that_aborts(comm: Communicator) -> None:
-    def abort_in_a_thread(reason: HoldfastError) -> None:
+    def abort_in_a_thread(event: AbortEvent) -> None:
         thread = threading.Thread(target=comm.abort)
         thread.start()
         thread.join(20.0)
@@ -136,34 +137,34 @@ def test_an_abort_callback_may_wait_for_a_thread_that_aborts(comm: Communicator)
     ended: list[bool] = []
     part = comm.split([0])
     for each in (comm, part):
-        each.add_abort_callback(abort_in_a_thread)
+        each.hooks.on_abort(abort_in_a_thread)
     comm.abort()
     part.close()
     assert ended == [True, True]
 
 
 def test_a_close_is_no_abort(comm: Communicator) -> None:
-    reasons: list[HoldfastError] = []
-    comm.add_abort_callback(reasons.append)
+    ends: list[AbortEvent] = []
+    comm.hooks.on_abort(ends.append)
     comm.close()
     comm.abort()
-    comm.add_abort_callback(reasons.append)
-    assert reasons == []
+    comm.hooks.on_abort(ends.append)
+    assert ends == []
 
 
 def test_a_failed_op_and_the_end_of_the_whole_call_back() -> None:
     def body(comm: Communicator) -> list[str]:
-        reasons: list[HoldfastError] = []
+        ends: list[AbortEvent] = []
         with comm.split([0, 1]) as part:
             for each in (comm, part):
-                each.add_abort_callback(reasons.append)
+                each.hooks.on_abort(ends.append)
             if comm.rank == 0:
                 with pytest.raises(OpTimeout):
                     comm.barrier(timeout=0.2)
             else:
                 with pytest.raises(HoldfastError):
                     comm.recv(torch.empty(1), 0)
-            return [type(reason).__name__ for reason in reasons]
+            return [type(end.error).__name__ for end in ends]
 
     with LocalCluster(2, "inproc") as cluster:
         assert cluster.run(body) == [[Revoked.__name__] * 2] * 2

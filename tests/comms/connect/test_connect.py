@@ -23,7 +23,7 @@ import torch.distributed as dist
 from holdfast import comms
 from holdfast.backends.gloo.connecting import ATTEMPT_SECONDS
 from holdfast.comms.algorithms.message_passing import cost
-from holdfast.comms.connect import choose_backend, connect_members
+from holdfast.comms.connect import KnownMembers, choose_backend, connect_members
 from holdfast.comms.rendezvous import offer_exchange
 from holdfast.comms.rendezvous.offer_exchange import OfferExchange
 from holdfast.comms.transport.base import Context, Link, Peer
@@ -182,14 +182,11 @@ def test_ranks_with_different_sizes_or_backends_raise_an_error(tmp_path: Path, o
 
 def test_connect_members_refuses_unfit_peers_and_names_dead_ones(tmp_path: Path) -> None:
     stranger = Peer(this_process().host, 2**22, 1)
+    members = KnownMembers(rank=0, peers=[this_process(), stranger], store=dist.HashStore(), epoch=3)
     with pytest.raises(comms.Unsupported):
-        connect_members(
-            "inproc", rank=0, size=2, store=dist.HashStore(), peers=[this_process(), stranger], epoch=3, timeout=1.0
-        )
+        connect_members("inproc", members, timeout=1.0)
     with pytest.raises(comms.PeerFailed) as caught:
-        connect_members(
-            "shm", rank=0, size=2, store=dist.HashStore(), peers=[this_process(), stranger], epoch=3, timeout=5.0
-        )
+        connect_members("shm", members, timeout=5.0)
     assert caught.value.ranks == (1,)
 
 
@@ -300,12 +297,13 @@ def connect_and_close(comm: comms.Communicator, folder: str) -> None:
         store: dist.Store = dist.FileStore(f"{folder}/{turn}", comm.size)
         connect_members(
             comm.backend,
-            rank=comm.rank,
-            size=comm.size,
-            store=late(store) if comm.rank == turn % 2 else store,
-            peers=peers,
-            epoch=0,
-            name=f"turn-{turn}",
+            KnownMembers(
+                rank=comm.rank,
+                peers=peers,
+                store=late(store) if comm.rank == turn % 2 else store,
+                epoch=0,
+                name=f"turn-{turn}",
+            ),
         ).close()
 
 

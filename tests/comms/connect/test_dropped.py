@@ -19,7 +19,7 @@ from holdfast import comms
 from holdfast.backends.inproc import transport as inproc
 from holdfast.backends.inproc.transport import InprocTransport
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.plugins.spec import BackendInfo, hookimpl
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
@@ -143,7 +143,7 @@ def test_a_transport_that_its_backend_closed_is_not_closed_again(
             if not connects:
                 stack.enter_context(pytest.raises(PeerFailed))
             store, peers = dist.HashStore(), [this_process()]
-            connect_members("handing-over", rank=0, size=1, store=store, peers=peers, epoch=0).close()
+            connect_members("handing-over", KnownMembers(rank=0, peers=peers, store=store, epoch=0)).close()
         gc.collect()
         assert settled()
     finally:

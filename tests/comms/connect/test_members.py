@@ -27,6 +27,7 @@ from holdfast.comms import (
     PeerFailed,
     Revoked,
 )
+from holdfast.comms.plugins.spec import AbortEvent
 from holdfast.comms.rendezvous.handles import epoch_of, parse_members
 from holdfast.harness import LocalCluster
 from support.meeting import in_threads
@@ -165,8 +166,8 @@ def bad_handles(own: str) -> list[tuple[Any, type[BaseException], str]]:
 
 def test_bad_handles_change_nothing(tmp_path: Path) -> None:
     with alone(tmp_path) as comm:
-        reasons: list[HoldfastError] = []
-        comm.add_abort_callback(reasons.append)
+        ends: list[AbortEvent] = []
+        comm.hooks.on_abort(ends.append)
         for handles, error, said in bad_handles(comm.handle()):
             with pytest.raises(error, match=said):
                 comm.reconfigure(1, handles)
@@ -179,7 +180,7 @@ def test_bad_handles_change_nothing(tmp_path: Path) -> None:
         for uuid, wrong in ((1.5, TypeError), (True, TypeError), ("", ValueError), ("u" * 201, ValueError)):
             with pytest.raises(wrong, match="uuid"):
                 comm.reconfigure(uuid, [comm.handle()])  # type: ignore[arg-type]
-        assert (total(comm), reasons) == (1.0, [])
+        assert (total(comm), ends) == (1.0, [])
 
 
 def test_all_processes_put_a_set_into_one_order() -> None:
@@ -212,7 +213,7 @@ def test_members_that_pass_other_handles_or_hints_are_told() -> None:
         assert side_by_side(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
 
 
-def test_pending_ops_end_and_hooks_and_callbacks_go_on() -> None:
+def test_pending_ops_end_and_hooks_go_on() -> None:
     """A member that is left out learns it from its op."""
     with (
         comms.unconnected("inproc", timeout=PATIENCE) as first,
@@ -220,9 +221,9 @@ def test_pending_ops_end_and_hooks_and_callbacks_go_on() -> None:
     ):
         handles = [first.handle(), second.handle()]
         side_by_side(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
-        ops, reasons = list[str](), list[HoldfastError]()
+        ops, ends = list[str](), list[str]()
         first.hooks.after_op(lambda event: ops.append(f"{event.communicator} {event.op}"))
-        first.add_abort_callback(reasons.append)
+        first.hooks.on_abort(lambda end: ends.append(str(end.error)))
         pending = first.recv(torch.empty(1), 1, async_op=True)
         late = second.barrier(async_op=True)
         first.reconfigure(2, handles[:1])
@@ -231,9 +232,9 @@ def test_pending_ops_end_and_hooks_and_callbacks_go_on() -> None:
         with pytest.raises((PeerFailed, Revoked)):
             late.wait(PATIENCE)
         first.barrier()
-        assert ops[-1] == "default/2 barrier" and reasons == []
+        assert ops[-1] == "default/2 barrier" and len(ends) == 1 and "closed" in ends[0]
         first.abort("enough")
-        assert len(reasons) == 1 and "enough" in str(reasons[0])
+        assert len(ends) == 2 and "enough" in ends[1]
         first.reconfigure(4, handles[:1])
         assert total(first) == 1.0
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import comms
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.rendezvous import meeting_place as places
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.offers import Offer, decode_offer
@@ -368,11 +368,6 @@ def test_a_malformed_address_is_a_typed_error(name: str, value: bytes) -> None:
     with pytest.raises(comms.HoldfastError):
         connect_members(
             name,
-            rank=1,
-            size=2,
-            store=Garbage(value),
-            peers=[this_process()] * 2,
-            epoch=0,
-            name=uuid4().hex,
+            KnownMembers(rank=1, peers=[this_process()] * 2, store=Garbage(value), epoch=0, name=uuid4().hex),
             timeout=1.0,
         )

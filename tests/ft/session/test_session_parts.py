@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.connect import connect_members
+from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import events, faultpoints
@@ -447,7 +447,8 @@ def test_a_member_adopts_an_announced_view_and_later_installs_it() -> None:
 
 
 def carried(guard: EpochGuard) -> Communicator:
-    comm = connect_members("inproc", rank=0, size=1, store=dist.HashStore(), peers=[this_process()], epoch=1)
+    members = KnownMembers(rank=0, peers=[this_process()], store=dist.HashStore(), epoch=1)
+    comm = connect_members("inproc", members)
     guard.bind(comm)
     return comm
 
