@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
 from holdfast.harness.training.preload import PRELOAD
+from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.engine.local import LocalEngine
 from holdfast.rl.generators.errors import UpdateFailed
 from holdfast.rl.run import generation
 from holdfast.rl.run.generation import Generators
