@@ -1,9 +1,11 @@
 """The evidence of one process: which processes are dead, and which observer suspects which member.
 
 A death is certain and counts alone. A suspicion is the statement of one observer; a member is lost when most of its
-observers suspect it. A process outside of the view (a spare) is lost when any observer suspects it; a member on the
-larger of two hosts is never lost by suspicions. Dead observers do not count, nor do lost ones that have not suspected
-the member: so the set of the lost does not depend on the order in which evidence arrives.
+observers suspect it. In a large job these are few: there they must be on most of their hosts too, or a host that is cut
+off, and has most of a member's observers, would find that member lost. A process outside of the view (a spare) is lost
+when any observer suspects it; a member on the larger of two hosts is never lost by suspicions. Dead observers do not
+count, nor do lost ones that have not suspected the member: so the set of the lost does not depend on the order in which
+evidence arrives.
 """
 
 from __future__ import annotations
@@ -179,14 +181,15 @@ class Evidence:
                 continue
             if not can_fail_by_suspicion(view, view.members[rank]):
                 continue
-            living = [
-                m.id
+            living = {
+                m.id: m.peer.host
                 for m in observers(view, view.members[rank], shape)
                 # a lost observer that suspects still counts, so that the order of evidence does not matter
                 if m.id not in state.dead and (m.id not in state.lost or m.id in against)
-            ]
+            }
             suspecting = [observer for observer in living if observer in against]
-            if 2 * len(suspecting) > len(living):
+            spread = 2 * len({living[each] for each in suspecting}) > len({*living.values()})
+            if 2 * len(suspecting) > len(living) and (spread or shape.is_mesh(view)):
                 words = f"suspected by {len(suspecting)} of {len(living)} observers: {against[min(suspecting)]}"
                 state = replace(state, lost={**state.lost, member_id: words})
                 # with one observer fewer, those that it has not suspected may have a majority against them now

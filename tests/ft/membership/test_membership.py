@@ -46,6 +46,7 @@ from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.next_view import runnable_backends, successors
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
 from support.samples.membership_world import (
@@ -325,6 +326,24 @@ def test_the_smaller_of_two_hosts_does_not_evict_the_other_for_silence(hosts: st
     told += state.on(Tick(), 10.5)[1]
     proposed = [[m.id for m in effect.view.members] for effect in told if isinstance(effect, Propose)]
     assert proposed == ([here] if goes_on else [])
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 3), (1, 4, 4), (2, 5, 9)])
+def test_in_a_large_job_no_host_alone_finds_a_member_of_another_lost(sizes: tuple[int, ...]) -> None:
+    """It may be the one that is cut off, and have most of the member's few observers."""
+    hosts = [f"h{host}" for host, members in enumerate(sizes) for _ in range(members)]
+    view = View(3, "running", tuple(member(rank, host) for rank, host in enumerate(hosts)), JOB, "all are here")
+    shape = Shape(mesh=1)
+    for suspect in view.members:
+        found, all_suspect = observers(view, suspect, shape), Evidence()
+        for host in {observer.peer.host for observer in found}:
+            evidence = Evidence()
+            for observer in (each for each in found if each.peer.host == host):
+                evidence = evidence.with_suspicion(Suspicion(suspect.id, observer.id, "silent"), view, shape)
+            assert suspect.id not in evidence.lost
+        for observer in found:
+            all_suspect = all_suspect.with_suspicion(Suspicion(suspect.id, observer.id, "silent"), view, shape)
+        assert suspect.id in all_suspect.lost
 
 
 def test_members_on_other_hosts_get_a_report_of_a_death_they_cannot_see() -> None:
