@@ -86,7 +86,7 @@ class ShmTransport(DirectTransport):
         return window
 
     def _check_window(self, rank: int) -> None:
-        if rank in self._liveness.dead():
+        if self._liveness.is_ending(rank):
             raise gone(rank)
         self._board.check()
 

@@ -23,7 +23,7 @@ from typing import Protocol
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import is_gone, open_pidfd, read_proc_stat, this_host
+from holdfast.comms.transport.liveness import is_exiting, is_gone, open_pidfd, read_proc_stat, this_host
 from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
 from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.events import Death
@@ -33,8 +33,6 @@ OnDeaths = Callable[[tuple[Death, ...]], None]
 
 PIDFD_THREAD = os.O_EXCL
 """The flag of pidfd_open for the number of a thread; since Linux 6.9."""
-_EXITING = 0x4  # PF_EXITING of the flags in /proc/pid/stat
-_KILLED = 1 << (signal.SIGKILL - 1)  # in its mask of pending signals
 _GIVES_WAY_SECONDS = 0.05
 _LOOK_SECONDS = 0.05  # between looks at a process without a pidfd
 _SECOND_LOOKS = (0.0005, 0.001, 0.002, 0.005)  # seconds after a thread has ended in a process that lives on
@@ -205,17 +203,6 @@ def cpu_ticks(pid: int) -> int:
     except OSError:
         return 0
     return int(fields[11]) + int(fields[12]) if fields else 0
-
-
-def is_exiting(pid: int) -> bool:
-    """Whether a process has ended, is exiting, or has a pending SIGKILL."""
-    try:
-        fields = read_proc_stat(pid)
-    except OSError:  # an error of this process, and no proof
-        return False
-    if not fields or fields[0] in (b"Z", b"X"):
-        return True
-    return bool(int(fields[6]) & _EXITING or int(fields[28]) & _KILLED)
 
 
 def open_threads_of(pid: int, most: int = 4) -> tuple[OwnedDescriptor, ...]:
