@@ -14,7 +14,15 @@ import pytest
 
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import Liveness, start_time, stopped_ranks, this_host, this_process
+from holdfast.comms.transport.liveness import (
+    Liveness,
+    is_exiting,
+    start_time,
+    stopped_ranks,
+    this_host,
+    this_process,
+)
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -38,6 +46,26 @@ def peer_of(process: subprocess.Popen[bytes]) -> Peer:
 def end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
+
+
+def test_a_process_that_exits_counts_as_dead_before_the_kernel_has_freed_its_memory(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Liveness([this_process(), peer_of(process)], 0)) as liveness:
+        assert not liveness.is_ending(1)
+        monkeypatch.setattr("holdfast.comms.transport.liveness.is_exiting", lambda pid: pid == process.pid)
+        eventually(lambda: liveness.is_ending(1))  # it looks once a millisecond
+        assert liveness.dead() == (1,), "for good, and for all waits"
+    with contextlib.closing(Liveness([this_process(), Peer("elsewhere", process.pid, 1)], 0)) as elsewhere:
+        assert not elsewhere.is_ending(1), "the number is another process's there"
+
+
+def test_a_process_is_exiting_from_its_sigkill_on(process: subprocess.Popen[bytes]) -> None:
+    assert not is_exiting(process.pid)
+    process.kill()
+    eventually(lambda: is_exiting(process.pid))
+    process.wait()
+    assert is_exiting(process.pid)
 
 
 @pytest.mark.parametrize("when", ["before it was made", "before the first wait", "while somebody waits"])
