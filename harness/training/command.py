@@ -100,6 +100,7 @@ def write_pages(directory: Path, output: Path) -> WrittenPages:
         ("trainers", f"{config.trainer.replicas} ({config.trainer.strategy}), {config.trainer.spares} spare"),
         ("generators", f"{config.generator.replicas} ({config.generator.kind})"),
         ("holders of weights", f"{config.store.holders}, {config.store.copies} copies of each version"),
+        ("weights on their way", "every bit" if config.store.cast == "none" else f"rounded to {config.store.cast}"),
         ("engine", config.engine.kind),
     )
     report = report_of(

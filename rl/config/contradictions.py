@@ -294,6 +294,8 @@ def _generators(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
         extra_python("vllm", generator.python, folder)
     except ExtraNotInstalled as error:
         yield (kind, ("generator", "python")), str(error)
+    if config.store.cast != "none":
+        yield (("store", "cast"), kind), "vllm's workers read every bit"
     if generator.update != "swap":
         yield (("generator", "update"), kind), "vllm pauses as generator.on_update says"
     if config.sampling.top_p < 1.0:

@@ -359,6 +359,12 @@ class StoreConfig(_Section, frozen=True, kw_only=True):
     plane: Annotated[
         str, Meta(description="The memory plane that moves weights; between hosts ucx or nixl. auto: this host's best.")
     ] = "auto"
+    cast: Annotated[
+        Literal["none", "bf16", "fp8"],
+        Meta(
+            description="Round wider floats to this on their way to generators: fewer bytes. none: every bit arrives."
+        ),
+    ] = "none"
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True):

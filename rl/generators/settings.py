@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from holdfast.comms.quantities import integer_in
+from holdfast.store.casts.wire_cast import CastName
 
 Mode = Literal["fixed", "continuous"]
 WeightUpdate = Literal["swap", "drain"]
@@ -19,7 +20,8 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     In mode "continuous" up to `slots` samples of any requests share a running batch, and newer weights are swapped in
     between two tokens ("swap"), or once the running samples are drawn ("drain"). A sample has at most `length` tokens
     with its prompt (0: as many as the model can).
-    `hold`: this process keeps replicas of versions for others. `timeout` is the limit of each call, in seconds.
+    `hold`: this process keeps replicas of versions for others. `cast` is what weights are rounded to on their way here
+    (None: every bit arrives). `timeout` is the limit of each call, in seconds.
     """
 
     mode: Mode = "fixed"
@@ -28,6 +30,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     length: int = 0
     threads: int = 1
     hold: bool = False
+    cast: CastName | None = None
     timeout: float = 60.0
 
     def __post_init__(self) -> None:

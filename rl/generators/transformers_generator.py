@@ -59,7 +59,9 @@ class TransformersGenerator:
         self._follower: Follower | None = None
         try:
             if self._store is not None:
-                self._follower = self._store.follow(model.state_dict(), reader=reader, timeout=settings.timeout)
+                self._follower = self._store.follow(
+                    model.state_dict(), reader=reader, cast=settings.cast, timeout=settings.timeout
+                )
                 if reader is not None:
                     catch_up_if_switched(self._follower)
             self._thread = GenerationThread(model, self._follower, settings, length, between, self._work)

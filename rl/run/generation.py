@@ -175,6 +175,7 @@ def generator_settings(config: RunConfig) -> GeneratorSettings:
         mode="fixed" if config.algorithm.mode == "synchronous" else "continuous",
         weight_update=config.generator.update,
         slots=config.sampling.batch * config.sampling.group,
+        cast=None if config.store.cast == "none" else config.store.cast,
         timeout=config.generator.timeout,
     )
 

@@ -134,6 +134,10 @@ kind = "fancy"
             '[generator]\nkind = "vllm"\npython = "absent"',
             "run.toml:2: generator.kind: vllm is not installed: there is no",
         ),
+        (
+            '[generator]\nkind = "vllm"\n[store]\ncast = "bf16"',
+            "run.toml:4: store.cast: vllm's workers read every bit",
+        ),
         ('[generator]\nkind = "vllm"\nupdate = "drain"', "run.toml:3: generator.update: vllm pauses as"),
         ('[generator]\nkind = "vllm"\n[sampling]\ntop_p = 0.5', "run.toml:4: sampling.top_p: vllm has no log-probs"),
         ('[trainer]\npython = "/x"', "run.toml:2: trainer.python: only titan"),

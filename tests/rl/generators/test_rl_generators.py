@@ -222,6 +222,17 @@ class Gate:
         assert self.open.wait(20.0)
 
 
+async def test_a_generator_draws_from_weights_that_were_cast_on_their_way(
+    generators: Generators, store: WeightStore
+) -> None:
+    weights = source(seed=1).build().state_dict()
+    store.publish(1, weights)
+    [drawn] = await generators(source(), store=store.url, cast="bf16").generate(request((1, 2, 3), version=1))
+    store.publish(2, {name: each.bfloat16().float() for name, each in weights.items()})
+    [wanted] = await generators(source(), store=store.url).generate(request((1, 2, 3), version=2))
+    assert (drawn.tokens, drawn.logprobs) == (wanted.tokens, wanted.logprobs)
+
+
 @pytest.mark.parametrize("update", ["swap", "drain"])
 async def test_weights_change_between_two_tokens_or_after_the_batch(
     generators: Generators, store: WeightStore, update: str
