@@ -1,15 +1,18 @@
-"""The page of figures: drawn from the committed data, and every figure that it shows exists."""
+"""The pages of figures: drawn from the committed data, every figure exists, and a command repeats it."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import typer.main
 
 from holdfast.harness.bench import figures
+from holdfast.harness.cli.app import app
 from support.source_tree import ROOT
 
 DOCS = ROOT / "docs"
@@ -50,3 +53,54 @@ def test_missing_data_is_an_error(tmp_path: Path) -> None:
     assert made == []
     assert any("recovery.json" in words for words in missing)
     assert any("report.html" in words for words in missing)
+
+
+# The commands that repeat the figures ---------------------------------------------------------------------------------
+
+PERFORMANCE = DOCS / "performance.md"
+PLACEHOLDERS = ("OP", "BASE", "HEAD")
+
+
+def commands(text: str) -> list[list[str]]:
+    """The commands of this repository that a page names, as words."""
+    found = re.findall(
+        r"`(?:chrt -f \d+ |nice -n -?\d+ )?((?:holdfast|python|pytest|make) [^`]+)`", text.replace("\n", " ")
+    )
+    return [each.split() for each in found]
+
+
+def what_is_wrong(words: list[str]) -> str:
+    """Why a command does not exist as it is written; "" if it does."""
+    if words[0] == "make":
+        known = (ROOT / "Makefile").read_text()
+        return "" if re.search(rf"(?m)^{re.escape(words[1])}:", known) else "no such target"
+    if words[0] in ("python", "pytest"):
+        paths = [word for word in words if word.startswith(("docs/", "tests/"))]
+        return "" if paths and all((ROOT / path).exists() for path in paths) else "no such file"
+    at: Any = typer.main.get_command(app)
+    rest = words[1:]
+    while rest and hasattr(at, "get_command") and rest[0] not in PLACEHOLDERS:
+        at = at.get_command(typer.Context(at), rest.pop(0))
+        if at is None:
+            return "no such command"
+    options = {option for each in at.params for option in (*each.opts, *each.secondary_opts)}
+    unknown = [word for word in rest if word.startswith("-") and word.split("=")[0] not in options]
+    return "" if not unknown or hasattr(at, "get_command") else f"no options {unknown}"
+
+
+def test_each_command_of_the_page_exists_with_its_options() -> None:
+    named = commands(PERFORMANCE.read_text())
+    assert len(named) > 30
+    wrong = {" ".join(words): why for words in named if (why := what_is_wrong(words))}
+    assert not wrong
+
+
+def test_each_section_with_figures_names_a_command_that_repeats_them() -> None:
+    sections = re.split(r"(?m)^## ", PERFORMANCE.read_text())[1:]
+    without = [each.splitlines()[0] for each in sections if "\n|" in each and not commands(each)]
+    assert not without, "name the command, or let the figures go"
+
+
+def test_no_figure_says_that_no_command_repeats_it() -> None:
+    text = " ".join((PERFORMANCE.read_text() + (ROOT / "README.md").read_text()).split())
+    assert "No command repeats" not in text
