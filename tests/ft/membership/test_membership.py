@@ -20,6 +20,7 @@ from holdfast.ft.membership.effects import (
     Fence,
     Install,
     Propose,
+    ReadRegister,
     Refused,
     ReportDeaths,
     ReportSuspicions,
@@ -40,6 +41,7 @@ from holdfast.ft.membership.events import (
     Started,
     Suspicion,
     Tick,
+    ViewDeltaReceived,
     ViewRead,
 )
 from holdfast.ft.membership.evidence import Evidence
@@ -48,6 +50,7 @@ from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view_delta import delta_between
 from holdfast.ft.timeouts import Timeouts
 from support.samples.membership_world import (
     Action,
@@ -226,6 +229,16 @@ def test_a_member_that_is_not_in_the_newest_view_is_evicted_and_stays_silent() -
 def test_an_older_view_changes_nothing() -> None:
     state = core(0)
     assert state.on(ViewRead(View(2, "running", (member(0),), JOB, "old")), 1.0)[1] == ()
+
+
+def test_the_difference_to_the_next_view_is_adopted_and_the_register_is_asked_for_any_other() -> None:
+    following = View(4, "running", (member(0), member(1)), JOB, "p2 is gone")
+    change = delta_between(RUNNING, following)
+    assert change is not None
+    adopted, effects = core(0).on(ViewDeltaReceived(change), 1.0)
+    assert adopted.view == following and not any(isinstance(effect, ReadRegister) for effect in effects)
+    later, effects = core(0).on(ViewDeltaReceived(structs.replace(change, epoch=5)), 1.0)
+    assert (later.view, effects) == (RUNNING, (ReadRegister(5),))
 
 
 def test_the_register_being_away_delays_and_breaks_nothing() -> None:
