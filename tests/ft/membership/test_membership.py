@@ -241,6 +241,14 @@ def test_the_difference_to_the_next_view_is_adopted_and_the_register_is_asked_fo
     assert (later.view, effects) == (RUNNING, (ReadRegister(5),))
 
 
+def test_a_process_without_a_view_keeps_what_it_hears_of_others_for_its_first_one() -> None:
+    state = core(0, None)
+    for event in (Suspicion("p1", "p2", "it is silent"), dead(1)):
+        state, effects = state.on(event, 1.0)
+        assert effects == ()
+    assert [type(effect) for effect in state.on(ViewRead(RUNNING), 2.0)[1]] == [Install, Revoke]
+
+
 def test_the_register_being_away_delays_and_breaks_nothing() -> None:
     state, effects = core(0).on(dead(1), 10.0)
     state, effects = state.on(CasFailed("disk is gone"), 10.0)
