@@ -151,10 +151,8 @@ class Evidence:
             return None
         return {**self.statements, member: {**said, observer: number or last + 1}}
 
-    def _affected_suspects(self, ids: Iterable[str], view: View | None, shape: Shape) -> list[str]:
+    def _affected_suspects(self, ids: Iterable[str], view: View, shape: Shape) -> list[str]:
         """The suspects that have one of `ids` among their observers."""
-        if view is None:
-            return []
         if shape.is_mesh(view):
             return list(self.suspected)
         near: dict[str, None] = {}
