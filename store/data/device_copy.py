@@ -40,7 +40,8 @@ def to_device(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
             stream, current = _stream(target.device), torch.cuda.current_stream()
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                target.copy_(source.pin_memory(), non_blocking=True)
+                pinned = source.pin_memory()  # itself, if it is pinned already
+                target.copy_(pinned, non_blocking=True)
                 target.record_stream(stream)
             current.wait_stream(stream)
     for device in {target.device for target in targets}:

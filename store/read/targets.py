@@ -148,8 +148,11 @@ def _mapped(placed: Mapping[str, PlacedTensor], reader: VersionReader, strict: b
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor on the CPU of the shape and dtype of another, with any elements."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    """A contiguous tensor on the CPU of the shape and dtype of another, with any elements.
+
+    It is pinned for one on a CUDA device: what is read goes from there to the device without another copy.
+    """
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
