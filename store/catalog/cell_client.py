@@ -94,6 +94,9 @@ class CellClient(Generic[Value]):
                 return version, before
             if self._patiently(partial(self._cell.compare_and_set, version, after.encode())):
                 self._changed(before, after)
+                with self._lock:
+                    if version + 1 > self._newest[0]:
+                        self._newest = version + 1, after
                 return version + 1, after
         raise RegisterAway(self.url, f"no change got through in {CHANGE_SECONDS:g} s against those of others")
 

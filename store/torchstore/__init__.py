@@ -12,24 +12,23 @@ from holdfast.store.torchstore.api import (
     exists,
     get,
     get_batch,
-    get_state_dict,
     initialize,
     keys,
     put,
     put_batch,
-    put_state_dict,
     reset_client,
     shutdown,
 )
 from holdfast.store.torchstore.logging import init_logging
-from holdfast.store.torchstore.strategies import (
+from holdfast.store.torchstore.request import TensorSlice
+from holdfast.store.torchstore.state_dict_utils import get_state_dict, put_state_dict
+from holdfast.store.torchstore.strategy import (
     ControllerStorageVolumes,
     HostStrategy,
     LocalRankStrategy,
     TorchStoreStrategy,
     TransportType,
 )
-from holdfast.store.torchstore.tensor_slice import TensorSlice
 
 initialize_spmd = spmd.initialize
 

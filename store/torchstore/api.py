@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout
 from holdfast.comms.quantities import integer_in
 from holdfast.comms.system import forks
-from holdfast.store.torchstore import state_dict_utils
-from holdfast.store.torchstore.access.local_client import LocalClient, in_thread
-from holdfast.store.torchstore.discovery.announcement import Announcement, find, find_in_job, resolve
-from holdfast.store.torchstore.discovery.group_store import tell_group, told_by_group
+from holdfast.ft.registers import RegisterAway
+from holdfast.store.torchstore.client import LocalClient, in_thread
 from holdfast.store.torchstore.errors import NotInitialized
-from holdfast.store.torchstore.service.server import StoreServer
-from holdfast.store.torchstore.strategies import ControllerStorageVolumes, TorchStoreStrategy, describe
-from holdfast.store.torchstore.tensor_slice import TensorSlice
+from holdfast.store.torchstore.home import StoreAddress, StoreHome, find, resolve
+from holdfast.store.torchstore.memory import end as ended
+from holdfast.store.torchstore.request import TensorSlice
+from holdfast.store.torchstore.strategy import ControllerStorageVolumes, TorchStoreStrategy, describe
 
 DEFAULT_TORCHSTORE_NAME = "torchstore"
-
-
 END_SECONDS = 10.0
-"""How long `shutdown` waits for a store of another process to end."""
+"""How long `shutdown` waits for a store to end."""
 
 _lock = threading.Lock()
-_running: dict[str, StoreServer] = {}
+_running: dict[str, StoreHome] = {}
 _clients: dict[str, LocalClient] = {}
-_sessions: dict[str, Callable[[str], None]] = {}
-"""How this rank ends a store of an SPMD job."""
 _references: dict[str, str] = {}
 """References of stores that another rank of an SPMD job started."""
+_leaving: dict[str, Callable[[], object]] = {}
+"""How this rank ends a store of an SPMD job."""
 
 
 @forks.run_in_children
@@ -59,12 +59,9 @@ async def initialize(
 
     Raises RuntimeError for several volumes without a strategy, `Mismatch` if the store exists.
     """
-    integer_in(num_storage_volumes, "num_storage_volumes", 1)
-    if strategy is None:
-        if num_storage_volumes > 1:
-            raise HoldfastError(f"{num_storage_volumes} storage volumes need a strategy, such as LocalRankStrategy()")
-        strategy = ControllerStorageVolumes()
-    await in_thread(start, store_name, strategy, num_storage_volumes)
+    if integer_in(num_storage_volumes, "num_storage_volumes", 1) > 1 and strategy is None:
+        raise HoldfastError(f"{num_storage_volumes} storage volumes need a strategy, such as LocalRankStrategy()")
+    await in_thread(start, store_name, strategy or ControllerStorageVolumes(), num_storage_volumes)
 
 
 def start(store_name: str, strategy: TorchStoreStrategy, num_storage_volumes: int) -> str:
@@ -72,22 +69,19 @@ def start(store_name: str, strategy: TorchStoreStrategy, num_storage_volumes: in
     if not isinstance(strategy, TorchStoreStrategy):
         raise TypeError(f"strategy must be a TorchStoreStrategy, not {type(strategy).__name__}")
     with _lock:
-        if find_in_job(store_name) is not None:
+        if find(store_name, in_job=True) is not None:
             raise Mismatch(f"store {store_name!r} is already initialized: shut it down first")
-        server = _running[store_name] = StoreServer(store_name, describe(strategy, num_storage_volumes, "auto"))
-    tell_group(store_name, server.reference)
-    return server.reference
+        home = _running[store_name] = StoreHome(store_name, describe(strategy, num_storage_volumes))
+    reference = str(home.address.folder)
+    if (store := group_store()) is not None:
+        store.set(key_of(store_name), reference)
+    return reference
 
 
-def join(store_name: str, reference: str, leave: Callable[[str], None]) -> None:
-    """Use the store that a rank of this SPMD job started; `leave(store_name)` is how `shutdown` ends that."""
-    _references[store_name], _sessions[store_name] = reference, leave
-
-
-def leave(store_name: str) -> None:
-    """Disconnect from a store that another rank ends."""
-    _references.pop(store_name, None)
-    reset_client(store_name)
+def join(store_name: str, reference: str, leave: Callable[[], object]) -> None:
+    """Use the store that a rank of this SPMD job started; `leave` is how `shutdown` ends that for this rank."""
+    _references[store_name], _leaving[store_name] = reference, leave
+    connect(store_name)
 
 
 async def shutdown(store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
@@ -95,30 +89,25 @@ async def shutdown(store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
 
     In a store of `initialize_spmd` every rank calls it, and returns once the first rank has ended the store.
     """
-    await in_thread(_sessions.pop(store_name, end), store_name)
+    await in_thread(_leaving.pop(store_name, partial(end, store_name)))
+    _references.pop(store_name, None)
+    reset_client(store_name)
 
 
 def end(store_name: str) -> None:
     """End a store, and wait until it has ended. Raises `OpTimeout` if another process does not end it."""
-    reset_client(store_name)
-    with _lock:
-        server = _running.pop(store_name, None)
-    if server is not None and server.running:
-        server.close()
-        return
-    found = _locate(store_name)
-    if found is None:
-        return
-    other = LocalClient(found)
-    try:
-        other.end_store()
-    finally:
-        other.close()
-    deadline = time.monotonic() + END_SECONDS
-    while _locate(store_name) == found:
+    deadline, found = time.monotonic() + END_SECONDS, _locate(store_name)
+    if found is not None:
+        with contextlib.suppress(RegisterAway), contextlib.closing(found.open_memory()) as register:
+            register.change(ended)
+    while found is not None and found.running:
         if time.monotonic() > deadline:
             raise OpTimeout(f"the shutdown of store {store_name!r}", 0, END_SECONDS)
-        time.sleep(0.005)
+        time.sleep(0.002)
+    with _lock:
+        home = _running.pop(store_name, None)
+    if home is not None:
+        home.join()
 
 
 def reset_client(store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
@@ -142,23 +131,31 @@ def connect(store_name: str) -> LocalClient:
         if known is not None and known.connected:
             return known
         if known is not None:
-            del _clients[store_name]
             known.close()
-        found = _locate(store_name)
-        if found is None:
+        if (found := _locate(store_name)) is None:
             raise NotInitialized(store_name, "there is none that this process can find")
         made = _clients[store_name] = LocalClient(found)
         return made
 
 
-def _locate(store_name: str) -> Announcement | None:
-    """The store of this job, of the ranks of an SPMD job, or of a process that started this one."""
-    reference = _references.get(store_name)
-    found = None if reference is None else resolve(store_name, reference)
-    found = found or find(store_name)
-    if found is None and (reference := told_by_group(store_name)) is not None:
-        found = resolve(store_name, reference)
+def _locate(store_name: str) -> StoreAddress | None:
+    """The store that another rank started, of this job, of a process that started it, or of the default group."""
+    found = resolve(store_name, _references.get(store_name, "")) or find(store_name)
+    store = group_store() if found is None else None
+    if store is not None and store.check([key_of(store_name)]):
+        found = resolve(store_name, bytes(store.get(key_of(store_name))).decode())
     return found
+
+
+def group_store() -> Any:
+    """The store of torch's default group, through which its ranks tell each other where a store is; None without."""
+    there = dist.is_available() and dist.is_initialized()
+    return dist.distributed_c10d._get_default_store() if there else None
+
+
+def key_of(store_name: str, what: str = "reference") -> str:
+    """The key of something that ranks tell each other about a store."""
+    return f"holdfast/torchstore/{store_name}/{what}"
 
 
 async def put(key: str, value: Any, store_name: str = DEFAULT_TORCHSTORE_NAME) -> None:
@@ -206,26 +203,3 @@ async def keys(prefix: str | None = None, *, store_name: str = DEFAULT_TORCHSTOR
 async def exists(key: str, store_name: str = DEFAULT_TORCHSTORE_NAME) -> bool:
     """Whether a key has a value, complete with all its shards."""
     return await (await client(store_name)).exists(key)
-
-
-async def put_state_dict(
-    state_dict: dict[str, Any] | None,
-    key: str,
-    store_name: str = DEFAULT_TORCHSTORE_NAME,
-    direct_rdma: bool = False,
-    transfer_dtype: torch.dtype | None = None,
-) -> None:
-    """Store a state dict under a key. See `state_dict_utils.put_state_dict`."""
-    await state_dict_utils.put_state_dict(await client(store_name), state_dict, key, direct_rdma, transfer_dtype)
-
-
-async def get_state_dict(
-    key: str,
-    user_state_dict: dict[str, Any] | None = None,
-    strict: bool = True,
-    store_name: str = DEFAULT_TORCHSTORE_NAME,
-    direct_rdma: bool = False,
-) -> dict[str, Any]:
-    """The state dict under a key, read into the tensors of `user_state_dict`. See `state_dict_utils.get_state_dict`."""
-    store = await client(store_name)
-    return await state_dict_utils.get_state_dict(store, key, user_state_dict, strict, direct_rdma)

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, Unsupported
 from holdfast.store.torchstore import api
-from holdfast.store.torchstore.access.local_client import in_thread
-from holdfast.store.torchstore.discovery.group_store import group_store, key_of
-from holdfast.store.torchstore.strategies import HostStrategy, LocalRankStrategy, TorchStoreStrategy
+from holdfast.store.torchstore.client import in_thread
+from holdfast.store.torchstore.strategy import HostStrategy, LocalRankStrategy, TorchStoreStrategy
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
@@ -84,22 +83,10 @@ async def initialize(
 
 def _initialize(strategy: TorchStoreStrategy, store_name: str, env: SPMDEnv, timeout: timedelta) -> None:
     meeting = _Meeting(store_name, env, timeout)
-
-    def leave(name: str) -> None:
-        if env.rank == 0:
-            meeting.lead("ended", lambda: api.end(name))
-        else:
-            meeting.follow("ended")
-        api.leave(name)
-
-    if env.rank == 0:
-        volumes = env.num_hosts if isinstance(strategy, HostStrategy) else env.world_size
-        reference = meeting.lead("began", lambda: api.start(store_name, strategy, volumes))
-    else:
-        reference = meeting.follow("began")
-    api.join(store_name, reference, leave)
-    api.connect(store_name)
-    meeting.gather(env.world_size, env.rank == 0)
+    volumes = env.num_hosts if isinstance(strategy, HostStrategy) else env.world_size
+    reference = meeting.share("began", lambda: api.start(store_name, strategy, volumes))
+    api.join(store_name, reference, lambda: meeting.share("ended", lambda: api.end(store_name)))
+    meeting.gather()
 
 
 _meetings: Counter[str] = Counter()
@@ -111,43 +98,40 @@ class _Meeting:
 
     def __init__(self, store_name: str, env: SPMDEnv, timeout: timedelta) -> None:
         _meetings[store_name] += 1
-        self._name, self._number, self._timeout = store_name, _meetings[store_name], timeout
-        self._store: Any = group_store()
+        self._name, self._turn, self._env, self._timeout = store_name, _meetings[store_name], env, timeout
+        self._store: Any = api.group_store()
         if self._store is None:
-            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            master = env.rank == 0 and not hosted
+            master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             self._store = dist.TCPStore(env.master_addr, env.master_port, env.world_size, master, timeout)
 
-    def lead(self, what: str, action: Callable[[], str | None]) -> str:
-        """Do something, and tell the others its result or its error."""
-        try:
-            result = action() or ""
-        except Exception as error:
-            self._store.set(self._key(what), f"!{error}")
-            raise
-        self._store.set(self._key(what), f"={result}")
-        return result
-
-    def follow(self, what: str) -> str:
-        """What rank 0 told; raises its error, `OpTimeout` if it tells nothing."""
-        self._wait(what, f"waiting until rank 0 {what} store {self._name!r}", (0,))
-        told = bytes(self._store.get(self._key(what))).decode()
+    def share(self, what: str, action: Callable[[], str | None]) -> str:
+        """What `action` returns on rank 0; raises its error on all ranks, `OpTimeout` if rank 0 tells nothing."""
+        if self._env.rank == 0:
+            try:
+                told = f"={action() or ''}"
+            except Exception as error:
+                self._store.set(self._key(what), f"!{error}")
+                raise
+            self._store.set(self._key(what), told)
+        else:
+            self._wait(what, f"waiting until rank 0 {what} store {self._name!r}", (0,))
+            told = bytes(self._store.get(self._key(what))).decode()
         if told.startswith("!"):
             raise HoldfastError(f"rank 0 could not do it: {told[1:]}")
         return told[1:]
 
-    def gather(self, size: int, waits: bool) -> None:
+    def gather(self) -> None:
         """Say that this rank has joined; rank 0 waits until all have. Raises `OpTimeout`."""
-        if self._store.add(self._key("joined"), 1) == size:
+        if self._store.add(self._key("joined"), 1) == self._env.world_size:
             self._store.set(self._key("complete"), "=")
-        if waits:
-            self._wait("complete", f"waiting until {size} ranks have joined store {self._name!r}")
+        if self._env.rank == 0:
+            self._wait("complete", f"waiting until {self._env.world_size} ranks have joined store {self._name!r}", ())
 
-    def _wait(self, what: str, doing: str, missing: tuple[int, ...] = ()) -> None:
+    def _wait(self, what: str, doing: str, missing: tuple[int, ...]) -> None:
         try:
             self._store.wait([self._key(what)], self._timeout)
         except (RuntimeError, TimeoutError) as error:  # dist.DistStoreError
             raise OpTimeout(doing, 0, self._timeout.total_seconds(), missing) from error
 
     def _key(self, what: str) -> str:
-        return key_of(self._name, f"{what}/{self._number}")
+        return api.key_of(self._name, f"{what}/{self._turn}")

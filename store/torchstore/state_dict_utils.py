@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError, Mismatch
-from holdfast.store.torchstore.access.local_client import LocalClient
+from holdfast.store.torchstore.api import DEFAULT_TORCHSTORE_NAME, client
+from holdfast.store.torchstore.client import LocalClient
 from holdfast.store.torchstore.errors import NoSuchKey
 
 DELIM = "/"
@@ -20,9 +21,9 @@ _registered: weakref.WeakKeyDictionary[LocalClient, dict[str, Mapping[str, Any]]
 
 
 async def put_state_dict(
-    store: LocalClient,
     state_dict: Mapping[str, Any] | None,
     key: str,
+    store_name: str = DEFAULT_TORCHSTORE_NAME,
     direct_rdma: bool = False,
     transfer_dtype: torch.dtype | None = None,
 ) -> None:
@@ -32,6 +33,7 @@ async def put_state_dict(
     memory; here the values are copied as well, so that readers get those of the last call. `state_dict` may then be
     None for the one that was put before.
     """
+    store = await client(store_name)
     if direct_rdma:
         known = _registered.setdefault(store, {})
         state_dict = known.get(key) if state_dict is None else known.setdefault(key, state_dict)
@@ -43,10 +45,10 @@ async def put_state_dict(
 
 
 async def get_state_dict(
-    store: LocalClient,
     key: str,
     user_state_dict: Mapping[str, Any] | None = None,
     strict: bool = True,
+    store_name: str = DEFAULT_TORCHSTORE_NAME,
     direct_rdma: bool = False,
 ) -> dict[str, Any]:
     """The state dict under a key. The tensors of `user_state_dict` are filled, and are those of the result.
@@ -55,6 +57,7 @@ async def get_state_dict(
     """
     if direct_rdma and user_state_dict is None:
         raise HoldfastError(f"getting {key!r} with direct_rdma: pass user_state_dict, whose tensors are filled")
+    store = await client(store_name)
     try:
         mapping = await store.get(f"{key}{DELIM}{MAPPING}")
     except NoSuchKey as error:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 
 async def spawn_actors(num_processes: int, actor_cls: Any, name: str, mesh: Any = None, **init_args: Any) -> Any:
@@ -16,11 +13,3 @@ async def spawn_actors(num_processes: int, actor_cls: Any, name: str, mesh: Any 
         mesh = importlib.import_module("monarch.actor").this_host().spawn_procs(per_host={"gpus": num_processes})
     await mesh.initialized
     return mesh.spawn(f"{name}_{uuid.uuid4().hex[:8]}", actor_cls, **init_args)
-
-
-def get_local_tensor(
-    global_tensor: torch.Tensor, local_shape: Sequence[int], global_offset: Sequence[int]
-) -> torch.Tensor:
-    """The view of a tensor that begins at an offset and has a shape."""
-    ranges = zip(global_offset, local_shape, strict=True)
-    return global_tensor[tuple(slice(start, start + size) for start, size in ranges)]

@@ -1,7 +1,6 @@
 """The names of torchstore's package `transport`."""
 
-from holdfast.store.torchstore.access.request import Request
-from holdfast.store.torchstore.strategies import TransportType
-from holdfast.store.torchstore.tensor_slice import TensorSlice
+from holdfast.store.torchstore.request import Request, TensorSlice
+from holdfast.store.torchstore.strategy import TransportType
 
 __all__ = ["Request", "TensorSlice", "TransportType"]

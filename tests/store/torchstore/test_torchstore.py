@@ -13,11 +13,8 @@ from torch import nn
 import holdfast.store.torchstore as ts
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
 from holdfast.comms.memory_plane import Handle, memory
-from holdfast.comms.transport.liveness import this_process
 from holdfast.store.torchstore import api
 from holdfast.store.torchstore.errors import NoSuchKey, NoSuchSlice, NotInitialized, ObjectRefused
-from holdfast.store.torchstore.service.messages import Locate, Located
-from holdfast.store.torchstore.service.records import WholeTensor
 from support.weights.state_dicts import same
 
 run = asyncio.run
@@ -384,13 +381,10 @@ def test_a_plane_that_cannot_map_reads_and_writes_instead(monkeypatch: pytest.Mo
 def test_bytes_that_are_damaged_in_the_store_are_not_taken_for_those_that_were_put() -> None:
     put_and_get_all_kinds()
     client = run(ts.client())
-    found = client._call("locate", Locate(this_process(), ("large",)), Located)
-    content = found.contents["large"][0]
-    assert isinstance(content, WholeTensor) and content.block.at is not None
+    (part,) = client._read(lambda now: now.find(["large"]))["large"]
+    _, handle, offset = client._map(part.grant)
     with memory("shm") as plane:
-        chunk = plane.map_writable(found.chunks[content.block.at.chunk])
-        chunk[content.block.at.offset + 4 * (2600 * 1000 + 910)] ^= 1
-        del chunk
+        plane.map_writable(handle)[offset + 4 * (2600 * 1000 + 910)] ^= 1
     for wanted in (None, a_slice((2500, 900), (400, 50), (3000, 1000))):
         with pytest.raises(CorruptData, match="damaged"):
             get("large", tensor_slice_spec=wanted)

@@ -2,157 +2,157 @@
 
 from __future__ import annotations
 
+from contextlib import closing, suppress
+from itertools import count
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.ft.registers import open_cell
+from holdfast.store.torchstore.directory import Changes, Deleted, Directory, DirectoryClient, Form, Part, Snapshot
 from holdfast.store.torchstore.errors import NoSuchKey
-from holdfast.store.torchstore.service.directory import Directory
-from holdfast.store.torchstore.service.messages import Allocate, Commit, Locate, decode, encode
-from holdfast.store.torchstore.service.records import (
-    Content,
-    Location,
-    Piece,
-    StoredBlock,
-    StoredObject,
-    TensorShard,
-    WholeTensor,
-    blocks_of,
-    check_content,
-)
 
+_urls = map("torchstore-directory-{}".format, count())
 keys = st.lists(st.sampled_from(["", "a", "b", "ab", "v0"]), min_size=1, max_size=3).map(".".join)
+WHOLE, OBJECT = Form("tensor", (1,), "uint8"), Form("object", (0,))
 
 
-def block(value: int = 0) -> StoredBlock:
-    return StoredBlock("uint8", (1,), bytes([value]))
+def shard(place: int, mesh: int, dtype: str = "uint8") -> Form:
+    return Form("shard", (mesh,), dtype, (place,), (mesh,))
 
 
-def whole(value: int = 0) -> WholeTensor:
-    return WholeTensor(block(value))
+def part(forms: dict[str, Form], volume: str = "0", grant: int = 0, value: bytes = b"") -> Part:
+    kinds = tuple(dict.fromkeys(forms.values()))
+    numbers = {key: kinds.index(form) for key, form in forms.items()}
+    return Part(volume, kinds, numbers, b"digest", 0, len(value), grant, value)
 
 
-def shard(place: tuple[int, ...], mesh: tuple[int, ...], value: int = 0, dtype: str = "uint8") -> TensorShard:
-    at = place[0]
-    piece = Piece(((at, at + 1),), StoredBlock(dtype, (1,), bytes([value])))
-    return TensorShard(place, mesh, (mesh[0],), (piece,))
+def after(*changes: Part | Deleted) -> Directory:
+    """The directory after changes, each of which is checked, by way of a snapshot."""
+    directory = Directory(Snapshot())
+    for each in changes:
+        if isinstance(each, Part):
+            directory.check(each)
+        directory.apply(each)
+    return Directory(directory.snapshot())
 
 
-@given(st.lists(keys, unique=True), keys)
+def values(directory: Directory, key: str) -> list[bytes]:
+    return [each.inline for each in directory.find([key])[key]]
+
+
+@given(st.lists(keys, unique=True, min_size=1), keys)
 def test_a_prefix_finds_the_keys_that_begin_with_its_parts(there: list[str], prefix: str) -> None:
-    directory = Directory()
-    directory.put("0", {key: whole() for key in there})
+    directory = after(part(dict.fromkeys(there, WHOLE)))
     assert directory.keys() == there
     assert directory.keys(prefix) == [key for key in there if f"{key}.".startswith(f"{prefix}.")]
 
 
-def test_a_put_replaces_the_value_of_its_volume_and_names_what_it_replaced() -> None:
-    directory = Directory()
-    assert directory.put("0", {"k": whole(1)}) == []
-    assert directory.put("0", {"k": whole(2)}) == [block(1)]
-    assert directory.find(["k"]) == {"k": (whole(2),)}
+def test_a_put_replaces_the_value_of_its_volume_and_lets_its_memory_go() -> None:
+    directory = after(part({"k": WHOLE, "other": WHOLE}, grant=1), part({"k": WHOLE}, grant=2))
+    assert directory.grants == {1, 2}
+    assert after(part({"k": WHOLE}, grant=1), part({"k": WHOLE}, grant=2)).grants == {2}
 
 
 def test_readers_get_the_value_of_the_volume_that_was_first() -> None:
-    directory = Directory()
-    directory.put("1", {"k": whole(1)})
-    directory.put("0", {"k": whole(2)})
-    assert directory.find(["k"]) == {"k": (whole(1),)}
-    directory.put("1", {"k": whole(3)})
-    assert directory.find(["k"]) == {"k": (whole(3),)}
-    assert directory.delete(["k"]) == [block(3), block(2)]
+    one, other = part({"k": WHOLE}, "1", value=b"1"), part({"k": WHOLE}, "0", value=b"2")
+    assert values(after(one, other), "k") == [b"1"]
+    directory = after(one, other, part({"k": WHOLE}, "1", value=b"3"))
+    assert values(directory, "k") == [b"3"]
+    directory.apply(Deleted(("k",)))
+    assert directory.keys() == [] and directory.grants == set()
 
 
 def test_an_incomplete_key_says_which_shards_are_missing() -> None:
-    directory = Directory()
-    directory.put("0", {"k": shard((1,), (3,))})
+    directory = after(part({"k": shard(1, 3)}))
     with pytest.raises(NoSuchKey, match=r"partially committed: 2 of its shards .* \(0,\), \(2,\) of a mesh of \(3,\)"):
         directory.find(["k"])
 
 
 def test_a_tensor_that_is_put_anew_with_another_dtype_is_there_once_all_shards_have_it() -> None:
-    directory = Directory()
-    for rank in range(2):
-        directory.put(str(rank), {"k": shard((rank,), (2,))})
-    directory.put("0", {"k": shard((0,), (2,), dtype="int8")})
+    parts = [part({"k": shard(rank, 2)}, str(rank)) for rank in range(2)]
+    anew = [part({"k": shard(rank, 2, "int8")}, str(rank)) for rank in range(2)]
     with pytest.raises(NoSuchKey, match="different shapes or dtypes"):
-        directory.find(["k"])
-    directory.put("1", {"k": shard((1,), (2,), dtype="int8")})
-    assert directory.has("k")
+        after(*parts, anew[0]).find(["k"])
+    assert after(*parts, *anew).has("k")
 
 
 @pytest.mark.parametrize(
     ("first", "second", "why"),
     [
-        (whole(), shard((0,), (1,)), "a whole tensor, this is shards"),
-        (shard((0,), (2,)), whole(), "shards of a DTensor, this is a whole tensor"),
-        (StoredObject(block(), ()), whole(), "an object, this is a whole tensor"),
-        (shard((0,), (2,)), shard((0,), (3,)), r"mesh of \(2,\), this is one of a mesh of \(3,\)"),
+        (WHOLE, shard(0, 1), "a whole tensor, this is shards"),
+        (shard(0, 2), WHOLE, "shards of a DTensor, this is a whole tensor"),
+        (OBJECT, WHOLE, "an object, this is a whole tensor"),
+        (shard(0, 2), shard(0, 3), r"mesh of \(2,\), this is one of a mesh of \(3,\)"),
     ],
 )
-def test_a_key_keeps_its_kind_and_its_mesh(first: Content, second: Content, why: str) -> None:
-    directory = Directory()
-    directory.put("0", {"k": first})
+def test_a_key_keeps_its_kind_and_its_mesh(first: Form, second: Form, why: str) -> None:
     with pytest.raises(Mismatch, match=why):
-        directory.put("1", {"new": whole(), "k": second})
-    assert directory.keys() == ["k"], "a batch that is refused changes nothing"
-    directory.delete(["k"])
-    directory.put("1", {"k": second})
+        after(part({"k": first}), part({"new": WHOLE, "k": second}, "1"))
+    after(part({"k": first}), Deleted(("k",)), part({"k": second}, "1"))
 
 
 def test_all_missing_keys_are_named_at_once() -> None:
-    directory = Directory()
-    directory.put("0", {"there": whole(), "part": shard((0,), (2,))})
+    directory = after(part({"there": WHOLE, "part": shard(0, 2)}))
     with pytest.raises(NoSuchKey, match=r"'x' is not in the store; 'part' is only partially"):
         directory.find(["x", "there", "part"])
 
 
-def test_a_delete_ignores_what_is_not_there() -> None:
-    directory = Directory()
-    directory.put("0", {"k": whole(1)})
-    assert directory.delete(["x", "k", "k"]) == [block(1)]
-    assert directory.keys() == []
+def test_a_delete_ignores_what_is_not_there_and_leaves_the_rest_of_a_batch() -> None:
+    directory = after(part({"k": WHOLE, "l": WHOLE}, grant=1), Deleted(("x", "k", "k")))
+    assert directory.keys() == ["l"] and directory.grants == {1}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        WholeTensor(StoredBlock("no_dtype", (1,), b"1")),
-        WholeTensor(StoredBlock("uint8", (-1,), b"")),
-        WholeTensor(StoredBlock("uint8", (2,), b"1")),
-        WholeTensor(StoredBlock("uint8", (1,))),
-        WholeTensor(StoredBlock("uint8", (1,), b"1", Location(1, 0))),
-        WholeTensor(StoredBlock("uint8", (1,), b"1", None, (1,))),
-        WholeTensor(StoredBlock("uint8", (5 << 20,), None, Location(1, 0), (1, 2))),
-        StoredObject(StoredBlock("int8", (1,), b"1"), ()),
-        TensorShard((2,), (2,), (2,), ()),
-        TensorShard((0,), (2, 2), (2,), ()),
-        TensorShard((0,), (1,), (2,), (Piece(((0, 3),), StoredBlock("uint8", (3,), b"123")),)),
-        TensorShard((0,), (1,), (2,), (Piece(((0, 2),), StoredBlock("uint8", (1,), b"1")),)),
-        TensorShard((0,), (1,), (2,), (Piece(((0, 1),), block()), Piece(((1, 2),), StoredBlock("int8", (1,), b"1")))),
-    ],
-)
-def test_a_content_that_no_client_makes_is_refused(content: Content) -> None:
-    with pytest.raises(CorruptData):
-        check_content(content)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1), st.sets(st.integers(0, 90), min_size=1)), max_size=20))
+@settings(deadline=None)
+def test_processes_that_look_at_different_times_see_what_a_dict_would(
+    steps: list[tuple[bool, int, set[int]]],
+) -> None:
+    url = f"memory://{next(_urls)}"
+    with (
+        closing(DirectoryClient(url)) as one,
+        closing(DirectoryClient(url)) as other,
+        closing(DirectoryClient(url)) as late,
+    ):
+        expected = dict[str, bytes]()
+        for number, (puts, which, names) in enumerate(steps):
+            chosen = dict.fromkeys(sorted(f"k{name}" for name in names), number.to_bytes(2, "big"))
+            change = (
+                part(dict.fromkeys(chosen, WHOLE), value=number.to_bytes(2, "big")) if puts else Deleted((*chosen,))
+            )
+            (one, other)[which].change(change, lambda _: None)
+            gone = {} if puts else chosen
+            expected = {key: value for key, value in (expected | chosen).items() if key not in gone}
+        for client in (one, other, late):
+            found = client.read(lambda now: now.find(expected))
+            assert {key: held.inline for key, (held,) in found.items()} == expected
+            assert sorted(client.read(lambda now: now.keys())) == sorted(expected)
 
 
-@given(st.binary(max_size=200), st.sampled_from([Allocate, Commit, Locate]))
-def test_arbitrary_bytes_are_no_message(data: bytes, kind: type[object]) -> None:
-    with pytest.raises(CorruptData):
-        decode(data, kind)
+def test_a_change_that_is_refused_changes_nothing() -> None:
+    with closing(DirectoryClient(f"memory://{next(_urls)}")) as client:
+        client.change(part({"k": WHOLE}), lambda _: None)
+        refused = part({"new": WHOLE, "k": OBJECT})
+        with pytest.raises(Mismatch):
+            client.change(refused, lambda now: now.check(refused))
+        assert client.read(lambda now: now.keys()) == ["k"]
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_no_directory(data: bytes) -> None:
+    url = f"memory://{next(_urls)}"
+    with closing(open_cell(url, "torchstore/changes")) as cell, closing(DirectoryClient(url)) as client:
+        cell.compare_and_set(0, data)
+        with pytest.raises(CorruptData):
+            client.read(lambda now: now.keys())
 
 
 @given(st.integers(0, 400), st.integers(0, 7))
-def test_a_commit_with_a_flipped_bit_is_refused_or_is_another_valid_commit(where: int, bit: int) -> None:
-    contents: dict[str, Content] = {"a": whole(1), "b": shard((1,), (2,)), "c": StoredObject(block(), (block(2),))}
-    data = bytearray(encode(Commit(3, "0", contents)))
+def test_changes_with_a_flipped_bit_are_refused_or_are_other_changes(where: int, bit: int) -> None:
+    changes = Changes(3, (part({"a": WHOLE, "b": shard(1, 2)}, value=b"value"), Deleted(("c",))))
+    data = bytearray(changes.encode())
     data[where % len(data)] ^= 1 << bit
-    try:
-        found = decode(bytes(data), Commit)
-        for content in found.contents.values():
-            check_content(content)
-    except CorruptData:
-        return
-    assert all(len(each.inline or b"") == each.nbytes for c in found.contents.values() for each in blocks_of(c))
+    with suppress(CorruptData):
+        assert isinstance(Changes.decode(bytes(data)), Changes)

@@ -1,94 +1,117 @@
-"""The memory of a torchstore store: extents that never overlap, and are free when nothing needs them."""
+"""The memory of a torchstore store: a grant has one user at a time, and is free when nothing needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.memory_plane import memory
-from holdfast.store.torchstore.service.memory import ALIGNMENT, CHUNK_BYTES, Extents, StoreMemory, rounded
-from holdfast.store.torchstore.service.records import Location
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.base import Peer
+from holdfast.store.torchstore import memory
+from holdfast.store.torchstore.memory import SPARE_BYTES, Memory, Slab
 
-SIZE = 40 * ALIGNMENT
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 12 * ALIGNMENT), st.integers(0, 100)), max_size=60))
-def test_extents_never_overlap_and_all_of_them_freed_are_one_again(
-    steps: list[tuple[bool, int, int]],
-) -> None:
-    extents, taken = Extents(SIZE), {}
-    for takes, nbytes, which in steps:
-        if takes:
-            start = extents.take(nbytes)
-            if start is None:
-                continue
-            assert start % ALIGNMENT == 0 and start + nbytes <= SIZE
-            assert all(start >= s + n or start + nbytes <= s for s, n in taken.items())
-            taken[start] = nbytes
-        elif taken:
-            start = sorted(taken)[which % len(taken)]
-            extents.give(start, taken.pop(start))
-        assert extents.free == SIZE - sum(map(rounded, taken.values()))
-    for start, nbytes in taken.items():
-        extents.give(start, nbytes)
-    assert extents.take(SIZE) == 0
+ME = Peer("host", 1, 1)
+EMPTY = Memory(ME, ("", ""), "", None)
 
 
-@pytest.fixture
-def store() -> Iterator[StoreMemory]:
-    with memory("inproc") as plane:
-        kept = StoreMemory(plane)
-        yield kept
-        kept.close()
+def granted(now: Memory, nbytes: int) -> Memory:
+    """The memory after the owner has added a slab for a claim."""
+    size, count = memory.sizes(nbytes)
+    first = max((each.first + each.count for each in now.slabs), default=1)
+    return memory.add(now, Slab(first, Handle("shm", b"", size * count), size, count))
 
 
-def take(store: StoreMemory, *sizes: int) -> list[Location]:
-    while (taken := store.take(sizes)) is None:
-        store.add(store.allocate(sizes))
-    return taken
+class _Puts(RuleBasedStateMachine):
+    """Puts and reads, each a claim. `used` is what the directory has: the grants in which values lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.used, self.last = EMPTY, set[int](), 0
+        self.filling, self.reading = dict[int, int](), dict[int, set[int]]()
+
+    @rule(nbytes=st.sampled_from([1000, 100_000, 1 << 20]))
+    def begin_a_put(self, nbytes: int) -> None:
+        self.last += 1
+        self.now = memory.claim(self.now, self.last, ME, nbytes, self.used)
+        if self.now.granted(self.last) is None:
+            self.now = granted(self.now, nbytes)
+        found = self.now.granted(self.last)
+        assert found is not None and self.now.slab_of(found).size >= nbytes
+        assert found not in {*self.used, *self.filling.values()}.union(*self.reading.values())
+        self.filling[self.last] = found
+
+    @precondition(lambda self: self.filling)
+    @rule(commits=st.booleans(), data=st.data())
+    def end_a_put(self, commits: bool, data: Any) -> None:
+        claim = data.draw(st.sampled_from(sorted(self.filling)))
+        grant = self.filling.pop(claim)
+        if commits:
+            self.used.add(grant)
+        self.now = memory.release(self.now, {claim})
+
+    @precondition(lambda self: self.used)
+    @rule()
+    def begin_a_read(self) -> None:
+        self.last += 1
+        self.reading[self.last] = set(self.used)
+        self.now = memory.lease(self.now, self.last, ME, sorted(self.used))
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def end_a_read(self) -> None:
+        claim, _ = self.reading.popitem()
+        self.now = memory.release(self.now, {claim})
+
+    @precondition(lambda self: self.used)
+    @rule()
+    def delete_a_value(self) -> None:
+        self.used.pop()
+
+    @rule()
+    def let_go_what_is_too_much(self) -> None:
+        self.now = memory.without_surplus(self.now, self.used)
+
+    @invariant()
+    def what_is_needed_is_there(self) -> None:
+        there = {grant for slab in self.now.slabs for grant in slab.grants}
+        assert there >= {*self.used, *self.filling.values()}.union(*self.reading.values())
 
 
-def test_an_extent_is_given_away_again_once_its_last_user_is_gone(store: StoreMemory) -> None:
-    (first,) = take(store, 1000)
-    store.use([first])
-    store.release([first])
-    (second,) = take(store, 1000)
-    assert second != first
-    store.release([first])
-    assert take(store, 1000) == [first]
+TestPuts = _Puts.TestCase
 
 
-def test_what_is_taken_together_lies_in_one_chunk(store: StoreMemory) -> None:
-    assert store.take([1]) is None
-    assert {each.chunk for each in take(store, *[5000] * 20)} == {1}
-    assert {each.chunk for each in take(store, *[CHUNK_BYTES // 2] * 3)} == {2}
-    assert {each.chunk for each in take(store, 5000)} == {1}
-    assert store.held >= store.used > 3 * CHUNK_BYTES // 2
+def test_memory_of_a_replaced_value_serves_the_next_one_of_about_its_size() -> None:
+    now = memory.release(granted(memory.claim(EMPTY, 1, ME, 8 << 20, ()), 8 << 20), {1})
+    for nbytes, found in ((8 << 20, 1), (5 << 20, 1), (1000, None), (9 << 20, None)):
+        assert memory.claim(now, 2, ME, nbytes, ()).granted(2) == found, nbytes
+    assert memory.claim(now, 2, ME, 8 << 20, {1}).granted(2) is None, "a value lies in it"
 
 
-def test_without_room_for_all_none_are_taken(store: StoreMemory) -> None:
-    places = take(store, *[CHUNK_BYTES // 4] * 4)
-    store.release(places[::2])
-    used = store.used
-    assert store.take([CHUNK_BYTES // 4, CHUNK_BYTES // 8, CHUNK_BYTES // 7]) is None
-    assert store.used == used
-    assert store.take([CHUNK_BYTES // 4] * 2) == places[::2]
+def test_small_puts_share_a_slab() -> None:
+    now = granted(memory.claim(EMPTY, 0, ME, 5000, ()), 5000)
+    for number in range(1, 64):
+        now = memory.claim(now, number, ME, 5000, ())
+    assert [now.granted(number) for number in range(64)] == [*range(1, 65)]
+    assert memory.claim(now, 64, ME, 5000, ()).granted(64) is None
 
 
-def test_memory_that_was_needed_serves_the_next_value_and_more_than_that_goes(store: StoreMemory) -> None:
-    first, second, third = (take(store, CHUNK_BYTES)[0] for _ in range(3))
-    held = store.held
-    store.release([first])
-    assert take(store, CHUNK_BYTES) == [first] and store.held == held
-    store.release([first, second, third])
-    assert store.used == 0 and store.held == CHUNK_BYTES
+def test_free_memory_beyond_what_is_in_use_goes() -> None:
+    now = EMPTY
+    for number in range(1, 5):
+        now = granted(memory.claim(now, number, ME, SPARE_BYTES, ()), SPARE_BYTES)
+    assert memory.without_surplus(now, ()) == now, "all are claimed"
+    now = memory.release(now, {1, 2, 3, 4})
+    assert [each.first for each in memory.without_surplus(now, {1, 2}).slabs] == [1, 2, 3, 4]
+    assert [each.first for each in memory.without_surplus(now, {1}).slabs] == [1, 4]
+    assert [each.first for each in memory.without_surplus(now, ()).slabs] == [4]
 
 
-def test_an_extent_that_was_not_taken_cannot_be_used(store: StoreMemory) -> None:
-    for misuse in (store.use, store.release):
-        with pytest.raises(CorruptData):
-            misuse([Location(1, 0)])
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_no_memory(data: bytes) -> None:
+    with pytest.raises(CorruptData):
+        Memory.decode(data)

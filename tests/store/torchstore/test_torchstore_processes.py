@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import holdfast.store.torchstore as ts
-from holdfast.comms.errors import HoldfastError, Mismatch, Unsupported
-from holdfast.store.torchstore.access.local_client import LocalClient
-from holdfast.store.torchstore.discovery.announcement import Announcement, find, resolve
+from holdfast.comms.errors import Mismatch, Unsupported
+from holdfast.store.torchstore import home
+from holdfast.store.torchstore.client import LocalClient
 from holdfast.store.torchstore.errors import NotInitialized
 from support.children import Child
 from support.samples.torchstore_processes import (
@@ -161,37 +161,20 @@ def test_a_store_ends_with_the_process_that_owns_it(start: Start) -> None:
     owner = start(a_caller)
     call(owner, "initialize", store_name="theirs")
     call(owner, "put", "k", {"a": 1}, store_name="theirs")
-    reference = _reference_of(owner.pid)
-    found = resolve("theirs", reference)
-    assert found is not None and found.owner.pid == owner.pid
+    (found,) = home.running("theirs")
+    assert found.owner.pid == owner.pid and home.find("theirs") is None, "a store of a child is not found by its parent"
     client = LocalClient(found)
     assert run(client.get("k")) == {"a": 1}
     owner.kill()
     with pytest.raises(NotInitialized, match="shut down, or its process has ended"):
         run(client.get("k"))
     client.close()
-    assert resolve("theirs", reference) is None
+    assert home.resolve("theirs", str(found.folder)) is None
     with pytest.raises(NotInitialized):
         LocalClient(found)
-
-
-def _reference_of(pid: int) -> str:
-    """The reference of the store that a process owns, as its fork inherits no other."""
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        if str(entry.readlink()).startswith("/memfd:holdfast-torchstore-"):
-            return f"{pid}:0:{entry.name}"
-    raise AssertionError(f"process {pid} announces no store")
-
-
-def test_a_process_without_the_key_gets_nothing() -> None:
-    run(ts.initialize())
-    try:
-        found = find("torchstore")
-        assert found is not None
-        with pytest.raises(HoldfastError, match="key"):
-            LocalClient(Announcement(found.store_name, found.address, bytes(32), found.owner))
-    finally:
-        run(ts.shutdown())
+    run(ts.initialize(store_name="theirs"))
+    assert not found.folder.exists(), "the next store of the name removes what the killed one left"
+    run(ts.shutdown("theirs"))
 
 
 @pytest.mark.parametrize("strategy", ["LocalRankStrategy", "HostStrategy"])

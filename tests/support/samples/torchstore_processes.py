@@ -37,11 +37,8 @@ def an_overwriter(pipe: Connection, key: str, nbytes: int) -> None:
 
 def a_filler_that_stops(pipe: Connection, nbytes: int) -> None:
     """Take memory of the store as a put does, send where it lies, and wait to be killed."""
-    from holdfast.store.torchstore.service.messages import Allocate, Allocated
-
     client = asyncio.run(ts.client())
-    given = client._call("allocate", Allocate(client._me, (nbytes,)), Allocated)
-    pipe.send([(each.chunk, each.offset) for each in given.locations])
+    pipe.send(client._claim(1, nbytes))
     pipe.recv()
 
 

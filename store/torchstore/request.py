@@ -1,4 +1,4 @@
-"""`Request`: a key with a value to put, or with the target that a reader fills."""
+"""`TensorSlice`: which part of a tensor; `Request`: a key with a value to put, or with the target of a reader."""
 
 from __future__ import annotations
 
@@ -9,14 +9,46 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.ft.state.boxes import shape_of
+from holdfast.ft.state.boxes import Box, shape_of
 from holdfast.store.sharding.placed_tensor import PlacedTensor, is_dtensor, place
-from holdfast.store.torchstore.tensor_slice import TensorSlice
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A box of a tensor of `global_shape`: it begins at `offsets` and has `local_shape`.
+
+    `coordinates` and `mesh_shape` say which shard of which mesh it is; () for a slice that a reader asks for.
+    """
+
+    offsets: tuple[int, ...]
+    coordinates: tuple[int, ...] | None
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        for name in ("offsets", "coordinates", "global_shape", "local_shape", "mesh_shape"):
+            value: Any = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(int(each) for each in value))
+
+    @property
+    def box(self) -> Box:
+        """The ranges of the slice. Raises `Mismatch` if they are not inside the global shape."""
+        lengths = {len(self.offsets), len(self.local_shape), len(self.global_shape)}
+        box = tuple((low, low + size) for low, size in zip(self.offsets, self.local_shape, strict=False))
+        inside = all(0 <= low <= high <= size for (low, high), size in zip(box, self.global_shape, strict=False))
+        if len(lengths) > 1 or not inside:
+            raise Mismatch(
+                f"a slice of shape {self.local_shape} at {self.offsets} is not inside of a tensor of shape "
+                f"{self.global_shape}"
+            )
+        return box
 
 
 @dataclass(frozen=True)
 class Request:
-    """A key with a tensor (the local one of a DTensor), a slice, or an object.
+    """A key with a tensor (the local one of a DTensor), or a slice.
 
     `placed` says which elements a DTensor has here; None for one that every rank has whole, as for a plain tensor.
     """
@@ -24,8 +56,6 @@ class Request:
     key: str = ""
     tensor_val: torch.Tensor | None = None
     asked: TensorSlice | None = None
-    objects: Any = None
-    is_object: bool = False
     placed: PlacedTensor | None = None
 
     @classmethod
@@ -50,18 +80,12 @@ class Request:
         return cls(key, value, tensor_slice)
 
     @classmethod
-    def from_objects(cls, key: str, objects: Any) -> Request:
-        """A request to put an object that is no tensor."""
-        return cls(key, objects=objects, is_object=True)
-
-    @classmethod
     def _from_dtensor(cls, key: str, value: Any) -> Request:
         placed = place(key, value)
         if value.device_mesh.get_coordinate() is None:
             raise Mismatch(f"{key!r} is a DTensor of a mesh that this process is not in: use it on the mesh's ranks")
-        if value.device_mesh.size() == 1 or not placed.cuts:
-            return cls(key, placed.local)
-        return cls(key, placed.local, placed=placed)
+        divided = value.device_mesh.size() > 1 and placed.cuts
+        return cls(key, placed.local, placed=placed if divided else None)
 
     @property
     def tensor_slice(self) -> TensorSlice | None:
@@ -71,26 +95,20 @@ class Request:
         blocks = [block for block in self.placed.blocks if math.prod(shape_of(block.box))]
         if len(blocks) > 1:
             raise Unsupported(f"{self.key!r}: a strided shard is no single slice", "pass the DTensor itself")
-        shape = self.placed.shape
-        local = tuple(self.placed.local.shape)
-        there = (
-            tuple(low for low, _ in blocks[0].box)
+        shape, local = self.placed.shape, tuple(self.placed.local.shape)
+        first = (
+            [low for low, _ in blocks[0].box]
             if blocks
-            else tuple(0 if size else whole for size, whole in zip(local, shape, strict=True))
+            else [0 if n else of for n, of in zip(local, shape, strict=True)]
         )
-        return TensorSlice(there, self.coordinates, shape, local, self.mesh_shape)
+        return TensorSlice(tuple(first), self.coordinates, shape, local, self.mesh_shape)
 
     @property
     def coordinates(self) -> tuple[int, ...]:
         """Where on its mesh a sharded DTensor is."""
-        mesh = self._mesh()
-        return tuple(mesh.coordinate or ())
+        return tuple(self.placed.mesh.coordinate or ()) if self.placed and self.placed.mesh else ()
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
         """The shape of the mesh of a sharded DTensor."""
-        return tuple(self._mesh().sizes)
-
-    def _mesh(self) -> Any:
-        assert self.placed is not None and self.placed.mesh is not None
-        return self.placed.mesh
+        return tuple(self.placed.mesh.sizes) if self.placed and self.placed.mesh else ()

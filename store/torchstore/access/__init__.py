@@ -1,1 +1,0 @@
-"""The client side of a torchstore store: turns calls into contents and copies."""

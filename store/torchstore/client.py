@@ -1,0 +1,274 @@
+"""`LocalClient`: a process's side of a store. Its calls are coroutines; the work is done in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from holdfast.comms import memory_plane
+from holdfast.comms.errors import HoldfastError, OpTimeout, Unsupported
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.system import forks
+from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.registers import RegisterAway
+from holdfast.store.data.packing import pack
+from holdfast.store.read.read_plan import PlanCache
+from holdfast.store.torchstore import memory
+from holdfast.store.torchstore.directory import Deleted, Directory, DirectoryClient, Part
+from holdfast.store.torchstore.errors import NotInitialized
+from holdfast.store.torchstore.home import StoreAddress
+from holdfast.store.torchstore.memory import Memory
+from holdfast.store.torchstore.request import Request, TensorSlice
+from holdfast.store.torchstore.strategy import strategy_of
+from holdfast.store.torchstore.values import OpenPart, blocks_of, read_values
+
+INLINE_BYTES = 1024
+"""A part of up to this many bytes travels in the directory itself."""
+GRANT_SECONDS = 30.0
+SLOW_TOUCH = 50e6
+"""Bytes a second at which the owner gets new memory, and a plane that cannot map moves bytes, in any case."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a call in a thread. If this coroutine is cancelled, it ends once the call has: no copy goes on behind it."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        running.exception()
+        raise
+
+
+class LocalClient:
+    """A connection to a store. Thread-safe. `strategy` says into which volume this process puts values."""
+
+    def __init__(self, address: StoreAddress) -> None:
+        """Connect. Raises `NotInitialized` if the store has ended."""
+        self.store_name, self._address = address.store_name, address
+        self._me = this_process()
+        try:
+            self._cell, self._directory = address.open_memory(), DirectoryClient(address.url)
+        except HoldfastError as error:
+            raise self._ended(error) from error
+        try:
+            about = self._ask(self._cell.read)[1]
+            self.strategy, self._volumes = strategy_of(about), about.volumes
+            self._plane = memory_plane.memory()
+        except BaseException:
+            self._cell.close()
+            self._directory.close()
+            raise
+        self._plans = PlanCache()
+        self._mapped: dict[int, torch.Tensor] = {}
+        forks.refuse_in_children(self, f"the connection to store {self.store_name!r}", ("store_name",))
+
+    @property
+    def connected(self) -> bool:
+        """Whether the store has not ended."""
+        return self._address.running
+
+    async def put(self, key: str, value: Any) -> None:
+        """Store a tensor, a DTensor's shard, or an object. Raises what `put_batch` does."""
+        await self.put_batch({key: value})
+
+    async def put_batch(self, entries: dict[str, Any]) -> None:
+        """Store values under their keys; all become visible at once.
+
+        Raises ValueError without entries, KeyError if the strategy finds no volume for this process, `Unsupported` or
+        `ObjectRefused` for values that cannot be stored, `Mismatch` for keys that hold something of another kind.
+        """
+        if not isinstance(entries, dict) or not entries:
+            raise ValueError("put_batch takes a dict with at least one key")
+        await in_thread(self._put, entries)
+
+    async def get(
+        self,
+        key: str,
+        inplace_tensor: torch.Tensor | None = None,
+        tensor_slice_spec: TensorSlice | None = None,
+    ) -> Any:
+        """The value of a key; a slice of it, if one is asked for. `inplace_tensor` is filled, and returned.
+
+        Raises `NoSuchKey` (a KeyError), `NoSuchSlice`, `Mismatch`, and what `Request.from_any` raises.
+        """
+        request = Request.from_any(key, inplace_tensor, tensor_slice_spec)
+        return (await in_thread(self._get, {key: request}, {key: inplace_tensor}))[key]
+
+    async def get_batch(self, keys: list[str] | dict[str, torch.Tensor | None]) -> dict[str, Any]:
+        """The values of keys; a dict names tensors to fill. All or nothing; errors as for `get`."""
+        if not isinstance(keys, list | dict):
+            raise TypeError(f"get_batch takes a list of keys or a dict, not {type(keys).__name__}")
+        if not keys:
+            raise ValueError("get_batch takes at least one key")
+        if len(set(keys)) < len(keys):
+            raise ValueError("get_batch keys must be unique")
+        inplace = keys if isinstance(keys, dict) else dict.fromkeys(keys)
+        requests = {key: Request.from_any(key, tensor) for key, tensor in inplace.items()}
+        return await in_thread(self._get, requests, inplace)
+
+    async def keys(self, prefix: str | None = None) -> list[str]:
+        """All keys; with a prefix those that begin with its parts: "a.b" finds "a.b" and "a.b.c", not "a.bc"."""
+        return await in_thread(self._read, lambda now: now.keys(prefix))
+
+    async def delete(self, key: str) -> None:
+        """Delete a key. Raises `NoSuchKey`, also for one of which some shards are missing."""
+        await in_thread(self._change, Deleted((key,)), lambda now: now.find([key]))
+
+    async def delete_batch(self, keys: list[str]) -> None:
+        """Delete keys; those that are not there are ignored."""
+        if not isinstance(keys, list):
+            raise TypeError(f"delete_batch takes a list of keys, not {type(keys).__name__}")
+        await in_thread(self._change, Deleted(tuple(keys)), lambda _: None)
+
+    async def exists(self, key: str) -> bool:
+        """Whether a key has a value, complete with all its shards."""
+        return await in_thread(self._read, lambda now: now.has(key))
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        for each in (self._cell, self._directory, self._plane):
+            each.close()
+
+    # -- in a thread
+
+    @torch.no_grad()
+    def _put(self, entries: Mapping[str, Any]) -> None:
+        volume = self._volume()
+        forms, blocks = blocks_of(entries)
+        claim, taken = secrets.randbits(62), list[int]()
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            mapped = None
+            if nbytes > INLINE_BYTES:
+                taken.append(self._claim(claim, nbytes))
+                mapped = self._map(taken[0])[0]
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if mapped is None else mapped
+
+        try:
+            packed = pack(blocks, b"", allocate)
+            there = packed.memory[: packed.nbytes]
+            if taken and (place := self._map(taken[0]))[0] is None:
+                self._plane.write(place[1], there, place[2], timeout=_limit(there.nbytes)).wait()
+            kinds = tuple(dict.fromkeys(forms.values()))
+            numbers = {form: number for number, form in enumerate(kinds)}
+            keys = {key: numbers[form] for key, form in forms.items()}
+            where = (taken[0], b"") if taken else (0, there.numpy().tobytes())
+            part = Part(volume, kinds, keys, packed.digest, packed.manifest_at, packed.nbytes, *where)
+            self._change(part, lambda now: now.check(part))
+        finally:
+            if taken:
+                self._release(claim)
+
+    @torch.no_grad()
+    def _get(self, requests: Mapping[str, Request], inplace: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        claim, found = secrets.randbits(62), self._read(lambda now: now.find(requests))
+        parts = {id(part): part for there in found.values() for part in there}
+        try:
+            while leased := {part.grant for part in parts.values() if part.grant}:
+                lease = partial(memory.lease, id_=claim, peer=self._me, grants=leased)
+                self._ask(partial(self._cell.change, lease))
+                found = self._read(lambda now: now.find(requests))
+                parts = {id(part): part for there in found.values() for part in there}
+                if {part.grant for part in parts.values()} <= {*leased, 0}:
+                    break
+            opened = {number: OpenPart.of(part, self._memory(part)) for number, part in parts.items()}
+            values = read_values(requests, found, opened, self._plans)
+        finally:
+            if leased:
+                self._release(claim)
+        return {key: value if inplace[key] is None else inplace[key] for key, value in values.items()}
+
+    def _claim(self, claim: int, nbytes: int) -> int:
+        """A grant to fill. Raises `OpTimeout` if there is none in time."""
+        deadline = time.monotonic() + _limit(nbytes)
+
+        def claimed(now: Memory) -> Memory:
+            return self._directory.read(lambda found: memory.claim(now, claim, self._me, nbytes, found.grants))
+
+        try:
+            at, now = self._ask(partial(self._cell.change, claimed))
+            while (granted := now.granted(claim)) is None:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise OpTimeout(f"a put of {nbytes} bytes into store {self.store_name!r}", 0, _limit(nbytes))
+                at, now = self._ask(partial(self._after, at, min(left, 1.0)))
+                if all(each.id != claim for each in now.claims):
+                    raise HoldfastError(f"the owner of store {self.store_name!r} has no memory for {nbytes} bytes")
+        except BaseException:
+            self._release(claim)
+            raise
+        return granted
+
+    def _memory(self, part: Part) -> torch.Tensor:
+        """The bytes of a part, where they lie or in a copy."""
+        if not part.grant:
+            return torch.frombuffer(bytearray(part.inline), dtype=torch.uint8)
+        mapped, handle, offset = self._map(part.grant)
+        if mapped is None:
+            mapped = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
+            self._plane.read(handle, mapped, offset, timeout=_limit(mapped.nbytes)).wait()
+        return mapped
+
+    def _map(self, grant: int) -> tuple[torch.Tensor | None, Handle, int]:
+        """A grant that this process claims, mapped so that it can write to it, and the place of it in its slab.
+
+        None for the first if the plane cannot map it.
+        """
+        now = self._cell.newest()[1]
+        slab = now.slab_of(grant)
+        offset = (grant - slab.first) * slab.size
+        if slab.first not in self._mapped:
+            there = {each.first for each in now.slabs}
+            for other in [each for each in self._mapped if each not in there]:
+                self._mapped.pop(other, None)
+            with suppress(Unsupported):
+                self._mapped[slab.first] = self._plane.map_writable(slab.handle)
+        mapped = self._mapped.get(slab.first)
+        return None if mapped is None else mapped[offset : offset + slab.size], slab.handle, offset
+
+    def _volume(self) -> str:
+        volume = self.strategy.get_client_id()
+        if self._volumes is not None and volume not in self._volumes:
+            there = f"{self._volumes[0]!r} to {self._volumes[-1]!r}"
+            raise KeyError(f"store {self.store_name!r} has no storage volume {volume!r} for this process, only {there}")
+        return volume
+
+    def _after(self, at: int, seconds: float) -> tuple[int, Memory]:
+        return self._cell.wait(at, seconds) or self._cell.newest()
+
+    def _release(self, claim: int) -> None:
+        with suppress(HoldfastError):  # a store that has ended needs no release
+            self._cell.change(partial(memory.release, ids={claim}))
+
+    def _read(self, question: Callable[[Directory], T]) -> T:
+        return self._ask(lambda: self._directory.read(question))
+
+    def _change(self, change: Part | Deleted, check: Callable[[Directory], object]) -> None:
+        self._ask(lambda: self._directory.change(change, check))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """The answer of the register. Raises `NotInitialized` if the store has ended."""
+        try:
+            answer = question()
+        except RegisterAway as error:
+            raise self._ended(error) from error
+        if not self.connected:
+            raise self._ended("it is gone")
+        return answer
+
+    def _ended(self, why: object) -> NotInitialized:
+        return NotInitialized(self.store_name, f"it was shut down, or its process has ended ({why})")
+
+
+def _limit(nbytes: int) -> float:
+    return GRANT_SECONDS + nbytes / SLOW_TOUCH

@@ -1,1 +1,0 @@
-"""How processes find a torchstore store without being told of it."""
