@@ -17,8 +17,8 @@ from holdfast.store.follow.follower import Follower
 from holdfast.store.follow.switch import SwitchResult
 from holdfast.store.lease import Lease
 from holdfast.store.read.slices import Slice
-from holdfast.store.sharding.name_map import Layout
-from holdfast.store.sharding.name_rules import Component, NameRule
+from holdfast.store.reshard.name_map import Layout
+from holdfast.store.reshard.name_rules import Component, NameRule
 from holdfast.store.weight_store import WeightStore
 
 __all__ = [

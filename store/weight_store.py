@@ -45,13 +45,13 @@ from holdfast.store.publish.published_part import PublishedPart
 from holdfast.store.read.arrangement import Arrangement
 from holdfast.store.read.cast_reader import CastVersionReader
 from holdfast.store.read.cast_sources import CastSources
-from holdfast.store.read.patching import FilledTargets
+from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.read_plan import PlanCache
 from holdfast.store.read.slices import Slice, chosen, copied, mapped
 from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Targets
 from holdfast.store.read.version_reader import VersionReader
 from holdfast.store.recent import Recent
-from holdfast.store.sharding.name_map import Layout
+from holdfast.store.reshard.name_map import Layout
 
 Result = TypeVar("Result")
 

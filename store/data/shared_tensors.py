@@ -9,7 +9,7 @@ from typing import NamedTuple
 from holdfast.comms.errors import Mismatch
 from holdfast.ft.state.boxes import Box, whole
 from holdfast.store.data.manifest import Manifest, RegionLayout, TensorEntry
-from holdfast.store.sharding.plan import listed
+from holdfast.store.reshard.plan import listed
 
 
 @functools.lru_cache(maxsize=16)

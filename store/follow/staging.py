@@ -17,7 +17,7 @@ from holdfast.store.catalog.fleet_targets import Digests
 from holdfast.store.data.dense import copy_elements
 from holdfast.store.data.rebuild import build_value, rebuild
 from holdfast.store.data.tree import FlatState, flatten_targets
-from holdfast.store.sharding.placed_tensor import is_dtensor, local_of
+from holdfast.store.reshard.placed_tensor import is_dtensor, local_of
 
 Tensors = Mapping[str, torch.Tensor]
 ALIGNMENT = 64

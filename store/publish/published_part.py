@@ -10,9 +10,9 @@ import torch
 from holdfast.ft.state.boxes import whole
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
 from holdfast.store.data.tree import FlatState
-from holdfast.store.sharding.giving import given
-from holdfast.store.sharding.placed_tensor import PlacedTensor, place
-from holdfast.store.sharding.placements import Blocks
+from holdfast.store.reshard.giving import given
+from holdfast.store.reshard.placed_tensor import PlacedTensor, place
+from holdfast.store.reshard.placements import Blocks
 
 
 @dataclass(frozen=True, slots=True)

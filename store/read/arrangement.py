@@ -15,8 +15,8 @@ from holdfast.ft.state.boxes import whole
 from holdfast.store.data.skeleton import Skeleton
 from holdfast.store.data.tree import FlatState
 from holdfast.store.read.read_plan import has_rows
-from holdfast.store.sharding.placed_tensor import PlacedTensor, place
-from holdfast.store.sharding.plan import BoxTarget
+from holdfast.store.reshard.placed_tensor import PlacedTensor, place
+from holdfast.store.reshard.plan import BoxTarget
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,13 +19,13 @@ from holdfast.store.data.manifest import Manifest
 from holdfast.store.data.targets import VersionTensor
 from holdfast.store.errors import CastUnavailable, StoreTimeout
 from holdfast.store.read.cast_sources import CastSources
+from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.filling import fill
 from holdfast.store.read.part_source import PartSource, ReportCorrupt
-from holdfast.store.read.patching import FilledTargets
 from holdfast.store.read.read_plan import PlanCache, sources_of
 from holdfast.store.read.version_reader import VersionReader
 from holdfast.store.recent import Recent
-from holdfast.store.sharding.plan import BoxCopy, BoxTarget, plan
+from holdfast.store.reshard.plan import BoxCopy, BoxTarget, plan
 
 BATCH_ELEMENTS = 32 << 20
 """About so many elements are decoded at a time: so temporary memory is small."""

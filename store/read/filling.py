@@ -10,9 +10,9 @@ import torch
 
 from holdfast.store.data.digests import NBYTES, NO_COPIES, SOURCE, TARGET, Words, calls, copy_and_digest
 from holdfast.store.data.manifest import Manifest
+from holdfast.store.read.delta import TensorMemory, read_delta
 from holdfast.store.read.part_plan import Indexes, PartPlan
 from holdfast.store.read.part_source import PartSource
-from holdfast.store.read.patching import TensorMemory, patch
 
 RUN_BYTES = 8 << 20
 """About so many bytes of adjacent pieces are read from another host at once."""
@@ -34,7 +34,7 @@ def fill(
     expected = manifest.sums[plan.pieces]
     todo = np.arange(len(plan.jobs))
     if bases is not None and len(todo) and source.mapped() is None:
-        todo = patch(source, manifest, plan, targets, bases)
+        todo = read_delta(source, manifest, plan, targets, bases)
     while len(todo):
         mapped = source.mapped()
         if mapped is not None:

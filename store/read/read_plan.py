@@ -20,7 +20,7 @@ from holdfast.store.read.part_plan import LocalTensor, PartPlan
 from holdfast.store.read.strides import Rows, dense_strides, rows_of
 from holdfast.store.read.whole_tensors import plan_named, plan_whole_tensors
 from holdfast.store.recent import Recent
-from holdfast.store.sharding.plan import BoxCopy, BoxTarget, PartBox, plan
+from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
 
 CACHED_PLANS = 16
 
@@ -37,7 +37,7 @@ def plan_read(
 ) -> ReadPlan:
     """Plan to fill local tensors, by name, with the boxes `wanted` of tensors in parts of these layouts.
 
-    The targets of a part plan are numbered as in `into`. `reader` and errors: see `holdfast.store.sharding.plan.plan`.
+    The targets of a part plan are numbered as in `into`. `reader` and errors: see `holdfast.store.reshard.plan.plan`.
     """
     if len(layouts) == 1 and (usual := plan_whole_tensors(layouts[0], wanted, into)) is not None:
         return ReadPlan((usual,))

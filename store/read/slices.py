@@ -11,7 +11,7 @@ from holdfast.comms.errors import Mismatch
 from holdfast.ft.state.boxes import Box, whole
 from holdfast.store.data.manifest import quoted
 from holdfast.store.read.version_reader import VersionReader
-from holdfast.store.sharding.plan import BoxTarget
+from holdfast.store.reshard.plan import BoxTarget
 
 
 class Slice(NamedTuple):

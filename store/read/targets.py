@@ -24,9 +24,9 @@ from holdfast.store.read.arrangement import (
 )
 from holdfast.store.read.version_reader import VersionReader
 from holdfast.store.recent import Recent
-from holdfast.store.sharding.name_map import Layout
-from holdfast.store.sharding.placed_tensor import PlacedTensor
-from holdfast.store.sharding.plan import BoxTarget
+from holdfast.store.reshard.name_map import Layout
+from holdfast.store.reshard.placed_tensor import PlacedTensor
+from holdfast.store.reshard.plan import BoxTarget
 
 CACHED_ARRANGEMENTS = 8
 NO_VALUES = Assignment(())

@@ -15,12 +15,12 @@ from holdfast.store.data.merging import merge
 from holdfast.store.data.shared_tensors import check_shared, tensors_of
 from holdfast.store.data.skeleton import decode
 from holdfast.store.data.targets import VersionTensor
+from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.filling import fill
 from holdfast.store.read.part_source import PartSource, ReportCorrupt
-from holdfast.store.read.patching import FilledTargets
 from holdfast.store.read.read_plan import PlanCache, ReadPlan
 from holdfast.store.recent import Recent
-from holdfast.store.sharding.plan import BoxTarget
+from holdfast.store.reshard.plan import BoxTarget
 
 Nearest = Callable[[Catalog, Version, Shard, float], Replica | None]
 """A callback that finds, or makes, a copy of a part on the reader's host before a deadline, if readers share one."""

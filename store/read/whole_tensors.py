@@ -20,7 +20,7 @@ from holdfast.store.data.digests import (
 from holdfast.store.data.manifest import LARGE_BYTES, RegionLayout
 from holdfast.store.read.part_plan import Indexes, LocalTensor, PartPlan
 from holdfast.store.read.strides import dense_strides
-from holdfast.store.sharding.plan import BoxTarget
+from holdfast.store.reshard.plan import BoxTarget
 
 
 def plan_whole_tensors(

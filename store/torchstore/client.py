@@ -21,7 +21,7 @@ from holdfast.ft.registers import RegisterAway
 from holdfast.store.data.packing import pack
 from holdfast.store.read.read_plan import PlanCache
 from holdfast.store.torchstore import memory
-from holdfast.store.torchstore.directory import Deleted, Directory, DirectoryClient, Part
+from holdfast.store.torchstore.directory import Deleted, DirectoryClient, Part
 from holdfast.store.torchstore.errors import NotInitialized
 from holdfast.store.torchstore.home import StoreAddress
 from holdfast.store.torchstore.memory import Memory
@@ -62,7 +62,7 @@ class LocalClient:
         except HoldfastError as error:
             raise self._ended(error) from error
         try:
-            about = self._ask(self._cell.read)[1]
+            about = self._there(self._cell.read)[1]
             self.strategy, self._volumes = strategy_of(about), about.volumes
             self._plane = memory_plane.memory()
         except BaseException:
@@ -90,7 +90,7 @@ class LocalClient:
         """
         if not isinstance(entries, dict) or not entries:
             raise ValueError("put_batch takes a dict with at least one key")
-        await in_thread(self._put, entries)
+        await in_thread(self._there, lambda: self._put(entries))
 
     async def get(
         self,
@@ -103,7 +103,7 @@ class LocalClient:
         Raises `NoSuchKey` (a KeyError), `NoSuchSlice`, `Mismatch`, and what `Request.from_any` raises.
         """
         request = Request.from_any(key, inplace_tensor, tensor_slice_spec)
-        return (await in_thread(self._get, {key: request}, {key: inplace_tensor}))[key]
+        return (await in_thread(self._there, lambda: self._get({key: request}, {key: inplace_tensor})))[key]
 
     async def get_batch(self, keys: list[str] | dict[str, torch.Tensor | None]) -> dict[str, Any]:
         """The values of keys; a dict names tensors to fill. All or nothing; errors as for `get`."""
@@ -115,25 +115,27 @@ class LocalClient:
             raise ValueError("get_batch keys must be unique")
         inplace = keys if isinstance(keys, dict) else dict.fromkeys(keys)
         requests = {key: Request.from_any(key, tensor) for key, tensor in inplace.items()}
-        return await in_thread(self._get, requests, inplace)
+        return await in_thread(self._there, lambda: self._get(requests, inplace))
 
     async def keys(self, prefix: str | None = None) -> list[str]:
         """All keys; with a prefix those that begin with its parts: "a.b" finds "a.b" and "a.b.c", not "a.bc"."""
-        return await in_thread(self._read, lambda now: now.keys(prefix))
+        return await in_thread(self._there, lambda: self._directory.read(lambda now: now.keys(prefix)))
 
     async def delete(self, key: str) -> None:
         """Delete a key. Raises `NoSuchKey`, also for one of which some shards are missing."""
-        await in_thread(self._change, Deleted((key,)), lambda now: now.find([key]))
+        deleted = Deleted((key,))
+        await in_thread(self._there, lambda: self._directory.change(deleted, lambda now: now.find([key])))
 
     async def delete_batch(self, keys: list[str]) -> None:
         """Delete keys; those that are not there are ignored."""
         if not isinstance(keys, list):
             raise TypeError(f"delete_batch takes a list of keys, not {type(keys).__name__}")
-        await in_thread(self._change, Deleted(tuple(keys)), lambda _: None)
+        if keys:
+            await in_thread(self._there, lambda: self._directory.change(Deleted(tuple(keys)), lambda _: None))
 
     async def exists(self, key: str) -> bool:
         """Whether a key has a value, complete with all its shards."""
-        return await in_thread(self._read, lambda now: now.has(key))
+        return await in_thread(self._there, lambda: self._directory.read(lambda now: now.has(key)))
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -165,20 +167,19 @@ class LocalClient:
             keys = {key: numbers[form] for key, form in forms.items()}
             where = (taken[0], b"") if taken else (0, there.numpy().tobytes())
             part = Part(volume, kinds, keys, packed.digest, packed.manifest_at, packed.nbytes, *where)
-            self._change(part, lambda now: now.check(part))
+            self._directory.change(part, lambda now: now.check(part))
         finally:
             if taken:
                 self._release(claim)
 
     @torch.no_grad()
     def _get(self, requests: Mapping[str, Request], inplace: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
-        claim, found = secrets.randbits(62), self._read(lambda now: now.find(requests))
+        claim, found = secrets.randbits(62), self._directory.read(lambda now: now.find(requests))
         parts = {id(part): part for there in found.values() for part in there}
         try:
             while leased := {part.grant for part in parts.values() if part.grant}:
-                lease = partial(memory.lease, id_=claim, peer=self._me, grants=leased)
-                self._ask(partial(self._cell.change, lease))
-                found = self._read(lambda now: now.find(requests))
+                self._cell.change(partial(memory.lease, id_=claim, peer=self._me, grants=leased))
+                found = self._directory.read(lambda now: now.find(requests))
                 parts = {id(part): part for there in found.values() for part in there}
                 if {part.grant for part in parts.values()} <= {*leased, 0}:
                     break
@@ -197,11 +198,11 @@ class LocalClient:
             return self._directory.read(lambda found: memory.claim(now, claim, self._me, nbytes, found.grants))
 
         try:
-            at, now = self._ask(partial(self._cell.change, claimed))
+            at, now = self._cell.change(claimed)
             while (granted := now.granted(claim)) is None:
                 if (left := deadline - time.monotonic()) <= 0:
                     raise OpTimeout(f"a put of {nbytes} bytes into store {self.store_name!r}", 0, _limit(nbytes))
-                at, now = self._ask(partial(self._after, at, min(left, 1.0)))
+                at, now = self._cell.wait(at, min(left, 1.0)) or self._there(self._cell.read)
                 if all(each.id != claim for each in now.claims):
                     raise HoldfastError(f"the owner of store {self.store_name!r} has no memory for {nbytes} bytes")
         except BaseException:
@@ -243,28 +244,18 @@ class LocalClient:
             raise KeyError(f"store {self.store_name!r} has no storage volume {volume!r} for this process, only {there}")
         return volume
 
-    def _after(self, at: int, seconds: float) -> tuple[int, Memory]:
-        return self._cell.wait(at, seconds) or self._cell.newest()
-
     def _release(self, claim: int) -> None:
         with suppress(HoldfastError):  # a store that has ended needs no release
             self._cell.change(partial(memory.release, ids={claim}))
 
-    def _read(self, question: Callable[[Directory], T]) -> T:
-        return self._ask(lambda: self._directory.read(question))
-
-    def _change(self, change: Part | Deleted, check: Callable[[Directory], object]) -> None:
-        self._ask(lambda: self._directory.change(change, check))
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        """The answer of the register. Raises `NotInitialized` if the store has ended."""
-        try:
-            answer = question()
-        except RegisterAway as error:
-            raise self._ended(error) from error
+    def _there(self, question: Callable[[], T]) -> T:
+        """The answer to a question, unless the store has ended: `NotInitialized` then."""
         if not self.connected:
             raise self._ended("it is gone")
-        return answer
+        try:
+            return question()
+        except RegisterAway as error:
+            raise self._ended(error) from error
 
     def _ended(self, why: object) -> NotInitialized:
         return NotInitialized(self.store_name, f"it was shut down, or its process has ended ({why})")

@@ -18,7 +18,7 @@ from holdfast.store.data.digests import copy_and_digest
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.data.packing import PartBlock
 from holdfast.store.read.read_plan import PlanCache, ReadPlan, has_rows
-from holdfast.store.sharding.plan import BoxTarget
+from holdfast.store.reshard.plan import BoxTarget
 from holdfast.store.torchstore.directory import Form, Part
 from holdfast.store.torchstore.errors import NoSuchSlice, ObjectRefused
 from holdfast.store.torchstore.request import Request

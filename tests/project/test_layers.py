@@ -64,7 +64,7 @@ LAYERS = {
         errors lease recent
         cancellation
         catalog
-        sharding
+        reshard
         data
         delta casts
         read

@@ -22,7 +22,7 @@ from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
 from holdfast.store.read.part_plan import PartPlan
 from holdfast.store.read.read_plan import local_tensor, plan_read
 from holdfast.store.read.whole_tensors import plan_named, plan_whole_tensors
-from holdfast.store.sharding.plan import BoxTarget
+from holdfast.store.reshard.plan import BoxTarget
 
 State = dict[str, torch.Tensor]
 SIZES = (0, 1, 100, 4096, LARGE_BYTES // 4 - 1, LARGE_BYTES // 4, PIECE_BYTES // 4 + 5)

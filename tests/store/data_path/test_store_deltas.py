@@ -19,7 +19,7 @@ from holdfast.comms.errors import CorruptData
 from holdfast.store.delta import native_kernels
 from holdfast.store.delta.records import BLOCK, WHOLE, Delta, ElementPiece, PackedDelta, changes_in, most_of
 from holdfast.store.publish.publication import diff, pays
-from holdfast.store.read.patching import apply
+from holdfast.store.read.delta import apply
 from support.mutations import mutated
 from support.weights.peers import site_of
 from support.weights.torch_deltas import torch_diff, torch_patch

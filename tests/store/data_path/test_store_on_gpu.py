@@ -13,7 +13,7 @@ from holdfast.store.delta import native_kernels
 from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.records import BLOCK, Delta, ElementPiece, PackedDelta
 from holdfast.store.publish.publication import diff
-from holdfast.store.read.patching import apply
+from holdfast.store.read.delta import apply
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -381,7 +381,7 @@ def test_a_plane_that_cannot_map_reads_and_writes_instead(monkeypatch: pytest.Mo
 def test_bytes_that_are_damaged_in_the_store_are_not_taken_for_those_that_were_put() -> None:
     put_and_get_all_kinds()
     client = run(ts.client())
-    (part,) = client._read(lambda now: now.find(["large"]))["large"]
+    (part,) = client._directory.read(lambda now: now.find(["large"]))["large"]
     _, handle, offset = client._map(part.grant)
     with memory("shm") as plane:
         plane.map_writable(handle)[offset + 4 * (2600 * 1000 + 910)] ^= 1

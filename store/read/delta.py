@@ -108,7 +108,7 @@ class FilledTargets:
         return None
 
 
-def patch(
+def read_delta(
     source: PartSource,
     manifest: Manifest,
     plan: PartPlan,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import Mismatch
 from holdfast.ft.state.boxes import count_of, shape_of, whole
-from holdfast.store.sharding.placements import Blocks, LocalBlock, blocks_of, cuts_of, local_shape
-from holdfast.store.sharding.plan import BoxCopy, BoxTarget, PartBox, plan
+from holdfast.store.reshard.placements import Blocks, LocalBlock, blocks_of, cuts_of, local_shape
+from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
 from support.weights.layouts import Shape, Sizes, at, coordinates, meshes, placements, shapes
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.ft.state.boxes import Box, whole
-from holdfast.store.sharding.name_patterns import fill, match
-from holdfast.store.sharding.name_rules import Component, NameRule
+from holdfast.store.reshard.name_patterns import fill, match
+from holdfast.store.reshard.name_rules import Component, NameRule
 
 Shape = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from holdfast.comms.errors import Unsupported
 from holdfast.ft.state.boxes import common, count_of, cover, within, without
-from holdfast.store.sharding.placements import LocalBlock, blocks_of, cuts_of, in_cutting_order, local_shape
+from holdfast.store.reshard.placements import LocalBlock, blocks_of, cuts_of, in_cutting_order, local_shape
 from support.weights.layouts import Shape, Sizes, coordinates, meshes, part, placements, shapes, torchs_local
 
 

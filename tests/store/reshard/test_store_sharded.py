@@ -17,8 +17,8 @@ from torch import nn
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from holdfast.store.interop.dcp import import_version
-from holdfast.store.sharding.giving import given
-from holdfast.store.sharding.placed_tensor import local_of, place
+from holdfast.store.reshard.giving import given
+from holdfast.store.reshard.placed_tensor import local_of, place
 from support.source_tree import ROOT
 from support.torch_groups import in_group
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import Box, common, count_of, cover, moved, whole
-from holdfast.store.sharding.name_patterns import wildcards
-from holdfast.store.sharding.name_rules import Component, NameRule
-from holdfast.store.sharding.placements import Blocks
-from holdfast.store.sharding.plan import BoxTarget, listed, spelt
-from holdfast.store.sharding.resolver import NameRegion, Resolver, Shape, both_ways
+from holdfast.store.reshard.name_patterns import wildcards
+from holdfast.store.reshard.name_rules import Component, NameRule
+from holdfast.store.reshard.placements import Blocks
+from holdfast.store.reshard.plan import BoxTarget, listed, spelt
+from holdfast.store.reshard.resolver import NameRegion, Resolver, Shape, both_ways
 
 
 class Wanted(Protocol):

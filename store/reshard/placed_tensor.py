@@ -10,7 +10,7 @@ import torch
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import whole
-from holdfast.store.sharding.placements import (
+from holdfast.store.reshard.placements import (
     Blocks,
     Cuts,
     LocalBlock,
@@ -19,7 +19,7 @@ from holdfast.store.sharding.placements import (
     in_cutting_order,
     local_shape,
 )
-from holdfast.store.sharding.submesh import Submesh, submesh_of
+from holdfast.store.reshard.submesh import Submesh, submesh_of
 
 
 @dataclass(frozen=True, slots=True)
