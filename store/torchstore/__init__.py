@@ -1,4 +1,4 @@
-"""torchstore's interface over holdfast's memory plane: `import holdfast.store.torchstore as ts`.
+"""torchstore's interface over the weight store's parts: `import holdfast.store.torchstore as ts`.
 
 Code written for torchstore runs unchanged inside Monarch actors and under torchrun; Monarch itself is not needed. What
 differs is listed in docs/reference/torchstore.md.

@@ -88,7 +88,8 @@ class StoreHome:
                 seen, now = self._cell.wait(seen, IDLE_SECONDS) or self._cell.read()
                 self._serve(now)
         except HoldfastError as error:
-            _log.warning("store %r has ended: %s", self.address.store_name, error)
+            if self._ending.alive:
+                _log.warning("store %r has ended: %s", self.address.store_name, error)
         finally:
             self._ending()
             for each in (self._cell, self._directory, self._plane):

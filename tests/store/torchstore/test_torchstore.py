@@ -350,6 +350,30 @@ def test_memory_of_replaced_values_is_used_again() -> None:
     assert run(ts.client()) is not held
 
 
+def test_many_small_values_share_pieces_of_memory() -> None:
+    async def many() -> None:
+        for number in range(150):
+            await ts.put(f"k{number}", torch.full((1024,), float(number)))
+
+    run(many())
+    slabs = run(ts.client())._cell.read()[1].slabs
+    assert len(slabs) <= 4 and sum(each.count for each in slabs) >= 150
+    assert all(get(f"k{number}")[-1] == number for number in (0, 70, 149))
+
+
+def test_a_put_that_there_is_no_memory_for_fails_and_the_store_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
+        raise MemoryError(f"no {nbytes} bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.backends.common.mappable_plane.MappablePlane.empty", refuse)
+        with pytest.raises(HoldfastError, match="no memory for"):
+            put("k", torch.ones(5000))
+    assert not run(ts.exists("k"))
+    put("k", torch.ones(5000))
+    assert get("k").sum() == 5000
+
+
 def test_several_volumes_need_a_strategy() -> None:
     with pytest.raises(RuntimeError, match="strategy"):
         run(ts.initialize(2, store_name="other"))
