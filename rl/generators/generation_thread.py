@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -252,8 +252,11 @@ class GenerationThread:
     def _swap_if_due(self) -> None:
         """Swap in what is here. An error leaves the weights; requests get what the follower says of it."""
         if self._follower is not None and self._follower.is_due():
-            with suppress(HoldfastError), self._loading():
-                self._follower.swap()
+            try:
+                with self._loading():
+                    self._follower.swap()
+            except HoldfastError:
+                self._wait()
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

@@ -27,7 +27,8 @@ SEEDS = 4
 COPIES = 64
 """The limit of copies of a part that are listed or asked for. Readers beyond it read without an assigned source."""
 FEW_HOSTS = 4
-"""With followers on at most so many hosts without a replica, each reads from replicas, straight into its tensors."""
+"""With one follower on each of at most so many hosts without a replica, each reads from replicas, straight into its
+tensors."""
 
 
 def assigned(copies: Sequence[ServingCopy], seeds: Collection[str], first: int = SEEDS) -> tuple[ServingCopy, ...]:
@@ -127,11 +128,11 @@ def sources_for(catalog: Catalog, version: Version, shard: Shard, reader: Holder
 def worthwhile(catalog: Catalog, shard: Shard, host: str) -> bool:
     """Whether the readers of a host should share a copy.
 
-    They should if the host has no copy, and readers follow on many such hosts.
+    They should if the host has none, and several readers follow there, or on many such hosts.
     """
     replicas = {_host(catalog, each.holder) for each in shard.replicas}
-    following = {each.peer.host for each in catalog.readers}
-    return not on_host(catalog, shard, host) and len(following - replicas) > FEW_HOSTS
+    following = Counter(each.peer.host for each in catalog.readers)
+    return not on_host(catalog, shard, host) and (following[host] > 1 or len(following.keys() - replicas) > FEW_HOSTS)
 
 
 def on_host(catalog: Catalog, shard: Shard, host: str) -> bool:

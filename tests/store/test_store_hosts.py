@@ -81,6 +81,26 @@ def test_updates_of_a_model_arrive_whole_and_by_delta(open_on: Open, plane: str)
         print(f"\n{plane}, {what}: publish {publish:.3f} s, get {get:.3f} s, {size / get / 1e9:.2f} GB/s")
 
 
+@pytest.mark.parametrize("plane", ["ucx"], indirect=True)
+def test_readers_of_other_hosts_fan_out_with_one_read_of_the_wire_a_host(open_on: Open, plane: str) -> None:
+    """Two of them follow on each of two hosts; the publisher is on a third."""
+    size = 16 * MIB
+    publisher = open_on(0, replicas=1)
+    hosts = [[open_on(host, hold=False) for _ in range(2)] for host in (1, 2)]
+    readers = [reader for host in hosts for reader in host]
+    before = [0, 0]
+    for version in (1, 2, 3):
+        assert publisher.publish(version, float(version), size).error == ""
+        for reader in readers:
+            reader.begin("swap", version, size)
+        assert [reader.end().value for reader in readers] == [float(version)] * 4
+        received = [one.ask("received").value for one, _ in hosts]
+        reads = [(now - then) / size for now, then in zip(received, before, strict=True)]
+        if version > 1:  # before the first, not all of them follow
+            assert all(0.9 < each < 1.5 for each in reads), reads
+        before = received
+
+
 def until(condition: Callable[[], bool], what: str) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + PATIENCE

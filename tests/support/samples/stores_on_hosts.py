@@ -17,7 +17,7 @@ from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness.testbed.netns import EnterNamespace
-from holdfast.store import WeightStore
+from holdfast.store import Follower, WeightStore
 
 OLD = -1.0
 """What the reader's tensors hold before a get."""
@@ -173,6 +173,28 @@ def _follow(store: WeightStore, _: object, version: int, nbytes: int) -> tuple[f
     return time.monotonic() - began, int(target.view(torch.int16).long().sum())
 
 
+_followers: list[tuple[Follower, dict[str, torch.Tensor]]] = []
+"""The follower of this process, and its tensors."""
+
+
+def _swap(store: WeightStore, _: object, version: int, nbytes: int) -> float:
+    """Follow the store, if this process does not yet; swap a version in, and return its value."""
+    if not _followers:
+        model = weights(OLD, nbytes)
+        _followers.append((store.follow(model, timeout=60.0), model))
+    follower, model = _followers[0]
+    follower.wait_ready(version)
+    assert follower.swap() == version
+    (value,) = {each for tensor in model.values() for each in tensor.unique().tolist()}
+    return float(value)
+
+
+def _received(store: WeightStore, _: object) -> int:
+    """The bytes that this host has received over the network."""
+    (line,) = [each for each in Path("/proc/thread-self/net/dev").read_text().splitlines() if "eth0:" in each]
+    return int(line.partition(":")[2].split()[0])
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "publish": _publish,
     "get": _get,
@@ -181,4 +203,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "events": _told,
     "step": _step,
     "follow": _follow,
+    "swap": _swap,
+    "received": _received,
 }

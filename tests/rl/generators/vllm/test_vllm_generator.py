@@ -95,11 +95,13 @@ class Trainer:
 
 
 @asynccontextmanager
-async def replica(python: str, store: WeightStore, trainer: Trainer, **settings: Any) -> AsyncIterator[Any]:
+async def replica(
+    python: str, store: WeightStore, trainer: Trainer, reader: str | None = None, **settings: Any
+) -> AsyncIterator[Any]:
     """A generator's process."""
     async with LocalEngine() as engine:
         chosen = VllmSettings(timeout=CALL / 2, cache=0.05, **settings)
-        yield await engine.start("vllm", VllmGenerator, trainer.source, store.url, chosen, python=python)
+        yield await engine.start("vllm", VllmGenerator, trainer.source, store.url, chosen, reader, python=python)
 
 
 def request(*prompts: tuple[int, ...], **more: Any) -> SamplingRequest:
@@ -215,6 +217,25 @@ def test_samples_run_on_over_an_update_and_no_process_of_a_killed_replica_is_lef
     below = asyncio.run(main())
     assert below
     eventually(lambda: not any(each.is_running() for each in below), 60.0)
+
+
+async def test_a_reader_with_a_name_serves_what_switches_commit(python: str, store: WeightStore) -> None:
+    """Running samples get it too, and the next request draws from nothing before it."""
+    trainer = Trainer(store, tie_word_embeddings=False, max_position_embeddings=2048)
+    async with replica(python, store, trainer, reader="one") as process:
+        old = trainer.publish()
+        assert (await asyncio.to_thread(store.switch, old)).committed
+        await check_like_transformers(process, trainer)
+        running = asyncio.create_task(process.call("generate", request(*PROMPTS, max_new_tokens=2000), timeout=CALL))
+        while (await process.call("health", timeout=CALL)).running < len(PROMPTS):
+            await asyncio.sleep(0.01)
+        new = trainer.publish()
+        assert (await asyncio.to_thread(store.switch, new)).committed
+        assert {(each.versions[0], each.versions[-1]) for each in await running} == {(old, new)}
+        trainer.publish()
+        trainer.publish()
+        assert (await asyncio.to_thread(store.switch, trainer.version)).committed
+        await check_like_transformers(process, trainer)
 
 
 async def test_two_ranks_draw_as_one(python: str, store: WeightStore) -> None:
