@@ -19,9 +19,8 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     In mode "fixed" each request is one static batch; its completions are a function of the request and the weights.
     In mode "continuous" up to `slots` samples of any requests share a running batch, and newer weights are swapped in
     between two tokens ("swap"), or once the running samples are drawn ("drain"). A sample has at most `length` tokens
-    with its prompt (0: as many as the model can).
-    `hold`: this process keeps replicas of versions for others. `cast` is what weights are rounded to on their way here
-    (None: every bit arrives). `timeout` is the limit of each call, in seconds.
+    with its prompt (0: as many as the model can). `cast` is what weights are rounded to on their way here (None: every
+    bit arrives). `timeout` is the limit of each call, in seconds.
     """
 
     mode: Mode = "fixed"
@@ -29,7 +28,6 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 32
     length: int = 0
     threads: int = 1
-    hold: bool = False
     cast: CastName | None = None
     timeout: float = 60.0
 

@@ -55,7 +55,7 @@ class TransformersGenerator:
         self._limits = RequestLimits(length, int(model.config.vocab_size))
         self._work = WorkLog()
         self._requests = self._tokens = 0
-        self._store = None if store is None else WeightStore(store, hold=settings.hold)
+        self._store = None if store is None else WeightStore(store, hold=False)
         self._follower: Follower | None = None
         try:
             if self._store is not None:
