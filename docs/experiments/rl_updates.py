@@ -39,7 +39,7 @@ MEDIUM_LLAMA = {
 """A Llama of 9.9 million parameters for the arithmetic task."""
 
 WARM = 5
-"""Versions that are not counted: generators allocate a second model, and trainers their buffers."""
+"""Versions that are not counted: generators allocate what versions are read into, and trainers their buffers."""
 
 
 def save_policy(folder: Path, llama: Mapping[str, Any]) -> None:
