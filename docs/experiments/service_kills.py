@@ -23,10 +23,8 @@ from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.rl.actors.engine import Engine, endpoint
 from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.actors.monarch import MonarchEngine
-from holdfast.rl.services.routing import affinity
-from holdfast.rl.services.servable import served
-from holdfast.rl.services.service import Service
-from holdfast.rl.services.status import ReplicaEvent
+from holdfast.rl.actors.replicas import ReplicaEvent, affinity
+from holdfast.rl.actors.service import Service, served
 
 REPLICAS, CLIENTS = 3, 6
 _CALL_SECONDS = 0.005

@@ -55,6 +55,21 @@ _TIMES = {
 }
 
 
+def serve_page(among: range, page: Callable[[], tuple[str, bytes]]) -> MetricsServer:
+    """Serve a page on loopback, at the first free port. Raises `HoldfastError` if none is."""
+    for port in among:
+        try:
+            return MetricsServer(_HOST, port, page)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise HoldfastError(f"metrics cannot be served on {_HOST}:{port}: {error}") from error
+    words = str(among[0]) if len(among) == 1 else f"{among[0]}-{among[-1]}"
+    raise HoldfastError(
+        f"metrics cannot be served: no port of {words} is free on {_HOST}; give a range with a port for each "
+        f"process of the host ({PORT}=9400-9463), or 0 for any free port"
+    )
+
+
 def ports(asked: str) -> range:
     """The ports that a value of HOLDFAST_METRICS_PORT names. Raises ValueError for any other text."""
     first, _, last = asked.partition("-")
@@ -195,7 +210,7 @@ class Metrics:
         self._recovering_since = 0.0
         self.registry = prometheus.CollectorRegistry()
         self.registry.register(self)
-        self._server = self._serve(ports(asked))
+        self._server = serve_page(ports(asked), self._page)
         self.url = f"http://{_HOST}:{self._server.port}/metrics"
         self._unsubscribe = event_log.subscribe(self._hear)
         event_log.emit(events.MetricsServed(url=self.url))
@@ -279,19 +294,6 @@ class Metrics:
     def _page(self) -> tuple[str, bytes]:
         self._events.flush(FLUSH_SECONDS)
         return self._prometheus.CONTENT_TYPE_LATEST, self._prometheus.generate_latest(self.registry)
-
-    def _serve(self, among: range) -> MetricsServer:
-        for port in among:
-            try:
-                return MetricsServer(_HOST, port, self._page)
-            except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise HoldfastError(f"metrics cannot be served on {_HOST}:{port}: {error}") from error
-        words = str(among[0]) if len(among) == 1 else f"{among[0]}-{among[-1]}"
-        raise HoldfastError(
-            f"metrics cannot be served: no port of {words} is free on {_HOST}; give a range with a port for each "
-            f"process of the host ({PORT}=9400-9463), or 0 for any free port"
-        )
 
     def close(self) -> None:
         """Stop serving. Idempotent."""

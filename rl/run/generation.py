@@ -15,6 +15,7 @@ import msgspec
 from holdfast.comms.errors import Mismatch
 from holdfast.ft import faultpoints
 from holdfast.rl.actors.engine import Engine, endpoint
+from holdfast.rl.actors.service import Service, ServiceStatus, served
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
@@ -27,9 +28,6 @@ from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.run.run_events import WeightsServed
 from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry
 from holdfast.rl.run.weight_holder import WeightHolder
-from holdfast.rl.services.servable import served
-from holdfast.rl.services.service import Service
-from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import AsyncWeightStore, Reader
 

@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.liveness import read_proc_stat, this_host
-from holdfast.rl.services.status import ServiceStatus
+from holdfast.rl.actors.service import ServiceStatus
 
 SLACK = 1.0
 """Seconds by which the wall clock may have been set between the start of a process and the status that names it."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.rl.actors.replicas import ReplicaEvent
+from holdfast.rl.actors.service import Service
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Activity,
@@ -23,8 +25,6 @@ from holdfast.rl.run.run_events import (
     StepTrained,
     WeightsServed,
 )
-from holdfast.rl.services.service import Service
-from holdfast.rl.services.status import ReplicaEvent
 from holdfast.rl.telemetry import WorkReport
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from holdfast.ft import faultpoints
 from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.rl.actors.engine import Engine
+from holdfast.rl.actors.service import ServiceStatus, metrics_if_asked
 from holdfast.rl.config.contradictions import check_plugins_run_here, staleness_rule
 from holdfast.rl.config.load import load_config
 from holdfast.rl.config.resume import check_unchanged, placed, resolved
@@ -61,8 +62,6 @@ from holdfast.rl.run.run_status import RunStatus
 from holdfast.rl.run.telemetry import Ask, Observer, RunTelemetry
 from holdfast.rl.run.trainer_processes import TrainerProcesses
 from holdfast.rl.run.weight_holder import CopiesWatch
-from holdfast.rl.services.metrics import metrics_if_asked
-from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.trainers.best_version import BestVersion
 from holdfast.rl.trainers.trainer_actor import TrainerPosition
 from holdfast.store import WeightStore

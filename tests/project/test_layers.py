@@ -89,7 +89,6 @@ LAYERS = {
         generators
         trainers
         actors
-        services
         run
         export
     """,

@@ -17,14 +17,13 @@ import torch
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.service import Service, served
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.data import arithmetic
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.run.generation import ServedVllmGenerator
-from holdfast.rl.services.servable import served
-from holdfast.rl.services.service import Service
 from holdfast.store import WeightStore
 
 UPDATES, KILLED_AFTER, TOKENS = 20, 10, 20

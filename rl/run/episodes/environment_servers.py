@@ -16,6 +16,9 @@ from holdfast.ft import faultpoints
 from holdfast.ft.environment.listen_address import choose_address
 from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.rl.actors.engine import Engine, endpoint
+from holdfast.rl.actors.errors import ServiceFailed
+from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica
+from holdfast.rl.actors.service import Service, ServiceStatus, served
 from holdfast.rl.config.run_config import EnvironmentConfig
 from holdfast.rl.environments.client import EnvironmentClient, websocket_url
 from holdfast.rl.environments.errors import EnvironmentFailed, UnknownEnvironment
@@ -26,11 +29,6 @@ from holdfast.rl.environments.session_source import SessionSource
 from holdfast.rl.environments.work_channel import NoWorkChannel, ask_work
 from holdfast.rl.run.run_events import ProcessLost, ProcessStarted
 from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry
-from holdfast.rl.services.errors import ServiceFailed
-from holdfast.rl.services.options import PreparedReplica
-from holdfast.rl.services.servable import served
-from holdfast.rl.services.service import Service
-from holdfast.rl.services.status import ReplicaEvent, ServiceStatus
 from holdfast.rl.telemetry import WorkReport
 
 ROLE = "environment"
@@ -226,7 +224,7 @@ class EnvironmentServers:
         if self._service is not None:
             await self._service.close()
 
-    async def _listen(self, replica: PreparedReplica) -> None:
+    async def _listen(self, replica: ServiceReplica) -> None:
         self._urls[replica.name] = await replica.call("listen", timeout=START_SECONDS)
         self._use()
 

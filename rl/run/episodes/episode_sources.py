@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from holdfast.rl.actors.engine import Engine
+from holdfast.rl.actors.service import ServiceStatus
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.prompts import PromptNumbers, PromptStream
@@ -28,7 +29,6 @@ from holdfast.rl.run.policy.warm_up import warm_up, warmed_up
 from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
 from holdfast.rl.run.run_events import EpisodeFailed
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.services.status import ServiceStatus
 from holdfast.rl.telemetry import WorkReport
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, HostAway
 from holdfast.rl.actors.monarch import MonarchEngine
-from holdfast.rl.services.servable import served
+from holdfast.rl.actors.service import served
 from support.samples.actors import Counter, Stillborn
 
 def family(parent):

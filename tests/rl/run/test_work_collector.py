@@ -22,12 +22,13 @@ from holdfast.comms.transport.liveness import this_host
 from holdfast.harness.cli.app import app
 from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.run_facts import RunFacts
+from holdfast.rl.actors.replicas import ReplicaStatus
+from holdfast.rl.actors.service import ServiceStatus
 from holdfast.rl.generators.vllm.vllm_generator import SharedSpan
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessReady, ProcessStarted, RunResumed
 from holdfast.rl.run.run_status import RunStatus, TrainerRow, read_status
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
 from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
 from support.rl.console import WIDE
 from support.waiting import PATIENCE, next_line

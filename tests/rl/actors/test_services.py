@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from holdfast.rl.actors.engine import Engine, endpoint
-from holdfast.rl.actors.errors import EndpointFailed, NoEngine, NoSuchEndpoint
-from holdfast.rl.actors.local import LocalEngine
-from holdfast.rl.generators.errors import GenerationTimeout
-from holdfast.rl.services.errors import (
+from holdfast.rl.actors.errors import (
+    EndpointFailed,
+    NoEngine,
     NoReplica,
+    NoSuchEndpoint,
     Overloaded,
     QuorumMissed,
     ReplicaLost,
     ServiceClosed,
     ServiceFailed,
 )
-from holdfast.rl.services.options import PreparedReplica
-from holdfast.rl.services.servable import Servable, served
-from holdfast.rl.services.service import Service
-from holdfast.rl.services.status import ReplicaEvent
+from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica
+from holdfast.rl.actors.service import Servable, Service, served
+from holdfast.rl.generators.errors import GenerationTimeout
 from support.samples.actors import Counter, Stillborn
 
 MakeEngine = Callable[..., Engine]
@@ -235,7 +235,7 @@ async def test_a_replica_is_prepared_before_it_serves(make_engine: MakeEngine) -
     """Also one that takes the place of another; and one that cannot be prepared is no replica."""
     prepared: list[str] = []
 
-    async def prepare(replica: PreparedReplica) -> None:
+    async def prepare(replica: ServiceReplica) -> None:
         prepared.append(replica.name)
         await replica.call("load", -1 if replica.name == "policy-0.1" else 5)
 

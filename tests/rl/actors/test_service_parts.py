@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.registers.etcd import OtherCluster
-from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, EndpointFailed
+from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, EndpointFailed, NotEnoughGpus
 from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.replicas import (
+    GpuPool,
+    ReplicaStatus,
+    RouteChoice,
+    Router,
+    ServiceOptions,
+    ServiceReplica,
+    gpus_of,
+)
+from holdfast.rl.actors.service import ServiceMetrics, ServiceStatus
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
-from holdfast.rl.services.errors import NotEnoughGpus
-from holdfast.rl.services.metrics import ServiceMetrics
-from holdfast.rl.services.options import ServiceOptions
-from holdfast.rl.services.replica import ServiceReplica
-from holdfast.rl.services.replica_set import GpuPool, gpus_of
-from holdfast.rl.services.routing import RouteChoice, Router
-from holdfast.rl.services.status import ReplicaStatus, ServiceStatus
 from holdfast.store import StoreTimeout
 
 SLOTS = st.integers(1, 8)

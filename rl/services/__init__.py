@@ -1,1 +1,0 @@
-"""Services: replicas of an actor that are called as one, replaced when they die, and scaled while they run."""
