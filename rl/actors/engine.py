@@ -13,14 +13,12 @@ import inspect
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self, TypeVar
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -83,25 +81,21 @@ def endpoint(*, idempotent: bool = False, deadline: float | None = None) -> Call
     return mark
 
 
-_known: WeakKeyDictionary[type[Any], Mapping[str, Endpoint]] = WeakKeyDictionary()
+_known: dict[tuple[type[Any], str], Endpoint] = {}
 
 
 def endpoint_of(kind: type[Any], name: str) -> Endpoint:
     """The endpoint `name` of an actor's class: one of its public methods. Raises `NoSuchEndpoint`."""
-    if kind not in _known:
-        _known[kind] = MappingProxyType({each.name: each for each in _endpoints_of(kind)})
-    known = _known[kind]
-    if name not in known:
-        raise NoSuchEndpoint(kind.__name__, name, tuple(known))
-    return known[name]
+    if (kind, name) not in _known:
+        if not _is_endpoint(kind, name):
+            raise NoSuchEndpoint(kind.__name__, name, tuple(each for each in dir(kind) if _is_endpoint(kind, each)))
+        idempotent, deadline = getattr(getattr(kind, name), _ATTRIBUTE, (False, None))
+        _known[kind, name] = Endpoint(name=name, idempotent=idempotent, deadline=deadline)
+    return _known[kind, name]
 
 
-def _endpoints_of(kind: type[Any]) -> Iterator[Endpoint]:
-    for name in dir(kind):
-        method = inspect.getattr_static(kind, name)
-        if not name.startswith("_") and inspect.isfunction(method):
-            idempotent, deadline = getattr(method, _ATTRIBUTE, (False, None))
-            yield Endpoint(name=name, idempotent=idempotent, deadline=deadline)
+def _is_endpoint(kind: type[Any], name: str) -> bool:
+    return not name.startswith("_") and inspect.isfunction(inspect.getattr_static(kind, name, None))
 
 
 @dataclass(frozen=True, slots=True)

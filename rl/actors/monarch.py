@@ -100,6 +100,8 @@ class RemoteProcess(ActorProcess):
         self.kill()
 
     async def _release(self) -> None:
+        for task in self._tasks:
+            task.cancel()
         if not self._lost:
             await stop_procs(self._procs)
 

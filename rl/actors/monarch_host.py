@@ -56,7 +56,8 @@ class Forks:
         self, spawn: Callable[[ForkRequest], ChildProcess], on_fork: Callable[[str, Child | StartFailed], None]
     ) -> None:
         self._spawn, self._on_fork = spawn, on_fork
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, Child | None] = {}
+        """By the token of each shim that runs; None while its process is forked."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = ShimServer(self._arrived, self._left)
         self.path = self._server.path
@@ -71,6 +72,7 @@ class Forks:
         await asyncio.gather(*self._tasks)
 
     def _arrived(self, request: ForkRequest) -> None:
+        self._children[request.token] = None
         task = asyncio.create_task(self._serve(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -82,7 +84,11 @@ class Forks:
             request.end(1)
             self._on_fork(request.token, error)
             return
-        child = self._children[request.token] = Child(process, request.end)
+        child = Child(process, request.end)
+        if request.token in self._children:
+            self._children[request.token] = child
+        else:
+            child.kill()
         self._on_fork(request.token, child)
 
     def _left(self, token: str) -> None:
