@@ -11,7 +11,7 @@ import typer
 from holdfast.ft.console.command_line import CommandGroup, signals_end_in_order
 from holdfast.ft.console.visible import replace_unencodable
 from holdfast.harness.bench.command import app as bench_app
-from holdfast.harness.blame.command import blame
+from holdfast.harness.blame import blame
 from holdfast.harness.chaos.command import app as chaos_app
 from holdfast.harness.cli.demo import demo
 from holdfast.harness.cli.new_plugin import new_plugin

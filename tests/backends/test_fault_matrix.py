@@ -1,6 +1,6 @@
 """Each op, hit by each fault, in each way to call it, over each backend: survivors are usable, told and bounded.
 
-`holdfast.harness.conformance.fault_matrix` says what these mean, and writes the table of the documentation.
+`support.programs.fault_matrix` says what these mean, and writes the table of the documentation.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.comms.plugins.registry import registry
-from holdfast.harness.conformance.fault_matrix import (
+from support.programs.fault_matrix import (
     BACKENDS,
     FAULTS,
     OPS,

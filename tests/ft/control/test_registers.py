@@ -31,8 +31,8 @@ from holdfast.ft.node.register import Register
 from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite, tcp
 from holdfast.ft.registers import etcd as etcd_register
 from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
-from holdfast.harness.testbed.linearizability import OperationRecorder, RegisterOperation, unexplained
 from support.children import children
+from support.linearizability import OperationRecorder, RegisterOperation, unexplained
 from support.waiting import PATIENCE
 
 

@@ -21,11 +21,12 @@ from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
 from holdfast.ft.diagnosis.perfetto import trace
 from holdfast.ft.events import Event
 from holdfast.ft.telemetry.flight import FlightRecorder, read
-from holdfast.harness.blame.score.cases import KINDS, generated
-from holdfast.harness.blame.score.injected import injected
-from holdfast.harness.blame.score.model import ModelCall, ModelWorld
 from holdfast.harness.cli.app import app
+from support.blame.cases import KINDS, generated
+from support.blame.injected import injected
+from support.blame.model import ModelCall, ModelWorld
 from support.event_records import an_event
+from support.programs import blame_score
 
 SUM = ModelCall("all_reduce", torch.empty(4, device="meta"), "sum")
 
@@ -72,7 +73,7 @@ def detected(evidence: str, **fields: Any) -> Event:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_right_rank_comes_first_in_generated_cases(kind: str) -> None:
-    """A sample of what `holdfast blame --score` scores."""
+    """A sample of what `support.programs.blame_score` scores."""
     judged = [generated(kind, seed) for seed in range(1000, 1025)]
     assert [(case.name, case.first) for case in judged if not case.right] == []
 
@@ -297,8 +298,6 @@ def test_a_missing_job_is_reported_as_an_error(tmp_path: Path, what: str) -> Non
         locate(name)
 
 
-def test_the_score_is_printed_and_decides_the_exit_status() -> None:
-    done = CliRunner().invoke(app, ["blame", "--score", "2", "--json"])
-    score = json.loads(done.stdout)
-    assert (score["cases"], score["right"], score["share"]) == (10, 10, 1.0)
-    assert done.exit_code == 0
+def test_the_score_counts_the_cases_that_are_right() -> None:
+    score = blame_score.run(2, 0, lambda text: None)
+    assert (score.cases, score.right, score.share, score.passed) == (10, 10, 1.0, True)

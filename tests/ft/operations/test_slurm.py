@@ -17,9 +17,9 @@ import pytest
 from holdfast.comms.system.keys import create_key
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.telemetry.event_reader import read_events
-from holdfast.harness.testbed import slurm
 from holdfast.harness.testbed.etcd import EtcdCluster
-from holdfast.harness.testbed.slurm import SlurmCluster
+from support import slurm
+from support.slurm import SlurmCluster
 from support.source_tree import ROOT
 from support.waiting import becomes_true
 

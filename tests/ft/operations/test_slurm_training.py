@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.ft.environment.slurm_hosts import NotUnderSlurm, found_hosts, own_slurm_host, slurm_hosts
-from holdfast.harness.testbed import slurm
 from holdfast.harness.testbed.etcd import EtcdCluster
-from holdfast.harness.testbed.slurm import SlurmCluster
 from holdfast.rl.config.load import load_config
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepTrained
+from support import slurm
+from support.slurm import SlurmCluster
 from support.source_tree import ROOT
 from support.waiting import becomes_true
 

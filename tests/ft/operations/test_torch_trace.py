@@ -16,8 +16,8 @@ from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState
 from holdfast.ft.diagnosis.gathering import assemble
 from holdfast.ft.diagnosis.torch_trace import PREFIX, write_dumps
 from holdfast.ft.telemetry.flight import FlightRecorder, find, read
-from holdfast.harness.blame.score.model import ModelCall, ModelWorld
 from holdfast.harness.cli.app import app
+from support.blame.model import ModelCall, ModelWorld
 
 SUM = ModelCall("all_reduce", torch.empty(4, device="meta"), "sum")
 ODD = ModelCall("all_reduce", torch.empty(5, device="meta"), "sum")

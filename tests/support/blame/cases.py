@@ -16,7 +16,7 @@ from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState
 from holdfast.ft.diagnosis.finding import Finding
 from holdfast.ft.diagnosis.gathering import assemble
 from holdfast.ft.telemetry.flight import read
-from holdfast.harness.blame.score.model import NEVER, ModelCall, ModelWorld
+from support.blame.model import NEVER, ModelCall, ModelWorld
 
 KINDS = ("crash", "hang", "slow", "cut", "mismatch")
 

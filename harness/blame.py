@@ -1,17 +1,23 @@
-"""`holdfast blame`: the command."""
+"""`holdfast blame`: the command, and the suspects and their evidence as a table."""
 
 from __future__ import annotations
 
 import json as json_module
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from holdfast.ft.diagnosis.evidence import JobEvidence
+    from holdfast.ft.diagnosis.finding import Finding
+
 
 def blame(
-    job: Annotated[str, typer.Argument(metavar="JOB_OR_DIR", help="A job's name, or a folder with its files.")] = "",
+    job: Annotated[str, typer.Argument(metavar="JOB_OR_DIR", help="A job's name, or a folder with its files.")],
     json: Annotated[bool, typer.Option("--json", help="Print the suspects as JSON.")] = False,
     perfetto: Annotated[
         Path | None, typer.Option(help="Also write a trace of all ranks here, to open in ui.perfetto.dev.")
@@ -20,12 +26,6 @@ def blame(
         Path | None, typer.Option(help="Also write a folder here, one file a rank, for torch's `torchfrtrace`.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many suspects to show.")] = 5,
-    score: Annotated[
-        int, typer.Option(min=0, help="Instead: ask N generated cases of each kind, and say how often it is right.")
-    ] = 0,
-    injected: Annotated[
-        int, typer.Option(min=0, help="With --score, or alone: also N cases of each fault in real processes.")
-    ] = 0,
 ) -> None:
     """Find the rank to blame: it died, hangs, is slow, was cut off, or called something else than the others.
 
@@ -44,18 +44,11 @@ def blame(
 
         holdfast blame logs/ --json | jq '.suspects[0].evidence'
 
-        holdfast blame --score 200            # is it right? 200 cases of each kind, with a known culprit
-
     `holdfast run --logs logs/` keeps the files of a job that has ended.
 
     Exit status: 0, also if no rank is to blame; 1 if there is nothing to
-    read, the trace cannot be written, or --score is below 99%.
+    read, or the trace cannot be written.
     """
-    if score or injected:
-        _score(score, injected, json)
-        return
-    if not job:
-        raise typer.BadParameter("name a job or a folder", param_hint="JOB_OR_DIR")
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json
     from holdfast.ft.diagnosis.analyse import analyse
@@ -71,8 +64,6 @@ def blame(
     if json:
         print_json({"suspects": found[:limit], "not_read": evidence.bad})
     else:
-        from holdfast.harness.blame.show import render
-
         console().print(render(evidence, found, limit))
     try:
         if perfetto is not None:
@@ -91,14 +82,41 @@ def blame(
         raise typer.Exit(1)
 
 
-def _score(generated: int, injected: int, json: bool) -> None:
-    from holdfast.ft.console.console import print_json
-    from holdfast.harness.blame.score.run import run
+_COLOURS = {"crash": "bold red", "hang": "red", "cut": "magenta", "mismatch": "yellow", "slow": "cyan", "stuck": "dim"}
 
-    result = run(generated, injected, lambda text: typer.echo(text, err=True))
-    if json:
-        print_json(result)
+
+def render(evidence: JobEvidence, findings: list[Finding], limit: int) -> RenderableType:
+    """The surest `limit` suspects."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from holdfast.ft.console.console import FoldingTable
+    from holdfast.ft.console.units import counted
+    from holdfast.ft.diagnosis.finding import MEANING
+
+    lines: list[RenderableType] = []
+    if findings:
+        table = FoldingTable(expand=True, show_lines=len(findings) > 1)
+        table.add_column("suspect")
+        table.add_column("what")
+        table.add_column("sure", justify="right")
+        table.add_column("evidence", ratio=1)
+        for finding in findings[:limit]:
+            link = f"rank {finding.rank} → {finding.to}" if finding.to is not None else f"rank {finding.rank}"
+            who = Text.assemble((link, "bold"), (f"\nepoch {finding.epoch}", "dim"))
+            if finding.pid:
+                who.append(f"\npid {finding.pid}", "dim")
+            words = Text.assemble((MEANING[finding.kind], "italic"), "\n", finding.evidence)
+            table.add_row(who, Text(finding.kind, _COLOURS[finding.kind]), f"{finding.score:.0%}", words)
+        lines.append(table)
     else:
-        typer.echo(result.table())
-    if not result.passed:
-        raise typer.Exit(1)
+        lines.append(
+            Text("Nobody is to blame: no op failed, none hangs, and no rank keeps the others waiting.", "green")
+        )
+    ops = sum(len(recording.ops) for recording in evidence.recordings)
+    torn = sum(recording.torn for recording in evidence.recordings)
+    counts = ((len(evidence.recordings), "recording"), (ops, "op"), (len(evidence.events), "event"))
+    basis = ", ".join(counted(count, noun) for count, noun in counts)
+    lines.append(Text(basis + (f", {counted(torn, 'op')} torn" if torn else ""), "dim"))
+    lines += [Text(f"not read: {reason}", "yellow") for reason in evidence.bad]
+    return Group(*lines)

@@ -18,9 +18,9 @@ from holdfast.ft.diagnosis.analyse import analyse
 from holdfast.ft.diagnosis.evidence import JobEvidence
 from holdfast.ft.diagnosis.finding import Finding
 from holdfast.ft.diagnosis.gathering import gather
-from holdfast.harness.blame.score.cases import ScoredCase, Truth
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
+from support.blame.cases import ScoredCase, Truth
 
 if TYPE_CHECKING:
     from holdfast.ft import Session

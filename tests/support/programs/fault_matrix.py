@@ -1,7 +1,7 @@
 """The matrix of faults: each op, hit by each fault, in each way to call it. How do the other ranks come out of it?
 
-`python -m holdfast.harness.conformance.fault_matrix --write docs/reference/fault-matrix.md` measures it and writes the
-table. After each cell the survivors have to be **usable** (the next communicator connects, and its op is right),
+`PYTHONPATH=tests python -m support.programs.fault_matrix --write docs/reference/fault-matrix.md` measures it and writes
+the table. After each cell the survivors have to be **usable** (the next communicator connects, and its op is right),
 **told** (a typed error that names the rank or its reason) and **bounded** (out by the op's timeout and a margin).
 """
 
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(result.missing for results in found.values() for result in results) else 0
 
 
-_MARK = "<!-- the table: python -m holdfast.harness.conformance.fault_matrix --write docs/reference/fault-matrix.md -->"
+_MARK = "<!-- the table: python -m support.programs.fault_matrix --write docs/reference/fault-matrix.md -->"
 
 
 def table(found: Mapping[str, Sequence[CellResult]]) -> str:

@@ -1,1 +1,0 @@
-"""Scores blame on cases with a known culprit, generated and on real processes."""
