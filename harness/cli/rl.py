@@ -143,7 +143,7 @@ def export(
 
     A program is written only if its logits agree with the model's, and it answers the held-out prompts alike.
     """
-    from holdfast.harness.training.exports import export_version
+    from holdfast.harness.training.evaluation import export_version
 
     typer.echo(export_version(directory, version, to, out))
 

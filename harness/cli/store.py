@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup, GuardedCommand
+from holdfast.ft.console.console import console
+from holdfast.ft.console.units import format_bytes
 
 NOTHING_TO_VERIFY = 3
 """The exit status of `holdfast store verify` that read no replica: that is no verdict on any byte."""
@@ -264,7 +268,7 @@ def export(
     """
     from holdfast.ft.console.units import format_bytes
     from holdfast.harness.bench.collectives.definitions import parse_size
-    from holdfast.harness.cli.byte_progress import byte_progress
+    from holdfast.harness.cli.store import byte_progress
     from holdfast.store import WeightStore
     from holdfast.store.interop import dcp, safetensors
 
@@ -317,7 +321,7 @@ def import_(
     bytes, or too few processes hold it after the timeout: nothing is
     published then.
     """
-    from holdfast.harness.cli.byte_progress import byte_progress
+    from holdfast.harness.cli.store import byte_progress
     from holdfast.store import WeightStore
     from holdfast.store.interop.formats import import_version
 
@@ -388,3 +392,40 @@ def _print_json(thing: Any) -> None:
     from holdfast.ft.console.console import print_json
 
     print_json(thing)
+
+
+PATIENCE = 2.0
+"""Seconds until the bar appears, and between two lines where there is no terminal."""
+
+
+@contextmanager
+def byte_progress(verb: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows the bytes done and to do.
+
+    It draws a bar on a terminal, and prints a line now and then elsewhere.
+    """
+    out = console(stderr=True)
+    shown = time.monotonic()
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    bar = Progress(*columns, TimeRemainingColumn(), console=out, transient=True)
+    task = bar.add_task(verb, total=None)
+    with ExitStack() as open_bar:
+
+        def progress(done: int, total: int) -> None:
+            nonlocal shown
+            if time.monotonic() - shown < PATIENCE and not bar.live.is_started:
+                return
+            if not out.is_terminal:
+                shown = time.monotonic()
+                out.print(f"{verb}: {format_bytes(done)} of {format_bytes(total)}", soft_wrap=True)
+                return
+            if not bar.live.is_started:
+                open_bar.enter_context(bar)
+            bar.update(task, completed=done, total=total)
+
+        yield progress

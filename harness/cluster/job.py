@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,17 +27,17 @@ from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.launchers import launch
 from holdfast.ft.membership.view import View
+from holdfast.ft.node.register import Register
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess
+from holdfast.ft.registers import RegisterAway
 from holdfast.harness.cluster import pickling
-from holdfast.harness.cluster.cluster_ranks import ClusterSettings
+from holdfast.harness.cluster.cluster_ranks import ClusterSettings, RankResult, values
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
 from holdfast.harness.cluster.rank_processes import zygote_of_ranks
-from holdfast.harness.cluster.results import RankResult, values
 from holdfast.harness.cluster.session_worker import STACK_SIGNAL, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by
-from holdfast.harness.cluster.view_cache import ViewCache
 
 if TYPE_CHECKING:
     from holdfast.harness.links.client import Links
@@ -361,3 +362,43 @@ class Job:
             process.signal(STACK_SIGNAL)
         time.sleep(0.2)
         return "\n".join(f"[{process.name}, pid {process.pid}] {last_stack(process.output)}" for process in running)
+
+
+LOOK_SECONDS = 1.0
+AGAIN_SECONDS = 0.05
+END_SECONDS = 10.0
+
+
+class ViewCache:
+    """Follows `register` until that is closed. While it is away, the newest view is the last known one."""
+
+    def __init__(self, register: Register) -> None:
+        self._register = register
+        self._view: View | None = None
+        self._failure: Exception | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follow-register", daemon=True)
+        self._thread.start()
+
+    def newest(self) -> View | None:
+        """The newest known view; None before the first. Raises the error if the register holds no view."""
+        if self._failure is not None:
+            raise self._failure
+        return self._view
+
+    def close(self) -> None:
+        """Close the register, and end the thread. Idempotent."""
+        self._over.set()
+        self._register.close()
+        self._thread.join(END_SECONDS)
+
+    def _follow(self) -> None:
+        while not self._over.is_set():
+            try:
+                epoch = 0 if self._view is None else self._view.epoch
+                self._view = self._register.watch(epoch, LOOK_SECONDS) or self._view
+            except RegisterAway:
+                self._over.wait(AGAIN_SECONDS)
+            except Exception as error:
+                self._failure = error
+                return

@@ -22,11 +22,10 @@ from holdfast.comms.quantities import integer, integer_in, seconds
 from holdfast.comms.system import forks
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import HeldDirectory
-from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
+from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult, values
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.rank_processes import RankProcesses
 from holdfast.harness.cluster.rank_threads import RankThreads
-from holdfast.harness.cluster.results import RankResult, values
 
 if TYPE_CHECKING:
     from holdfast.ft import Session

@@ -22,10 +22,9 @@ from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess, ZygoteClient, zygote, zygote_with
 from holdfast.harness.cluster import pickling
-from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
+from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
 from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
-from holdfast.harness.cluster.results import RankResult
 
 
 def zygote_of_ranks(*workers: str) -> ZygoteClient:

@@ -16,10 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.ft.processes.packed_errors import pack_error
-from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
+from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult
 from holdfast.harness.cluster.errors import RunTimeout, rank_failure
 from holdfast.harness.cluster.rank_worker import ConnectArguments, Running, call_connected
-from holdfast.harness.cluster.results import RankResult
 
 
 class RankThreads(ClusterRanks):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from holdfast.comms import Communicator, Mismatch, OpTimeout, Recv, ReduceOp, Revoked, Send, Unsupported
 from holdfast.comms.errors import ConcurrentCall
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.capability import moves
+from holdfast.harness.conformance.helpers import moves
 from holdfast.harness.conformance.reductions import COUNTS, values
 
 

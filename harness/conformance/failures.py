@@ -18,7 +18,7 @@ import torch
 
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, StillRunning
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import leaks, wait_for_files
+from holdfast.harness.conformance.helpers import leaks, wait_for_files
 
 SIZES = (2, 300_000)
 """Elements: one that fits into a slot, one that does not."""

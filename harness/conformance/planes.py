@@ -20,8 +20,7 @@ from holdfast.comms import Communicator, CorruptData, OpTimeout, RegionGone, Uns
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.liveness import is_stopped
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import leaks, outlived, wait_for_files
-from holdfast.harness.conformance.capability import capabilities
+from holdfast.harness.conformance.helpers import capabilities, leaks, outlived, wait_for_files
 
 CARRIER = "gloo"
 LARGE = 3_000_001

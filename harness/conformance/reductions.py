@@ -15,7 +15,7 @@ from holdfast.comms import Communicator, ReduceOp, Unsupported
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.quantised import reduce_scatter_quantised
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.capability import moves, reduces
+from holdfast.harness.conformance.helpers import moves, reduces
 
 COUNTS = (0, 1, 5, 1000, 40_000)
 """Elements: none, one, a few, a slot, and more than a slot."""

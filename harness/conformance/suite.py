@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.conformance.capability import capabilities
 from holdfast.harness.conformance.collectives import *  # noqa: F403
 from holdfast.harness.conformance.failures import *  # noqa: F403
+from holdfast.harness.conformance.helpers import capabilities
 from holdfast.harness.conformance.planes import *  # noqa: F403
-from holdfast.harness.conformance.plugin import KIT
 from holdfast.harness.conformance.reductions import *  # noqa: F403
+from holdfast.harness.conformance.run import KIT
 from holdfast.harness.conformance.window_calls import *  # noqa: F403
 from holdfast.harness.conformance.window_ends import *  # noqa: F403
 from holdfast.harness.conformance.windows import *  # noqa: F403

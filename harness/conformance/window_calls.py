@@ -17,8 +17,7 @@ import torch
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported, Window
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import outlived
-from holdfast.harness.conformance.capability import capabilities
+from holdfast.harness.conformance.helpers import capabilities, outlived
 from holdfast.harness.conformance.windows import INTS, LARGE
 
 ENDED = (RegionGone, PeerFailed, Revoked)

@@ -22,8 +22,7 @@ from holdfast.comms import Communicator, OpTimeout, PeerFailed, RegionGone, Revo
 from holdfast.comms.transport.liveness import is_stopped
 from holdfast.comms.window import Window
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import leaks, outlived, wait_for_files
-from holdfast.harness.conformance.capability import capabilities
+from holdfast.harness.conformance.helpers import capabilities, leaks, outlived, wait_for_files
 from holdfast.harness.conformance.windows import INTS, LARGE
 
 

@@ -14,9 +14,8 @@ from holdfast.comms.system.paths import connect_unix
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.links import seccomp
-from holdfast.harness.links.messages import Answer, SetRules, TrafficQuery
 from holdfast.harness.links.policy import LinkRule, LinkTraffic
-from holdfast.harness.links.supervisor import Address, supervise
+from holdfast.harness.links.supervisor import Address, Answer, SetRules, TrafficQuery, supervise
 
 _SECONDS = 30.0
 

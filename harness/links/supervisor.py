@@ -1,4 +1,4 @@
-"""The supervisor of a job's links: a process that answers trapped system calls, and runs the proxy.
+"""The supervisor of a job's links, and the messages that it takes: a process that answers trapped system calls, and runs the proxy.
 
 Every process of the job gives it the descriptor of its seccomp filter over a Unix socket. From then on it records each
 `listen`, leads a `connect` to another process's listener to the proxy by connecting a duplicate of the very socket, and
@@ -14,15 +14,43 @@ import random
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.harness.links import seccomp
-from holdfast.harness.links.messages import Answer, SetRules, SupervisorFailed, TrafficQuery
 from holdfast.harness.links.policy import LinkPolicy, LinkRule, LinkTraffic, combined
 from holdfast.harness.links.proxy import Direction, Relay
+
+
+@dataclass(frozen=True, slots=True)
+class SetRules:
+    """Replace all rules and all control endpoints."""
+
+    rules: tuple[LinkRule, ...]
+    control: frozenset[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficQuery:
+    """Ask for the traffic so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The traffic so far. Also the answer to `SetRules`, once the rules hold."""
+
+    traffic: tuple[LinkTraffic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorFailed:
+    """The supervisor cannot go on."""
+
+    reason: str
+
 
 Address = tuple[str, int]
 

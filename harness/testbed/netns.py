@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from holdfast.comms.errors import HoldfastError, Unsupported
-from holdfast.comms.system.file_io import write_all
 from holdfast.comms.transport.liveness import HOST, this_host
 
 _CLONE_NEWNET = 0x40000000
@@ -61,7 +60,7 @@ class EnterNamespace:
 
 @dataclass(frozen=True, slots=True)
 class ClaimHost:
-    """Called in a process: moves it to a free host, and records the host's number and the process in `folder`."""
+    """Called in a process: moves it to a free host. `folder` has a file for each host that is taken."""
 
     folder: Path
     entries: tuple[EnterNamespace, ...]
@@ -70,11 +69,9 @@ class ClaimHost:
     def __call__(self) -> Mapping[str, Any]:
         for number, entry in enumerate(self.entries):
             try:
-                fd = os.open(self.folder / f"host-{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                (self.folder / f"host-{number}").touch(0o600, exist_ok=False)
             except FileExistsError:
                 continue
-            write_all(fd, str(os.getpid()).encode())
-            os.close(fd)
             entry()
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
             return {"host": self.addresses[number]}
@@ -124,6 +121,10 @@ class Network:
         """The call that moves a process to a host; valid while this network is open."""
         return EnterNamespace(f"/proc/{os.getpid()}/fd/{self._spaces[host]}", f"netns-{os.getpid()}-{host}")
 
+    def claim(self, folder: Path) -> ClaimHost:
+        """The call by which each of as many processes takes a host; `folder` is an empty folder for their claims."""
+        return ClaimHost(folder, tuple(self.entry(host) for host in range(len(self.addresses))), self.addresses)
+
     def processes(self, host: int) -> list[int]:
         """The ids of the processes that are on a host now."""
         space = os.fstat(self._spaces[host])
@@ -137,7 +138,15 @@ class Network:
 
     def host_of(self, pid: int) -> int | None:
         """The host that a process is on; None if it is on none of them, or has ended."""
-        return next((host for host in range(len(self.addresses)) if pid in self.processes(host)), None)
+        try:
+            there = Path(f"/proc/{pid}/ns/net").stat()
+        except OSError:
+            return None
+        spaces = [os.fstat(self._spaces[host]) for host in range(len(self.addresses))]
+        return next(
+            (host for host, space in enumerate(spaces) if (space.st_dev, space.st_ino) == (there.st_dev, there.st_ino)),
+            None,
+        )
 
     # Faults -------------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def _views(job: str, register: str) -> tuple[Callable[[], Any], Callable[[Any], 
 
     status = RunDirectory(Path(job)).status_file
     if status.is_file():
-        from holdfast.harness.top.run_screen import render_run
+        from holdfast.harness.top.screen import render_run
 
         return lambda: read_status(status), lambda seen: render_run(Path(job), seen)
     from holdfast.ft.diagnosis.job_state import Watcher

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.interruptible import run_interruptible
 from holdfast.ft.console.units import counted
 from holdfast.ft.environment.listen_address import choose_address
 from holdfast.ft.environment.local_addresses import local_addresses
 from holdfast.ft.environment.slurm_hosts import found_hosts
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.zygote_client import inherit_zygote, shut_down
 from holdfast.harness.training.preload import PRELOAD
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.local import LocalEngine
@@ -57,3 +63,29 @@ async def _run(config: RunConfig, directory: RunDirectory, folder: Path, watchin
     finally:
         if board is not None:
             board.close()
+
+
+def driver_of(
+    config: RunConfig, directory: Path, enter: Callable[[], None] | None = None
+) -> Callable[[ProcessChannel], None]:
+    """The target of the driver's process: begins or resumes the run in `directory`, then sends its result.
+
+    A failure of the run is sent in words. `enter` moves the process to its host first.
+    """
+
+    def target(channel: ProcessChannel) -> None:
+        if enter is not None:
+            enter()
+        tempfile.tempdir = None  # the zygote may have asked for it before this process had its environment
+        inherit_zygote()
+        try:
+            result: dict[str, Any] = {"digest": train_here(config, directory).digest}
+        except HoldfastError as error:
+            result = {"error": describe(error)}
+        channel.send(result)
+        shut_down()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)  # all is closed; at a usual exit Monarch waits a second for processes that are gone
+
+    return target

@@ -12,5 +12,5 @@ PRELOAD = (
 )
 """What trainers, generators, holders and environment servers import."""
 
-DRIVER = "holdfast.harness.chaos.workloads.training"
+DRIVER = "holdfast.harness.training.driver"
 """What the driver of a scenario imports, which is a fork too."""

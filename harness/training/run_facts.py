@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.model import (
@@ -19,8 +21,6 @@ from holdfast.harness.report.model import (
     RoleUse,
     Span,
 )
-from holdfast.harness.training.processor_use import model_share, processor_uses, steady_from
-from holdfast.harness.training.run_clock import RunClock
 from holdfast.rl.run.run_events import (
     Activity,
     EpisodeFailed,
@@ -35,6 +35,96 @@ from holdfast.rl.run.run_events import (
     WeightsPublished,
     WeightsServed,
 )
+
+
+class RunClock:
+    """Places events, in their order. A driver that resumes a run writes on from the last event of the one before.
+
+    From the wall clock at their starts follows how long there was none: later events are moved by that. The processes
+    of the second driver are called `trainer-0/2`, and so on, for each driver starts its own.
+    """
+
+    def __init__(self) -> None:
+        self.downtime = 0.0
+        """Seconds without a driver, so far."""
+        self.drivers = 0
+        self._first: ProcessStarted | None = None
+        self._shift = self._last = 0.0
+
+    def place(self, event: Event) -> Event:
+        """The event at its time on the axis, with unique names."""
+        if isinstance(event, ProcessStarted) and event.role == "driver":
+            self._begin(event)
+        changed: dict[str, object] = {"time": event.time + self._shift}
+        for key in ("name", "process", "replaces"):
+            if self.drivers > 1 and (name := getattr(event, key, "")) and "/" not in name:
+                changed[key] = f"{name}/{self.drivers}"
+        placed: Event = msgspec.structs.replace(event, **changed)
+        self._last = max(self._last, placed.time)
+        return placed
+
+    def _begin(self, driver: ProcessStarted) -> None:
+        self.drivers += 1
+        if self._first is None:
+            self._first = driver
+            return
+        if driver.wall and self._first.wall:  # a clock that was set back leaves no time without a driver
+            self._shift = max(self._shift, self._first.time + driver.wall - self._first.wall - driver.time)
+        self.downtime += max(0.0, driver.time + self._shift - self._last)
+
+
+MODEL_WORK = ("forward_backward", "generate", "optimizer")
+"""The kinds of work that a model needs, whatever moves its data."""
+
+FIRST_STEPS = 10
+"""The number of steps after which a run is in its steady state; of a short run, its first third."""
+
+
+def steady_from(steps: Mapping[int, StepTrained]) -> int:
+    """The first step of the steady state; 0 without steps."""
+    ordered = sorted(steps)
+    return ordered[min(FIRST_STEPS, len(ordered) // 3)] if ordered else 0
+
+
+def processor_uses(
+    samples: Mapping[str, Sequence[ProcessorTime]], activities: Iterable[Activity], since: float
+) -> tuple[ProcessorUse, ...]:
+    """The processor time of each role from `since` on, by kind of work.
+
+    A process counts between its first and its last sample from then on, and so does the part of its work that lies
+    between them.
+    """
+    later = {name: [each for each in times if each.time >= since] for name, times in samples.items()}
+    counted = {name: (times[0], times[-1]) for name, times in later.items() if times}
+    work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for each in activities:
+        if each.cpu and each.process in counted:
+            first, last = counted[each.process]
+            inside = _inside(each, first.time, last.time)
+            if inside:
+                work[first.role][each.what] += each.cpu * inside
+    found = []
+    for role in dict.fromkeys(first.role for first, _ in counted.values()):
+        total = sum(last.seconds - first.seconds for first, last in counted.values() if first.role == role)
+        ordered = sorted(work[role].items(), key=lambda item: (item[0] not in MODEL_WORK, item[0]))
+        found.append(ProcessorUse(role, total, tuple(ordered), max(0.0, total - sum(work[role].values()))))
+    return tuple(found)
+
+
+def model_share(uses: Sequence[ProcessorUse]) -> float | None:
+    """The share of the processor time that the model had; None if that is not known."""
+    total = sum(use.seconds for use in uses)
+    mine = sum(seconds for use in uses for what, seconds in use.work if what in MODEL_WORK)
+    return min(1.0, mine / total) if total else None
+
+
+def _inside(activity: Activity, begin: float, end: float) -> float:
+    """The part of an activity that lies between two moments, from 0 to 1."""
+    if not activity.seconds:
+        return float(begin <= activity.time <= end)
+    overlap = min(activity.time + activity.seconds, end) - max(activity.time, begin)
+    return max(0.0, overlap) / activity.seconds
+
 
 LATENCY_EDGES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """The upper edges in seconds of the bars of weights' latencies; one more bar holds the rest."""

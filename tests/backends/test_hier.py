@@ -23,7 +23,7 @@ from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Re
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import HOST, this_host
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.aftermath import wait_for_files
+from holdfast.harness.conformance.helpers import wait_for_files
 
 
 def on_hosts(comm: Communicator, hosts: Sequence[int], backend: str, meeting: str, **options: Any) -> Communicator:

@@ -37,7 +37,7 @@ from holdfast.ft import Session
 from holdfast.ft.launch.launchers import launch
 from holdfast.ft.launch.mpirun import mpirun_path
 from holdfast.harness import LocalCluster
-from holdfast.harness.cluster.results import RankResult
+from holdfast.harness.cluster.cluster_ranks import RankResult
 from support.waiting import PATIENCE, eventually
 
 pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun: pip install 'holdfast[mpi]'")

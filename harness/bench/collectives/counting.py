@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -17,7 +18,41 @@ from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.quantised import Contribution, reduce_quantised
 from holdfast.comms.transport.base import Context, Link
 from holdfast.comms.transport.liveness import this_process
-from holdfast.harness.cluster.run_in_threads import run_in_threads
+
+T = TypeVar("T")
+
+
+def run_in_threads(size: int, body: Callable[[int], T], timeout: float) -> list[T]:
+    """Call `body(rank)` in a thread for each rank; returns the results in rank order. Raises the first error.
+
+    Raises RunTimeout if ranks without an error are not done after `timeout` seconds: their threads stay behind.
+    """
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"holdfast-rank-{rank}", daemon=True) for rank in range(size)
+    ]
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    late = [rank for rank in range(size) if rank not in results]
+    if late:
+        from holdfast.harness.cluster.errors import RunTimeout  # no sooner: it would count in measurements of memory
+
+        raise RunTimeout(late, timeout, "")
+    return [results[rank] for rank in range(size)]
+
 
 Tensor = torch.Tensor
 Address = tuple[int, int, int]

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from holdfast.harness.chaos.faults.process import ProcessFault
-from holdfast.harness.chaos.run.fault_context import NoTargetProcess
+from holdfast.harness.chaos.run.process_set import NoTargetProcess, Victim
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.run.fault_context import FaultContext
     from holdfast.harness.chaos.scenario.scenario import Scenario
+    from holdfast.harness.testbed.netns import Network
 
 
 HOSTS_NEEDED = 'needs job.hosts = "namespaces", or workload.hosts of reinforcement learning (as root)'
@@ -37,13 +38,13 @@ class HostLost(FaultType, frozen=True, kw_only=True):
             raise ValueError("host = 0: the driver is there, and nothing would resume it on another host")
 
     def inject(self, context: FaultContext) -> Undo | None:
-        hosts = context.hosts()
-        number = len(hosts.network.addresses) - 1 if self.host is None else self.host
-        there = context.everybody() & set(hosts.network.processes(number))
+        network = context.hosts()
+        number = len(network.addresses) - 1 if self.host is None else self.host
+        there = context.everybody() & set(network.processes(number))
         if not there:
             raise NoTargetProcess(f"no process of the job is on host {number}")
         context.note("host-lost", context.found(there), f"host {number}")
-        hosts.network.lose(number)
+        network.lose(number)
         return None
 
     def words(self) -> str:
@@ -68,8 +69,8 @@ class LinkCut(ProcessFault, frozen=True, kw_only=True):
 
     def inject(self, context: FaultContext) -> Undo | None:
         victims = self.victims(context)
-        network = context.hosts().network
-        numbers = [context.hosts().of(victim.process.pid) for victim in victims]
+        network = context.hosts()
+        numbers = [_host_of(network, victim) for victim in victims]
         context.note("link-cut", victims, self.how)
         for number in numbers:
             match self.how:
@@ -90,3 +91,10 @@ class LinkCut(ProcessFault, frozen=True, kw_only=True):
 
     def words(self) -> str:
         return f"{ProcessFault.words(self)} ({self.how})"
+
+
+def _host_of(network: Network, victim: Victim) -> int:
+    found = network.host_of(victim.process.pid)
+    if found is None:
+        raise NoTargetProcess(f"{victim} is on none of the hosts")
+    return found

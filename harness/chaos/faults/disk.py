@@ -1,12 +1,17 @@
-"""A full disk: the file system with the job's files (register, event logs) has no byte left."""
+"""A full disk: the job's files (register, event logs) are on a small file system, which has no byte left."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from holdfast.comms.errors import Unsupported
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 
 if TYPE_CHECKING:
@@ -44,3 +49,20 @@ class DiskFull(FaultType, frozen=True, kw_only=True):
                 path.unlink()
 
         return give_back
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MNT_DETACH = 2
+
+
+@contextmanager
+def small_disk(path: Path, megabytes: float) -> Iterator[None]:
+    """Mount an in-memory file system on the folder `path`. Raises `Unsupported` where that is forbidden."""
+    options = f"size={int(megabytes * 1e6)},mode=0700".encode()
+    if _libc.mount(b"holdfast", os.fsencode(path), b"tmpfs", 0, options) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise Unsupported(f"a file system of the job's own: mount says {reason}", "run as root, or leave out job.disk")
+    try:
+        yield
+    finally:
+        _libc.umount2(os.fsencode(path), _MNT_DETACH)

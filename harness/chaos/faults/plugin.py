@@ -12,7 +12,6 @@ from holdfast.comms.plugins.spec import hookimpl
 def holdfast_faults() -> Mapping[str, Callable[..., Any]]:
     from holdfast.harness.chaos.faults import disk, link, process, register
     from holdfast.harness.chaos.faults.cable import HostLost, LinkCut
-    from holdfast.harness.chaos.faults.memory import CorruptMemory
 
     return {
         "kill": process.Kill,
@@ -31,5 +30,5 @@ def holdfast_faults() -> Mapping[str, Callable[..., Any]]:
         "host-lost": HostLost,
         "register-away": register.RegisterOutage,
         "disk-full": disk.DiskFull,
-        "corrupt-memory": CorruptMemory,
+        "corrupt-memory": process.CorruptMemory,
     }

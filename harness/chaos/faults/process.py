@@ -1,4 +1,4 @@
-"""Faults of processes: kill, pause, slow down, or start one more."""
+"""Faults of processes: kill, pause, slow down, flip a bit in their memory, or start one more."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.chaos.run.fault_context import Victim
+from holdfast.ft.processes.zygote_client import ForkedProcess
+from holdfast.harness.chaos.run.process_set import Victim
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
+from holdfast.harness.chaos.scenario.workload import FLIP_BIT
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.run.fault_context import FaultContext
@@ -136,6 +138,24 @@ class Flap(ProcessFault, frozen=True, kw_only=True):
         victims = self.victims(context)
         context.note("flap", victims)
         return _blinking(victims, self.off, self.on)
+
+
+class CorruptMemory(ProcessFault, frozen=True, kw_only=True):
+    """One bit of the newest version flips in the memory of a holder; the stored checksum stays."""
+
+    summary: ClassVar[str] = "a bit flips in memory"
+
+    def check(self, scenario: Scenario) -> None:
+        if scenario.workload.family != "store" or self.names not in ((), ("holder",)):
+            raise ValueError('corrupt-memory is for the store, and for who = "holder"')
+
+    def inject(self, context: FaultContext) -> Undo | None:
+        victims = context.find("newest holder")
+        context.note("corrupt-memory", victims)
+        for victim in victims:
+            assert isinstance(victim.process, ForkedProcess)
+            victim.process.channel.send(FLIP_BIT)
+        return None
 
 
 class Join(FaultType, frozen=True, kw_only=True):

@@ -1,19 +1,23 @@
-"""Checks of a run of reinforcement learning, over the events that its drivers wrote."""
+"""Checks of a run of reinforcement learning, and what the loss of a host cost it, by the events of its drivers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from holdfast.ft.console.units import counted
+from holdfast.harness.chaos.outcome.record import HostLoss
+from holdfast.harness.chaos.run.scenario_run import PlannedFault
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
 from holdfast.harness.invariants import CheckResult, Violation
 from holdfast.harness.training.episodes_page import GroupRows, rows_of
 from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.run.policy_source import task_of
 from holdfast.rl.run.run_events import (
+    Activity,
+    CallTakenOver,
     CopiesRestored,
     EpisodeFailed,
     ProcessLost,
@@ -187,3 +191,43 @@ class _Finding:
 
     def result(self) -> CheckResult:
         return CheckResult(self._name, self._meaning, self.looked, tuple(self._violations))
+
+
+NOTE = "host-lost"
+
+
+def host_losses(record: TrainingRecord, faults: Sequence[PlannedFault]) -> tuple[HostLoss, ...]:
+    """What followed the loss of each host."""
+    return tuple(
+        _after(record, noted.time, frozenset(victim.label or victim.name for victim in noted.victims))
+        for fault in faults
+        for noted in fault.noted
+        if noted.what == NOTE
+    )
+
+
+def _after(record: TrainingRecord, lost: float, processes: frozenset[str]) -> HostLoss:
+    events = [event for driver in record.drivers for event in driver]
+    steps = [event for event in events if isinstance(event, StepTrained)]
+    epoch = max((event.epoch for event in steps if event.time <= lost), default=0)
+    moved = [event for event in events if isinstance(event, CallTakenOver) and event.lost in processes]
+    return HostLoss(
+        processes=tuple(sorted(processes)),
+        step=_first((event.time for event in steps if event.epoch > epoch), lost),
+        answer=_first(
+            (
+                event.time + event.seconds
+                for event in events
+                if isinstance(event, Activity) and event.what == "generate" and event.time > lost
+            ),
+            lost,
+        ),
+        calls=len(moved),
+        calls_answered=max((event.time - lost for event in moved), default=None),
+        copies=_first((event.time for event in events if isinstance(event, CopiesRestored)), lost),
+    )
+
+
+def _first(times: Iterator[float], since: float) -> float | None:
+    """The seconds from `since` to the first of the times that are later."""
+    return min((time - since for time in times if time > since), default=None)

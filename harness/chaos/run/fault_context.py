@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,62 +10,13 @@ from msgspec import UNSET, UnsetType
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.events import FaultInjected
-from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers.sqlite import path_of
 from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.harness.chaos.run.foreign_process import ForeignProcess
-from holdfast.harness.chaos.run.hosts import Hosts
+from holdfast.harness.chaos.run.process_set import NoTargetProcess, ProcessSet, Victim
 from holdfast.harness.chaos.run.registers import RegisterServer
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkRule
-from holdfast.harness.testbed.actor_hosts import ActorHosts
-
-
-class NoTargetProcess(HoldfastError):
-    """A fault found no process that it applies to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """A process by its name in the event logs. Users read `label`, if there is one; `rank` is the one it has now."""
-
-    name: str
-    process: ForkedProcess | ForeignProcess
-    rank: int | None = None
-    label: str = ""
-
-    def __str__(self) -> str:
-        return self.label or self.name if self.rank is None else f"rank {self.rank} ({self.name})"
-
-
-class ProcessSet(ABC):
-    """The processes of a run, by their current ranks and roles."""
-
-    directory: Path
-    """The folder of their files, with the register and the folder of event logs."""
-
-    events_directory: Path
-
-    @property
-    @abstractmethod
-    def register_url(self) -> str:
-        """The URL of their register."""
-
-    @abstractmethod
-    def find(self, name: int | str) -> list[Victim]:
-        """The processes that hold a rank or a role now. Raises `NoTargetProcess`."""
-
-    @abstractmethod
-    def everybody(self) -> list[Victim]:
-        """All living processes, in every role."""
-
-    @abstractmethod
-    def of_pid(self, pid: int) -> Victim | None:
-        """The process with this id, if it is one of them."""
-
-    def join(self) -> None:
-        """Start one more process. Raises NotImplementedError where that has no meaning."""
-        raise NotImplementedError
+from holdfast.harness.testbed.netns import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +36,7 @@ class FaultContext:
         self,
         processes: ProcessSet,
         links: Links | None,
-        hosts: Hosts | ActorHosts | None,
+        hosts: Network | None,
         log: EventLog,
         clock: Callable[[], float],
         register: RegisterServer | None = None,
@@ -153,8 +103,8 @@ class FaultContext:
         numbers = links.add(rules)
         return lambda: links.remove(numbers)
 
-    def hosts(self) -> Hosts | ActorHosts:
-        """The network namespaces of the job's hosts. Raises `HoldfastError` for a job without."""
+    def hosts(self) -> Network:
+        """The network namespaces that are the job's hosts. Raises `HoldfastError` for a job without."""
         if self._hosts is None:
             raise HoldfastError('this job has no hosts of its own: job.hosts = "namespaces", or workload.hosts')
         return self._hosts

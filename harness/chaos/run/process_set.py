@@ -1,41 +1,80 @@
-"""Starts and ends the processes of a run: those of a job of sessions, and those around a weight store."""
+"""The processes of a run, whatever their workload: by rank and role, from their start to their end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft import Timeouts
 from holdfast.ft.console.output import tail
-from holdfast.ft.console.units import counted
-from holdfast.ft.launch.job_contract import LocalContract
-from holdfast.ft.membership.view import View
-from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
-from holdfast.ft.registers import RegisterAway
+from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.telemetry.event_reader import EventTail, refuse
-from holdfast.harness.chaos.run.fault_context import NoTargetProcess, ProcessSet, Victim
-from holdfast.harness.chaos.run.foreign_process import ForeignProcess
-from holdfast.harness.chaos.run.hosts import Hosts
-from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.chaos.scenario.workload import StoreWorkload
-from holdfast.harness.chaos.workloads.orders import Stop
-from holdfast.harness.cluster.job import Job
-from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.invariants import Event, read_directory
 from holdfast.harness.report.model import Fate, ProcessRecord
-from holdfast.harness.testbed.small_disk import small_disk
-
-END_SECONDS = 10.0
 
 EXITED_WELL = "exited with status 0"
 ENDED_WITH_DRIVER = "ended with its driver"
+
+
+class ForeignProcess:
+    """The process `pid`, under a name. Close it after use.
+
+    Holds a pidfd, so no signal ever hits another process with the same id.
+    """
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name, self.pid = name, pid
+        self._pidfd = -1
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(pid)
+
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        if self._pidfd == -1:
+            return False
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return not poller.poll(0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self._pidfd != -1:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Release the descriptor. Idempotent."""
+        if self._pidfd != -1:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+class NoTargetProcess(HoldfastError):
+    """A fault found no process that it applies to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A process by its name in the event logs. Users read `label`, if there is one; `rank` is the one it has now."""
+
+    name: str
+    process: ForkedProcess | ForeignProcess
+    rank: int | None = None
+    label: str = ""
+
+    def __str__(self) -> str:
+        return self.label or self.name if self.rank is None else f"rank {self.rank} ({self.name})"
 
 
 @dataclass(slots=True)
@@ -83,12 +122,30 @@ class Results:
     ranks: int = 0
 
 
-class DrivenProcessSet(ProcessSet):
-    """A set of processes that the loop of a run drives."""
+class ProcessSet(ABC):
+    """The processes of a run, by their current ranks and roles. The loop of the run drives them."""
+
+    directory: Path
+    """The folder of their files, with the register and the folder of event logs."""
+
+    events_directory: Path
 
     def __init__(self) -> None:
         self.begun: list[RunProcess] = []
         self._log_tail: EventTail | None = None
+
+    @property
+    @abstractmethod
+    def register_url(self) -> str:
+        """The URL of their register."""
+
+    @abstractmethod
+    def find(self, name: int | str) -> list[Victim]:
+        """The processes that hold a rank or a role now. Raises `NoTargetProcess`."""
+
+    def join(self) -> None:
+        """Start one more process. Raises NotImplementedError where that has no meaning."""
+        raise NotImplementedError
 
     @abstractmethod
     def over(self, timeout: float) -> bool:
@@ -113,9 +170,11 @@ class DrivenProcessSet(ProcessSet):
         return [read_directory(self.events_directory)]
 
     def everybody(self) -> list[Victim]:
+        """All living processes, in every role."""
         return [self._victim(each) for each in self.begun if each.process.alive()]
 
     def of_pid(self, pid: int) -> Victim | None:
+        """The process with this id, if it is one of them."""
         return next((self._victim(each) for each in self.begun if each.process.pid == pid), None)
 
     def outputs(self) -> str:
@@ -135,258 +194,3 @@ class DrivenProcessSet(ProcessSet):
             if isinstance(each.process, ForkedProcess):
                 each.how = str(each.process.wait(5.0))
         return new
-
-
-Step = Callable[[], Mapping[str, Any] | None]
-"""A call that a process makes before its session; it may return options of the session."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prelude:
-    """The calls that each process of a job makes before its session. It is pickled, so it holds data only."""
-
-    steps: tuple[Step, ...]
-
-    def __call__(self) -> Mapping[str, Any]:
-        options: dict[str, Any] = {}
-        for step in self.steps:
-            options.update(step() or {})
-        return options
-
-
-@dataclass(frozen=True, slots=True)
-class SeparateHost:
-    """Makes a process appear to be on a host of its own."""
-
-    def __call__(self) -> None:
-        from holdfast.comms.transport import liveness
-
-        os.environ[liveness.HOST] = f"host-{os.getpid()}"
-        liveness.this_host.cache_clear()
-
-
-class SessionProcesses(DrivenProcessSet):
-    """A job of `LocalCluster`, each process of which runs `body(session, *args)`."""
-
-    def __init__(
-        self,
-        scenario: Scenario,
-        body: Callable[..., Any],
-        args: Sequence[Any],
-        prelude: Sequence[Step],
-        hosts: Hosts | None = None,
-        register: str | None = None,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__()
-        spec = scenario.job
-        steps: list[Step] = [*prelude] if hosts is None else [hosts.claim(), *prelude]
-        if spec.hosts == "many":
-            steps.append(SeparateHost())
-        timeouts = Timeouts(**{name: getattr(spec.timeouts, name) for name in spec.timeouts.__struct_fields__})
-        options = {"min_size": spec.min_size, "shards": spec.shards or spec.ranks, "timeouts": timeouts}
-        if register is not None:
-            options["register"] = register
-        self._replace = spec.replace
-        self._view: View | None = None
-        self._undo = contextlib.ExitStack()
-        try:
-            cluster = self._undo.enter_context(
-                LocalCluster(
-                    spec.ranks,
-                    spec.backend,
-                    spares=spec.spares,
-                    threads=1,
-                    echo=False,
-                    environ={"OMP_NUM_THREADS": "1", **spec.environ, **(environ or {})},
-                    session=options,
-                    prepare=Prelude(tuple(steps)) if steps else None,
-                )
-            )
-            if spec.disk is not None:
-                self._undo.enter_context(small_disk(cluster.logs, spec.disk))
-            self.job: Job = self._undo.enter_context(cluster.start(body, *args))
-        except BaseException:
-            self._undo.close()
-            raise
-        self.directory, self.events_directory = self.job.directory, self.job.events_directory
-        self._see_new()
-
-    @property
-    def register_url(self) -> str:
-        return self.job.register_url
-
-    def view(self) -> View | None:
-        """The newest known view; None before the first."""
-        with contextlib.suppress(HoldfastError):
-            self._view = self.job.newest_view() or self._view
-        return self._view
-
-    def find(self, name: int | str) -> list[Victim]:
-        view = self.view()
-        members = () if view is None else view.members
-        if isinstance(name, int) or name in ("coordinator", "last"):
-            rank = {"coordinator": 0, "last": len(members) - 1}.get(name, name) if isinstance(name, str) else name
-            if not 0 <= int(rank) < len(members):
-                raise NoTargetProcess(f"there is no rank {rank}: the job has {counted(len(members), 'member')} now")
-            return [self._member(view, int(rank))]
-        if name == "joiner":
-            return [self._victim(self.begun[-1])]
-        if name == "spare":
-            inside = {member.peer.pid for member in members}
-            found = [each for each in self.begun if each.process.alive() and each.process.pid not in inside]
-            if not found:
-                raise NoTargetProcess("no spare is left")
-            return [self._victim(found[0])]
-        raise NoTargetProcess(f"nobody is called {name!r} in a job of sessions")
-
-    def join(self) -> None:
-        self.job.add()
-        self._see_new()
-
-    def over(self, timeout: float) -> bool:
-        self.view()
-        try:
-            over = self.job.over(timeout)
-        except RegisterAway:
-            over = False
-        lost = self._note_ends()
-        if self._replace and not over:
-            for _ in [each for each in lost if each.how != EXITED_WELL]:
-                self.join()
-        return over
-
-    def results(self) -> Results:
-        view = self.job.newest_view()
-        try:
-            values = self.job.results(timeout=END_SECONDS)
-        except Exception as error:
-            return Results(errors=(f"{type(error).__name__}: {error}",), ranks=0)
-        ranks = len(view.members) if view is not None else 0
-        return Results({f"rank {rank}": value for rank, value in enumerate(values)}, ranks=ranks)
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def _see_new(self) -> None:
-        for number in range(len(self.begun), len(self.job.processes)):
-            process = self.job.processes[number]
-            self.begun.append(RunProcess(process.name, "rank", process, time.monotonic()))
-
-    def _member(self, view: View | None, rank: int) -> Victim:
-        assert view is not None
-        member = view.members[rank]
-        process = self.job.process_of(member.peer.pid)
-        if process is None:
-            raise NoTargetProcess(f"rank {rank} is process {member.peer.pid}, which is not of this job")
-        return Victim(member.id, process, rank)
-
-    def _victim(self, begun: RunProcess) -> Victim:
-        view = self.view()
-        for rank, member in enumerate(() if view is None else view.members):
-            if member.peer.pid == begun.process.pid:
-                return Victim(member.id, begun.process, rank)
-        return Victim(begun.name, begun.process)
-
-
-class StoreProcesses(DrivenProcessSet):
-    """A publisher, holders and readers around one store. A process that dies is started anew."""
-
-    def __init__(self, scenario: Scenario, spec: StoreWorkload, directory: Path, register: str | None = None) -> None:
-        super().__init__()
-        self._spec = spec
-        self._contract = LocalContract.create("store", directory, scenario.job.backend, 1, register)
-        self.directory, self.events_directory = directory, self._contract.events_directory
-        self._count: dict[str, int] = {}
-        self._values: dict[str, Any] = {}
-        self._errors: list[str] = []
-        self._stopping = False
-        try:
-            for role, count in (("holder", spec.holders), ("reader", spec.readers), ("publisher", 1)):
-                for _ in range(count):
-                    self._start(role)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def register_url(self) -> str:
-        return self._contract.register_url
-
-    def find(self, name: int | str) -> list[Victim]:
-        if name == "newest holder":
-            return self._newest_holder()
-        for each in self.begun:
-            if each.role == name and each.process.alive() and each.name not in self._values:
-                return [self._victim(each)]
-        raise NoTargetProcess(f"no {name} is alive")
-
-    def over(self, timeout: float) -> bool:
-        time.sleep(timeout)
-        for each in self._note_ends():
-            self._take(each)
-            if not self._stopping and each.name not in self._values and each.how != EXITED_WELL:
-                self._start(each.role)
-        if not self._stopping and self._done():
-            self._stopping = True
-            for each in self.begun:
-                if each.process.alive():
-                    with contextlib.suppress(EOFError, TimeoutError):
-                        each.forked.channel.send(Stop(), timeout=1.0)
-        return self._stopping and not any(each.process.alive() for each in self.begun)
-
-    def results(self) -> Results:
-        return Results(dict(self._values), tuple(self._errors), self._spec.holders)
-
-    def close(self) -> None:
-        for each in self.begun:
-            each.process.kill()
-        for each in self.begun:
-            each.process.close()
-
-    def _newest_holder(self) -> list[Victim]:
-        """A holder that has the newest version."""
-        from holdfast.store import WeightStore
-
-        with WeightStore(self.register_url, hold=False, replicas=self._spec.replicas) as store:
-            pids = [holder.pid for holder in store.holders("latest")]
-        for each in self.begun:
-            if each.role == "holder" and each.process.pid in pids and each.process.alive():
-                return [self._victim(each)]
-        raise NoTargetProcess("no holder has the newest version")
-
-    def _start(self, role: str) -> None:
-        from holdfast.harness.chaos.workloads.store import target_of
-
-        number = self._count.get(role, 0)
-        self._count[role] = number + 1
-        name = f"{role}-{number}"
-        process = zygote().spawn(
-            target_of(role, self._spec, name),
-            name=name,
-            output=self.directory / f"{name}.log",
-            environ=self._contract.environ(),
-        )
-        self.begun.append(RunProcess(name, role, process, time.monotonic()))
-
-    def _take(self, each: RunProcess) -> None:
-        """Take the message that a process sent before it ended."""
-        try:
-            value = each.forked.channel.recv(1.0)
-        except (EOFError, TimeoutError):
-            return
-        if "error" in value:
-            self._errors.append(f"{each.name}: {value['error']}")
-        self._values[each.name] = value
-
-    def _done(self) -> bool:
-        """Whether the publisher and the readers are done, as their logs say, or a process has failed."""
-        if self._errors:
-            return True
-        waiting = {"publisher": "finished", "reader": "read"}
-        for each in self.begun:
-            if each.role in waiting and each.process.alive():
-                log = self.events_directory / f"{each.name}.jsonl"
-                if f'"kind":"{waiting[each.role]}"'.encode() not in (log.read_bytes()[-600:] if log.exists() else b""):
-                    return False
-        return True

@@ -29,18 +29,12 @@ from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.event_logger import EventDescriber
 from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
-from holdfast.harness.chaos.run.hosts import Hosts
 from holdfast.harness.chaos.run.points import PointGate, WaitingProcess, fits, gate_address
-from holdfast.harness.chaos.run.process_set import (
-    DrivenProcessSet,
-    Results,
-    RunProcess,
-    SessionProcesses,
-    Step,
-    StoreProcesses,
-)
+from holdfast.harness.chaos.run.process_set import ProcessSet, Results, RunProcess
 from holdfast.harness.chaos.run.registers import serve
-from holdfast.harness.chaos.run.training_processes import TrainingProcesses, TrainingRecord
+from holdfast.harness.chaos.run.session_processes import SessionProcesses, Step
+from holdfast.harness.chaos.run.store_processes import StoreProcesses
+from holdfast.harness.chaos.run.training_processes import ActorHosts, TrainingProcesses, TrainingRecord
 from holdfast.harness.chaos.scenario.fault_type import Undo
 from holdfast.harness.chaos.scenario.planning import Planned
 from holdfast.harness.chaos.scenario.scenario import Scenario
@@ -50,7 +44,7 @@ from holdfast.harness.invariants import Event, merge
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, RecoveryStage
-from holdfast.harness.testbed.actor_hosts import ActorHosts
+from holdfast.harness.testbed.netns import Network
 from holdfast.harness.training import preload
 from holdfast.rl.run.telemetry import Observer
 
@@ -58,7 +52,7 @@ LOOK_SECONDS = 0.01
 START_SECONDS = 0.5
 """How much time before the first step belongs to a run: before that the processes only import."""
 FOR_DDP = ("torch.nn.parallel.distributed", "torch.optim", "holdfast.comms.torchdist.process_group")
-PRELOAD = ("holdfast.harness.chaos.run.process_set", "holdfast.harness.chaos.workloads.session")
+PRELOAD = ("holdfast.harness.chaos.run.session_processes", "holdfast.harness.chaos.workloads.session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +163,12 @@ class ScenarioRun:
         with contextlib.ExitStack() as undo:
             gate = undo.enter_context(PointGate(self._directory))
             links = undo.enter_context(Links(self._seed)) if scenario.job.links else None
-            environ = self._gate_environ(gate)
-            hosts = self._hosts(environ) if scenario.own_hosts else None
-            if hosts is not None:
-                undo.enter_context(hosts)
             server = serve(scenario.job, self._directory)
             register = undo.enter_context(server).url if server is not None else None
-            raw.began = time.monotonic()
-            processes = self._process_set(environ, links, hosts, register)
+            processes, network = self._process_set(undo, self._gate_environ(gate), links, register)
             undo.callback(processes.close)
             log = undo.enter_context(contextlib.closing(EventLog("chaos", processes.events_directory)))
-            self._links, self._context = links, FaultContext(processes, links, hosts, log, time.monotonic, server)
+            self._links, self._context = links, FaultContext(processes, links, network, log, time.monotonic, server)
             self._log = log
             try:
                 self._loop(processes, gate)
@@ -203,33 +192,37 @@ class ScenarioRun:
         triggers = tuple(each.planned.when for each in self._raw.faults if each.planned.when.seconds is None)
         return gate_address(gate.path, triggers).environ() if triggers else {}
 
-    def _hosts(self, environ: Mapping[str, str]) -> Hosts | ActorHosts:
-        count, folder = self._scenario.own_hosts, self._directory / "hosts"
-        folder.mkdir(mode=0o700)
-        return ActorHosts(count, folder, environ) if self._scenario.workload.family == "rl" else Hosts(count, folder)
-
     def _process_set(
-        self,
-        environ: Mapping[str, str],
-        links: Links | None,
-        hosts: Hosts | ActorHosts | None,
-        register: str | None,
-    ) -> DrivenProcessSet:
-        scenario = self._scenario
-        if isinstance(scenario.workload, ReinforcementLearning):
-            (self._directory / "training").mkdir(mode=0o700)
-            folder = self._directory / "training"
-            assert hosts is None or isinstance(hosts, ActorHosts)
-            return TrainingProcesses(scenario.workload.config, folder, environ, self._callbacks.observe, hosts)
-        if isinstance(scenario.workload, StoreWorkload):
-            (self._directory / "store").mkdir(mode=0o700)
-            return StoreProcesses(scenario, scenario.workload, self._directory / "store", register)
+        self, undo: contextlib.ExitStack, environ: Mapping[str, str], links: Links | None, register: str | None
+    ) -> tuple[ProcessSet, Network | None]:
+        """Start the processes; also returns the network of their hosts, if they are on hosts of their own."""
+        scenario, count, workload = self._scenario, self._scenario.own_hosts, self._scenario.workload
+        if count:
+            self._folder("hosts")
+        if isinstance(workload, ReinforcementLearning):
+            hosts = None
+            if count:
+                hosts = undo.enter_context(ActorHosts(count, self._directory / "hosts", environ))
+            self._raw.began = time.monotonic()
+            training = TrainingProcesses(
+                workload.config, self._folder("training"), environ, self._callbacks.observe, hosts
+            )
+            return training, None if hosts is None else hosts.network
+        network = undo.enter_context(Network(count)) if count else None
+        self._raw.began = time.monotonic()
+        if isinstance(workload, StoreWorkload):
+            return StoreProcesses(scenario, workload, self._folder("store"), register), network
         assert self._body is not None
-        assert hosts is None or isinstance(hosts, Hosts)
-        prelude: list[Step] = [links.prepare()] if links is not None else []
-        return SessionProcesses(scenario, self._body, self._args, prelude, hosts, register, environ)
+        prelude: list[Step] = [] if network is None else [network.claim(self._directory / "hosts")]
+        prelude += [] if links is None else [links.prepare()]
+        return SessionProcesses(scenario, self._body, self._args, prelude, register, environ), network
 
-    def _loop(self, processes: DrivenProcessSet, gate: PointGate) -> None:
+    def _folder(self, name: str) -> Path:
+        folder = self._directory / name
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def _loop(self, processes: ProcessSet, gate: PointGate) -> None:
         deadline = time.monotonic() + self._scenario.limit
         while not processes.over(0.0 if isinstance(processes, SessionProcesses) else LOOK_SECONDS):
             now = time.monotonic()
@@ -249,7 +242,7 @@ class ScenarioRun:
                 poller.register(fd, select.POLLIN)
             poller.poll(LOOK_SECONDS * 1000)
 
-    def _look(self, processes: DrivenProcessSet) -> None:
+    def _look(self, processes: ProcessSet) -> None:
         """Read what the processes have logged since the last call."""
         new = processes.new_events()
         for event in new:
@@ -280,7 +273,7 @@ class ScenarioRun:
             self._complete = len(standing_by(self._standby)) >= self._scenario.job.spares
         return self._complete
 
-    def _arrived(self, waiting: WaitingProcess, processes: DrivenProcessSet) -> None:
+    def _arrived(self, waiting: WaitingProcess, processes: ProcessSet) -> None:
         """Handle a process at a point: inject the faults that wait for it and those overdue, then release it."""
         try:
             for fault in self._raw.faults:

@@ -16,8 +16,8 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.events import StepBegun, StepCommitted
 from holdfast.harness.chaos.outcome import checks, expectation, measure, training
-from holdfast.harness.chaos.outcome.host_loss import host_losses
 from holdfast.harness.chaos.outcome.record import ChaosRun, LinkTotals, Speed
+from holdfast.harness.chaos.outcome.training import host_losses
 from holdfast.harness.chaos.run.scenario_run import KILLED, RawRun, RunCallbacks, ScenarioRun
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario

@@ -4,34 +4,114 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.ft import events
 from holdfast.ft.console.output import tail
-from holdfast.ft.processes.zygote_client import zygote
+from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.zygote_client import ForkedProcess, inherit_zygote, zygote
 from holdfast.ft.telemetry.event_reader import EventTail, refuse
-from holdfast.harness.chaos.run.fault_context import NoTargetProcess, Victim
-from holdfast.harness.chaos.run.foreign_process import ForeignProcess
 from holdfast.harness.chaos.run.process_set import (
     ENDED_WITH_DRIVER,
     EXITED_WELL,
-    DrivenProcessSet,
+    ForeignProcess,
+    NoTargetProcess,
+    ProcessSet,
     Results,
     RunProcess,
+    Victim,
 )
-from holdfast.harness.chaos.workloads.training import driver_of
 from holdfast.harness.invariants import Event, read_directory
-from holdfast.harness.testbed.actor_hosts import DRIVER, ActorHosts
+from holdfast.harness.testbed.netns import EnterNamespace, Network
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Group
 from holdfast.rl.run import run_events
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.telemetry import Observer
+
+START_SECONDS = 120.0
+PORT = 26600
+DRIVER = 0
+"""The host of the driver."""
+
+
+class ActorHosts:
+    """`count` hosts, with their files in the empty folder `folder`. A context manager.
+
+    `environ` is added to the environment of all processes on them. Raises `Unsupported` without root or pyroute2,
+    `HoldfastError` without etcd or if a host does not start.
+    """
+
+    def __init__(self, count: int, folder: Path, environ: Mapping[str, str] | None = None) -> None:
+        self._folder, self._environ = folder, dict(environ or {})
+        self.network = Network(count)
+        hosts = self.network.addresses
+        self.addresses = tuple(f"tcp://{each}:{PORT}" for each in hosts)
+        self._undo = contextlib.ExitStack()
+        self._started: list[ForkedProcess] = []
+
+    def __enter__(self) -> ActorHosts:
+        with contextlib.ExitStack() as undo:
+            network = undo.enter_context(self.network)
+            numbers = range(len(network.addresses))
+            entries = [network.entry(number) for number in numbers]
+            from holdfast.harness.testbed.etcd import EtcdCluster  # needs etcd3gw
+
+            etcd = EtcdCluster(len(numbers), self._folder / "etcd", host=network.addresses, enter=entries)
+            self.register = f"{undo.enter_context(etcd).url}/run"
+            undo.callback(self._end)
+            for number in numbers:
+                self._started.append(self._start(number))
+            for number in numbers:
+                self._await(number)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def _start(self, number: int) -> ForkedProcess:
+        name, temporary = f"host-{number}", self._folder / f"tmp-{number}"
+        temporary.mkdir(mode=0o700)
+        serve = partial(_serve, self.network.entry(number), self.addresses[number])
+        output = self._folder / f"{name}.log"
+        return zygote().spawn(serve, name=name, output=output, environ={**self._environ, "TMPDIR": str(temporary)})
+
+    def _await(self, number: int) -> None:
+        process = self._started[number]
+        try:
+            process.channel.recv(START_SECONDS)
+        except (ChannelClosed, EOFError, TimeoutError) as error:
+            why = "did not start in time" if process.alive() else process.epitaph()
+            raise HoldfastError(f"host {number} of the run is not there: {why}") from error
+
+    def _end(self) -> None:
+        for each in self._started:
+            each.kill()
+        for each in self._started:
+            each.close()
+        for number in range(len(self.addresses)):
+            self.network.lose(number)
+
+
+def _serve(entry: EnterNamespace, address: str, channel: ProcessChannel) -> None:
+    """The body of a host's process: Monarch's host, until it is killed."""
+    entry()
+    tempfile.tempdir = None  # the zygote may have asked for it before this process had its environment
+    inherit_zygote()
+    from holdfast.rl.actors.monarch_host import main
+
+    main(address, channel.send)
+
 
 DRIVERS = 6
 """The most drivers of a run: one that dies so often is no better when it is resumed."""
@@ -61,7 +141,7 @@ class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
     left: tuple[str, ...]
 
 
-class TrainingProcesses(DrivenProcessSet):
+class TrainingProcesses(ProcessSet):
     """A driver in a process of its own, in the empty folder `directory`, and all that it starts.
 
     `observe` is called with each event of the run. With `hosts` the driver is on the first of them.
@@ -81,7 +161,7 @@ class TrainingProcesses(DrivenProcessSet):
         if hosts is not None:
             engine = msgspec.structs.replace(config.engine, hosts=hosts.addresses, register=hosts.register)
             config = msgspec.structs.replace(config, engine=engine)
-            self._enter = hosts.entry(DRIVER)
+            self._enter = hosts.network.entry(DRIVER)
             environ = {**environ, "HOLDFAST_INTERFACE": hosts.network.addresses[DRIVER]}
         self._config, self.directory, self.events_directory = config, directory, directory / "events"
         self._temporary = directory / "tmp"
@@ -218,6 +298,8 @@ class TrainingProcesses(DrivenProcessSet):
     # -- parts
 
     def _start_driver(self) -> None:
+        from holdfast.harness.training.driver import driver_of  # needs the extra rl; a list of scenarios does not
+
         name = _numbered("driver", len(self._drivers))
         process = zygote().spawn(
             driver_of(self._config, self._run.path, self._enter),

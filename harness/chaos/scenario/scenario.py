@@ -20,9 +20,11 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.faultpoints import POINTS, WORKLOAD_POINTS
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.chaos.scenario.fault_type import FaultType, fault_types
-from holdfast.harness.chaos.scenario.locate import line_of, path_of
 from holdfast.harness.chaos.scenario.workload import ReinforcementLearning, Workload
 from holdfast.rl.config.errors import BadConfig
+
+KeyPath = tuple[str | int, ...]
+"""The place of a value in a document: ("fault", 0, "type")."""
 
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -279,7 +281,7 @@ def text_of(path: Path) -> str:
         raise BadScenario(str(path), line, f"not UTF-8: byte 0x{data[error.start]:02x}") from None
 
 
-def _floats(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], float]]:
+def _floats(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, float]]:
     """Every float in a document, with its path."""
     if isinstance(value, float):
         yield path, value
@@ -338,7 +340,7 @@ _NAMED = re.compile(r"(\w+) ?= ?")
 """The start of a reason that is about one key of a table."""
 
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
-_TABLES: dict[tuple[str | int, ...], Any] = {(): _Document, ("job",): JobSpec, ("expect",): Expect}
+_TABLES: dict[KeyPath, Any] = {(): _Document, ("job",): JobSpec, ("expect",): Expect}
 
 
 def _explained(
@@ -346,12 +348,12 @@ def _explained(
     text: str,
     source: str,
     raw: Any,
-    prefix: tuple[str | int, ...] = (),
+    prefix: KeyPath = (),
     kind: type[msgspec.Struct] | None = None,
 ) -> BadScenario:
     """The error with the line and, for an unknown key, the allowed ones."""
     reason, _, where = str(error).partition(" - at `")
-    path = (*prefix, *path_of(where.rstrip("`")))
+    path = (*prefix, *_path_of(where.rstrip("`")))
     if unknown := _UNKNOWN.match(reason):
         allowed = _allowed(path, raw, kind)
         reason = f"unknown key {unknown[1]!r}" + (f"; allowed are {', '.join(allowed)}" if allowed else "")
@@ -361,11 +363,11 @@ def _explained(
     return BadScenario(source, line, f"{_place(path)}: {reason}" if path else reason)
 
 
-def _place(path: tuple[str | int, ...]) -> str:
+def _place(path: KeyPath) -> str:
     return ".".join(f"[{part}]" if isinstance(part, int) else part for part in path).replace(".[", "[")
 
 
-def _allowed(path: tuple[str | int, ...], raw: Any, kind: type[msgspec.Struct] | None) -> list[str]:
+def _allowed(path: KeyPath, raw: Any, kind: type[msgspec.Struct] | None) -> list[str]:
     if path and path[-1] == "at":
         return _keys(At)
     if path == ("job", "timeouts"):
@@ -380,3 +382,42 @@ def _allowed(path: tuple[str | int, ...], raw: Any, kind: type[msgspec.Struct] |
 
 def _keys(kind: type[msgspec.Struct]) -> list[str]:
     return list(kind.__struct_encode_fields__)
+
+
+# Lines of values: tomllib keeps no positions -------------------------------------------------------------------------
+
+_TABLE = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]")
+_ELEMENT = re.compile(r"^\s*\[\[\s*([^\[\]]+?)\s*\]\]")
+_KEY = re.compile(r"""^\s*["']?([A-Za-z0-9_.-]+)["']?\s*=""")
+_PART = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+
+
+def _path_of(text: str) -> KeyPath:
+    """The path in a message of msgspec: `$.fault[0].type` is ("fault", 0, "type")."""
+    parts: list[str | int] = []
+    for name, index in _PART.findall(text.removeprefix("$")):
+        parts.append(name if name else int(index) if index != "..." else 0)
+    return tuple(parts)
+
+
+def line_of(document: str, path: KeyPath) -> int | None:
+    """The line (from 1) of the value at `path`, or of the nearest table around it; None without one."""
+    found: dict[KeyPath, int] = {}
+    counts: dict[str, int] = {}
+    here: KeyPath = ()
+    for number, line in enumerate(document.splitlines(), start=1):
+        if element := _ELEMENT.match(line):
+            name = element[1]
+            here = (name, counts.get(name, 0))
+            counts[name] = counts.get(name, 0) + 1
+            found[here] = number
+        elif table := _TABLE.match(line):
+            here = tuple(table[1].split("."))
+            found.setdefault(here, number)
+        elif key := _KEY.match(line):
+            found.setdefault((*here, *key[1].split(".")), number)
+    while path:
+        if path in found:
+            return found[path]
+        path = path[:-1]
+    return None

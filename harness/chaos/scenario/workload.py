@@ -16,6 +16,9 @@ Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 Family = Literal["session", "store", "rl"]
 
+FLIP_BIT, STOP = "flip-bit", "stop"
+"""Orders to processes of the store workload: a holder spoils the newest version in its memory; the run is over."""
+
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     """A workload. `family` selects the set of processes that runs it.

@@ -19,8 +19,7 @@ from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.telemetry.event_log import CLOSE_SECONDS, EventLog
-from holdfast.harness.chaos.scenario.workload import StoreWorkload
-from holdfast.harness.chaos.workloads.orders import FlipBit, Stop
+from holdfast.harness.chaos.scenario.workload import FLIP_BIT, StoreWorkload
 from holdfast.harness.chaos.workloads.session import digest_of
 from holdfast.store import StoreTimeout, WeightStore
 
@@ -73,7 +72,7 @@ def hold(channel: ProcessChannel, spec: StoreWorkload, name: str) -> dict[str, A
     log = EventLog(name)
     with _opened(spec, log, hold=True) as store:
         log.emit(events.HolderReady())
-        while isinstance(channel.recv(600.0), FlipBit):
+        while channel.recv(600.0) == FLIP_BIT:
             _spoil(store)
     log.close()
     return {"role": "holder"}
@@ -135,6 +134,3 @@ def target_of(role: str, spec: StoreWorkload, name: str) -> Callable[[ProcessCha
             channel.send({"role": role, "error": f"{type(error).__name__}: {error}"})
 
     return target
-
-
-__all__ = ["BODIES", "Stop", "target_of", "weights"]

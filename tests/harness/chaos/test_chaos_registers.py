@@ -16,7 +16,7 @@ from holdfast.harness.chaos.outcome.checks import RegisterAwayBreaksNothing
 from holdfast.harness.chaos.run.registers import EtcdServer, TcpServer
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.scenario import BadScenario, JobSpec, Scenario, parse
-from holdfast.harness.cluster.view_cache import ViewCache
+from holdfast.harness.cluster.job import ViewCache
 from holdfast.harness.invariants import Bounds
 from support.event_records import an_event
 from support.waiting import eventually

@@ -23,9 +23,8 @@ from holdfast.harness import chaos
 from holdfast.harness.chaos.command import _ids
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.fault_type import fault_types
-from holdfast.harness.chaos.scenario.locate import line_of
 from holdfast.harness.chaos.scenario.planning import encoded, schedule
-from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
+from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, line_of, load, parse
 from holdfast.harness.chaos.scenario.workload import Python, ReinforcementLearning
 from holdfast.harness.cli.app import app
 from holdfast.harness.cluster.job import Job

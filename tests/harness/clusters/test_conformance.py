@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.harness.conformance.aftermath import leaks
 from holdfast.harness.conformance.failures import *  # noqa: F403
+from holdfast.harness.conformance.helpers import leaks
 from support.programs.forked_programs import run_holdfast
 from support.source_tree import ROOT
 

@@ -19,8 +19,7 @@ from typer.testing import CliRunner, Result
 from holdfast.harness import LocalCluster
 from holdfast.harness.cli import byte_progress as byte_progress_module
 from holdfast.harness.cli.app import app
-from holdfast.harness.cli.byte_progress import byte_progress
-from holdfast.harness.cli.store import NOTHING_TO_VERIFY
+from holdfast.harness.cli.store import NOTHING_TO_VERIFY, byte_progress
 from holdfast.store import WeightStore
 from holdfast.store.retention import DiskRetention
 from support.children import Child

@@ -26,8 +26,7 @@ from holdfast import comms
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, Recv, Revoked, Send
 from holdfast.comms.system.paths import url_of
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.conformance.aftermath import wait_for_files
-from holdfast.harness.conformance.capability import capabilities
+from holdfast.harness.conformance.helpers import capabilities, wait_for_files
 
 STAND_IN = "nccl-stand-in"
 BACKENDS = ("inproc", "shm", "gloo", "ucx", "mpi", STAND_IN)

@@ -1,4 +1,4 @@
-"""Helpers of the checks: wait for files, run two ranks of which one dies, name what rounds leave behind."""
+"""Helpers of the checks: what a backend announces, two ranks of which one dies, what rounds leave behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from holdfast.comms import Communicator
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import Capabilities
 from holdfast.harness import LocalCluster, RankDied
 
 
@@ -90,3 +94,16 @@ def wait_for_files(*paths: Path, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def capabilities(backend: str) -> Capabilities:
+    """The capabilities that the backend's plugin announces."""
+    return registry().backend(backend).info.capabilities
+
+
+def reduces(backend: str, dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.") in capabilities(backend).reduces.get("cpu", ())
+
+
+def moves(backend: str, dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.") in capabilities(backend).moves.get("cpu", ())
