@@ -447,7 +447,8 @@ def layer(
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json
-    from holdfast.harness.bench.overhead.layer import STAND_IN, run, show
+    from holdfast.harness.bench.drivers.layered import STAND_IN
+    from holdfast.harness.bench.overhead.layer import run, show
 
     if stand_in and backend != "nccl":
         raise typer.BadParameter(f"--stand-in: {backend} needs none", param_hint="--stand-in")

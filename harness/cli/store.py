@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup, GuardedCommand
-from holdfast.ft.console.console import console
-from holdfast.ft.console.units import format_bytes
 
 NOTHING_TO_VERIFY = 3
 """The exit status of `holdfast store verify` that read no replica: that is no verdict on any byte."""
@@ -404,6 +401,11 @@ def byte_progress(verb: str) -> Iterator[Callable[[int, int], None]]:
 
     It draws a bar on a terminal, and prints a line now and then elsewhere.
     """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from holdfast.ft.console.console import console
+    from holdfast.ft.console.units import format_bytes
+
     out = console(stderr=True)
     shown = time.monotonic()
     columns = (

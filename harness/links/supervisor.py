@@ -1,4 +1,4 @@
-"""The supervisor of a job's links, and the messages that it takes: a process that answers trapped system calls, and runs the proxy.
+"""The supervisor of a job's links: a process that takes orders, answers trapped system calls and runs the proxy.
 
 Every process of the job gives it the descriptor of its seccomp filter over a Unix socket. From then on it records each
 `listen`, leads a `connect` to another process's listener to the proxy by connecting a duplicate of the very socket, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from holdfast.harness.bench.collectives.ranks import (
     GLOO,
     HOLDFAST,
+    LAYERED,
     MEMCPY,
+    OBSERVED,
     Measure,
     Measurement,
     be_rank,
@@ -24,7 +29,17 @@ from holdfast.harness.bench.drivers.perftest import UCX_PERFTEST, Perftest
 from holdfast.harness.measure.barrier import WorkerBarrier
 from holdfast.harness.measure.workers import Fork, Place, StartedWorker, WorkerGroup, WorkerProgram
 
-__all__ = ["HOLDFAST", "MEMCPY", "PEERS", "ContestantGroup", "RankPlace", "RunningContestant", "missing", "start"]
+__all__ = [
+    "HOLDFAST",
+    "MEMCPY",
+    "PEERS",
+    "ContestantGroup",
+    "RankPlace",
+    "RunningContestant",
+    "missing",
+    "shared",
+    "start",
+]
 
 PEERS = (GLOO, OPENMPI, MPICH, UCX_PERFTEST)
 PRELOAD = ("holdfast.comms", "holdfast.harness.bench.collectives.ranks", "holdfast.harness.bench.drivers.holdfast")
@@ -83,8 +98,38 @@ class ContestantGroup(WorkerGroup):
         return self.call("measure", order, into=Measurement, timeout=timeout)
 
 
-RunningContestant = ContestantGroup | Perftest
+class SharedContestant:
+    """One of several libraries in the same ranks."""
+
+    def __init__(self, contestant: str, group: ContestantGroup) -> None:
+        self.contestant, self._group = contestant, group
+
+    @property
+    def detail(self) -> str:
+        """What the ranks say of themselves."""
+        return self._group.detail
+
+    def measure(self, order: Measure, timeout: float) -> list[Measurement]:
+        """As `ContestantGroup.measure`, for this library."""
+        return self._group.measure(msgspec.structs.replace(order, library=self.contestant), timeout)
+
+    def close(self, gently: bool = True) -> None:
+        """End the ranks, and so all libraries in them. Idempotent."""
+        self._group.close(gently)
+
+
+RunningContestant = ContestantGroup | SharedContestant | Perftest
 """The running ranks of a contestant."""
+
+
+def shared(name: str) -> Callable[[str, int], RunningContestant]:
+    """The `start` of a run whose contestants are the libraries in the ranks of `name`."""
+
+    @functools.cache
+    def group(ranks: int) -> ContestantGroup:
+        return ContestantGroup(name, ranks)
+
+    return lambda contestant, ranks: SharedContestant(contestant, group(ranks))
 
 
 def _start_ranks(
@@ -92,14 +137,15 @@ def _start_ranks(
 ) -> Sequence[StartedWorker]:
     """Start the processes of all ranks: under mpirun where the library needs it, else forked by the zygote."""
     WorkerBarrier.create(place.folder / "barrier", ranks)
-    ours = _launcher_of(contestant) == "mpirun"
+    backend = _backend_of(contestant)
+    ours = _launcher_of(backend) == "mpirun"
     if ours or contestant in (OPENMPI, MPICH):
         launcher = mpi_programs.launcher(OPENMPI if ours else contestant, ranks, place.shared)
         recovery = ["--with-ft", "ulfm"] if ours else []
         module = [sys.executable, "-m", "holdfast.harness.bench.collectives.ranks"]
         command = [*launcher.words, *recovery, *module, contestant, str(place.folder), str(ranks)]
         return [WorkerProgram(place, command, launcher.environment)]
-    if contestant == f"{HOLDFAST}inproc":
+    if backend == "inproc":
         return [Fork(place, contestant, partial(be_threads, contestant, place.folder, ranks), preload=PRELOAD)]
     started = []
     for rank, where in enumerate(map(placed, range(ranks))):
@@ -113,13 +159,18 @@ def _enter_and_be_rank(enter: Callable[[], object], contestant: str, folder: Pat
     be_rank(contestant, folder, rank, ranks)
 
 
-def _launcher_of(contestant: str) -> str:
-    """The program that must start the ranks of this contestant together; "" if the zygote forks them."""
-    if not contestant.startswith(HOLDFAST):
-        return ""
+def _backend_of(contestant: str) -> str:
+    """The backend of ours in the ranks of this contestant; "" without one."""
+    kind, _, backend = contestant.rpartition(":")
+    return backend if f"{kind}:" in (HOLDFAST, LAYERED, OBSERVED) else ""
+
+
+def _launcher_of(backend: str) -> str:
+    """The program that must start the ranks of a backend together; "" if the zygote forks them."""
     from holdfast.comms.plugins.registry import registry
 
-    return registry().backend(contestant.removeprefix(HOLDFAST)).info.capabilities.launcher
+    found = registry().backends.get(backend)
+    return "" if found is None else found.capabilities.launcher
 
 
 def start(contestant: str, ranks: int) -> RunningContestant:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.collectives.contestants import MEMCPY, RunningContestant, missing, start
@@ -40,6 +41,7 @@ class BenchPlan:
 
     Each library has `seconds` of timing at each size, spread over `rounds` turns; `iterations` fixes the
     ops timed one by one in a turn instead. `fresh`: ranks write their inputs anew before each op, in the time taken.
+    `cpu`: times are CPU times of the ranks.
     """
 
     operations: tuple[str, ...]
@@ -52,6 +54,7 @@ class BenchPlan:
     seconds: float = 1.0
     iterations: int | None = None
     fresh: bool = False
+    cpu: bool = False
     command: str = ""
 
 
@@ -100,7 +103,15 @@ class Collective(Workload[TimedLibrary]):
         if contestant.running.contestant == MEMCPY:
             name, c = "copy", self.nbytes // np.dtype(self.dtype).itemsize
         order = Measure(
-            name, c, self.dtype, self._seed, contestant.singles, contestant.blocks, contestant.block, self.plan.fresh
+            op=name,
+            c=c,
+            dtype=self.dtype,
+            seed=self._seed,
+            singles=contestant.singles,
+            blocks=contestant.blocks,
+            block=contestant.block,
+            fresh=self.plan.fresh,
+            cpu=self.plan.cpu,
         )
         answers = contestant.running.measure(order, LONGEST_TURN)
         wrong = [answer.wrong for answer in answers] + [_early(answers) if name == "barrier" else 0]
@@ -140,6 +151,17 @@ class Collective(Workload[TimedLibrary]):
             busbw=algbw * self.operation.bus_factor(self.ranks),
             wrong=total_wrong([library.wrong, *(turn.wrong for turn in turns)]),
         )
+
+
+def complete(bench: Bench) -> Bench:
+    """The bench, if every contestant has measured everything, and nothing was wrong. Raises `HoldfastError`."""
+    for name, reason in bench.skipped.items():
+        raise HoldfastError(f"{name}: {reason}")
+    for failure in (*bench.failures, *bench.unmeasured):
+        raise HoldfastError(f"{failure.op} of {failure.nbytes} bytes over {failure.contestant}: {failure.reason}")
+    if bench.wrong:
+        raise HoldfastError(f"{bench.wrong} elements came out wrong")
+    return bench
 
 
 class _Results:

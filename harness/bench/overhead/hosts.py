@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 from rich.console import Console
 
-from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.contestants import HOLDFAST, ContestantGroup, RankPlace
-from holdfast.harness.bench.collectives.run import BenchPlan
+from holdfast.harness.bench.collectives.run import BenchPlan, complete
 from holdfast.harness.bench.collectives.run import run as run_bench
 from holdfast.harness.measure.show import figures, others
 from holdfast.harness.testbed.netns import Network
@@ -77,13 +76,8 @@ def run(
             rounds=rounds,
             iterations=OPS_A_TURN,
         )
-        bench = run_bench(plan, progress, lambda contestant, number: ContestantGroup(contestant, number, placed))
-    for name, reason in bench.skipped.items():
-        raise HoldfastError(f"{name}: {reason}")
-    for failure in (*bench.failures, *bench.unmeasured):
-        raise HoldfastError(f"{failure.op} of {failure.nbytes} bytes over {failure.contestant}: {failure.reason}")
-    if bench.wrong:
-        raise HoldfastError(f"{bench.wrong} elements came out wrong")
+        found = run_bench(plan, progress, lambda contestant, number: ContestantGroup(contestant, number, placed))
+    bench = complete(found)
     times = {(row.contestant, row.op, row.nbytes): row.timing.p50 / 1e3 for row in bench.rows}
     costs = tuple(
         HostsCost(

@@ -3,49 +3,31 @@
 For nccl that is one rank, and the time of the host: a call returns once the op is queued. Where there is no GPU, a
 group of torch that does nothing stands in for NCCL, and the rest of the path is the same.
 
-The same all_reduce of the same ranks, called in three ways that take turns in the same processes: on the library's own
-object, with everything prepared beforehand; as the library's users call it, which for gloo is
-`torch.distributed.all_reduce`; and through holdfast. Each has connections of its own, of the same kind.
+The same all_reduce of the same ranks, called in two or three ways that are contestants of the bench of ops and take
+turns in the same processes: on the library's own object, with everything prepared beforehand; as the library's users
+call it, which for gloo is `torch.distributed.all_reduce`; and through holdfast.
 """
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
 
-from holdfast.comms.errors import Unsupported
+from holdfast.comms.errors import BackendUnavailable, Unsupported
+from holdfast.comms.plugins.registry import registry
 from holdfast.ft.console.units import counted, format_bytes
-from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.overhead.blocks import Way, agreed_block, block_times, slowest
-from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.bench.collectives.contestants import shared
+from holdfast.harness.bench.collectives.ranks import LAYERED
+from holdfast.harness.bench.collectives.run import BenchPlan, complete
+from holdfast.harness.bench.collectives.run import run as run_bench
+from holdfast.harness.bench.drivers.layered import STAND_IN, WAYS
+from holdfast.harness.bench.output.results import Bench
 from holdfast.harness.measure.show import figures, others
 
-if TYPE_CHECKING:
-    import torch
-
-    from holdfast.comms import Communicator
-
-HOLDFAST = "holdfast"
-STAND_IN = "nccl-stand-in"
-"""A backend of a plugin that is registered here by hand: nothing imports a backend."""
-WAYS = {
-    "gloo": ("ProcessGroupGloo.allreduce", "torch.distributed.all_reduce", HOLDFAST),
-    "mpi": ("MPI.Comm.Allreduce", HOLDFAST),
-    "nccl": ("ProcessGroupNCCL.allreduce", HOLDFAST),
-    STAND_IN: ("FakeProcessGroup.allreduce", HOLDFAST),
-}
-"""By backend, the ways to call. The others are compared with the first."""
-
-_BLOCK_SECONDS = 0.005
-_MOST_OPS = 2_000
+TURN_SECONDS = 0.01
 
 
 class CallCost(msgspec.Struct, frozen=True):
@@ -78,141 +60,42 @@ def run(
     rounds: int = 60,
     progress: Callable[[str], None] = lambda text: None,
 ) -> LayerCost:
-    """Measure, about a second for each size and ten rounds. Raises `Unsupported` for a backend that is no layer."""
+    """Measure, about a second for each size and ten rounds.
+
+    Raises `Unsupported` for a backend that is no layer, `BackendUnavailable`, `HoldfastError` if a rank fails.
+    """
     if backend not in WAYS:
         known = ", ".join(repr(name) for name in WAYS if name != STAND_IN)
         raise Unsupported(f"what holdfast adds over {backend!r}", f"ask for one of {known}")
-    noise, calls = Noise(zygote_pid), list[CallCost]()
-    if backend == STAND_IN:
-        for nbytes in sizes:
-            progress(f"{backend}, {nbytes} B")
-            with _one_stand_in() as comm:
-                calls += _costs(backend, nbytes, [_take_turns(comm, backend, "", max(1, nbytes // 4), rounds)])
-        return LayerCost(backend, 1, tuple(calls), noise.cpus())
-    ranks, device = (1, "cuda") if backend == "nccl" else (ranks, None)
-    options: Any = {"environ": {"HOLDFAST_CHECK": "0"}, "threads": 1, "echo": False, "timeout": 300.0}
-    with LocalCluster(ranks, backend, device=device, **options) as cluster:
-        for nbytes in sizes:
-            progress(f"{backend}, {nbytes} B")
-            meeting = str(cluster.logs / f"layer-{nbytes}")
-            calls += _costs(backend, nbytes, cluster.run(_take_turns, backend, meeting, max(1, nbytes // 4), rounds))
-    return LayerCost(backend, ranks, tuple(calls), noise.cpus())
+    if backend != STAND_IN and (missing := registry().backend(backend).missing) is not None:
+        raise BackendUnavailable(backend, missing.reason, missing.install_hint)
+    ranks = 1 if backend in ("nccl", STAND_IN) else ranks
+    plan = BenchPlan(
+        operations=("all_reduce",),
+        contestants=WAYS[backend],
+        ours=(),
+        ranks=(ranks,),
+        sizes=tuple(sizes),
+        rounds=rounds,
+        seconds=rounds * TURN_SECONDS,
+    )
+    bench = complete(run_bench(plan, progress, shared(f"{LAYERED}{backend}")))
+    return LayerCost(backend, ranks, tuple(_costs(bench)), bench.machine.others)
 
 
-def _costs(backend: str, nbytes: int, by_rank: Sequence[Sequence[Sequence[float]]]) -> Iterator[CallCost]:
-    """The cost of each way."""
-    times_of = slowest(by_rank)
-    for way, times in zip(WAYS[backend], times_of, strict=True):
-        pairs = list(zip(times, times_of[0], strict=True))
+def _costs(bench: Bench) -> Iterator[CallCost]:
+    """The cost of each way at each size, beside that of the first."""
+    first = {row.nbytes: row.turns for row in reversed(bench.rows)}
+    for row in bench.rows:
+        pairs = list(zip(row.turns, first[row.nbytes], strict=True))
         yield CallCost(
-            nbytes,
-            way,
-            1e6 * statistics.median(times),
-            1e6 * min(times),
-            1e6 * statistics.median(ours - direct for ours, direct in pairs),
+            row.nbytes,
+            row.contestant,
+            row.timing.p50,
+            row.timing.min,
+            statistics.median(ours - direct for ours, direct in pairs),
             statistics.median(direct / ours for ours, direct in pairs),
         )
-
-
-# What each rank does --------------------------------------------------------------------------------------------------
-
-
-def _take_turns(comm: Communicator, backend: str, meeting: str, count: int, rounds: int) -> list[list[float]]:
-    """By way, the seconds of a call in each round."""
-    import torch
-
-    tensor = torch.empty(count, device=comm.device)
-    with _OTHERS[backend](comm, meeting, tensor) as others:
-        ways: tuple[Way, ...] = (*others, partial(comm.all_reduce, tensor))
-        for way in ways:
-            _check(comm, way, tensor)
-        block = agreed_block(comm, ways[0], _BLOCK_SECONDS, _MOST_OPS)
-        return block_times(ways, rounds, block, line_up=comm.barrier)
-
-
-def _check(comm: Communicator, way: Way, tensor: torch.Tensor) -> None:
-    """Check that a way reduces its input. Leaves zeros in `tensor`: any number of sums of zeros are zeros."""
-    tensor.fill_(comm.rank + 1)
-    way()
-    if not bool((tensor == comm.size * (comm.size + 1) // 2).all()):
-        raise ArithmeticError(f"an all_reduce over {comm.backend} gave {tensor}")
-    tensor.zero_()
-
-
-@contextmanager
-def _gloo(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tuple[Way, ...]]:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, comm.size), rank=comm.rank, world_size=comm.size)
-    try:
-        group: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        tensors, options = [tensor], dist.AllreduceOptions()
-        yield lambda: group.allreduce(tensors, options).wait(), partial(dist.all_reduce, tensor)
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _mpi(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tuple[Way, ...]]:
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD.Dup()
-    try:
-        place, buffer, add = MPI.IN_PLACE, [tensor.numpy(), tensor.numel(), MPI.FLOAT], MPI.SUM
-        yield (lambda: world.Allreduce(place, buffer, add),)
-    finally:
-        world.Free()
-
-
-@contextmanager
-def _nccl(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tuple[Way, ...]]:
-    """torch's own group, on the caller's stream as ours."""
-    import torch.distributed as dist
-
-    dist.init_process_group("nccl", store=dist.FileStore(meeting, comm.size), rank=comm.rank, world_size=comm.size)
-    try:
-        group: Any = dist.distributed_c10d._get_default_group()._get_backend(tensor.device)
-        yield (_queued_by(group, tensor),)
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _stand_in(comm: Communicator, meeting: str, tensor: torch.Tensor) -> Iterator[tuple[Way, ...]]:
-    yield (_queued_by(importlib.import_module(_PLUGIN).OneRank(), tensor),)
-
-
-def _queued_by(group: Any, tensor: torch.Tensor) -> Way:
-    import torch.distributed as dist
-
-    tensors, options = [tensor], dist.AllreduceOptions()
-    options.asyncOp = False
-
-    def way() -> object:
-        work = group.allreduce(tensors, options)
-        return None if work is None else work.wait()
-
-    return way
-
-
-@contextmanager
-def _one_stand_in() -> Iterator[Communicator]:
-    import torch.distributed as dist
-
-    from holdfast import comms
-
-    plugin = importlib.import_module(_PLUGIN)
-    comms.register(plugin)
-    try:
-        with comms.connect(STAND_IN, rank=0, size=1, rendezvous=dist.HashStore()) as comm:
-            yield comm
-    finally:
-        comms.unregister(plugin)
-
-
-_PLUGIN = "holdfast.backends.nccl.stand_in"
-_OTHERS = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl, STAND_IN: _stand_in}
 
 
 def show(cost: LayerCost, out: Console) -> None:

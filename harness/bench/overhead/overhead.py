@@ -1,8 +1,8 @@
 """`holdfast bench overhead`: the cost of observation and fault tolerance while nothing fails.
 
-Ops: the same all_reduce of the same ranks over three communicators, which take turns: one bare, one with the flight
-recorder, one with recorder and metrics. They are timed by the clock, which includes disturbance by other processes, and
-by the CPU time of a rank that is alone, which does not.
+Ops: the same all_reduce of the same ranks over three communicators, which are contestants of the bench of ops and take
+turns: one bare, one with the flight recorder, one with recorder and metrics. They are timed by the clock, which
+includes disturbance by other processes, and by the CPU time of a rank that is alone, which does not.
 
 Steps: blocks of steps under `ft.Session`, each committed, between blocks of the same work and the same all_reduce over
 a bare communicator. Both kinds of blocks run in the same processes, so the cost of the session's threads (heartbeats,
@@ -16,27 +16,30 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 
+from holdfast.comms.errors import BackendUnavailable
+from holdfast.comms.plugins.registry import registry
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.overhead.blocks import agreed_block, block_times, slowest
+from holdfast.harness.bench.collectives.contestants import shared
+from holdfast.harness.bench.collectives.ranks import OBSERVED
+from holdfast.harness.bench.collectives.run import BenchPlan, complete
+from holdfast.harness.bench.collectives.run import run as run_bench
+from holdfast.harness.bench.drivers.observed import VARIANTS, another
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.show import figures, others
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator
-    from holdfast.comms.journal import Recorder
     from holdfast.ft import Session
 
-VARIANTS = ("bare", "recorder", "recorder and metrics")
-_QUIET = {"HOLDFAST_CHECK": "0"}
+TURN_SECONDS = 0.04
 
 
 class OpCost(msgspec.Struct, frozen=True):
@@ -91,70 +94,49 @@ def run(
 ) -> Overhead:
     """Measure; takes about half a minute."""
     noise = Noise(zygote_pid)
-    with LocalCluster(ranks, backend, environ=_QUIET, threads=1, echo=False, timeout=300.0) as cluster:
-        progress("ops")
-        times = cluster.run(_ops, str(cluster.logs), rounds, max(1, nbytes // 4), time.perf_counter)
-        progress("steps")
-        with cluster.start(_steps, str(cluster.logs), max(4, rounds // 2), work_ms / 1e3, time.perf_counter) as job:
-            steps = job.results(300.0)
-    with LocalCluster(1, backend, environ=_QUIET, threads=1, echo=False, timeout=300.0) as cluster:
-        alone = cluster.run(_ops, str(cluster.logs), rounds, max(1, nbytes // 4), time.thread_time)
-        with cluster.start(_steps, str(cluster.logs), max(4, rounds), 0.0, time.thread_time) as job:
-            step_alone = job.results(300.0)
+    if (missing := registry().backend(backend).missing) is not None:
+        raise BackendUnavailable(backend, missing.reason, missing.install_hint)
+    times = _ops(backend, ranks, nbytes, rounds, progress, cpu=False)
+    alone = _ops(backend, 1, nbytes, rounds, progress, cpu=True)
+    progress("steps")
+    steps = _steps_of(backend, ranks, max(4, rounds // 2), work_ms / 1e3, time.perf_counter)
+    step_alone = _steps_of(backend, 1, max(4, rounds), 0.0, time.thread_time)
     step = _step_cost(steps, step_alone[0], work_ms)
-    return Overhead(backend, ranks, nbytes, work_ms, _op_costs(times, alone[0]), step, noise.cpus())
+    return Overhead(backend, ranks, nbytes, work_ms, _op_costs(times, alone), step, noise.cpus())
 
 
 # Ops ------------------------------------------------------------------------------------------------------------------
 
 
-def _another(comm: Communicator, folder: str, name: str, recorder: Recorder | None) -> Communicator:
-    """A communicator of the same ranks, with a recorder of its own."""
-    import torch.distributed as dist
-
-    from holdfast.comms.connect import KnownMembers, connect_members
-    from holdfast.comms.execution.executor import OpSettings
-    from holdfast.comms.transport.base import Peer
-    from holdfast.comms.transport.liveness import this_process
-
-    peers = [msgspec.convert(each, Peer) for each in comm.all_gather_object(msgspec.to_builtins(this_process()))]
-    store = dist.PrefixStore(name, dist.FileStore(f"{folder}/overhead-{comm.epoch}-{name}", comm.size))
-    members = KnownMembers(rank=comm.rank, peers=peers, store=store, epoch=0, name=name)
-    return connect_members(comm.backend, members, settings=OpSettings(30.0, recorder=recorder))
-
-
-def _ops(comm: Communicator, folder: str, rounds: int, count: int, clock: Callable[[], float]) -> list[list[float]]:
-    """By variant, the seconds of an op in each round."""
-    import torch
-
-    from holdfast.ft.telemetry.flight import FlightRecorder
-    from holdfast.ft.telemetry.metrics import OpTally
-
-    def recorder(number: int) -> FlightRecorder:
-        return FlightRecorder(Path(folder) / f"overhead-{comm.rank}-{number}.flight", f"bench-{number}", "bench")
-
-    recorders: list[Recorder | None] = [None, recorder(1), OpTally(recorder(2))]
-    comms = [_another(comm, folder, f"variant-{n}", each) for n, each in enumerate(recorders)]
-    tensor = torch.zeros(count)
-    ways = [partial(each.all_reduce, tensor) for each in comms]
-    times = block_times(ways, rounds, agreed_block(comms[0], ways[0], 0.02, 20_000, tries=200), clock)
-    for each in comms:
-        each.close()
-    return times
+def _ops(
+    backend: str, ranks: int, nbytes: int, rounds: int, progress: Callable[[str], None], *, cpu: bool
+) -> list[tuple[float, ...]]:
+    """By variant, the microseconds of an op in each round: of the slowest rank."""
+    plan = BenchPlan(
+        operations=("all_reduce",),
+        contestants=VARIANTS,
+        ours=(),
+        ranks=(ranks,),
+        sizes=(nbytes,),
+        rounds=rounds,
+        seconds=rounds * TURN_SECONDS,
+        cpu=cpu,
+    )
+    bench = complete(run_bench(plan, progress, shared(f"{OBSERVED}{backend}")))
+    return [row.turns for row in bench.rows]
 
 
-def _op_costs(by_rank: Sequence[Sequence[Sequence[float]]], alone: Sequence[Sequence[float]]) -> tuple[OpCost, ...]:
-    """The costs of each op and kind of observer: in each round the time of the slowest rank."""
-    times_of = slowest(by_rank)
+def _op_costs(times_of: Sequence[Sequence[float]], alone: Sequence[Sequence[float]]) -> tuple[OpCost, ...]:
+    """The costs of each op and kind of observer."""
     bare = times_of[0]
     return tuple(
         OpCost(
             variant,
-            1e6 * statistics.median(times),
-            1e6 * statistics.median(t - b for t, b in zip(times, bare, strict=True)),
+            statistics.median(times),
+            statistics.median(t - b for t, b in zip(times, bare, strict=True)),
             statistics.median(t / b for t, b in zip(times, bare, strict=True)),
-            1e6 * statistics.median(cpu),
-            1e6 * statistics.median(t - b for t, b in zip(cpu, alone[0], strict=True)),
+            statistics.median(cpu),
+            statistics.median(t - b for t, b in zip(cpu, alone[0], strict=True)),
         )
         for variant, times, cpu in zip(VARIANTS, times_of, alone, strict=True)
     )
@@ -165,8 +147,15 @@ def _op_costs(by_rank: Sequence[Sequence[Sequence[float]]], alone: Sequence[Sequ
 _STEPS_A_BLOCK = 10
 
 
+def _steps_of(backend: str, ranks: int, blocks: int, seconds: float, clock: Callable[[], float]) -> list[_Steps]:
+    """What `_steps` measured on each rank of a job."""
+    quiet = {"HOLDFAST_CHECK": "0"}
+    with LocalCluster(ranks, backend, environ=quiet, threads=1, echo=False, timeout=300.0) as cluster:
+        return cluster.start(_steps, cluster.logs, blocks, seconds, clock).results(300.0)
+
+
 def _steps(
-    session: Session, folder: str, blocks: int, seconds: float, clock: Callable[[], float]
+    session: Session, folder: Path, blocks: int, seconds: float, clock: Callable[[], float]
 ) -> tuple[list[float], list[float], float]:
     """Seconds of a step in each bare block and each session block, and the CPU share of the session's threads."""
     import torch
@@ -178,7 +167,7 @@ def _steps(
     inside = 0.0
     for attempt in session.steps(blocks * _STEPS_A_BLOCK):
         if bare is None:
-            bare = _another(attempt.comm, folder, "bare", None)
+            bare = another(attempt.comm, folder, "bare", None)
             cpu, began = _threads_cpu(), time.perf_counter()
         if attempt.step % _STEPS_A_BLOCK == 0:
             if attempt.step:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from holdfast.harness import LocalCluster
-from holdfast.harness.cli import byte_progress as byte_progress_module
+from holdfast.harness.cli import store as store_commands
 from holdfast.harness.cli.app import app
 from holdfast.harness.cli.store import NOTHING_TO_VERIFY, byte_progress
 from holdfast.store import WeightStore
@@ -323,7 +323,7 @@ def test_progress_is_said_when_a_command_takes_long(
     with byte_progress("read") as progress:
         progress(1, 10)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(byte_progress_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(store_commands, "PATIENCE", 0.0)
     with byte_progress("read") as progress:
         progress(1 << 20, 2 << 20)
     assert capsys.readouterr().err == "read: 1 MiB of 2 MiB\n"

@@ -7,6 +7,8 @@ import torch
 
 from holdfast.comms.errors import Unsupported
 from holdfast.ft.console.console import console
+from holdfast.harness.bench.drivers.layered import HOLDFAST, STAND_IN, WAYS
+from holdfast.harness.bench.drivers.observed import VARIANTS
 from holdfast.harness.bench.overhead import layer, overhead
 
 
@@ -15,7 +17,7 @@ def test_overhead_measures_every_variant_and_steps_with_and_without_a_session(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cost = overhead.run(rounds=8, work_ms=1.0)
-    assert [op.variant for op in cost.ops] == list(overhead.VARIANTS)
+    assert [op.variant for op in cost.ops] == list(VARIANTS)
     assert cost.ops[0].ratio == 1
     assert all(op.us > 0 and op.alone_us > 0 for op in cost.ops)
     assert 0 < cost.ops[1].alone_extra_us < 100
@@ -26,15 +28,15 @@ def test_overhead_measures_every_variant_and_steps_with_and_without_a_session(
 
 
 def _backend(name: str) -> object:
-    if name == layer.STAND_IN:
-        return name  # within this process, in a second
+    if name == STAND_IN:
+        return name  # one rank
     gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
     return pytest.param(name, marks=[pytest.mark.thorough, *([gpu] if name == "nccl" else [])])
 
 
-@pytest.mark.parametrize("backend", map(_backend, sorted(layer.WAYS)))
+@pytest.mark.parametrize("backend", map(_backend, sorted(WAYS)))
 def test_layer_measures_each_way_at_each_size(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ways = layer.WAYS[backend]
+    ways = WAYS[backend]
     cost = layer.run(backend, [8, 65_536], rounds=6)
     assert [(call.nbytes, call.way) for call in cost.calls] == [(n, way) for n in (8, 65_536) for way in ways]
     for call in cost.calls:
@@ -42,7 +44,7 @@ def test_layer_measures_each_way_at_each_size(backend: str, capsys: pytest.Captu
         if call.way == ways[0]:
             assert (call.extra_us, call.speed) == (0, 1)
     layer.show(cost, console())
-    assert layer.HOLDFAST in capsys.readouterr().out
+    assert HOLDFAST in capsys.readouterr().out
 
 
 def test_layer_refuses_a_transport_that_wraps_no_library() -> None:
