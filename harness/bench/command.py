@@ -106,13 +106,13 @@ def _bench(ops: tuple[str, ...], options: OpsOptions) -> None:
     from holdfast.ft.console.console import console, styled, working
     from holdfast.ft.console.outputs import check_file, check_folder, check_modules, writing
     from holdfast.harness.bench.collectives.run import expected_seconds, run
-    from holdfast.harness.bench.output import compare, page, show
-    from holdfast.harness.bench.output import plot as picture
+    from holdfast.harness.bench.output import page, results, show
+    from holdfast.harness.report.plot import check_plot
 
     try:
-        then = compare.load(options.against) if options.against is not None else None
+        then = results.load(options.against) if options.against is not None else None
         if options.plot is not None:
-            picture.check_plot(options.plot)
+            check_plot(options.plot)
             check_file(options.plot, "--plot")
         if options.report is not None:
             check_modules("report", "--report", "jinja2", "matplotlib")
@@ -128,9 +128,9 @@ def _bench(ops: tuple[str, ...], options: OpsOptions) -> None:
         typer.echo(bench.json())
     else:
         show.show(bench, out)
-    compared = compare.compare(bench, then) if then is not None else ()
+    compared = results.compare(bench, then) if then is not None else ()
     if then is not None and not options.json:
-        show.show_compared(compared, compare.differing(bench, then), out)
+        show.show_compared(compared, results.differing(bench, then), out)
     broken = [failure for failure in bench.failures if failure.contestant in plan.ours]
     left_out = {*bench.skipped, *(each.contestant for each in bench.unmeasured)} & {*plan.ours}
     if bench.wrong or broken or left_out:
@@ -141,7 +141,7 @@ def _bench(ops: tuple[str, ...], options: OpsOptions) -> None:
     with writing("holdfast bench"):
         if options.plot is not None:
             try:
-                picture.plot(bench, options.plot)
+                page.plot(bench, options.plot)
                 notes.print(f"plot: {options.plot}")
             except ValueError as error:
                 notes.print(f"no plot: {error}")

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.bench.output import compare, plot
-from holdfast.harness.bench.output.plot import PercentileBar, draw_bars
+from holdfast.harness.bench.output import page, results
 from holdfast.harness.bench.recovery.peer import PeerRecovery
 from holdfast.harness.bench.recovery.recovery import RecoveryBench
 from holdfast.harness.measure.show import show_time
+from holdfast.harness.report.charts import PercentileBar, draw_bars
 from holdfast.harness.report.plot import FONT
 
 TIMELINE = "A timeline of every process of the run, with the faults"
@@ -35,8 +35,8 @@ class Recoveries(msgspec.Struct, frozen=True):
 def _collectives(folder: Path) -> Iterator[tuple[str, str]]:
     """Bus bandwidth of each op, and the time of small all_reduces."""
     for path in sorted((folder / "bench").glob("*.json")):
-        bench = compare.load(path)
-        draw = plot.times if path.stem == "small" else plot.bandwidths
+        bench = results.load(path)
+        draw = page.times if path.stem == "small" else page.bandwidths
         for name, chart in draw(bench):
             yield f"bench-{name}", chart.svg(name, standalone=True)
 
@@ -59,9 +59,9 @@ def _recovery(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _chaos(folder: Path) -> Iterator[tuple[str, str]]:
     """The timeline of a chaos report, with the style of its page."""
-    page = (folder / "chaos" / "report.html").read_text(encoding="utf-8")
-    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)
-    for drawing in re.findall(r'<div class="chart">\s*(<svg.*?</svg>)', page, re.DOTALL):
+    report = (folder / "chaos" / "report.html").read_text(encoding="utf-8")
+    style = re.search(r"<style>(.*?)</style>", report, re.DOTALL)
+    for drawing in re.findall(r'<div class="chart">\s*(<svg.*?</svg>)', report, re.DOTALL):
         if f'aria-label="{TIMELINE}"' in drawing and style is not None:
             start = drawing.index(">") + 1
             ground = '<rect width="100%" height="100%" rx="14" style="fill: var(--panel)"/>'

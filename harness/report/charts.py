@@ -1,17 +1,24 @@
-"""The charts of reports: learning curve, rates, progress, histograms, recovery times."""
+"""The charts of reports: learning curve, rates, progress, histograms, recovery times; lines and bars of benches."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from holdfast.ft.console.units import coarse_seconds, counted, reward_text
 from holdfast.harness.report.model import Bar, Curve, FaultRecord, Point, RateSample
 from holdfast.harness.report.plot import SERIES, Chart, light
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 WIDTH = 1000.0
+LABEL_GAP = 17.0
+"""The least distance of the names of two lines, in points."""
 LEAST_OUTAGE = 0.006
 """The shortest shaded stall, as a share of the run; stalls that are usual in the run are not shaded either."""
 OUTAGE = "outage"
@@ -167,3 +174,107 @@ def draw_strip(rows: Mapping[str, Sequence[tuple[float, str]]]) -> str:
                 textcoords="offset points", va="center", size=12, color=light("muted"),
             )  # fmt: skip
     return chart.svg("How long each recovery took, by stage")
+
+
+# Of benches -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line through `points` (x, y), both above 0; a `roof` is a bound of the machine."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    colour: int
+    ours: bool = False
+    roof: bool = False
+
+    @property
+    def paint(self) -> str:
+        return light("roof" if self.roof else f"s{self.colour % SERIES}")
+
+
+def draw_lines(
+    heading: str, series: Sequence[Series], show_x: Callable[[float], str], show_y: Callable[[float], str], y_name: str
+) -> Chart:
+    """All `series` over logarithmic axes; each is named at its right end. Raises ValueError without points."""
+    if not any(each.points for each in series):
+        raise ValueError("there is nothing to draw")
+    chart = Chart(WIDTH, 400.0)
+    chart.axes.set_title(heading, weight="bold", loc="left")
+    chart.axes.set_ylabel(y_name)
+    draw_lines_on(chart, chart.axes, series, show_x, show_y)
+    chart.figure.draw_without_rendering()  # where the axes are
+    points = 72 / chart.figure.dpi
+    heights = {each.name: points * chart.axes.transData.transform(each.points[-1])[1] for each in series}
+    lowest = -math.inf
+    for each in sorted(series, key=lambda each: heights[each.name]):
+        at = max(heights[each.name], lowest + LABEL_GAP)
+        lowest = at
+        chart.axes.annotate(
+            each.name, (1, each.points[-1][1]), (12, at - heights[each.name]), xycoords=("axes fraction", "data"),
+            textcoords="offset points", va="center", size=12.5, weight="bold" if each.ours else "normal",
+            color=light("muted") if each.roof else each.paint, annotation_clip=False,
+        )  # fmt: skip
+    return chart
+
+
+def draw_lines_on(
+    chart: Chart, axes: Axes, series: Sequence[Series], show_x: Callable[[float], str], show_y: Callable[[float], str]
+) -> None:
+    """All `series` on one of the axes of a chart, without their names."""
+    xs = sorted({x for each in series for x, _ in each.points})
+    ys = [y for each in series for _, y in each.points]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(xs[0], xs[-1] if len(xs) > 1 else 2 * xs[0])
+    axes.set_ylim(min(ys) / 1.2, max(ys) * 1.2)
+    axes.set_xticks(xs[:: -(-len(xs) // 14)], [show_x(x) for x in xs[:: -(-len(xs) // 14)]])
+    steps = (1, 2, 5) if max(ys) / min(ys) < 100 else (1,)
+    decades = range(math.floor(math.log10(min(ys))) - 1, math.ceil(math.log10(max(ys))) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    ticks = [tick for tick in ticks if min(ys) / 1.2 <= tick <= 1.2 * max(ys)]
+    axes.set_yticks(ticks, [show_y(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    for each in sorted(series, key=lambda each: (not each.roof, each.ours)):
+        at, values = [x for x, _ in each.points], [y for _, y in each.points]
+        if each.roof:
+            (roof,) = axes.plot(at, values, color=each.paint, linewidth=2, linestyle=(0, (5, 4)))
+            chart.mark(roof, cls="roof")
+            axes.fill_between(at, values, 1.2 * max(ys), color=each.paint, alpha=0.1, linewidth=0)
+            continue
+        axes.plot(at, values, color=each.paint, linewidth=3 if each.ours else 1.8, clip_on=False)
+        for x, y in each.points:
+            dot = axes.scatter([x], [y], s=22, color=each.paint, clip_on=False, zorder=3)
+            chart.mark(dot, f"{each.name}, {show_x(x)}: {show_y(y)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PercentileBar:
+    """One of several in a row: median, p90 and p99 of something, in the unit of the axis."""
+
+    name: str
+    median: float
+    p90: float
+    p99: float
+    colour: int
+
+
+def draw_bars(heading: str, bars: Sequence[PercentileBar], show: Callable[[float], str]) -> Chart:
+    """Horizontal bars on a linear axis from 0: solid to the median, paler to p90, palest to p99."""
+    chart = Chart(WIDTH, 76 + 46.0 * len(bars))
+    axes = chart.axes
+    axes.set_title(heading, weight="bold", loc="left")
+    axes.set_xlim(0, 1.1 * max(bar.p99 for bar in bars))
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars], color=light("ink"))
+    axes.xaxis.set_major_formatter(lambda value, _: show(value))
+    axes.grid(axis="x")
+    for index, bar in enumerate(bars):
+        for value, alpha in ((bar.p99, 0.18), (bar.p90, 0.35), (bar.median, 1.0)):
+            (drawn,) = axes.barh(index, value, 0.56, color=light(f"s{bar.colour % SERIES}"), alpha=alpha, linewidth=0)
+            words = f"{bar.name}: median {show(bar.median)}, p90 {show(bar.p90)}, p99 {show(bar.p99)}"
+            chart.mark(drawn, words, "bar")
+        axes.annotate(show(bar.median), (bar.p99, index), (8, 0), textcoords="offset points", va="center", size=12.5)
+    return chart

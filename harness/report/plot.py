@@ -156,3 +156,14 @@ class Chart:
         """Write the picture, in the format that the name ends in, with light colours."""
         with self._context(self._settings):
             self.figure.savefig(path, dpi=150, facecolor=light("panel"))
+
+
+def check_plot(path: Path) -> None:
+    """Raise ValueError if a picture cannot be written to `path`; for use before anything is measured."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError("plots need matplotlib: pip install 'holdfast[report]'") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"{path} does not say what to write: end it with .png or .svg ({', '.join(sorted(known))})")

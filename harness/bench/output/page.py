@@ -1,30 +1,137 @@
-"""A bench as one self-contained HTML page: charts, tables, the machine, how to repeat it."""
+"""A bench in pictures: charts of bandwidth and time, and one self-contained HTML page with tables and the machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from holdfast.ft.console.units import counted, format_bytes
+from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.ranks import HOLDFAST
-from holdfast.harness.bench.output import plot
-from holdfast.harness.bench.output.compare import Compared
-from holdfast.harness.bench.output.results import Bench
+from holdfast.harness.bench.output.results import Bench, BenchRow, Compared
 from holdfast.harness.measure.show import show_time
+from holdfast.harness.report.charts import WIDTH, Series, draw_lines, draw_lines_on
+from holdfast.harness.report.plot import SERIES, Chart, light
 from holdfast.harness.report.render import environment
 
 TEMPLATE = "page.html.j2"
+ROOF = "copy in memory"
+"""The label of `memcpy`: all ranks at once copy as many bytes in their own memory."""
+
+
+def short(contestant: str) -> str:
+    """The name of a contestant in charts and tables."""
+    return ROOF if contestant == MEMCPY else contestant.removeprefix(HOLDFAST)
+
+
+def _bandwidth(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _ranks(value: float) -> str:
+    return f"{value:.0f} ranks"
+
+
+def _size(value: float) -> str:
+    return format_bytes(int(value))
+
+
+def _colours(bench: Bench) -> dict[str, int]:
+    """A colour for each contestant, ours first."""
+    names = dict.fromkeys(row.contestant for row in bench.rows)
+    return {name: index for index, name in enumerate(sorted(names, key=lambda name: not name.startswith(HOLDFAST)))}
+
+
+def _series(rows: list[BenchRow], colours: dict[str, int], over_ranks: bool, bandwidth: bool) -> list[Series]:
+    found = []
+    for name in sorted({row.contestant for row in rows}, key=colours.__getitem__):
+        mine = sorted((row for row in rows if row.contestant == name), key=lambda row: (row.ranks, row.nbytes))
+        points = tuple(
+            (float(row.ranks if over_ranks else row.nbytes), row.busbw if bandwidth else row.timing.p50) for row in mine
+        )
+        found.append(Series(short(name), points, colours[name], name.startswith(HOLDFAST), name == MEMCPY))
+    return found
+
+
+def _with_sizes(bench: Bench) -> Iterator[tuple[str, int, list[BenchRow]]]:
+    """Each op and number of ranks, with its rows of several sizes."""
+    for op, ranks in dict.fromkeys((row.op, row.ranks) for row in bench.rows if row.nbytes):
+        rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks) and row.nbytes]
+        if len({row.nbytes for row in rows}) > 1:
+            yield op, ranks, rows
+
+
+def bandwidths(bench: Bench) -> Iterator[tuple[str, Chart]]:
+    """Yield a name and a chart of bus bandwidth over size for each op and number of ranks."""
+    colours = _colours(bench)
+    for op, ranks, rows in _with_sizes(bench):
+        series = _series(rows, colours, over_ranks=False, bandwidth=True)
+        heading = f"{op}, {counted(ranks, 'rank')}"
+        yield f"{op}-{ranks}", draw_lines(heading, series, _size, _bandwidth, "bus bandwidth, GB/s")
+
+
+def times(bench: Bench) -> Iterator[tuple[str, Chart]]:
+    """Yield a name and a chart of time over size, without the roofline, for each op and number of ranks."""
+    colours = _colours(bench)
+    for op, ranks, rows in _with_sizes(bench):
+        series = _series([row for row in rows if row.contestant != MEMCPY], colours, over_ranks=False, bandwidth=False)
+        if series:
+            heading = f"{op}, {counted(ranks, 'rank')}"
+            yield f"{op}-{ranks}-time", draw_lines(heading, series, _size, show_time, "p50")
+
+
+def sweeps(bench: Bench) -> Iterator[tuple[str, Chart]]:
+    """Yield a chart of time over ranks for each op and size measured with several numbers of ranks."""
+    colours = _colours(bench)
+    for op, size in dict.fromkeys((row.op, _nominal(row.nbytes)) for row in bench.rows):
+        rows = [row for row in bench.rows if (row.op, _nominal(row.nbytes)) == (op, size) and row.contestant != MEMCPY]
+        if len({row.ranks for row in rows}) > 1:
+            series = _series(rows, colours, over_ranks=True, bandwidth=False)
+            heading = f"{op}{f' of {format_bytes(size)}' if size else ''}"
+            yield f"{op}-{size}-ranks", draw_lines(heading, series, _ranks, show_time, "p50")
+
+
+def _nominal(nbytes: int) -> int:
+    """The requested size: `nbytes` may be a little less, so that the ranks divide it."""
+    power = 1 << max(0, nbytes - 1).bit_length()
+    return power if nbytes and power - nbytes < power // 8 else nbytes
+
+
+def plot(bench: Bench, path: Path) -> None:
+    """Write a picture: for each op and number of ranks the time, and below it the bus bandwidth.
+
+    Raises ValueError if there is nothing to plot. `check_plot` says whether it can be written.
+    """
+    pairs = list(dict.fromkeys((row.op, row.ranks) for row in bench.rows if row.nbytes))
+    if not pairs:
+        raise ValueError("there is nothing to plot: no op with a size was measured")
+    chart, colours = Chart(WIDTH, 640.0 * len(pairs), [1.0] * 2 * len(pairs)), _colours(bench)
+    for index, (op, ranks) in enumerate(pairs):
+        rows = [row for row in bench.rows if (row.op, row.ranks) == (op, ranks)]
+        time_axes, bandwidth_axes = chart.all_axes[2 * index : 2 * index + 2]
+        without_roof = [row for row in rows if row.contestant != MEMCPY] or rows
+        draw_lines_on(chart, time_axes, _series(without_roof, colours, False, False), _size, show_time)
+        draw_lines_on(chart, bandwidth_axes, _series(rows, colours, False, True), _size, _bandwidth)
+        time_axes.set_title(f"{op}, {counted(ranks, 'rank')}", weight="bold", loc="left")
+        time_axes.set_ylabel("p50 of an op")
+        bandwidth_axes.set_ylabel("bus bandwidth, GB/s")
+        for name, colour in colours.items():
+            if any(row.contestant == name for row in rows):
+                paint = light("roof" if name == MEMCPY else f"s{colour % SERIES}")
+                bandwidth_axes.plot([], [], color=paint, linewidth=3, label=short(name))
+        bandwidth_axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    chart.save(path)
 
 
 def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> str:
     """The page. Raises ModuleNotFoundError, naming what to install, without jinja2."""
     templates = environment(Path(__file__).parent)
-    templates.filters |= {"counted": counted, "size": format_bytes, "time": show_time, "short": plot.short}
+    templates.filters |= {"counted": counted, "size": format_bytes, "time": show_time, "short": short}
     from markupsafe import Markup
 
-    charts = [*plot.bandwidths(bench), *plot.times(bench), *plot.sweeps(bench)]
+    charts = [*bandwidths(bench), *times(bench), *sweeps(bench)]
     ours = [failure for failure in (*bench.failures, *bench.unmeasured) if failure.contestant.startswith(HOLDFAST)]
     page = templates.get_template(TEMPLATE).render(
         bench=bench,

@@ -17,7 +17,7 @@ from holdfast.harness.bench.output.results import Bench, BenchRow, OpRatio
 from holdfast.harness.measure.show import figures, others, show_machine, show_time
 
 if TYPE_CHECKING:
-    from holdfast.harness.bench.output.compare import Compared
+    from holdfast.harness.bench.output.results import Compared
     from holdfast.harness.bench.recovery.recovery import RecoveryBench
 
 

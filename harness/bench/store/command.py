@@ -57,10 +57,10 @@ def store(options: StoreOptions) -> None:
     """
     from holdfast.ft.console.console import console, styled, working
     from holdfast.ft.console.outputs import check_file, writing
-    from holdfast.harness.bench.output.plot import check_plot
     from holdfast.harness.bench.store import drivers, show
     from holdfast.harness.bench.store.run import StorePlan, run
     from holdfast.harness.bench.store.workloads import WORKLOADS
+    from holdfast.harness.report.plot import check_plot
 
     try:
         if options.plot is not None:

@@ -34,7 +34,7 @@ from holdfast.harness.bench.collectives.definitions import (
 from holdfast.harness.bench.collectives.ranks import Bound, Measure, Measurement, time_ops
 from holdfast.harness.bench.command import app
 from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
-from holdfast.harness.bench.output import plot, show
+from holdfast.harness.bench.output import page, show
 from holdfast.harness.bench.output.results import Bench, BenchRow, ratios
 from holdfast.harness.bench.overhead import hosts
 from holdfast.harness.bench.overhead.imports import measure
@@ -398,7 +398,7 @@ def test_a_backend_of_ours_that_cannot_run_fails_the_command() -> None:
 def test_a_plot_without_data_is_an_error(tmp_path: Path) -> None:
     bench = rounds.run(_plan((), ()))
     with pytest.raises(ValueError, match="nothing to plot"):
-        plot.plot(bench, tmp_path / "plot.png")
+        page.plot(bench, tmp_path / "plot.png")
 
 
 @pytest.mark.thorough

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from holdfast.ft.console.console import console
 from holdfast.harness.bench.command import app
-from holdfast.harness.bench.output import compare, page, plot, show
+from holdfast.harness.bench.output import page, results, show
 from holdfast.harness.bench.output.results import Bench, BenchRow, OpFailure, ratios
 from holdfast.harness.measure.results import Machine
 from holdfast.harness.measure.stats import Timing
+from holdfast.harness.report import charts
 from holdfast.harness.report.plot import Chart
 
 MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
@@ -79,25 +80,25 @@ def tips(drawing: ElementTree.Element) -> list[str]:
 
 def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
     series = [
-        plot.Series(f"number {index}", ((8.0, 1e-3 * (index + 1)), (1e6, 50.0 + index / 100)), index)
+        charts.Series(f"number {index}", ((8.0, 1e-3 * (index + 1)), (1e6, 50.0 + index / 100)), index)
         for index in range(6)
     ]
-    drawing = drawn(plot.draw_lines("many", series, str, str, "GB/s"))
+    drawing = drawn(charts.draw_lines("many", series, str, str, "GB/s"))
     names = [each for each in drawing.iter() if (each.text or "").startswith("number") and each.tag.endswith("text")]
     heights = sorted(float(each.get("y", "nan")) for each in names)
     assert len(heights) == 6
-    assert all(below - above >= plot.LABEL_GAP - 0.1 for above, below in itertools.pairwise(heights))
+    assert all(below - above >= charts.LABEL_GAP - 0.1 for above, below in itertools.pairwise(heights))
     width, height = map(float, drawing.attrib["viewBox"].split()[2:])
     dots = [each for each in drawing.iter() if each.tag.endswith("use")]
     assert all(0 < float(dot.get("x", 0)) < width and 0 < float(dot.get("y", 0)) < height for dot in dots)
     assert "number 3, 8.0: 0.004" in tips(drawing)
     with pytest.raises(ValueError, match="nothing to draw"):
-        plot.draw_lines("none", [], str, str, "")
+        charts.draw_lines("none", [], str, str, "")
 
 
 def test_bars_are_drawn_to_their_percentiles() -> None:
-    bars = [plot.PercentileBar("ours", 5.0, 8.0, 10.0, 0), plot.PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
-    chart = plot.draw_bars("recovery", bars, lambda value: f"{value:g} ms")
+    bars = [charts.PercentileBar("ours", 5.0, 8.0, 10.0, 0), charts.PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
+    chart = charts.draw_bars("recovery", bars, lambda value: f"{value:g} ms")
     assert [round(patch.get_width()) for patch in chart.axes.patches] == [10, 8, 5, 40, 30, 20]  # type: ignore[attr-defined]
     assert set(tips(drawn(chart))) == {
         "ours: median 5 ms, p90 8 ms, p99 10 ms",
@@ -106,15 +107,15 @@ def test_bars_are_drawn_to_their_percentiles() -> None:
 
 
 def test_a_chart_takes_the_colours_of_its_page_and_alone_it_brings_them() -> None:
-    chart = plot.draw_lines("one", [plot.Series("a", ((1.0, 1.0), (2.0, 3.0)), 0)], str, str, "y")
+    chart = charts.draw_lines("one", [charts.Series("a", ((1.0, 1.0), (2.0, 3.0)), 0)], str, str, "y")
     inside = chart.svg("one")
     assert "var(--s0)" in inside and not re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", inside)
     assert "<style" not in inside and "prefers-color-scheme: dark" in chart.svg("one", standalone=True)
 
 
 def test_names_of_pictures_say_what_they_show() -> None:
-    assert [name for name, _ in plot.bandwidths(bench())] == ["all_reduce-2", "all_reduce-4"]
-    assert [name for name, _ in plot.sweeps(bench())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
+    assert [name for name, _ in page.bandwidths(bench())] == ["all_reduce-2", "all_reduce-4"]
+    assert [name for name, _ in page.sweeps(bench())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
 
 
 @pytest.mark.parametrize("columns", [60, 80])
@@ -124,7 +125,7 @@ def test_the_tables_of_a_bench_fit_a_terminal(columns: int, monkeypatch: pytest.
     monkeypatch.setattr("sys.stdout", stream)
     out = console()
     show.show(bench(), out)
-    show.show_compared(compare.compare(bench(slower=1.5), bench()), (), out)
+    show.show_compared(results.compare(bench(slower=1.5), bench()), (), out)
     lines = stream.getvalue().splitlines()
     assert not any(line.startswith(("p50: ", "size: 8", "library: ", "now: ")) for line in lines), "a line a figure"
     assert "not shown at this width: " in stream.getvalue()
@@ -138,12 +139,12 @@ def test_the_tables_of_a_bench_fit_a_terminal(columns: int, monkeypatch: pytest.
 def test_a_run_is_compared_with_a_stored_one(tmp_path: Path) -> None:
     stored = tmp_path / "stored"
     page.write(bench(), stored)
-    then = compare.load(stored / "bench.json")
-    changes = compare.compare(bench(slower=1.5), then)
+    then = results.load(stored / "bench.json")
+    changes = results.compare(bench(slower=1.5), then)
     assert {change.change for change in changes} == {"slower"}
     assert {round(change.ratio, 3) for change in changes} == {0.667}
-    assert {change.change for change in compare.compare(bench(), then)} == {"as before"}
-    assert compare.compare(bench(ranks=(8,)), then) == ()
+    assert {change.change for change in results.compare(bench(), then)} == {"as before"}
+    assert results.compare(bench(ranks=(8,)), then) == ()
     assert "Beside the stored run" in page.render(bench(slower=0.5), changes)
 
 
