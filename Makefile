@@ -184,7 +184,7 @@ FIGURES := docs/figures
 BENCH_FIGURES := all_reduce reduce_scatter all_gather broadcast all_to_all
 
 figures: $(STAMP)  ## draw the pictures of docs/benchmarks/index.md from the data that is committed there
-	$(BIN)/python -m holdfast.harness.bench.figures $(FIGURES)
+	PYTHONPATH=tests $(BIN)/python -m support.programs.figures $(FIGURES)
 
 figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figures-growth figures-gate figures-store  ## measure it anew
 

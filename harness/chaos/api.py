@@ -51,14 +51,13 @@ class Result:
 
     def write(self, folder: Path | str) -> Path:
         """Write report.html and run.json into a folder; returns the path of the page."""
-        from holdfast.harness.chaos.outcome.page import write_report
+        from holdfast.harness.chaos.outcome.page import write_folder
         from holdfast.harness.chaos.show import machine
 
         report = ChaosReport(version=version("holdfast"), machine=machine(), runs=(self.report,))
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        (path / "run.json").write_bytes(msgspec.json.encode(report))
-        write_report(report, path / "report.html")
+        write_folder(report, path)
         return path / "report.html"
 
 

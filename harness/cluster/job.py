@@ -230,7 +230,7 @@ class Job:
         `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
         """
         from holdfast.harness.links.breakable import unbreakable
-        from holdfast.harness.links.policy import LinkPolicy, LinkRule
+        from holdfast.harness.links.policy import between
 
         why = unbreakable(self._settings.backend, self._settings.environ)
         if self._links is None or why is not None:
@@ -240,12 +240,7 @@ class Job:
             )
 
         sides = [frozenset(self.pid(rank) for rank in group) for group in groups]
-        named = frozenset(pid for side in sides for pid in side)
-        sides = [side for side in (*sides, frozenset(process.pid for process in self.processes) - named) if side]
-        cut = LinkPolicy(cut=True)
-        self._cuts += self._links.add(
-            LinkRule(policy=cut, sources=one, targets=other) for one in sides for other in sides if one is not other
-        )
+        self._cuts += self._links.add(between(sides, frozenset(process.pid for process in self.processes)))
 
     def heal(self) -> None:
         """Undo every `partition`."""

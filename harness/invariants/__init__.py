@@ -6,7 +6,7 @@ for violation in check(events): ...
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from holdfast.ft.event_lines import event_of
 from holdfast.ft.events import Event
@@ -48,18 +48,17 @@ __all__ = [
 ]
 
 
-def examine(events: Iterable[Event], bounds: Bounds | None = None) -> list[CheckResult]:
-    """Run every checker over `events`, which are in the order of time.
-
-    For the logs of real processes the checkers that need a simulation are left out.
-    """
-    checkers = [checker(bounds or Bounds()) for checker in CHECKERS]
+def examine(
+    events: Iterable[Event], bounds: Bounds | None = None, kinds: Sequence[type[Checker]] = CHECKERS
+) -> list[CheckResult]:
+    """Run checkers over `events`, which are in the order of time. Optional ones without a result are left out."""
+    checkers = [kind(bounds or Bounds()) for kind in kinds]
     for event in events:
         for checker in checkers:
             checker.observe(event)
     for checker in checkers:
         checker.finish()
-    return [checker.finding() for checker in checkers if checker.looked or not checker.needs_simulation]
+    return [each.finding() for each in checkers if each.looked or each.violations or not each.optional]
 
 
 def check(events: Iterable[Event], bounds: Bounds | None = None) -> list[Violation]:

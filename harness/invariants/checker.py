@@ -52,12 +52,12 @@ class CheckResult(msgspec.Struct, frozen=True):
 class Checker(ABC):
     """One invariant. `name` is a few words, `meaning` a sentence.
 
-    `needs_simulation`: the logs of real processes have too little for the check.
+    `optional`: it has no result if it looked at nothing, as where real processes log too little for it.
     """
 
     name: ClassVar[str]
     meaning: ClassVar[str]
-    needs_simulation: ClassVar[bool] = False
+    optional: ClassVar[bool] = False
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds

@@ -116,7 +116,7 @@ class CompletionChecker(Checker):
 
     name: ClassVar[str] = "a healed job ends"
     meaning: ClassVar[str] = "Within a bound after the last fault all that live have finished or ended with a reason."
-    needs_simulation: ClassVar[bool] = True
+    optional: ClassVar[bool] = True
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)

@@ -137,7 +137,7 @@ class EvictionsJustified(Checker):
         "Whoever is left out of an epoch had ended, had been stopped, could not work with others for long, or was not "
         "heard, a moment before, by at least half of those who watch it."
     )
-    needs_simulation: ClassVar[bool] = True
+    optional: ClassVar[bool] = True
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)

@@ -58,8 +58,8 @@ class LinkPolicy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-CLEAR = LinkPolicy()
-"""Bytes pass as they come."""
+CLEAR, CUT = LinkPolicy(), LinkPolicy(cut=True)
+"""Bytes pass as they come; nothing passes."""
 
 
 class LinkRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +75,13 @@ class LinkRule(msgspec.Struct, frozen=True, kw_only=True):
         if self.plane != "all" and (self.plane == "control") != control:
             return False
         return (not self.sources or source in self.sources) and (not self.targets or target in self.targets)
+
+
+def between(groups: Iterable[frozenset[int]], everybody: frozenset[int]) -> list[LinkRule]:
+    """The rules by which nothing passes between groups of processes; those in no group form one more."""
+    named = [group for group in groups if group]
+    sides = [side for side in (*named, everybody.difference(*named)) if side]
+    return [LinkRule(policy=CUT, sources=a, targets=b) for a in sides for b in sides if a is not b]
 
 
 def combined(rules: Iterable[LinkRule], source: int, target: int, control: bool) -> LinkPolicy:

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 import typer.main
 
-from holdfast.harness.bench import figures
 from holdfast.harness.cli.app import app
+from support.programs import figures
 from support.source_tree import ROOT
 
 DOCS = ROOT / "docs"

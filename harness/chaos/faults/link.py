@@ -13,7 +13,7 @@ from msgspec import Meta
 from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
 from holdfast.harness.links.breakable import unbreakable
-from holdfast.harness.links.policy import LinkPolicy, LinkRule, Plane
+from holdfast.harness.links.policy import CUT, LinkPolicy, LinkRule, Plane, between
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.run.fault_context import FaultContext
@@ -102,7 +102,7 @@ class Cut(_DirectedLinkFault, frozen=True, kw_only=True):
         return True
 
     def policy(self) -> LinkPolicy:
-        return LinkPolicy(cut=True)
+        return CUT
 
 
 class Delay(_DirectedLinkFault, frozen=True, kw_only=True):
@@ -183,11 +183,8 @@ class Partition(_LinkFault, frozen=True, kw_only=True):
 
     def inject(self, context: FaultContext) -> Undo | None:
         groups = [context.pids(group) for group in self.groups]
-        rest = context.everybody() - frozenset(pid for group in groups for pid in group)
-        sides = [group for group in (*groups, rest) if group]
         context.note("partition", context.found(frozenset().union(*groups)), self.words())
-        cut = LinkPolicy(cut=True)
-        return context.rule(LinkRule(policy=cut, sources=a, targets=b) for a in sides for b in sides if a is not b)
+        return context.rule(between(groups, context.everybody()))
 
     def words(self) -> str:
         return f"{self.summary}: {' | '.join(', '.join(map(str, group)) for group in self.groups)}"

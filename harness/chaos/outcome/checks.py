@@ -26,6 +26,7 @@ _MEANING = {
 class EverySampleOnce(Checker):
     """In the committed attempt at each step the ranks worked on all shards, each once."""
 
+    optional: ClassVar[bool] = True
     name: ClassVar[str] = "every sample once"
     meaning: ClassVar[str] = (
         "In the attempt of each step that was committed the ranks worked on every shard, and on each exactly once."
@@ -36,8 +37,7 @@ class EverySampleOnce(Checker):
         self._taken: dict[int, dict[int, list[tuple[str, tuple[int, ...]]]]] = defaultdict(lambda: defaultdict(list))
         self._committed: dict[int, Event] = {}
         self._members: dict[int, int] = {}
-        self.torn = False
-        """Whether logs may lack the last lines of dead processes: the disk was full."""
+        self._torn = False
 
     def observe(self, event: Event) -> None:
         if isinstance(event, events.ViewInstalled):
@@ -46,6 +46,8 @@ class EverySampleOnce(Checker):
             self._taken[event.step][event.epoch].append((event.process, event.shards))
         elif isinstance(event, events.StepCommitted):
             self._committed.setdefault(event.step, event)
+        elif isinstance(event, events.FaultInjected) and event.what == "disk-full":
+            self._torn = True  # logs may lack the last lines of dead processes
 
     def finish(self) -> None:
         everything = {
@@ -53,7 +55,7 @@ class EverySampleOnce(Checker):
         }
         for step, event in self._committed.items():
             epochs = self._taken.get(step)
-            if not epochs or (self.torn and len(epochs[max(epochs)]) < self._members.get(max(epochs), 0)):
+            if not epochs or (self._torn and len(epochs[max(epochs)]) < self._members.get(max(epochs), 0)):
                 continue
             self.looked += 1
             worked = [shard for _, shards in epochs[max(epochs)] for shard in shards]
@@ -69,6 +71,7 @@ class OnlyFaultyMembersLeave(Checker):
     Slowness, a bad network or an absent register is no death.
     """
 
+    optional: ClassVar[bool] = True
     name: ClassVar[str] = "only the struck leave"
     meaning: ClassVar[str] = "A process that is in one view and not in a later one was struck by a fault before."
 
@@ -93,6 +96,7 @@ class OnlyFaultyMembersLeave(Checker):
 class RegisterAwayBreaksNothing(Checker):
     """No epoch ends while only the register is away: a running epoch does not need it."""
 
+    optional: ClassVar[bool] = True
     name: ClassVar[str] = "a register away breaks no epoch"
     meaning: ClassVar[str] = "While the register is away, and nothing else has been broken, no epoch ends."
 
@@ -119,6 +123,7 @@ class RegisterAwayBreaksNothing(Checker):
 class RightBytes(Checker):
     """Readers of a store get, for each version, the bytes that were published as that version."""
 
+    optional: ClassVar[bool] = True
     name: ClassVar[str] = "readers get the right bytes"
     meaning: ClassVar[str] = "Every byte that a reader fetched is that of the version that it was told it has."
 
@@ -127,6 +132,14 @@ class RightBytes(Checker):
             self.looked += 1
         elif isinstance(event, events.VersionWrong):
             self.violated(event, f"fetched version {event.version} with other bytes than were published")
+
+
+CHECKERS: tuple[type[Checker], ...] = (
+    EverySampleOnce,
+    OnlyFaultyMembersLeave,
+    RegisterAwayBreaksNothing,
+    RightBytes,
+)
 
 
 def same_weights(digests: Mapping[str, str], reference: str) -> CheckResult:
@@ -177,21 +190,3 @@ def growth(logged: list[Event], least_rebuilds: int = 3) -> CheckResult:
                 text = f"{name} grew from {before} to {after} over {counted(rebuilt[process], 'rebuild')}"
                 violations.append(Violation(LEAKS, process, all_of_it[-1].time, text))
     return CheckResult(LEAKS, _MEANING[LEAKS], looked, tuple(violations))
-
-
-def examine(logged: list[Event], bounds: Bounds) -> list[CheckResult]:
-    """The results of the checkers of this file that looked at any event."""
-    samples = EverySampleOnce(bounds)
-    samples.torn = any(isinstance(event, events.FaultInjected) and event.what == "disk-full" for event in logged)
-    checkers: list[Checker] = [
-        samples,
-        OnlyFaultyMembersLeave(bounds),
-        RegisterAwayBreaksNothing(bounds),
-        RightBytes(bounds),
-    ]
-    for event in logged:
-        for checker in checkers:
-            checker.observe(event)
-    for checker in checkers:
-        checker.finish()
-    return [finding for finding in (checker.finding() for checker in checkers) if finding.looked or finding.violations]

@@ -24,7 +24,7 @@ from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
 from holdfast.harness.chaos.scenario.workload import AllReduce, ReinforcementLearning, StoreWorkload
 from holdfast.harness.chaos.workloads.session import BODIES, digest_of
 from holdfast.harness.chaos.workloads.store import weights
-from holdfast.harness.invariants import Bounds, CheckResult, examine
+from holdfast.harness.invariants import CHECKERS, Bounds, CheckResult, examine
 from holdfast.harness.report.model import Learning, ProcessRecord
 from holdfast.harness.training.episodes_page import GroupRows
 from holdfast.rl.run.telemetry import Observer
@@ -266,7 +266,7 @@ def _findings(raw: RawRun, bounds: Bounds) -> list[CheckResult]:
     """The results of the checkers over each job, those of one checker in one."""
     found: dict[str, CheckResult] = {}
     for events in raw.jobs:
-        for each in (*examine(events, bounds), *checks.examine(events, bounds)):
+        for each in examine(events, bounds, (*CHECKERS, *checks.CHECKERS)):
             before = found.get(each.invariant)
             if before is not None:
                 looked, violations = before.looked + each.looked, before.violations + each.violations
