@@ -188,7 +188,7 @@ figures: $(STAMP)  ## draw the pictures of docs/benchmarks/index.md from the dat
 
 figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figures-growth figures-gate figures-store  ## measure it anew
 
-.PHONY: figures-data figures-bench figures-recovery figures-chaos figures-growth figures-gate figures-store
+.PHONY: figures-data figures-bench figures-recovery figures-chaos figures-growth figures-gate figures-store figures-blame
 figures-store: $(STAMP) $(if $(HOLDFAST_TORCHSTORE),store-peers)
 	$(BIN)/holdfast bench store --peers all --starts 1 --rounds 6 --json --markdown $(FIGURES)/store.md --plot $(FIGURES)/store.svg \
 	  > $(FIGURES)/store.json
@@ -205,6 +205,8 @@ figures-chaos:
 	rm -f $(FIGURES)/chaos/run.json
 figures-growth:
 	$(BIN)/python docs/experiments/growth.py $(FIGURES)/simulate
+figures-blame: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m support.programs.blame_score 400 --injected 10
 figures-gate:
 	PYTHONPATH=tests $(BIN)/python -m support.programs.gate_calibration HEAD --trials 104 > $(FIGURES)/gate.md
 
