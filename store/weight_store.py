@@ -192,7 +192,7 @@ class WeightStore:
             self._plane = memory("inproc" if local and plane == "auto" else plane)
             undo.callback(self._plane.close)
             warm_up(self._plane)
-            pool = MemoryPool(self._plane, limit, self._keep + 1)
+            pool = MemoryPool(self._plane, limit, self._keep + 1 if hold else 2)  # the newest one, and the next
             self._replica_holder = ReplicaHolder(self._catalog_client, self._plane, pool, holder, self._observe)
             report = self._replica_holder.report_corrupt
             self._host_copies = HostCopies(self._catalog_client, self._plane, pool, holder, report)

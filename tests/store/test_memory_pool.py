@@ -235,6 +235,14 @@ def test_a_store_touches_what_it_expects_and_lets_it_go_when_it_closes() -> None
     assert not pool._spare
 
 
+def test_a_store_that_does_not_hold_touches_memory_for_one_more_part(url: str) -> None:
+    with WeightStore(url, replicas=1), WeightStore(url, replicas=1, hold=False) as store:
+        store.publish(1, {"weight": torch.ones(1 << 20)})
+        pool = store._replica_holder.pool
+        eventually(lambda: is_idle(pool))
+        assert 4 << 20 < pool._used <= 2 * (5 << 20)
+
+
 def test_a_cgroup_bounds_what_is_available(tmp_path: Path) -> None:
     groups = tmp_path / "groups"
     (tmp_path / "self").mkdir()
