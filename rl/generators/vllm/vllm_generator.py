@@ -122,7 +122,7 @@ class VllmGenerator:
             self._store.close()
             raise
         self._watching: asyncio.Task[None] | None = None
-        self._catching_up = asyncio.Lock()
+        self._catching_up = threading.Lock()
         self._closed = threading.Event()
         watch = threading.Thread(
             target=_end_with, args=(multiprocessing.active_children(), self._closed), name="watch-vllm", daemon=True
@@ -303,18 +303,22 @@ class VllmGenerator:
 
     async def _keep_up(self) -> None:
         """As a reader with a name, load the version that the newest switch asks for, now and from now on."""
-        if self._follower is None:
+        if (follower := self._follower) is None:
             return
         if self._watching is None:
-            self._watching = asyncio.create_task(self._watch(self._follower))
-        async with self._catching_up:
-            version = await asyncio.to_thread(self._follower.catch_up)
-            if self._failure is not None or version != self._served:
-                try:
-                    await self.update(version)
-                except UpdateFailed as error:
-                    print(f"this process ends, and another one takes its place: {error}", file=sys.stderr, flush=True)
-                    os._exit(1)
+            self._watching = asyncio.create_task(self._watch(follower))
+
+        def catch_up() -> int:
+            with self._catching_up:  # a request that was cancelled leaves its thread here
+                return follower.catch_up()
+
+        version = await asyncio.to_thread(catch_up)
+        if self._failure is not None or version != self._served:
+            try:
+                await self.update(version)
+            except UpdateFailed as error:
+                print(f"this process ends, and another one takes its place: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
 
     async def _watch(self, follower: Follower) -> None:
         """Give running samples new weights, too."""
