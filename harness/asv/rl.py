@@ -20,7 +20,7 @@ class PolicyStep:
         from holdfast.rl.data import arithmetic
         from holdfast.rl.data.episode import SamplingRequest
         from holdfast.rl.data.prompts import PromptSource
-        from holdfast.rl.generators.fixed_batch import generate_batch
+        from holdfast.rl.generators.batches import generate_batch
         from holdfast.rl.generators.models import ModelSource
         from holdfast.rl.run.policy_source import SMALL_LLAMA
         from holdfast.rl.trainers.policy import PolicyLoss, build_policy

@@ -16,6 +16,7 @@ from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python, file_
 from holdfast.rl.config.run_config import (
     CriterionConfig,
     EnvironmentConfig,
+    GeneratorConfig,
     ModelConfig,
     RunConfig,
     TitanConfig,
@@ -287,6 +288,8 @@ def _generators(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
             yield (("generator", "python"), kind), "only vllm generates in another environment"
         if generator.tensor_parallel > 1:
             yield (("generator", "tensor_parallel"), kind), "only vllm shares the weights among processes"
+        if generator.cache != GeneratorConfig().cache:
+            yield (("generator", "cache"), kind), "only vllm has a cache of a size that is said before"
         if generator.on_update != "keep":
             yield (("generator", "on_update"), kind), "only vllm pauses so; transformers has generator.update"
         return

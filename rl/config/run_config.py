@@ -148,6 +148,11 @@ class Sampling(_Section, frozen=True, kw_only=True):
         tuple[Annotated[int, Meta(ge=0)], ...], Meta(description="Token numbers that end a completion.")
     ] = ()
 
+    @property
+    def slots(self) -> int:
+        """The most samples that a generator draws together."""
+        return self.batch * self.group
+
     def request(self, seed: int, prompt: Prompt, draw: int, version: int | None) -> SamplingRequest:
         """The request for a prompt's group, the `draw`-th time: equal arguments give an equal request."""
         seeds = seeds_of("sample", seed, prompt.number, draw, each=range(self.group))
@@ -342,6 +347,7 @@ class GeneratorConfig(_Section, frozen=True, kw_only=True):
             "on with keys and values that the new weights make anew."
         ),
     ] = "keep"
+    cache: Annotated[float, Meta(gt=0, description="The memory of keys and values of each `vllm` one, in GiB.")] = 1.0
     update: Annotated[
         Literal["swap", "drain"], Meta(description="Switch weights within completions, or between them.")
     ] = "swap"

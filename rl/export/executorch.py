@@ -13,12 +13,11 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted
 from holdfast.rl.config.named_code import extra_python
-from holdfast.rl.config.run_config import Sampling
+from holdfast.rl.config.run_config import GeneratorConfig, RunConfig, Sampling
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.export.executorch_program import ExecutorchJob, ExecutorchReport
 from holdfast.rl.export.weights import new_file
 from holdfast.rl.generators.models import ModelSource, longest_sequence, save_model
-from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 
 LONGEST = 2048
@@ -90,7 +89,8 @@ def _run(python: Path, job: ExecutorchJob, scratch: Path, out: Path) -> Executor
 
 
 async def _answers(source: ModelSource, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[tuple[int, ...], ...]:
-    generator = TransformersGenerator(source, None, GeneratorSettings(mode="continuous", timeout=SECONDS))
+    config = RunConfig(sampling=sampling, generator=GeneratorConfig(timeout=SECONDS))
+    generator = TransformersGenerator(source, None, config)
     try:
         found = await generator.generate(sampling.greedy(tuple(prompts), None))
     finally:

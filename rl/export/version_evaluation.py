@@ -22,7 +22,6 @@ from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Score
 from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure, codec_of, places
 from holdfast.rl.run.episodes.environment_servers import EnvironmentServers
-from holdfast.rl.run.generation import generator_settings
 from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
 
 
@@ -88,19 +87,18 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
     Raises `NothingHeldOut`, `BadDataset`, `UnknownEnvironment`, and the errors of a generator.
     """
     count = count or config.evaluation.prompts
-    settings = generator_settings(config)
     work: Callable[[Generation], Awaitable[_Answers]]
     if config.has_prompts:
         task = task_of(config)
         prompts = held_out_prompts(config, task, count)
         judge = Judge(reward_of(config), task.tokenizer)
-        work = partial(_judged_answers, judge, prompts, config.sampling, settings.slots)
+        work = partial(_judged_answers, judge, prompts, config.sampling, config.sampling.slots)
     elif count:
         work = partial(_played_answers, config, source, count)
     else:
         raise NothingHeldOut("the configuration does not say how many episodes to play: give a number")
     began = time.perf_counter()
-    generator = TransformersGenerator(source, None, settings)
+    generator = TransformersGenerator(source, None, config)
     try:
         answers, tokens = await work(_OneGenerator(generator))
     finally:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.generators.continuous_batch import ContinuousBatch, RunningRequest
+from holdfast.rl.generators.batches import ContinuousBatch, RunningRequest, generate_batch
 from holdfast.rl.generators.errors import GeneratorClosed, GeneratorNotReady, VersionGone
-from holdfast.rl.generators.fixed_batch import generate_batch
-from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.telemetry import WorkLog
 from holdfast.store import Follower, NotCaughtUp
 
@@ -42,14 +41,14 @@ class GenerationThread:
         self,
         model: PreTrainedModel,
         follower: Follower | None,
-        settings: GeneratorSettings,
+        config: RunConfig,
         length: int,
         between: Callable[[], None],
         work: WorkLog,
     ) -> None:
-        self._model, self._follower, self._settings = model, follower, settings
+        self._model, self._follower, self._config = model, follower, config
         self._between, self._work = between, work
-        self._batch = ContinuousBatch(settings.slots, length)
+        self._batch = ContinuousBatch(config.sampling.slots, length)
         self._queue: deque[tuple[SamplingRequest, Reply]] = deque()
         self._changed = threading.Condition() if follower is None else follower.changed
         self._closed = False
@@ -87,8 +86,8 @@ class GenerationThread:
         self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._settings.threads)
-        serve = self._serve_next if self._settings.mode == "fixed" else self._draw_next
+        torch.set_num_threads(1)
+        serve = self._serve_next if self._config.algorithm.mode == "synchronous" else self._draw_next
         try:
             while self._batch.busy or self._await_request():
                 if self._closed:
@@ -244,7 +243,7 @@ class GenerationThread:
     @property
     def _may_swap(self) -> bool:
         """Whether samples that run may go on with other weights."""
-        return self._settings.weight_update == "swap" and not self._pinned
+        return self._config.generator.update == "swap" and not self._pinned
 
     def _is_due(self) -> bool:
         return self._follower is not None and self._follower.is_due()

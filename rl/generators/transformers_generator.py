@@ -5,17 +5,40 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
+from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.generators.errors import GenerationTimeout, ModelMisfit, VersionGone
+from holdfast.rl.generators.errors import BadRequest, GenerationTimeout, VersionGone
 from holdfast.rl.generators.generation_thread import LOOK_SECONDS, GenerationThread, why_not_ready
 from holdfast.rl.generators.models import ModelSource, longest_sequence
-from holdfast.rl.generators.request_limits import RequestLimits
-from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.telemetry import WorkLog, WorkReport
 from holdfast.store import Follower, NotCaughtUp, StoreTimeout, WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The tokens of a sample, prompt included, and those that the model knows, numbered from 0."""
+
+    length: int
+    vocabulary: int
+
+    def check(self, request: SamplingRequest) -> None:
+        """Raise `BadRequest` unless the request keeps within the limits."""
+        longest = max(map(len, request.prompts)) + request.max_new_tokens
+        if longest > self.length:
+            raise BadRequest(
+                f"its longest prompt and max_new_tokens make {longest} tokens, and a sample has at most {self.length}",
+                "shorten the prompt, or lower max_new_tokens",
+            )
+        highest = max(map(max, request.prompts))
+        if highest >= self.vocabulary:
+            raise BadRequest(
+                f"a prompt has token {highest}, and the model {self.vocabulary} tokens",
+                "take the model's own tokenizer",
+            )
 
 
 class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,23 +58,22 @@ class TransformersGenerator:
 
     `source` is the model, `store` the URL of the store with its weights; without one, the weights are those of the
     source, as version 0. It serves the newest version; as a `reader` with a name, what `switch` commits: it has caught
-    up once it is made. `between` is called between two tokens. Raises `ModelMisfit` if the model cannot serve.
+    up once it is made. In the synchronous mode each request is one static batch, whose completions are a function of
+    the request and the weights; else samples of any requests share a running batch. `between` is called between two
+    tokens. Raises `ModelMisfit` if the model cannot serve.
     """
 
     def __init__(
         self,
         source: ModelSource,
         store: str | None = None,
-        settings: GeneratorSettings = GeneratorSettings(),  # noqa: B008  (frozen)
+        config: RunConfig = RunConfig(),  # noqa: B008  (frozen)
         between: Callable[[], None] = lambda: None,
         reader: str | None = None,
     ) -> None:
-        self._settings = settings
+        self._timeout = config.generator.timeout
         model = source.build()
-        most = longest_sequence(model)
-        length = settings.length or most
-        if length > most:
-            raise ModelMisfit(source.name, f"length={length}, and it attends to {most}", "lower `length`")
+        length = longest_sequence(model)
         self._limits = RequestLimits(length, int(model.config.vocab_size))
         self._work = WorkLog()
         self._requests = self._tokens = 0
@@ -59,12 +81,11 @@ class TransformersGenerator:
         self._follower: Follower | None = None
         try:
             if self._store is not None:
-                self._follower = self._store.follow(
-                    model.state_dict(), reader=reader, cast=settings.cast, timeout=settings.timeout
-                )
+                cast = None if config.store.cast == "none" else config.store.cast
+                self._follower = self._store.follow(model.state_dict(), reader=reader, cast=cast, timeout=self._timeout)
                 if reader is not None:
                     catch_up_if_switched(self._follower)
-            self._thread = GenerationThread(model, self._follower, settings, length, between, self._work)
+            self._thread = GenerationThread(model, self._follower, config, length, between, self._work)
         except BaseException:
             if self._store is not None:
                 self._store.close()
@@ -85,12 +106,12 @@ class TransformersGenerator:
         began = time.monotonic()
         if request.version is not None and request.version != self.version:
             await asyncio.to_thread(self._await_here, request.version)
-        left = self._settings.timeout - (time.monotonic() - began)
+        left = self._timeout - (time.monotonic() - began)
         reply = asyncio.wrap_future(self._thread.submit(request))
         try:
             found = await asyncio.wait_for(reply, max(left, 0.001))
         except TimeoutError as error:
-            raise GenerationTimeout(self._settings.timeout, len(request.seeds)) from error
+            raise GenerationTimeout(self._timeout, len(request.seeds)) from error
         self._requests += 1
         self._tokens += sum(len(each.tokens) for each in found)
         return found
@@ -107,7 +128,7 @@ class TransformersGenerator:
         """Wait for the store's newest version, and serve it; returns its number. Raises the errors of `update`."""
         if self._store is None:
             return 0
-        return await self.update(await asyncio.to_thread(self._store.wait, 0, self._settings.timeout))
+        return await self.update(await asyncio.to_thread(self._store.wait, 0, self._timeout))
 
     def _await_here(self, version: int) -> None:
         """Wait until a version is here, or a newer one is served."""
@@ -115,7 +136,7 @@ class TransformersGenerator:
             if version:
                 raise VersionGone(version, [0])
             return
-        follower, deadline = self._follower, time.monotonic() + self._settings.timeout
+        follower, deadline = self._follower, time.monotonic() + self._timeout
         await_visible(self._store, version, deadline)
         failures = follower.failures
         while not follower.ready(version) and (self.version is None or self.version < version):

@@ -21,9 +21,7 @@ from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.errors import UpdateFailed
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
-from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.run.run_events import WeightsServed
 from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry
@@ -127,9 +125,9 @@ class BatchedRequests:
 class ServedGenerator(TransformersGenerator):
     """A generator with calls that may be repeated elsewhere: request and weights determine the completions."""
 
-    def __init__(self, source: ModelSource, store: str, settings: GeneratorSettings) -> None:
+    def __init__(self, source: ModelSource, store: str, config: RunConfig) -> None:
         faultpoints.arm_from_environment()
-        super().__init__(source, store, settings, between=self._between, reader=new_reader())
+        super().__init__(source, store, config, between=self._between, reader=new_reader())
 
     @endpoint(idempotent=True)
     async def generate(self, request: SamplingRequest) -> list[Completion]:
@@ -143,8 +141,8 @@ class ServedGenerator(TransformersGenerator):
 class ServedVllmGenerator(VllmGenerator):
     """A vLLM generator with calls that may be repeated elsewhere: completions are drawn anew there."""
 
-    def __init__(self, source: ModelSource, store: str, settings: VllmSettings) -> None:
-        super().__init__(source, store, settings, reader=new_reader())
+    def __init__(self, source: ModelSource, store: str, config: RunConfig) -> None:
+        super().__init__(source, store, config, reader=new_reader())
 
     @endpoint(idempotent=True)
     async def generate(self, request: SamplingRequest) -> list[Completion]:
@@ -155,27 +153,6 @@ class ServedVllmGenerator(VllmGenerator):
 def new_reader() -> str:
     """A name for a generator among the readers of the store."""
     return f"generator-{token_hex(4)}"
-
-
-def vllm_settings(config: RunConfig) -> VllmSettings:
-    """The settings of the generators of a run with vLLM."""
-    return VllmSettings(
-        on_update=config.generator.on_update,
-        tensor_parallel=config.generator.tensor_parallel,
-        slots=config.sampling.batch * config.sampling.group,
-        timeout=config.generator.timeout,
-    )
-
-
-def generator_settings(config: RunConfig) -> GeneratorSettings:
-    """The settings of the generators of a run."""
-    return GeneratorSettings(
-        mode="fixed" if config.algorithm.mode == "synchronous" else "continuous",
-        weight_update=config.generator.update,
-        slots=config.sampling.batch * config.sampling.group,
-        cast=None if config.store.cast == "none" else config.store.cast,
-        timeout=config.generator.timeout,
-    )
 
 
 class Generators:
@@ -226,8 +203,7 @@ class Generators:
             tries=generator.attempts,
             **self._common,
         )
-        settings = vllm_settings(self._config) if vllm else generator_settings(self._config)
-        self._add("generator", await spec.as_service(self._source, self._url, settings))
+        self._add("generator", await spec.as_service(self._source, self._url, self._config))
 
     async def advance(self, version: int) -> None:
         """Wait until a version is published, then have all living replicas serve it, and those that start later."""

@@ -19,10 +19,10 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.actors.service import Service, served
 from holdfast.rl.config.named_code import extra_python
+from holdfast.rl.config.run_config import GeneratorConfig, RunConfig
 from holdfast.rl.data import arithmetic
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.run.generation import ServedVllmGenerator
 from holdfast.store import WeightStore
 
@@ -91,8 +91,9 @@ async def main() -> None:
         store.publish(0, model.state_dict())
         async with LocalEngine() as engine:
             began = time.monotonic()
+            config = RunConfig(generator=GeneratorConfig(cache=0.1, timeout=SECONDS))
             spec = served(ServedVllmGenerator, name="vllm", engine=engine, python=str(python))
-            service = await spec.as_service(SOURCE, store.url, VllmSettings(cache=0.1, timeout=SECONDS))
+            service = await spec.as_service(SOURCE, store.url, config)
             rows.append(("the replica is up after", f"{time.monotonic() - began:.1f} s"))
             load = Load(service)
             drawing = asyncio.create_task(load.run())

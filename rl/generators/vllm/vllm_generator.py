@@ -17,6 +17,7 @@ from secrets import token_hex
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.errors import (
     BadRequest,
@@ -28,10 +29,8 @@ from holdfast.rl.generators.errors import (
     VersionGone,
 )
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.request_limits import RequestLimits
-from holdfast.rl.generators.transformers_generator import GeneratorHealth, await_visible
+from holdfast.rl.generators.transformers_generator import GeneratorHealth, RequestLimits, await_visible
 from holdfast.rl.generators.vllm.completions import draw_whole, sampling_parameters
-from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
 from holdfast.store import Follower, Layout, WeightStore
 
@@ -108,16 +107,16 @@ class VllmGenerator:
         self,
         source: ModelSource,
         store: str,
-        settings: VllmSettings = VllmSettings(),  # noqa: B008  (frozen)
+        config: RunConfig = RunConfig(),  # noqa: B008  (frozen)
         reader: str | None = None,
     ) -> None:
-        self._settings = settings
+        self._config, timeout = config.generator, config.generator.timeout
         self._store = WeightStore(store, hold=False)
         self._follower: Follower | None = None
         try:
-            self._engine = _engine(source, settings)
+            self._engine = _engine(source, config)
             if reader is not None:  # of no tensors: those of vLLM's workers can only be filled while it stands still
-                self._follower = self._store.follow({}, reader=reader, strict=False, timeout=settings.timeout)
+                self._follower = self._store.follow({}, reader=reader, strict=False, timeout=timeout)
         except BaseException:
             self._store.close()
             raise
@@ -128,8 +127,8 @@ class VllmGenerator:
             target=_end_with, args=(multiprocessing.active_children(), self._closed), name="watch-vllm", daemon=True
         )
         watch.start()
-        config = self._engine.model_config
-        self._limits = RequestLimits(int(config.max_model_len), int(config.get_vocab_size()))
+        model = self._engine.model_config
+        self._limits = RequestLimits(int(model.max_model_len), int(model.get_vocab_size()))
         self._url, self._joined = store, False
         self._served: int | None = None
         self._digests: tuple[bytes, ...] = ()
@@ -155,9 +154,9 @@ class VllmGenerator:
         `BadRequest`, `GenerationTimeout`, `GeneratorClosed`, and `StoreTimeout` if the version does not come.
         """
         self._check(request)
-        deadline = time.monotonic() + self._settings.timeout
+        deadline = time.monotonic() + self._config.timeout
         try:
-            async with asyncio.timeout(self._settings.timeout):
+            async with asyncio.timeout(self._config.timeout):
                 await self._keep_up()
                 if request.version is None:
                     found = await self._draw_all(request)
@@ -165,7 +164,7 @@ class VllmGenerator:
                     async with self._exactly(request.version, deadline):
                         found = await self._draw_all(request)
         except TimeoutError as error:
-            raise GenerationTimeout(self._settings.timeout, len(request.seeds)) from error
+            raise GenerationTimeout(self._config.timeout, len(request.seeds)) from error
         self._requests += 1
         self._tokens += sum(len(each.tokens) for each in found)
         return found
@@ -176,7 +175,7 @@ class VllmGenerator:
         If that fails, the generator is not ready, and what it was drawing is cut off, until an update worked. Raises
         `UpdateFailed`, `VersionGone`, `StoreTimeout`.
         """
-        deadline = time.monotonic() + self._settings.timeout
+        deadline = time.monotonic() + self._config.timeout
         await asyncio.to_thread(await_visible, self._store, version, deadline)
         async with self._updating:
             digests = await asyncio.to_thread(self._store.digests, version)
@@ -196,7 +195,7 @@ class VllmGenerator:
 
     async def catch_up(self) -> int:
         """Wait for the store's newest version, and serve it; returns its number. Raises the errors of `update`."""
-        newest = await asyncio.to_thread(self._store.wait, 0, self._settings.timeout)
+        newest = await asyncio.to_thread(self._store.wait, 0, self._config.timeout)
         return await self.update(newest)
 
     async def health(self) -> GeneratorHealth:
@@ -343,7 +342,7 @@ class VllmGenerator:
         if self._failure is not None:  # workers that did their part of the failed update still wait for its end
             with contextlib.suppress(Exception):
                 await engine.finish_weight_update()
-        await engine.pause_generation(mode=self._settings.on_update, clear_cache=False)
+        await engine.pause_generation(mode=self._config.on_update, clear_cache=False)
         with self._generating.paused("update", version):
             await engine.start_weight_update()
             left = max(0.001, deadline - time.monotonic())
@@ -369,13 +368,13 @@ def _end_with(children: Sequence[Any], closed: threading.Event) -> None:
         os._exit(1)
 
 
-def _engine(source: ModelSource, settings: VllmSettings) -> Any:
+def _engine(source: ModelSource, config: RunConfig) -> Any:
     """vLLM with random weights: those of the store come by `update`."""
     on_cpu = source.device == "cpu"
     for name, value in (ENVIRONMENT | (ON_CPU if on_cpu else {})).items():
         os.environ.setdefault(name, value)
     if on_cpu:
-        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        os.environ["OMP_NUM_THREADS"] = "1"
     try:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -392,11 +391,10 @@ def _engine(source: ModelSource, settings: VllmSettings) -> Any:
             skip_tokenizer_init=True,
             dtype=source.dtype,
             enforce_eager=on_cpu,
-            max_model_len=settings.length or None,
-            max_num_seqs=settings.slots,
-            tensor_parallel_size=settings.tensor_parallel,
-            distributed_executor_backend="uni" if settings.tensor_parallel == 1 else "mp",
-            kv_cache_memory_bytes=int(settings.cache * 2**30),
+            max_num_seqs=config.sampling.slots,
+            tensor_parallel_size=config.generator.tensor_parallel,
+            distributed_executor_backend="uni" if config.generator.tensor_parallel == 1 else "mp",
+            kv_cache_memory_bytes=int(config.generator.cache * 2**30),
             enable_prefix_caching=False,  # the cache of a prompt would outlive the weights that it was made with
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend="holdfast"),
@@ -407,7 +405,7 @@ def _engine(source: ModelSource, settings: VllmSettings) -> Any:
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelMisfit(source.name, f"{type(error).__name__}: {error}", "see vLLM's list of models") from error
     try:
-        Layout.vllm(engine.model_config.hf_text_config, 0, settings.tensor_parallel)
+        Layout.vllm(engine.model_config.hf_text_config, 0, config.generator.tensor_parallel)
     except BaseException:
         engine.shutdown()
         raise

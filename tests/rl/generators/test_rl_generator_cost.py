@@ -14,9 +14,8 @@ import torch
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
 from holdfast.rl.data.episode import SamplingRequest
-from holdfast.rl.generators.fixed_batch import generate_batch
+from holdfast.rl.generators.batches import generate_batch
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.settings import GeneratorSettings
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.store import WeightStore
 from support.rl.small_batches import tiny_llama
@@ -82,7 +81,7 @@ def test_the_time_from_a_published_version_to_serving_it(tmp_path: Any) -> None:
     nbytes = sum(each.nbytes for each in model.state_dict().values())
     with WeightStore(f"sqlite://{tmp_path}/weights.sqlite", replicas=1, reserve=nbytes) as store:
         store.publish(0, model.state_dict())
-        generator = TransformersGenerator(source, store.url, GeneratorSettings())
+        generator = TransformersGenerator(source, store.url)
         try:
             asyncio.run(generator.catch_up())
             seconds = []

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
 from holdfast.comms.errors import CorruptData
+from holdfast.rl.config.run_config import AlgorithmConfig, GeneratorConfig, RunConfig, Sampling, StoreConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators import errors
-from holdfast.rl.generators.drawing import draw, uniforms
+from holdfast.rl.generators.batches import draw, uniforms
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.settings import GeneratorSettings, Mode
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.store import StoreTimeout, WeightStore
 from support.rl.greedy_request import greedy
@@ -66,6 +66,21 @@ def full_logprobs(model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...], 
     return found[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
 
 
+Mode = Literal["synchronous", "asynchronous"]
+
+
+def config_of(
+    mode: Mode = "synchronous", slots: int = 32, timeout: float = 20.0, update: Any = "swap", cast: Any = "none"
+) -> RunConfig:
+    """What a generator takes of the configuration of a run."""
+    return RunConfig(
+        algorithm=AlgorithmConfig(mode=mode),
+        sampling=Sampling(group=slots, batch=1),
+        generator=GeneratorConfig(timeout=timeout, update=update),
+        store=StoreConfig(cast=cast),
+    )
+
+
 class Generators:
     """Opens generators, and closes all of them at the end."""
 
@@ -74,8 +89,7 @@ class Generators:
 
     def __call__(self, *args: Any, between: Any = lambda: None, **options: Any) -> TransformersGenerator:
         store, reader = options.pop("store", None), options.pop("reader", None)
-        settings = GeneratorSettings(**{"timeout": 20.0} | options)
-        self._open.append(TransformersGenerator(*(args or (source(),)), store, settings, between, reader))
+        self._open.append(TransformersGenerator(*(args or (source(),)), store, config_of(**options), between, reader))
         return self._open[-1]
 
     def close(self) -> None:
@@ -102,7 +116,7 @@ def run(generator: TransformersGenerator, *requests: SamplingRequest) -> list[li
 # -- what a sample is
 
 
-@pytest.mark.parametrize("mode", ["fixed", "continuous"])
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_logprobs_are_those_of_a_full_forward_pass(generators: Generators, kind: str, mode: Mode) -> None:
     generator = generators(source(kind), mode=mode, slots=3)
@@ -139,7 +153,7 @@ def test_a_running_batch_draws_what_each_request_alone_draws(asked: list[Samplin
     """Whatever else runs, whichever slots are free: the same tokens, and log-probs that differ by rounding only."""
     alone, shared = TransformersGenerator(source()), None
     try:
-        shared = TransformersGenerator(source(), None, GeneratorSettings(mode="continuous", slots=slots))
+        shared = TransformersGenerator(source(), None, config_of("asynchronous", slots))
         for one, other in zip(run(shared, *asked), run(alone, *asked), strict=True):
             assert [each.tokens for each in one] == [each.tokens for each in other]
             assert [each.finish for each in one] == [each.finish for each in other]
@@ -239,7 +253,7 @@ async def test_weights_change_between_two_tokens_or_after_the_batch(
 ) -> None:
     publish(store, 1)
     gate = Gate()
-    generator = generators(source(), store=store.url, mode="continuous", weight_update=update, between=gate)
+    generator = generators(source(), store=store.url, mode="asynchronous", update=update, between=gate)
     asked = request((1, 2, 3), samples=2, tokens=8)
     assert await generator.catch_up() == 1
     running = asyncio.create_task(generator.generate(asked))
@@ -262,7 +276,7 @@ async def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the
     """One token after the swap: it attends to keys that the weights before the swap made of earlier tokens."""
     publish(store, 1)
     gate = Gate()
-    generator = generators(source(), store=store.url, mode="continuous", between=gate)
+    generator = generators(source(), store=store.url, mode="asynchronous", between=gate)
     await generator.catch_up()
     running = asyncio.create_task(generator.generate(request((1, 2, 3), tokens=2)))
     await asyncio.to_thread(gate.reached.wait, 20.0)
@@ -279,7 +293,7 @@ async def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the
     assert found.logprobs[1] == pytest.approx(float(logits.log_softmax(-1)[found.tokens[1]]), abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["fixed", "continuous"])
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 async def test_a_request_gets_exactly_the_version_that_it_names(
     generators: Generators, store: WeightStore, mode: Mode
 ) -> None:
@@ -309,7 +323,7 @@ async def test_running_samples_of_a_named_version_keep_it_and_others_wait_for_th
 ) -> None:
     publish(store, 1)
     gate = Gate()
-    generator = generators(source(), store=store.url, mode="continuous", between=gate)
+    generator = generators(source(), store=store.url, mode="asynchronous", between=gate)
     named = asyncio.create_task(generator.generate(request((1, 2, 3), version=1)))
     await asyncio.to_thread(gate.reached.wait, 20.0)
     publish(store, 2)
@@ -342,7 +356,7 @@ async def test_a_reader_with_a_name_serves_what_switches_commit(
 ) -> None:
     """Not what is published; and from the very next request on. One that starts later has caught up once it is made."""
     publish(store, 1)
-    options = {"store": store.url, "mode": "continuous", "weight_update": update}
+    options = {"store": store.url, "mode": "asynchronous", "update": update}
     generator = generators(source(), reader="one", **options)
     with pytest.raises(errors.GeneratorNotReady, match="no version"):
         await generator.generate(request((1,)))
@@ -357,7 +371,7 @@ async def test_a_reader_with_a_name_serves_what_switches_commit(
     assert [each.versions for each in await late.generate(request((1, 2)))] == [(3,) * 5]
 
 
-@pytest.mark.parametrize("mode", ["fixed", "continuous"])
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 def test_after_a_failed_update_it_is_not_ready_until_one_worked(
     generators: Generators, store: WeightStore, mode: Mode, monkeypatch: Any
 ) -> None:
@@ -419,7 +433,7 @@ def test_a_request_that_the_model_cannot_serve_is_refused(
 
 async def test_open_requests_end_when_the_generator_is_closed(generators: Generators) -> None:
     gate = Gate()
-    generator = generators(source(), mode="continuous", between=gate)
+    generator = generators(source(), mode="asynchronous", between=gate)
     open_ones = [asyncio.create_task(generator.generate(request((1,), tokens=20))) for _ in range(2)]
     await asyncio.to_thread(gate.reached.wait, 20.0)
     closing = asyncio.create_task(asyncio.to_thread(generator.close))
@@ -433,7 +447,7 @@ async def test_open_requests_end_when_the_generator_is_closed(generators: Genera
 
 
 def test_an_error_inside_a_generation_is_the_requests_error_alone(generators: Generators) -> None:
-    for mode in ("fixed", "continuous"):
+    for mode in ("synchronous", "asynchronous"):
         failing = [True]
 
         def between(failing: list[bool] = failing) -> None:

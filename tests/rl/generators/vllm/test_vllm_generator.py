@@ -19,9 +19,9 @@ pytest.importorskip("transformers", reason="generators need transformers: pip in
 from holdfast.rl.actors.errors import ActorDied, EndpointFailed
 from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python
+from holdfast.rl.config.run_config import GeneratorConfig, RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.vllm.settings import VllmSettings
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
@@ -96,11 +96,11 @@ class Trainer:
 
 @asynccontextmanager
 async def replica(
-    python: str, store: WeightStore, trainer: Trainer, reader: str | None = None, **settings: Any
+    python: str, store: WeightStore, trainer: Trainer, reader: str | None = None, **fields: Any
 ) -> AsyncIterator[Any]:
     """A generator's process."""
     async with LocalEngine() as engine:
-        chosen = VllmSettings(timeout=CALL / 2, cache=0.05, **settings)
+        chosen = RunConfig(generator=GeneratorConfig(timeout=CALL / 2, cache=0.05, **fields))
         yield await engine.start("vllm", VllmGenerator, trainer.source, store.url, chosen, reader, python=python)
 
 
