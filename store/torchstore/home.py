@@ -65,7 +65,7 @@ class StoreHome:
         """Start it. Raises OSError if it cannot make its folder, `BackendUnavailable` without a memory plane."""
         self._folder = HeldDirectory(_prefix(store_name), _ROOT)
         self.address = StoreAddress(store_name, self._folder.path, this_process())
-        self._ending = weakref.finalize(self, _remove, self._folder, os.getpid())
+        self._ending = weakref.finalize(self, self._folder.close)
         self._plane = memory()
         self._kept: dict[int, Region] = {}
         self._next = 1
@@ -75,7 +75,11 @@ class StoreHome:
         (self._folder.path / f"{owner.pid}-{owner.started}").touch()
         self._thread = threading.Thread(target=self._run, name=f"holdfast-torchstore-{os.getpid()}", daemon=True)
         self._thread.start()
+        forks.reset_in_children(self)
         forks.refuse_in_children(self, f"store {store_name!r}", ("address",))
+
+    def reset_in_child(self) -> None:
+        self._ending.detach()
 
     def join(self) -> None:
         """Wait, once the store has ended, until its memory is free."""
@@ -119,11 +123,6 @@ class StoreHome:
         self._next += count
         self._kept[slab.first] = region
         return self._cell.change(partial(add, slab=slab))[1]
-
-
-def _remove(folder: HeldDirectory, pid: int) -> None:
-    if os.getpid() == pid:  # not in a forked child, which owns no store
-        folder.close()
 
 
 # -- how processes find a store

@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData, Mismatch
@@ -106,7 +106,6 @@ def test_a_delete_ignores_what_is_not_there_and_leaves_the_rest_of_a_batch() -> 
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1), st.sets(st.integers(0, 90), min_size=1)), max_size=20))
-@settings(deadline=None)
 def test_processes_that_look_at_different_times_see_what_a_dict_would(
     steps: list[tuple[bool, int, set[int]]],
 ) -> None:
