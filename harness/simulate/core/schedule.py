@@ -38,7 +38,7 @@ class JobLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     join: float = 5.0
     mesh: int = 64
     on_death: OnDeath = "rebuild"
-    masked: float = 0.3
+    masked: float = 0.2
     degraded_steps: int = 3
 
     def __post_init__(self) -> None:

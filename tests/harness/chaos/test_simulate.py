@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from holdfast.ft import events, step_protocol
 from holdfast.ft.detectors.observers import ObserversDetector
 from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.membership.view import OnDeath
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
 from holdfast.ft.node.register_client import RegisterClient
@@ -267,6 +269,18 @@ def test_a_job_on_two_hosts_outlives_one_though_the_observers_detector_of_the_ot
 
 
 # Schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_death", ["finish_step", "go_on"])
+def test_a_rank_that_is_masked_and_lives_commits_nothing_that_the_others_undo(on_death: OnDeath) -> None:
+    seen: list[Event] = []
+    for seed in range(8):
+        layout = JobLayout(ranks=4, hosts=1, racks=1, spares=seed % 2, steps=20, join=3.0, on_death=on_death)
+        paused = PauseProcess(process=1, seconds=0.35, at=0.2 + seed * 0.011)
+        schedule = Schedule(seed=seed, layout=layout, faults=(paused, KillProcess(process=2, at=0.25 + seed * 0.013)))
+        assert run(schedule, also=seen.append).violation is None
+    assert any(isinstance(event, events.ViewInstalled) and event.over is not UNSET for event in seen)
+    assert any(isinstance(event, events.SessionFailed) and "is masked" in event.error for event in seen)
 
 
 def test_a_schedule_is_a_file_that_replays(tmp_path: Path) -> None:
