@@ -56,7 +56,6 @@ class Board:
         """Sleep until another rank wakes this one, for at most 2 ms."""
 
     def finish_wait(self) -> None: ...
-    def yield_cpu(self) -> None: ...
     @property
     def number(self) -> int:
         """The number of the newest op that is complete."""
@@ -230,12 +229,6 @@ class Words:
     def __setitem__(self, index: int, value: int, /) -> None: ...
     def release(self) -> None:
         """Release the memory: from here on every access is an IndexError."""
-
-def fence() -> None:
-    """Order all earlier reads and writes of this thread before all later ones.
-
-    Needed between writing one word and reading another, which acquire and release do not order.
-    """
 
 def kind(dtype: str, op: str, /) -> int:
     """The number of a reduction of a dtype ("float32") by an op ("sum"); -1 if it does not exist."""

@@ -60,15 +60,15 @@ _MOST_DIMENSIONS = 64
 class WindowInfo:
     """What a window exposes: `sizes` (elements) and `shapes` of each rank's tensor, which have one `dtype`.
 
-    `access` says how other ranks' memory is reached: "mapped" (`Window.map` works), "rdma", or "messages" that the
-    target answers. `atomics` says whether `fetch_add` and `compare_swap` work on this window.
+    `access` says how other ranks' memory is reached: "mapped" (`Window.map` works), or "messages" that the target
+    answers. `atomics` says whether `fetch_add` and `compare_swap` work on this window.
     """
 
     sizes: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
-    access: Literal["mapped", "rdma", "messages"]
+    access: Literal["mapped", "messages"]
     atomics: bool
 
 

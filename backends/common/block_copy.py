@@ -16,7 +16,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 import xxhash
@@ -55,8 +54,8 @@ class RegionAccess(ABC):
         """End the access; `unharmed` if the copy ended without an error."""
 
 
-class CheckedPlane(MemoryPlane):
-    """A memory plane that checks all arguments before it moves a byte."""
+class BlockCopyPlane(MemoryPlane):
+    """A memory plane that checks all arguments before it moves a byte, and opens regions with `_open_region`."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -113,42 +112,6 @@ class CheckedPlane(MemoryPlane):
         return work
 
     @abstractmethod
-    def _in_blocks(
-        self,
-        handle: Handle,
-        address: int,
-        offset: int,
-        nbytes: int,
-        deadline: float,
-        writing: bool,
-        look: Callable[[], None],
-    ) -> None:
-        """Copy block by block; `look()`, called before each, raises if the plane was closed or the time is over."""
-
-    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
-        """Raise ValueError or `Unsupported` unless these bytes are within a region of this kind of plane."""
-        if offset < 0 or offset + nbytes > handle.nbytes:
-            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
-        if handle.plane != self.name:
-            raise Unsupported(f"a handle of plane {handle.plane!r} on plane {self.name!r}", "open that plane")
-
-    def _check_apart(self, op: str, handle: Handle, address: int, offset: int, nbytes: int) -> None:
-        """Raise ValueError if a block of the copy would overwrite what a later block reads."""
-        own = _own.get((os.getpid(), handle.plane, handle.address))
-        if own is not None and own.open and 0 < abs(own.memory.address + offset - address) < nbytes:
-            raise ValueError(
-                f"{op}: the tensor overlaps the bytes of the region, which lies in this process; copy first"
-            )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
-
-
-class BlockCopyPlane(CheckedPlane):
-    """A memory plane that opens regions with `_open_region`."""
-
-    @abstractmethod
     def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
         """Open the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
 
@@ -162,6 +125,7 @@ class BlockCopyPlane(CheckedPlane):
         writing: bool,
         look: Callable[[], None],
     ) -> None:
+        """Copy block by block; `look()`, called before each, raises if the plane was closed or the time is over."""
         run_in_threads(
             nbytes,
             1 if writing else thread_count(nbytes),
@@ -182,6 +146,28 @@ class BlockCopyPlane(CheckedPlane):
             unharmed = True
         finally:
             region.release(unharmed)
+
+    def _check(self, op: str, handle: Handle, offset: int, nbytes: int) -> None:
+        """Raise ValueError or `Unsupported` unless these bytes are within a region of this kind of plane."""
+        if offset < 0 or offset + nbytes > handle.nbytes:
+            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
+        if handle.plane != self.name:
+            raise Unsupported(
+                f"a handle of memory plane {handle.plane!r} on plane {self.name!r}",
+                f"open it with comms.memory({handle.plane!r})",
+            )
+
+    def _check_apart(self, op: str, handle: Handle, address: int, offset: int, nbytes: int) -> None:
+        """Raise ValueError if a block of the copy would overwrite what a later block reads."""
+        own = _own.get((os.getpid(), handle.plane, handle.address))
+        if own is not None and own.open and 0 < abs(own.memory.address + offset - address) < nbytes:
+            raise ValueError(
+                f"{op}: the tensor overlaps the bytes of the region, which lies in this process; copy first"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
 
 
 class HeldRegion(Region):
@@ -210,19 +196,6 @@ _own: weakref.WeakValueDictionary[tuple[int, str, bytes], HeldRegion] = weakref.
 """The regions of this process, by its id, plane and address."""
 
 
-class TableRegion(HeldRegion):
-    """A row in the table of this process, and the memory that it names. `retract(self)` is called once."""
-
-    def __init__(self, handle: Handle, memory: ExposedMemory, retract: Callable[[Any], None]) -> None:
-        self._strike_out = retract
-        super().__init__(handle, memory)
-
-    def close(self) -> None:
-        if self.open:
-            self.open = False
-            self._strike_out(self)
-
-
 class HeldUntil:
     """Hold a lock, which another copy may hold for long; `look` raises `OpTimeout` if it is not free by `deadline`.
 
@@ -245,7 +218,9 @@ class HeldUntil:
 def check_size(handle: Handle, nbytes: int) -> None:
     """Raise `CorruptData` unless a handle has the size of its region."""
     if handle.nbytes != nbytes:
-        raise CorruptData(f"a handle of {handle.nbytes} bytes for a region of {nbytes}: a forged handle")
+        raise CorruptData(
+            f"a forged handle: it says {handle.nbytes} bytes, and its region has {nbytes}; ask the owner for it again"
+        )
 
 
 def sealed(body: bytes) -> bytes:
@@ -256,7 +231,9 @@ def sealed(body: bytes) -> bytes:
 def unsealed(data: bytes) -> bytes:
     """What `sealed` got. Raises `CorruptData` for anything else."""
     if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
-        raise CorruptData("not the address of a region: its checksum is wrong")
+        raise CorruptData(
+            "the checksum of a handle's address is wrong: it was damaged or forged; ask the owner for the handle again"
+        )
     return data[8:]
 
 
@@ -290,7 +267,7 @@ def contiguous_address(tensor: torch.Tensor, what: str, plane: str) -> int:
     """
     flat = plain_tensor(tensor, what)
     if flat.device.type != "cpu":
-        raise Unsupported(f"tensors on {flat.device.type} on memory plane {plane!r}", "copy it to the CPU")
+        raise Unsupported(f"{what} on {flat.device.type} over memory plane {plane!r}", "copy it to the CPU")
     if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
         raise ValueError(f"{what} must be contiguous and resolved: call .contiguous() (or resolve_conj) first")
     return flat.data_ptr()

@@ -28,6 +28,7 @@ import msgspec
 
 from holdfast.comms._native import Words
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.onesided.region_owner import gone
 from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.file_io import read_at, write_all
@@ -117,7 +118,9 @@ class RegionTable:
         elif self._used < SLOTS:
             slot, self._used = self._used, self._used + 1
         else:
-            raise Unsupported(f"more than {SLOTS} exposed regions in one process", "close some of them")
+            raise Unsupported(
+                f"more than {SLOTS} exposed regions in one process", "close some of them, or expose larger ones"
+            )
         self._generation += 1
         words, row = self._words, _row(slot)
         words[row + 1], words[row + 2], words[row + 3] = address, nbytes, WRITABLE if writable else 0
@@ -169,7 +172,7 @@ def open_table(plane: str, address: TableAddress) -> Iterator[tuple[int, int]]:
     path = Path(f"/proc/{owner.pid}/fd/{address.descriptor}")
     try:
         if not str(path.readlink()).startswith(f"/memfd:{_NAME} "):
-            raise RegionGone(f"process {owner.pid} exposes no memory at descriptor {address.descriptor} (any more)")
+            raise RegionGone(f"process {owner.pid} has closed its memory plane; ask it for another region")
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except PermissionError as error:
         raise BackendUnavailable(
@@ -181,12 +184,12 @@ def open_table(plane: str, address: TableAddress) -> Iterator[tuple[int, int]]:
         header = read_at(descriptor, _HEADER.size, 0)
         magic, pid, start, base, table = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         if magic != _MAGIC or (pid, start, table) != (owner.pid, owner.started, address.table):
-            raise RegionGone(f"the table of process {owner.pid} that this region was in is gone")
+            raise RegionGone(f"process {owner.pid} has closed the memory plane of this region; ask it for another one")
         try:
             if start_time(owner.pid) != owner.started:
                 raise ProcessLookupError
         except ProcessLookupError:
-            raise RegionGone(f"process {owner.pid}, which exposed this region, is gone") from None
+            raise gone(owner.pid) from None
         yield descriptor, base
     finally:
         os.close(descriptor)
@@ -212,7 +215,7 @@ def held_open(descriptor: int, slot: int, deadline: float) -> Iterator[None]:
         lambda: _lock(descriptor, fcntl.F_RDLCK, slot),
         lambda: None,
         deadline,
-        lambda _: RegionGone("the region is being closed"),
+        lambda _: RegionGone("the owner of the region is closing it; ask it for another one"),
     )
     try:
         yield

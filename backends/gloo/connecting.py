@@ -69,7 +69,9 @@ class _RecordingStore(dist.Store):
         """Raises `CorruptData` for what no gloo of this version publishes: gloo itself would crash on it."""
         value = self._store.get(self._prefix + key)
         if self.published and _sizes(value) != _sizes(self.published[-1]):
-            raise CorruptData(f"{self._prefix + key} at the store is no address of gloo's, but {bytes(value[:40])!r}")
+            raise CorruptData(
+                f"the store holds {bytes(value[:40])!r} under {self._prefix + key}, where an address of gloo's belongs"
+            )
         self.fetched.append(value)
         return value
 

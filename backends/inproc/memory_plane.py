@@ -22,8 +22,9 @@ from holdfast.backends.common.shareable_memory import (
     is_lent,
     move_to_huge_pages,
 )
-from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
+from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.memory_plane import Handle
+from holdfast.comms.onesided.region_owner import closed
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
@@ -98,7 +99,9 @@ class InprocPlane(BlockCopyPlane):
         exposed = region.memory.held
         descriptor = descriptor_of(exposed)
         if descriptor is None:
-            raise Unsupported("mapping this region", "only what lies in memory of empty() can be mapped")
+            raise Unsupported(
+                "mapping this region", "read it: only a region in memory of empty(mappable=True) can be mapped"
+            )
         with OpenMemory(self.name, _process(os.getpid()), descriptor) as memory:
             if lasting:
                 memory.hold()
@@ -112,7 +115,7 @@ class InprocPlane(BlockCopyPlane):
     def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
         region = self._region(handle)
         if writing and not region.writable:
-            raise Unsupported("writing to a read-only region", "expose it with writable=True")
+            raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
         return _LocalRegion(region)
 
     def _region(self, handle: Handle) -> InprocRegion:
@@ -128,7 +131,7 @@ class InprocPlane(BlockCopyPlane):
             )
         region = _regions.get(address.number)
         if region is None:
-            raise RegionGone("the region is closed")
+            raise closed(os.getpid())
         region.check()
         return region
 
@@ -159,4 +162,4 @@ class _LocalRegion(RegionAccess):
 
     def _check(self) -> None:
         if not self._region.open:
-            raise RegionGone("the region was closed; what was read of it must not be used")
+            raise closed(os.getpid())

@@ -77,9 +77,9 @@ def _load() -> None:
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
-        raise BackendUnavailable("mpi", f"it does not load: {error}", "pip install 'holdfast[mpi]'") from error
+        raise BackendUnavailable("mpi", f"MPI does not load: {error}", "pip install 'holdfast[mpi]'") from error
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
-        raise BackendUnavailable("mpi", "it was initialised for one thread only", "leave mpi4py.rc.threads true")
+        raise BackendUnavailable("mpi", "MPI was initialised for one thread only", "leave mpi4py.rc.threads true")
 
 
 def _load_library() -> None:

@@ -95,7 +95,7 @@ class NixlAgent:
             try:
                 nixl: Any = importlib.import_module("nixl._api")
             except (ImportError, OSError) as error:
-                raise BackendUnavailable("nixl", f"it does not load: {error}") from error
+                raise BackendUnavailable("nixl", f"NIXL does not load: {error}") from error
             mode = "none" if over.local else "peer"
             try:
                 self._api: Any = nixl.nixl_agent(
@@ -103,7 +103,9 @@ class NixlAgent:
                 )
                 self._api.create_backend("UCX", {"ucx_error_handling_mode": mode})
             except Exception as error:
-                raise BackendUnavailable("nixl", f"its UCX backend does not start over {over.tls}: {error}") from error
+                raise BackendUnavailable(
+                    "nixl", f"the UCX backend of NIXL does not start over {over.tls}: {error}"
+                ) from error
 
     def register(self, address: int, nbytes: int) -> Registered:
         ranges = [(address, nbytes, 0, "")]
@@ -123,9 +125,11 @@ class NixlAgent:
         try:
             found = self._api.add_remote_agent(metadata)
         except Exception as error:
-            raise RegionGone(f"the process that exposed this region cannot be reached: {error}") from error
+            raise RegionGone(f"NIXL cannot reach the process that exposed this region: {error}") from error
         if found not in (name, name.encode()):
-            raise RegionGone(f"the process that exposed this region is agent {found!r}, not {name!r}")
+            raise RegionGone(
+                f"the region is of NIXL agent {name!r}, and {found!r} answers at its address: that process is gone"
+            )
 
     def forget(self, name: str) -> None:
         """Drop the connection to another agent."""
@@ -141,7 +145,7 @@ class NixlAgent:
         try:
             return Transfer(self._api.initialize_xfer(kind, local, remote, name), name)
         except Exception as error:
-            raise RegionGone(f"the process that exposed this region cannot be reached any more: {error}") from error
+            raise RegionGone(f"NIXL cannot reach the process that exposed this region any more: {error}") from error
 
     def run(self, transfer: Transfer, deadline: float, op: str, check: Callable[[], None], memory: object) -> None:
         """Post a transfer and wait for it. Raises `RegionGone`, `OpTimeout`, what `check` raises.
@@ -172,7 +176,7 @@ class NixlAgent:
                 raise
         if last != "DONE":
             check()
-            raise RegionGone("the process that exposed this region cannot be reached any more") from failure
+            raise RegionGone("NIXL cannot reach the process that exposed this region any more") from failure
 
     def _give_up(self, transfer: Transfer, memory: object) -> None:
         if self.local:  # then it has failed, and UCX does not report it

@@ -14,24 +14,23 @@ atomics to do so from another host: writing there is `Unsupported`.
 from __future__ import annotations
 
 import ctypes
-import threading
+import zlib
 from collections.abc import Callable
+from functools import partial
 
+import msgspec
 import torch
-from msgspec.structs import replace
 
-from holdfast.backends.common import region_table
-from holdfast.backends.common.block_copy import HeldUntil, TableRegion, check_size, contiguous_address
-from holdfast.backends.common.mappable_plane import MappablePlane, place_of
-from holdfast.backends.common.process_memory import permit_peers
-from holdfast.backends.common.region_table import RegionTable, held_open, open_table, slot_address
-from holdfast.backends.nixl.address import NixlAddress, packed
+from holdfast.backends.common.block_copy import HeldUntil, check_size, sealed, unsealed
+from holdfast.backends.common.host_plane import HostPlane, Withdraw
+from holdfast.backends.common.region_table import TableAddress, held_open, open_table, slot_address
 from holdfast.backends.nixl.agent import NixlAgent, Registered, Transfer
-from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
+from holdfast.comms.onesided.region_owner import RegionOwner, closed
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.exposed import ExposedMemory
-from holdfast.comms.transport.liveness import Liveness, this_host, this_process
+from holdfast.comms.transport.liveness import this_host
 
 BLOCK_BYTES = 4 << 20
 """Bytes between two checks of deadline and generation."""
@@ -39,6 +38,7 @@ STAGE_BYTES = 64 << 10
 """Up to this size, copying through registered memory costs less than registering the user's."""
 REMEMBERED = 256
 """The number of remote regions that a plane caches."""
+_MOST_METADATA_BYTES = 1 << 16
 
 
 def open_plane() -> NixlPlane:
@@ -46,84 +46,90 @@ def open_plane() -> NixlPlane:
     return NixlPlane()
 
 
-class NixlRegion(TableRegion):
-    """See `TableRegion`."""
+class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The address of a region, in under 512 bytes: its place in the owner's table, the table, the memory, the agent.
 
-    def __init__(
-        self, plane: NixlPlane, memory: ExposedMemory, registered: Registered | None, address: NixlAddress
-    ) -> None:
-        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.retract)
-        self.registered, self.slot = registered, region_table.TableAddress.decode(address.place).slot
+    `metadata` is NIXL's, of the agent `agent` with these two memories; it compresses well.
+    """
+
+    place: bytes
+    table: int
+    memory: int
+    nbytes: int
+    writable: bool
+    agent: str
+    metadata: bytes
+
+    def encode(self) -> bytes:
+        return sealed(msgspec.msgpack.encode(self))
+
+    @staticmethod
+    def decode(data: bytes) -> tuple[NixlAddress, TableAddress, bytes]:
+        """Decode an address; returns it, its place in the table, and NIXL's metadata.
+
+        Raises `CorruptData` for anything but what `encode` made: NIXL would trust it.
+        """
+        body = unsealed(data)
+        try:
+            address = _addresses.decode(body)
+            unpacker = zlib.decompressobj()
+            metadata = unpacker.decompress(address.metadata, _MOST_METADATA_BYTES)
+        except (msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
+            raise CorruptData(f"not the address of a region: {error}") from error
+        if not unpacker.eof:
+            raise CorruptData("not the address of a region: what describes its agent is too long")
+        return address, TableAddress.decode(address.place), metadata
 
 
-class _RemoteRegion:
+_addresses = msgspec.msgpack.Decoder(NixlAddress)
+
+
+class _RemoteRegion(RegionOwner):
     """A region of another process: the connection, the words in its table, and whether its process lives."""
 
-    def __init__(
-        self, address: NixlAddress, place: region_table.TableAddress, stage: Registered, agent: NixlAgent
-    ) -> None:
+    def __init__(self, address: NixlAddress, place: TableAddress, stage: Registered, agent: NixlAgent) -> None:
+        super().__init__(place.owner)
         self.address, self.place = address, place
-        self.here = place.owner.host == this_host()
-        self._liveness = Liveness([place.owner], rank=-1)
-        self.alive()
         self._stage, self._agent = stage, agent
         self._row = slot_address(address.table, place.slot)
         self._word = ctypes.c_uint64.from_address(stage.address)
         self._look: Transfer | None = None
 
-    def gone(self) -> RegionGone:
-        return RegionGone(f"process {self.place.owner.pid}, which exposed this region, is gone")
-
-    def alive(self) -> None:
-        """Raise `RegionGone` once the process is known to be gone."""
-        if self._liveness.dead():
-            raise self.gone()
-
     def suspect(self) -> None:
         """Raise `RegionGone` if the process or its table is gone: a transfer to missing memory never ends."""
-        self.alive()
+        self.check()
         if self.here:
             with open_table("nixl", self.place):
                 pass
 
-    def check(self, deadline: float) -> None:
+    def check_open(self, deadline: float) -> None:
         """Raise `RegionGone` unless the region is open now."""
         if self._look is None:
             self._look = self._agent.prepare("READ", self._stage.address, self._row, 8, self.address.agent)
         self._agent.run(self._look, deadline, "memory access", self.suspect, self)
-        self.alive()
+        self.check()
         if self._word.value != self.place.generation:
-            pid = self.place.owner.pid
-            raise RegionGone(f"process {pid} closed the region; what was read of it must not be used")
+            raise closed(self.pid)
 
     def close(self) -> None:
         if self._look is not None:
             self._agent.release(self._look)
             self._look = None
-        self._liveness.close()
+        super().close()
 
 
-class NixlPlane(MappablePlane):
+class NixlPlane(HostPlane):
     """See the module. A forked child that uses its parent's plane has one without regions of its own."""
 
     name = "nixl"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._begin()
-        forks.reset_in_children(self)
-
     def reset_in_child(self) -> None:
         forks.never_destroy((self._agent, self._remote))  # destroying them would free resources of the parent
-        if self._table is not None:
-            self._table.close()
-        self._begin()
+        super().reset_in_child()
 
     def _begin(self) -> None:
-        self._begin_mapping()
-        self._lock = threading.RLock()
+        super()._begin()
         self._agent: NixlAgent | None = None
-        self._table: RegionTable | None = None
         self._table_memory: Registered | None = None
         self._remote: dict[Handle, _RemoteRegion] = {}
         self._stage_memory: torch.Tensor | None = None
@@ -132,57 +138,26 @@ class NixlPlane(MappablePlane):
     def _started(self) -> NixlAgent:
         """The agent, made on first use. The lock is held."""
         if self._agent is None:
-            permit_peers()
             self._agent = NixlAgent()
         return self._agent
 
-    # -- exposing
+    def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
+        agent = self._started()
+        if self._table_memory is None:
+            self._table_memory = agent.register(*self._own_table().memory)
+        exposed = [agent.register(memory.address, memory.nbytes)] if memory.nbytes else []
+        address = NixlAddress(
+            place.encode(),
+            self._table_memory.address,
+            memory.address,
+            memory.nbytes,
+            writable,
+            agent.name,
+            zlib.compress(agent.describe(self._table_memory, *exposed), 9),
+        )
+        return address.encode(), partial(agent.deregister, *exposed) if exposed else lambda: None
 
-    def expose(self, tensor: torch.Tensor, writable: bool = False) -> NixlRegion:
-        self._check_open()
-        contiguous_address(tensor, "an exposed tensor", self.name)
-        memory = ExposedMemory(tensor)
-        with self._lock:
-            agent = self._started()
-            if self._table is None or self._table_memory is None:
-                self._table = RegionTable(this_process())
-                self._table_memory = agent.register(*self._table.memory)
-            registered = agent.register(memory.address, memory.nbytes) if memory.nbytes else None
-            place = self._table.fill(memory.address, memory.nbytes, writable)
-            place = replace(place, memory=place_of(memory.held))
-            region = NixlRegion(
-                self,
-                memory,
-                registered,
-                NixlAddress(
-                    place.encode(),
-                    self._table_memory.address,
-                    memory.address,
-                    memory.nbytes,
-                    writable,
-                    agent.name,
-                    packed(agent.describe(self._table_memory, *([registered] if registered else []))),
-                ),
-            )
-            self._regions.add(region)
-        return region
-
-    def retract(self, region: NixlRegion) -> None:
-        """Invalidate the row of a region; free row and tensor once no process writes to it. Called once for each."""
-        with self._lock:
-            table, agent = self._table, self._agent
-            if table is None or agent is None:
-                return
-            written = table.invalidate(region.slot)
-        if written:
-            table.wait_for_writers(region.slot)
-        with self._lock:
-            if region.registered is not None:
-                agent.deregister(region.registered)
-            table.free(region.slot)
-            self._regions.discard(region)
-
-    def _place(self, handle: Handle) -> region_table.TableAddress:
+    def _place(self, handle: Handle) -> TableAddress:
         return NixlAddress.decode(handle.address)[1]
 
     # -- reading and writing
@@ -208,13 +183,13 @@ class NixlPlane(MappablePlane):
             self._staging(STAGE_BYTES if self._started().local else BLOCK_BYTES)
         region = self._remote.get(handle) or self._find(handle)
         try:
-            region.alive()
+            region.check()
             if writing:
                 self._push(region, address, offset, nbytes, deadline)
             else:
                 if nbytes:
                     self._transfer(region, address, offset, nbytes, deadline, writing=False)
-                region.check(deadline)
+                region.check_open(deadline)
         except (RegionGone, OpTimeout):
             self._forget(region)
             raise
@@ -226,10 +201,10 @@ class NixlPlane(MappablePlane):
         if not region.here:
             raise Unsupported("writing to memory of another host over nixl", "let its owner read, or use ucx")
         with open_table(self.name, region.place) as (descriptor, _), held_open(descriptor, region.place.slot, deadline):
-            region.check(deadline)
+            region.check_open(deadline)
             if nbytes:
                 self._transfer(region, address, offset, nbytes, deadline, writing=True)
-            region.check(deadline)
+            region.check_open(deadline)
 
     def _transfer(
         self, region: _RemoteRegion, address: int, offset: int, nbytes: int, deadline: float, writing: bool
@@ -309,6 +284,4 @@ class NixlPlane(MappablePlane):
                 if memory is not None and agent is not None:
                     agent.deregister(memory)
             self._stage = self._table_memory = None
-            table, self._table = self._table, None
-            if table is not None:
-                table.close()
+        super()._release()

@@ -72,7 +72,7 @@ class ShmTransport(DirectTransport):
         except OSError as error:
             raise unreadable_memory("shm", rank, error.errno or 0) from error
         if copied != nbytes:
-            raise PeerFailed((rank,), f"its memory can be read up to byte {copied} of {nbytes} alone")
+            raise PeerFailed((rank,), f"of {nbytes} bytes of its memory only the first {copied} can be read")
 
     def register(self, tensor: torch.Tensor) -> str:
         moved = put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, REGISTER_SECONDS)

@@ -211,4 +211,4 @@ def parse(text: bytes) -> tuple[int, WorkerHello | HelloReceived | str]:
         raise CorruptData(f"a peer's hello over ucx cannot be read: {error}") from error
     if kind in (bytes([CLOSED]), bytes([ABORTED])):
         return kind[0], body.decode(errors="replace")
-    raise CorruptData(f"a notice over ucx that is neither hello nor farewell: {text[:16]!r}")
+    raise CorruptData(f"a peer sent a notice over ucx that is neither hello nor farewell: {text[:16]!r}")

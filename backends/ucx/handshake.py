@@ -148,7 +148,7 @@ class _Handshake:
             return False
         del self._met_requests[rank]
         if status != libucp.OK:
-            raise PeerFailed((rank,), f"no connection to it: {self._worker.lib.text(status)}")
+            raise PeerFailed((rank,), f"UCX cannot connect to it: {self._worker.lib.text(status)}")
         return True
 
     def _drop(self, rank: int) -> None:

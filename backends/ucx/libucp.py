@@ -25,13 +25,11 @@ ERR_MESSAGE_TRUNCATED, ERR_BUSY, ERR_CANCELED, ERR_LAST = -9, -15, -16, -100
 ERR_NO_RESOURCE, ERR_NO_MEMORY, ERR_UNREACHABLE = -2, -4, -6
 ERR_NO_DEVICE, ERR_SHMEM_SEGMENT, ERR_EXCEEDS_LIMIT = -14, -17, -21
 
-FEATURE_TAG, FEATURE_RMA, FEATURE_AMO32, FEATURE_AMO64, FEATURE_WAKEUP, _, FEATURE_AM = (1 << bit for bit in range(7))
+FEATURE_TAG, FEATURE_WAKEUP, FEATURE_AM = 1 << 0, 1 << 4, 1 << 6
 THREADS_SERIALIZED = 1
 WORKER_IGNORE_REQUEST_LEAK = 1 << 0
 CLOSE_FORCE = 1 << 0
-MEM_MAP_ALLOCATE = 1 << 1
-ATTR_DATATYPE, ATTR_FLAGS, ATTR_REPLY_BUFFER, ATTR_RECV_INFO = 1 << 3, 1 << 4, 1 << 5, 1 << 7
-ATOMIC_ADD, ATOMIC_CSWAP = 0, 2
+ATTR_CALLBACK, ATTR_USER_DATA, ATTR_DATATYPE, ATTR_FLAGS, ATTR_RECV_INFO = 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 7
 AM_WHOLE = 1 << 0
 AM_REPLY, AM_EAGER, AM_COPY_HEADER = 1 << 0, 1 << 1, 1 << 3
 AM_HAS_REPLY_ENDPOINT, AM_IS_RENDEZVOUS = 1 << 0, 1 << 17
@@ -44,7 +42,6 @@ typedef struct ucp_context *ucp_context_h;
 typedef struct ucp_worker *ucp_worker_h;
 typedef struct ucp_ep *ucp_ep_h;
 typedef struct ucp_mem *ucp_mem_h;
-typedef struct ucp_rkey *ucp_rkey_h;
 
 typedef struct {
     uint64_t field_mask, features;
@@ -100,17 +97,6 @@ typedef struct {
     size_t remote_count;
 } ucp_request_param_t;
 
-typedef struct {
-    uint64_t field_mask;
-    void *address;
-    size_t length;
-    unsigned flags, prot;
-    int memory_type;
-    const void *exported_memh_buffer;
-} ucp_mem_map_params_t;
-
-typedef struct { uint64_t field_mask; void *address; size_t length; int mem_type; } ucp_mem_attr_t;
-
 typedef struct { uint64_t recv_attr; ucp_ep_h reply_ep; } ucp_am_recv_param_t;
 
 typedef ucs_status_t (*ucp_am_recv_callback_t)(
@@ -159,26 +145,13 @@ ucs_status_t ucp_request_check_status(intptr_t request);
 void ucp_request_cancel(ucp_worker_h worker, intptr_t request);
 void ucp_request_free(intptr_t request);
 
-ucs_status_t ucp_mem_map(ucp_context_h context, const ucp_mem_map_params_t *params, ucp_mem_h *memory);
-ucs_status_t ucp_mem_unmap(ucp_context_h context, ucp_mem_h memory);
-ucs_status_t ucp_mem_query(const ucp_mem_h memory, ucp_mem_attr_t *attr);
-ucs_status_t ucp_rkey_pack(ucp_context_h context, ucp_mem_h memory, void **buffer, size_t *size);
-void ucp_rkey_buffer_release(void *buffer);
-ucs_status_t ucp_ep_rkey_unpack(ucp_ep_h ep, const char *buffer, ucp_rkey_h *rkey);
-ucs_status_t ucp_rkey_ptr(ucp_rkey_h rkey, uint64_t address, uintptr_t *local);
-void ucp_rkey_destroy(ucp_rkey_h rkey);
-ucs_status_ptr_t ucp_get_nbx(
-    ucp_ep_h ep, uintptr_t buffer, size_t count, uint64_t address, ucp_rkey_h rkey, const ucp_request_param_t *param);
-ucs_status_ptr_t ucp_put_nbx(
-    ucp_ep_h ep, uintptr_t buffer, size_t count, uint64_t address, ucp_rkey_h rkey, const ucp_request_param_t *param);
-ucs_status_ptr_t ucp_atomic_op_nbx(
-    ucp_ep_h ep, int opcode, uintptr_t buffer, size_t count, uint64_t address, ucp_rkey_h rkey,
-    const ucp_request_param_t *param);
-
 ucs_status_t ucp_worker_set_am_recv_handler(ucp_worker_h worker, const ucp_am_handler_param_t *param);
 ucs_status_ptr_t ucp_am_send_nbx(
     ucp_ep_h ep, unsigned id, const void *header, size_t header_length, uintptr_t buffer, size_t count,
     const ucp_request_param_t *param);
+typedef void (*ucp_am_recv_data_nbx_callback_t)(void *request, ucs_status_t status, size_t length, void *user_data);
+ucs_status_ptr_t ucp_am_recv_data_nbx(
+    ucp_worker_h worker, void *data, uintptr_t buffer, size_t count, const ucp_request_param_t *param);
 
 const char *ucs_status_string(ucs_status_t status);
 void ucs_debug_disable_signals(void);
@@ -189,21 +162,6 @@ ucs_status_t ucs_global_opts_set_value(const char *name, const char *value);
 def contiguous(nbytes: int) -> int:
     """The `ucp_datatype_t` of elements of `nbytes` bytes."""
     return nbytes << 3
-
-
-def atomic_parameters(lib: Libucp, size: int, words: Any) -> Any:
-    """The parameters of an atomic that returns the old value of an integer of `size` bytes.
-
-    `words` has room for two integers.
-    """
-    return lib.ffi.new(
-        "ucp_request_param_t *",
-        {
-            "op_attr_mask": ATTR_DATATYPE | ATTR_REPLY_BUFFER,
-            "datatype": contiguous(size),
-            "reply_buffer": words + 1,
-        },
-    )
 
 
 class UcxError(HoldfastError):

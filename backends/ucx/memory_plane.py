@@ -1,36 +1,42 @@
 """The memory plane of UCX: get and put on memory of another process where it lies.
 
-On one host (the default) the kernel copies between the two tensors, and the table of regions is shared memory: the
-owner takes no part, it may be busy or stopped. With UCX_TLS set to transports that cross hosts, for example "tcp,self",
-the owner's progress thread answers: see `onesided.channel`. Over either, processes of the host map what lies in
-mappable memory of `empty`.
+On one host (the default) it is that of the host: the kernel copies between the two tensors, and the owner takes no
+part. With UCX_TLS set to transports that cross hosts, for example "tcp,self", the owner's progress thread answers: see
+`onesided`. Over either, processes of the host map what lies in mappable memory of `empty`.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
-import torch
-from msgspec.structs import replace
+import msgspec
 
-from holdfast.backends.common.block_copy import (
-    TableRegion,
-    contiguous_address,
-    run_in_threads,
-    thread_count,
-)
-from holdfast.backends.common.mappable_plane import MappablePlane, place_of
+from holdfast.backends.common.block_copy import HeldUntil, check_size, sealed, unsealed
+from holdfast.backends.common.host_plane import HostPlane, Withdraw
 from holdfast.backends.common.process_memory import permit_peers
-from holdfast.backends.common.region_table import RegionTable, TableAddress
-from holdfast.backends.ucx.onesided.message_region import MessageTable
-from holdfast.backends.ucx.onesided.read_worker import ReadWorker
-from holdfast.backends.ucx.onesided.regions import UcxAddress, UcxRegionTable
-from holdfast.backends.ucx.worker import Transports
+from holdfast.backends.common.region_table import TableAddress
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.onesided import UcxChannel
+from holdfast.backends.ucx.progress import ProgressThread
+from holdfast.backends.ucx.worker import Transports, UcxWorker
+from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
+from holdfast.comms.onesided.region_owner import RegionOwner, closed
+from holdfast.comms.onesided.requests import GONE, Exposed, Owner, Requests
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.exposed import ExposedMemory
-from holdfast.comms.transport.liveness import this_process
+
+BLOCK_BYTES = 16 << 20
+"""Bytes between two checks of the deadline and of a closed plane."""
+ATTEMPTS = 3
+"""The number of attempts for a block, each over a new connection."""
+REMEMBERED = 256
+"""The number of remote regions that a plane caches."""
 
 
 def open_plane() -> UcxPlane:
@@ -38,97 +44,193 @@ def open_plane() -> UcxPlane:
     return UcxPlane()
 
 
-class UcxRegion(TableRegion):
-    """See `TableRegion`."""
+class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The address of a region: its place in the owner's table, and the worker that answers for it, if one does."""
 
-    def __init__(self, plane: UcxPlane, memory: ExposedMemory, address: UcxAddress) -> None:
-        super().__init__(Handle(plane.name, address.encode(), memory.nbytes), memory, plane.retract)
-        self.address = address
+    place: bytes
+    worker: bytes
+    nbytes: int
+    writable: bool
+
+    def encode(self) -> bytes:
+        return sealed(msgspec.msgpack.encode(self))
+
+    @staticmethod
+    def decode(data: bytes) -> UcxAddress:
+        """Decode an address. Raises `CorruptData` for anything but what `encode` made: libucp would trust it."""
+        body = unsealed(data)
+        try:
+            return _addresses.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"not the address of a region: {error}") from error
 
 
-class UcxPlane(MappablePlane):
-    """See `MemoryPlane`. A forked child that uses its parent's plane has one without regions of its own."""
+_addresses = msgspec.msgpack.Decoder(UcxAddress)
 
-    name = "ucx"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._begin()
-        forks.reset_in_children(self)
+class OwnerUnreachable(RegionGone):
+    """The connection broke, though the owner lives as far as is known: a new connection may still find the region."""
 
-    def reset_in_child(self) -> None:
-        forks.never_destroy((self._read_workers, self._table, self._regions))
-        if self._mapping_rows is not None:
-            self._mapping_rows.close()
-        self._begin()
 
-    def _begin(self) -> None:
-        self._making = threading.Lock()
-        self._read_workers: list[ReadWorker] = []
-        self._table: UcxRegionTable | MessageTable | None = None
-        self._mapping_rows: RegionTable | None = None
-        self._begin_mapping()
+class _Connection(RegionOwner):
+    """A connection to a process that exposes memory."""
 
-    def _read_worker(self, number: int = 0) -> ReadWorker:
-        """The read worker `number`, made on first use. Worker 0 has the table of exposed regions."""
-        with self._making:
-            self._check_open()
-            while len(self._read_workers) <= number:
-                permit_peers()
-                self._read_workers.append(ReadWorker(Transports.choose(one_host=True).connecting_in_background()))
-            return self._read_workers[number]
+    _keys = itertools.count(1)
 
-    # -- exposing
+    def __init__(self, worker: UcxWorker, address: bytes, place: TableAddress) -> None:
+        self.broken = ""
+        super().__init__(place.owner)
+        self.address, self.key, self._worker = address, next(self._keys), worker
+        try:
+            self.endpoint: Any = worker.connect(address, self.key)
+        except libucp.UcxError as error:
+            super().close()
+            raise RegionGone(f"UCX cannot reach process {self.pid}, which exposed this region: {error}") from error
 
-    def expose(self, tensor: torch.Tensor, writable: bool = False) -> UcxRegion:
-        self._check_open()
-        contiguous_address(tensor, "an exposed tensor", self.name)
-        memory = ExposedMemory(tensor)
-        lane = self._read_worker()
-        with lane.lock:
-            worker, asked = lane.worker, lane.requests
-            if self._table is None:
-                self._table = (
-                    UcxRegionTable(worker, this_process())
-                    if asked is None
-                    else MessageTable(asked, worker, this_process())
-                )
-            address = self._table.expose(memory, writable)
-            region = UcxRegion(self, memory, replace(address, mapping=self._mapping_row(memory)))
-            self._regions.add(region)
+    def check(self) -> None:
+        super().check()
+        if self.broken:
+            raise OwnerUnreachable(f"the connection to process {self.pid} broke: {self.broken}")
+
+    def close(self) -> None:
+        self._worker.disconnect(self.endpoint)
+        super().close()
+
+
+class _Region(Owner):
+    """A region of another process, as that answers for it."""
+
+    def __init__(self, connection: _Connection, number: int, writable: bool, requests: Requests) -> None:
+        self.connection, self.to = connection, connection.endpoint
+        self._number, self._writable, self._requests = number, writable, requests
+
+    def move(self, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+        """Copy one block between the memory at `address` and the region. Raises `RegionGone`, `OpTimeout`."""
+        if not writing:
+            self._requests.read(self, self._number, offset, (address, nbytes), None, deadline, "memory read")
+        elif self._writable:
+            self._requests.write(self, self._number, offset, (address, nbytes), None, deadline, "memory write")
+        else:
+            raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
+
+    def check_live(self) -> None:
+        self.connection.check()
+        if self.to in self._requests.channel.broken:
+            raise OwnerUnreachable(f"process {self.connection.pid} could not be asked; its connection broke")
+
+    def error(self, outcome: int, op: str) -> HoldfastError:
+        pid = self.connection.pid
+        if outcome == GONE:
+            return closed(pid)
+        return CorruptData(f"process {pid} refuses a {op}, since its region has no such bytes: a forged handle")
+
+    def late(self, op: str, seconds: float) -> OpTimeout:
+        return OpTimeout(op, 0, seconds)
+
+
+class _Messenger:
+    """The worker of a plane between hosts: it asks the owners of regions, and answers for those of this process.
+
+    The worker is used with `lock` held.
+    """
+
+    def __init__(self, over: Transports) -> None:
+        self.lock = threading.RLock()
+        permit_peers()
+        self.worker = UcxWorker(libucp.FEATURE_AM, over, self._note_failure)
+        self.requests = Requests(partial(UcxChannel, self.worker, self.lock))
+        self._connections: dict[bytes, _Connection] = {}
+        self._found: dict[Handle, _Region] = {}
+        self._progress = ProgressThread(self.worker, self.lock, eager=len(os.sched_getaffinity(0)) > 1)
+
+    def move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+        """Move one block, over a new connection if the existing one is broken."""
+        for attempt in range(1, ATTEMPTS + 1):
+            region = None
+            try:
+                region = self._found.get(handle) or self._find(handle)
+                region.move(address, offset, nbytes, deadline, writing)
+            except (RegionGone, OpTimeout) as error:
+                if region is not None:
+                    self._forget(region.connection)
+                if attempt == ATTEMPTS or not isinstance(error, OwnerUnreachable):
+                    raise
+            else:
+                return
+
+    def _find(self, handle: Handle) -> _Region:
+        address = UcxAddress.decode(handle.address)
+        place = TableAddress.decode(address.place)
+        check_size(handle, address.nbytes)
+        if not address.worker:
+            raise Unsupported(
+                f"reaching process {place.owner.pid} over {self.worker.over.tls}", "set one UCX_TLS for both processes"
+            )
+        connection = self._connections.get(address.worker)
+        if connection is None:
+            connection = _Connection(self.worker, address.worker, place)
+            self._connections[address.worker] = connection
+        if len(self._found) >= REMEMBERED:
+            self._found.clear()
+        region = _Region(connection, place.generation, address.writable, self.requests)
+        self._found[handle] = region
         return region
 
-    def _mapping_row(self, memory: ExposedMemory) -> tuple[int, int, int, int, int, int] | None:
-        """Enter memory that can be mapped; None for other memory. The lock of the first read worker is held."""
-        if (place := place_of(memory.held)) is None:
+    def _forget(self, connection: _Connection) -> None:
+        """Drop the connection to an owner, which may be broken, and its cached regions."""
+        self._found = {handle: region for handle, region in self._found.items() if region.connection is not connection}
+        if self._connections.pop(connection.address, None) is not None:
+            self.requests.channel.broken.discard(connection.endpoint)
+            connection.close()
+
+    def _note_failure(self, key: int, why: str) -> None:
+        """Note a broken connection; called by UCX during progress."""
+        for connection in self._connections.values():
+            if connection.key == key:
+                connection.broken = why
+
+    def close(self) -> None:
+        self._progress.close()
+        with self.lock:
+            for connection in list(self._connections.values()):
+                self._forget(connection)
+            self.worker.close()
+
+
+class UcxPlane(HostPlane):
+    """See the module. A forked child that uses its parent's plane has one without regions of its own."""
+
+    name = "ucx"
+    beyond_host: ClassVar[str] = "set UCX_TLS=tcp,self (or what your network has) for both processes"
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._over = Transports.choose(one_host=True).connecting_in_background()
+        self._made: _Messenger | None = None
+
+    def reset_in_child(self) -> None:
+        forks.never_destroy((self._made, self._regions))
+        super().reset_in_child()
+
+    def _messenger(self) -> _Messenger | None:
+        """What asks and answers between hosts, made on first use; None on one host, where the kernel copies."""
+        if self._over.local:
             return None
-        if self._mapping_rows is None:
-            self._mapping_rows = RegionTable(this_process())
-        row = self._mapping_rows.fill(memory.address, memory.nbytes, writable=False)
-        return row.descriptor, row.table, row.slot, row.generation, *place
+        with self._lock:
+            self._check_open()
+            if self._made is None:
+                self._made = _Messenger(self._over)
+            return self._made
 
-    def _place(self, handle: Handle) -> TableAddress | None:
-        return UcxAddress.decode(handle.address).place
+    def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
+        worker, withdraw = b"", lambda: None
+        if (messenger := self._messenger()) is not None:
+            worker, withdraw = messenger.worker.address, partial(messenger.requests.withdraw, place.generation)
+            messenger.requests.expose(place.generation, Exposed(memory, writable))
+        return UcxAddress(place.encode(), worker, memory.nbytes, writable).encode(), withdraw
 
-    def retract(self, region: UcxRegion) -> None:
-        """Invalidate the row of a region; free row and tensor once no process writes to it. Called once for each."""
-        lane = self._read_workers[0]
-        with lane.lock:
-            table = self._table
-            if table is None:
-                return
-            row = region.address.place
-            if row is not None and self._mapping_rows is not None:
-                self._mapping_rows.invalidate(row.slot)
-                self._mapping_rows.free(row.slot)
-            table.invalidate(region.address)
-        if region.address.writable:
-            table.wait_for_writer(region.address)
-        with lane.lock:
-            table.free(region.address)
-            self._regions.discard(region)
-
-    # -- reading and writing
+    def _place(self, handle: Handle) -> TableAddress:
+        return TableAddress.decode(UcxAddress.decode(handle.address).place)
 
     def _in_blocks(
         self,
@@ -140,24 +242,18 @@ class UcxPlane(MappablePlane):
         writing: bool,
         look: Callable[[], None],
     ) -> None:
-        several = not writing and self._read_worker().worker.over.local
-
-        def copy(number: int, at: int, piece: int) -> None:
-            self._read_worker(number).copy(handle, address + at, offset + at, piece, deadline, writing, look)
-
-        run_in_threads(nbytes, thread_count(nbytes) if several else 1, copy)
-
-    # -- the end
+        if (messenger := self._messenger()) is None:
+            super()._in_blocks(handle, address, offset, nbytes, deadline, writing, look)
+            return
+        for start in range(0, nbytes, BLOCK_BYTES) or (0,):
+            with HeldUntil(messenger.lock, deadline, look):
+                look()
+                piece = min(BLOCK_BYTES, nbytes - start)
+                messenger.move(handle, address + start, offset + start, piece, deadline, writing)
 
     def _release(self) -> None:
-        with self._making:
-            for lane in reversed(self._read_workers):
-                lane.close(self._drop_table if lane is self._read_workers[0] else lambda: None)
-
-    def _drop_table(self) -> None:
-        table, self._table = self._table, None
-        if table is not None:
-            table.close()
-        if self._mapping_rows is not None:
-            self._mapping_rows.close()
-            self._mapping_rows = None
+        super()._release()
+        with self._lock:
+            if self._made is not None:
+                self._made.close()
+                self._made = None

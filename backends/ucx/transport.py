@@ -22,9 +22,7 @@ from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.endpoints import Connections, PeerLink
 from holdfast.backends.ucx.farewells import ABORTED, CLOSED, Notices, Tags
-from holdfast.backends.ucx.onesided.channel import MessageSide, UcxChannel
-from holdfast.backends.ucx.onesided.far_window import FarWindow
-from holdfast.backends.ucx.onesided.worker import OneSidedWorker
+from holdfast.backends.ucx.onesided import RankChannel
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
@@ -33,7 +31,6 @@ from holdfast.comms.journal import Journal
 from holdfast.comms.onesided.host_window import make_window
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.request_window import RequestService
-from holdfast.comms.onesided.requests import Requests
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import Liveness, this_host
@@ -91,7 +88,6 @@ class UcxTransport(MessageTransport):
         self.links: dict[int, PeerLink] = {}
         self._progress: ProgressThread | None = None
         self._peers = context.peers
-        self._side: OneSidedWorker | None = None
         self._service: RequestService | None = None
         self._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._events = select.poll()
@@ -324,16 +320,10 @@ class UcxTransport(MessageTransport):
         if self._worker.over.local:
             permit_peers()
             return make_window("ucx", self, self._peers, tensor, deadline, self._watch.check)
-        if self._worker.over.emulated:
-            if self._service is None:
-                self._service = RequestService(self.rank, self.size, self._watch, partial(self._open_channel, deadline))
-            return self._service.window(self, tensor, deadline)
-        if self._side is None:
-            self._side = OneSidedWorker(self, self._worker.over, self._watch, deadline)
-        return FarWindow(self._side, self, tensor, deadline)
-
-    def _open_channel(self, deadline: float, requests: Requests) -> UcxChannel:
-        return MessageSide(self, self._worker.over, self._watch, deadline, requests).channel
+        if self._service is None:
+            open_channel = partial(RankChannel, self, self._worker.over, self._watch, deadline)
+            self._service = RequestService(self.rank, self.size, self._watch, open_channel)
+        return self._service.window(self, tensor, deadline)
 
     def _check_live(self) -> Iterable[int]:
         """The ranks that lost their connection. Raises if this communicator has ended, here or elsewhere."""
@@ -423,8 +413,6 @@ class UcxTransport(MessageTransport):
             self._progress = None
 
     def close(self) -> None:
-        if self._side is not None:
-            self._side.close()
         if self._service is not None:
             self._service.close()
         self._stop_progress()

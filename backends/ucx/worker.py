@@ -66,7 +66,7 @@ class Transports:
     """The transports that UCX may use, as in UCX_TLS, and the options that go with them.
 
     `local`: shared memory alone, so no op needs progress by the target. `emulated`: TCP may be among them, over which
-    UCX would only emulate one-sided ops: see `onesided.channel`.
+    UCX would only emulate the reads by which a large message arrives: see `onesided`.
     """
 
     tls: str
@@ -115,7 +115,7 @@ def explain(error: UcxError, rank: int, over: Transports) -> HoldfastError:
     if error.status == libucp.ERR_UNREACHABLE:
         reason = f"no transport of {over.tls} reaches rank {rank} from here"
         return BackendUnavailable("ucx", reason, "check UCX_TLS, UCX_NET_DEVICES and the free space of /dev/shm")
-    return PeerFailed((rank,), f"no connection to it: {error}")
+    return PeerFailed((rank,), f"UCX cannot connect to it: {error}")
 
 
 def _check_devices(tls: str) -> None:
@@ -187,7 +187,6 @@ class UcxWorker:
         self.failed = failed
         self._on_failure = self._ffi.callback("ucp_err_handler_cb_t", self._endpoint_failed)
         self._endpoints: list[Endpoint] = []
-        self._bounce: Any = None
         self.event_fd: OwnedDescriptor | None = None
         self._kept: list[object] = []
         resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_AM else {}
@@ -208,11 +207,6 @@ class UcxWorker:
             raise
         self._progress = self._call.ucp_worker_progress
         self.plain = self._ffi.new("ucp_request_param_t *")
-
-    @property
-    def context(self) -> Any:
-        """The `ucp_context_h`, for registering memory."""
-        return self._context
 
     def _make_context(self, features: int, options: Mapping[str, str]) -> Any:
         ffi, call = self._ffi, self._call
@@ -316,16 +310,9 @@ class UcxWorker:
         for request in [self._call.ucp_ep_flush_nbx(endpoint, self.plain) for endpoint in endpoints]:
             self.finish(request, limit - time.monotonic())
 
-    def bounce(self, nbytes: int) -> int:
-        """The address of a bounce buffer of `nbytes` bytes that lives as long as this worker."""
-        if self._bounce is None or len(self._bounce) < nbytes:
-            self._bounce = self._ffi.new("char[]", nbytes)
-        return int(self._ffi.cast("uintptr_t", self._bounce))
-
     def abandon(self, keep: object) -> None:
-        """Keep the memory of an abandoned request that may still write to it; use another bounce buffer from now on."""
-        self._kept.append((keep, self._bounce))
-        self._bounce = None
+        """Keep the memory of an abandoned request that may still write to it."""
+        self._kept.append(keep)
 
     def give_up(self, request: int, keep: object) -> None:
         """Stop waiting for a request, which may still be carried out and use `keep`."""
@@ -333,21 +320,15 @@ class UcxWorker:
         self.abandon(keep)
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Close an endpoint, whatever state it is in.
-
-        Not for one over which an unanswered atomic was sent: that goes with the worker.
-        """
+        """Close an endpoint, whatever state it is in."""
         self._endpoints.remove(endpoint)
         params = self._ffi.new(
             "ucp_request_param_t *", {"op_attr_mask": libucp.ATTR_FLAGS, "flags": libucp.CLOSE_FORCE}
         )
         self.finish(self._call.ucp_ep_close_nbx(endpoint, params), _CLOSE_SECONDS)
 
-    def close(self, and_then: Callable[[], None] = lambda: None) -> None:
-        """Release everything; requests under way end here. Does not wait for peers.
-
-        `and_then` is called when nothing can arrive any more, before the context goes: to release memory.
-        """
+    def close(self) -> None:
+        """Release everything; requests under way end here. Does not wait for peers."""
         if self.handle and self.lost_descriptors:
             _log.warning("a UCX worker is left behind: %s", _LOST)  # UCX would end the process
             self.handle = self._context = self._ffi.NULL
@@ -359,7 +340,6 @@ class UcxWorker:
             self._endpoints.clear()
             self._call.ucp_worker_destroy(self.handle)
             self.handle = self._ffi.NULL
-            and_then()
         if self._context:
             self._call.ucp_cleanup(self._context)
             _count(-1)

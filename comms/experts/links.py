@@ -85,7 +85,7 @@ def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeou
             "a stopped rank cannot be fenced there, and might go on alone later; use silence='raise', or a backend "
             "that maps windows between processes of one host (`holdfast backends`)",
         )
-    if access in ("mapped", "rdma"):
+    if access == "mapped":
         return WindowLinks(comm, head, payload, fences, timeout)
     return MessageLinks(comm, head, payload, timeout)
 

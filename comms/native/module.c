@@ -126,7 +126,6 @@ static PyObject *describe(PyObject *module, PyObject *list) {
 
 static PyMethodDef module_methods[] = {
     {"kind", kind, METH_VARARGS, NULL},
-    PLAIN("fence", fence),
     FAST("combine", combine_),
     FAST("copy", copy_),
     FAST("copy_process", copy_process),

@@ -99,7 +99,7 @@ class Part:
 class MappedWindow(WindowMemory):
     """A window of ranks that share memory. `check(rank)` raises `gone(rank)`, or what ended the communicator."""
 
-    access: ClassVar[Literal["mapped", "rdma", "messages"]] = "mapped"
+    access: ClassVar[Literal["mapped", "messages"]] = "mapped"
 
     def __init__(
         self,

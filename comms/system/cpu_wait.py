@@ -1,4 +1,4 @@
-"""Waits on the CPU: `Wait`, how to yield the processor, and words at an address."""
+"""Waits on the CPU: `Wait`, how to yield the processor, and atomics on memory of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.comms._native import Words
 from holdfast.comms.errors import HoldfastError
 
 yield_cpu = ctypes.CDLL(None).sched_yield
@@ -51,11 +50,6 @@ class Wait:
                 yield_cpu()
             else:
                 time.sleep(self.sleep_seconds)
-
-
-def words_at(address: int, count: int) -> Words:
-    """The words at an address; it must stay mapped while they are used."""
-    return Words((ctypes.c_uint64 * count).from_address(address))
 
 
 def change(address: int, itemsize: int, add: bool, first: int, second: int) -> int:

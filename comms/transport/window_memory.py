@@ -18,8 +18,8 @@ Tensor = torch.Tensor
 class WindowMemory(ABC):
     """Reads and writes the exposed bytes of other ranks. Offsets are in bytes; the caller has checked them."""
 
-    access: ClassVar[Literal["mapped", "rdma", "messages"]] = "messages"
-    """How other ranks' memory is reached: mapped into this process, by the network's hardware, or by their answers."""
+    access: ClassVar[Literal["mapped", "messages"]] = "messages"
+    """How other ranks' memory is reached: mapped into this process, or by their answers."""
     sizes: Sequence[int]
     """The size of each rank's window, in bytes."""
     leaving = False

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.onesided.channel import UcxChannel
+from holdfast.backends.ucx.onesided import UcxChannel
 from holdfast.backends.ucx.worker import Transports, UcxWorker
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.onesided.requests import (
@@ -21,6 +21,7 @@ from holdfast.comms.onesided.requests import (
     CLOSED,
     GET,
     GONE,
+    PIECE_BYTES,
     PUT,
     REFUSED,
     SIGNAL,
@@ -31,6 +32,7 @@ from holdfast.comms.onesided.requests import (
     Requests,
 )
 from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.tensors.packing import span
 
 SIZE, REGION, READ_ONLY, NO_REGION = 64, 7, 8, 9
 DONE = 0
@@ -45,8 +47,8 @@ class Refused(HoldfastError):
 class Itself(Owner):
     """A worker that is connected to itself, so that it answers its own requests."""
 
-    def __init__(self) -> None:
-        self.worker = UcxWorker(libucp.FEATURE_AM, Transports("tcp,self", {}, False, True), lambda key, why: None)
+    def __init__(self, over: Transports = Transports("tcp,self", {}, local=False, emulated=True)) -> None:  # noqa: B008
+        self.worker = UcxWorker(libucp.FEATURE_AM, over, lambda key, why: None)
         self.requests = Requests(partial(UcxChannel, self.worker, threading.RLock()))
         self.to = self.worker.connect(self.worker.address, 1)
         self.memory = torch.zeros(SIZE, dtype=torch.uint8)
@@ -171,3 +173,25 @@ def test_a_withdrawn_region_is_not_touched(owner: Itself) -> None:
     owner.requests.withdraw(11)
     assert owner.outcome(under_way) == (DONE if arrived else GONE)
     assert bool(memory.any()) == arrived
+
+
+def test_where_the_network_reads_memory_a_large_body_stays_with_its_sender_until_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A put goes straight into the region; one that does not fit is refused, and the region stays as it is."""
+    read = list[int]()
+    begin = UcxChannel._receive_body
+    monkeypatch.setattr(UcxChannel, "_receive_body", lambda self, *of: (read.append(of[-1]), begin(self, *of))[1])
+    owner = Itself(Transports("posix,cma,ib,self", {"RNDV_THRESH": "64k"}, local=False, emulated=False))
+    count, deadline = PIECE_BYTES + 1000, time.monotonic() + 20.0
+    memory, source = torch.zeros(count, dtype=torch.uint8), (torch.arange(count) % 251).to(torch.uint8)
+    owner.requests.expose(12, Exposed(ExposedMemory(memory)))
+    owner.requests.write(owner, 12, 0, span(source), source, deadline, "put")
+    assert torch.equal(memory, source) and PIECE_BYTES in read
+    got, zeros = torch.zeros_like(source), torch.zeros_like(source)
+    owner.requests.read(owner, 12, 0, span(got), got, deadline, "get")
+    assert torch.equal(got, source)
+    with pytest.raises(Refused):
+        owner.requests.write(owner, 12, 2000, span(zeros), zeros, deadline, "put")
+    assert torch.equal(memory, source)
+    owner.worker.close()

@@ -194,14 +194,6 @@ static PyObject *board_finish_wait(Board *self, PyObject *nothing) {
     Py_RETURN_NONE;
 }
 
-static PyObject *board_yield_cpu(Board *self, PyObject *nothing) {
-    (void)self, (void)nothing;
-    Py_BEGIN_ALLOW_THREADS;
-    sched_yield();
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
 /* -- ops */
 
 /* Why an op is not complete, as Python gets it. */
@@ -251,7 +243,6 @@ static PyMethodDef board_methods[] = {
     PLAIN("prepare_wait", board_prepare_wait),
     PLAIN("futex_wait", board_futex_wait),
     PLAIN("finish_wait", board_finish_wait),
-    PLAIN("yield_cpu", board_yield_cpu),
     FAST("run", board_run),
     PLAIN("release", release),
     {NULL, NULL, 0, NULL},

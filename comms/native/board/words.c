@@ -86,9 +86,3 @@ static PyType_Slot words_slots[] = {
 };
 
 PyType_Spec words_spec = {"holdfast.comms._native.Words", sizeof(Words), 0, Py_TPFLAGS_DEFAULT, words_slots};
-
-PyObject *fence(PyObject *module, PyObject *nothing) {
-    (void)module, (void)nothing;
-    atomic_thread_fence(memory_order_seq_cst);
-    Py_RETURN_NONE;
-}

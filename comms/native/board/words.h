@@ -3,8 +3,8 @@
  *
  * A read is an acquire: it happens after all earlier reads of this thread, and before all that follows. A
  * write is a release: it happens after all earlier reads and writes of this thread, and before all its later
- * writes. On x86 both are plain loads and stores. The one order that they leave open, a write followed by a
- * read of another word, needs `fence`. */
+ * writes. On x86 both are plain loads and stores. They leave one order open: a write followed by a read of
+ * another word. */
 
 #ifndef HOLDFAST_WORDS_H
 #define HOLDFAST_WORDS_H
@@ -21,8 +21,5 @@ typedef struct {
 } Words;
 
 extern PyType_Spec words_spec;
-
-/* fence(): order all earlier reads and writes of this thread before all later ones. */
-PyObject *fence(PyObject *module, PyObject *nothing);
 
 #endif

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.backends.common import block_copy, process_memory
+from holdfast.backends.common import block_copy, host_plane, process_memory
 from holdfast.backends.common.region_table import TableAddress
 from holdfast.backends.inproc import memory_plane
 from holdfast.backends.nixl import plane as nixl_plane
@@ -450,7 +450,7 @@ def test_a_forbidden_read_says_what_to_do(monkeypatch: pytest.MonkeyPatch, start
     def forbidden(pid: int, *pieces: int) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(shm_memory, "read_process", forbidden)
+    monkeypatch.setattr(host_plane, "read_process", forbidden)
     with shm_memory.open_plane() as plane, pytest.raises(BackendUnavailable, match="ptrace_scope"):
         plane.read(handle, torch.zeros(8)).wait()
 

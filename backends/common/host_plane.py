@@ -1,0 +1,327 @@
+"""A memory plane with regions that other processes of the host find in a table of their owner, copy and map.
+
+The kernel copies (`process_memory`) between the tensors of the two processes; nothing is staged, and the owner takes no
+part. Every block is copied together with its region's generation in the owner's `region_table`, which reveals a region
+that was closed, or closed and exposed again, in the meantime.
+
+A region in memory of `empty(mappable=True)` can be mapped, too: its address names the memfd and the row. A reader that
+finds the row's generation after it has opened the memfd has opened that region. Subclasses reach other hosts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import ClassVar
+
+import torch
+from msgspec.structs import replace
+
+from holdfast.backends.common.block_copy import BlockCopyPlane, HeldRegion, RegionAccess, contiguous_address
+from holdfast.backends.common.process_memory import permit_peers, read_process, write_process
+from holdfast.backends.common.region_table import (
+    WRITABLE,
+    RegionTable,
+    TableAddress,
+    generation_in,
+    held_open,
+    open_table,
+    slot_address,
+)
+from holdfast.backends.common.shareable_memory import (
+    MappedMemory,
+    OpenMemory,
+    allocate_shareable,
+    descriptor_of,
+    is_lent,
+    move_to_huge_pages,
+)
+from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.onesided.region_owner import closed, gone
+from holdfast.comms.system import forks
+from holdfast.comms.system.local_causes import MEMORY_HINT
+from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.transport.liveness import this_host, this_process
+
+LOCK_SECONDS = 5.0
+
+READERS = 256
+"""The number of regions for which a plane caches readers."""
+
+_Words = ctypes.c_uint64 * 4
+Withdraw = Callable[[], object]
+
+
+class HostRegion(HeldRegion):
+    """A row in the table of this process, and the memory that it names. `withdraw` ends what else reaches that."""
+
+    def __init__(self, plane: HostPlane, address: bytes, memory: ExposedMemory, slot: int, withdraw: Withdraw) -> None:
+        self.slot, self.withdraw, self._plane = slot, withdraw, plane
+        super().__init__(Handle(plane.name, address, memory.nbytes), memory)
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self._plane.retract(self)
+
+
+class HostPlane(BlockCopyPlane):
+    """See the module. A forked child that uses its parent's plane has one without regions of its own."""
+
+    can_map = True
+    beyond_host: ClassVar[str] = "use ucx or nixl"
+    """What to do to reach a process of another host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin()
+        forks.reset_in_children(self)
+
+    def reset_in_child(self) -> None:
+        if self._table is not None:
+            self._table.close()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin without mappings and regions: in a new plane, and in that of a forked child."""
+        self._lock = threading.RLock()
+        self._table: RegionTable | None = None
+        self._bases: dict[tuple[int, int, int], int] = {}
+        self._readers: dict[bytes, list[_Reader]] = {}
+        self._mapped = MappedMemory()
+        self._regions: set[HostRegion] = set()
+
+    # -- exposing
+
+    def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
+        return allocate_shareable(nbytes, self._check_open) if mappable else super().empty(nbytes)
+
+    def improve(self, memory: torch.Tensor) -> None:
+        move_to_huge_pages(memory, self._check_open)
+
+    def is_lent(self, memory: torch.Tensor) -> bool:
+        return is_lent(memory)
+
+    def expose(self, tensor: torch.Tensor, writable: bool = False) -> HostRegion:
+        self._check_open()
+        contiguous_address(tensor, "an exposed tensor", self.name)
+        memory = ExposedMemory(tensor)
+        with self._lock:
+            table = self._own_table()
+            place = table.fill(memory.address, memory.nbytes, writable)
+            try:
+                address, withdraw = self._offer(replace(place, memory=_memfd_of(memory.held)), memory, writable)
+            except BaseException:
+                table.invalidate(place.slot)
+                table.free(place.slot)
+                raise
+            region = HostRegion(self, address, memory, place.slot, withdraw)
+            self._regions.add(region)
+        return region
+
+    def _own_table(self) -> RegionTable:
+        """The table of this process, made on first use. The lock is held."""
+        if self._table is None:
+            permit_peers()
+            self._table = RegionTable(this_process())
+        return self._table
+
+    def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
+        """The address of a region, and what to call when it is closed. The lock is held."""
+        return place.encode(), lambda: None
+
+    def _place(self, handle: Handle) -> TableAddress:
+        """Where the region of a handle lies on its host. Raises `CorruptData`."""
+        return TableAddress.decode(handle.address)
+
+    def retract(self, region: HostRegion) -> None:
+        """Invalidate the row of a region; free row and tensor once no process writes to it. Called once for each."""
+        with self._lock:
+            table = self._table
+            if table is None:
+                return
+            written = table.invalidate(region.slot)
+            region.withdraw()
+        if written:
+            table.wait_for_writers(region.slot)
+        with self._lock:
+            table.free(region.slot)
+            self._regions.discard(region)
+
+    # -- mapping
+
+    def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
+        place, (descriptor, offset) = self._mappable(handle)
+        with OpenMemory(self.name, place.owner, descriptor) as memory:
+            if lasting:
+                memory.hold()
+            with open_table(self.name, place) as (table, _):  # after the lock was taken: it stays as it is
+                if generation_in(table, place.slot) != place.generation:
+                    raise closed(place.owner.pid)
+            if lasting:
+                return memory.map(offset, handle.nbytes)
+            return self._mapped.get(memory, offset, handle.nbytes)
+
+    def map_writable(self, handle: Handle) -> torch.Tensor:
+        place, (descriptor, offset) = self._mappable(handle)
+        with OpenMemory(self.name, place.owner, descriptor, writable=True) as memory:
+            self._open_region(handle, writing=True).release(True)
+            return self._mapped.get(memory, offset, handle.nbytes)
+
+    def _mappable(self, handle: Handle) -> tuple[TableAddress, tuple[int, int]]:
+        """The place of a region, its memfd and its first byte there. Raises `Unsupported`."""
+        self._check_open()
+        place = self._place(handle) if handle.plane == self.name else None
+        if place is None or place.memory is None or place.owner.host != this_host():
+            raise Unsupported(
+                "mapping this region",
+                "read it: only a region of this host in memory of empty(mappable=True) can be mapped",
+            )
+        return place, place.memory
+
+    # -- reading and writing
+
+    def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
+        if not writing:
+            with suppress(KeyError, IndexError):
+                return self._readers[handle.address].pop()
+        address = self._place(handle)
+        owner = address.owner
+        if owner.host != this_host():
+            raise Unsupported(
+                f"the {self.name} plane cannot reach process {owner.pid} of another host", self.beyond_host
+            )
+        if writing:
+            return _Writer(address)
+        key = (owner.pid, owner.started, address.table)
+        base = self._bases.get(key)
+        if base is None:
+            with open_table(self.name, address) as (_, base):
+                self._bases[key] = base
+        try:
+            return _Reader(address, base, functools.partial(self._reuse, handle.address))
+        except RegionGone:
+            self._bases.pop(key, None)
+            raise
+
+    def _reuse(self, address: bytes, reader: _Reader, unharmed: bool) -> None:
+        """Cache a reader for the next read of its region, unless the region proved to be gone."""
+        if not unharmed:
+            self._readers.pop(address, None)
+            return
+        if len(self._readers) >= READERS:
+            self._readers.clear()
+        self._readers.setdefault(address, []).append(reader)
+
+    # -- the end
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            stack.callback(self._mapped.clear)
+            for region in list(self._regions):
+                stack.callback(region.close)
+
+    def _release(self) -> None:
+        """Release everything else, once all regions are closed."""
+        with self._lock:
+            self._bases.clear()
+            self._readers.clear()
+            table, self._table = self._table, None
+            if table is not None:
+                table.close()
+
+
+def _memfd_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The memfd that a tensor lies in, and its first byte there; None if it is other memory."""
+    descriptor = descriptor_of(tensor)
+    return None if descriptor is None else (int(descriptor), tensor.data_ptr() - tensor.untyped_storage().data_ptr())
+
+
+class _Reader(RegionAccess):
+    """A region found in its owner's table, in another process or in this one. For one thread at a time."""
+
+    def __init__(self, address: TableAddress, base: int, reuse: Callable[[_Reader, bool], None]) -> None:
+        self._pid, self._generation, self._reuse = address.owner.pid, address.generation, reuse
+        row = slot_address(base, address.slot)
+        self._words = _Words()
+        seen = ctypes.addressof(self._words)
+        _run(read_process, self._pid, seen, row, 32)
+        self._check()
+        _, self._memory, self.nbytes, self.flags = self._words
+        self._words[1] = self._generation
+        self._before, self._after = (seen, row, 8), (seen + 8, row, 8)
+        """Reads of the generation, before and after a block."""
+
+    def pull(self, address: int, offset: int, nbytes: int) -> None:
+        _run(read_process, self._pid, *self._before, address, self._memory + offset, nbytes, *self._after)
+        self._check()
+        if self._words[1] != self._generation:
+            raise closed(self._pid)
+
+    def push(self, address: int, offset: int, nbytes: int) -> None:
+        raise NotImplementedError
+
+    def release(self, unharmed: bool) -> None:
+        self._reuse(self, unharmed)
+
+    def _check(self) -> None:
+        if self._words[0] != self._generation:
+            raise closed(self._pid)
+
+
+class _Writer(RegionAccess):
+    """A region to write to: each block is written under a lock that the owner's `close` waits for."""
+
+    def __init__(self, address: TableAddress) -> None:
+        self._pid, self._generation, self._slot = address.owner.pid, address.generation, address.slot
+        self._words = _Words()
+        self._open = ExitStack()
+        with ExitStack() as undo:
+            self._descriptor, base = undo.enter_context(open_table("shm", address))
+            self._row = slot_address(base, address.slot)
+            self._look()
+            _, self._memory, self.nbytes, flags = self._words
+            if not flags & WRITABLE:
+                raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
+            self._open = undo.pop_all()
+
+    def pull(self, address: int, offset: int, nbytes: int) -> None:
+        raise NotImplementedError
+
+    def push(self, address: int, offset: int, nbytes: int) -> None:
+        with held_open(self._descriptor, self._slot, time.monotonic() + LOCK_SECONDS):
+            self._look()
+            _run(write_process, self._pid, address, self._memory + offset, nbytes)
+        self._look()
+
+    def release(self, unharmed: bool) -> None:
+        self._open.close()
+
+    def _look(self) -> None:
+        _run(read_process, self._pid, ctypes.addressof(self._words), self._row, 32)
+        if self._words[0] != self._generation:
+            raise closed(self._pid)
+
+
+def _run(copy: Callable[..., int], pid: int, *pieces: int) -> None:
+    """Copy pieces from or to process `pid`; raises holdfast's own errors."""
+    try:
+        copied = copy(pid, *pieces)
+    except OSError as error:
+        if error.errno == errno.ESRCH:
+            raise gone(pid) from error
+        if error.errno != errno.EFAULT:
+            raise BackendUnavailable("shm", f"process {pid} may not be read: {error.strerror}", MEMORY_HINT) from error
+        copied = 0
+    if copied != sum(pieces[2::3]):
+        raise RegionGone(f"process {pid} has unmapped the memory of this region; ask it for another one")
