@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.comms.algorithms.sparse_reduction import SPARSE_REDUCTIONS, all_reduce_sparse
+from holdfast.comms.arithmetic import postscale, prescale
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Prepare
@@ -25,6 +25,9 @@ from holdfast.comms.tensors.packing import packed, parts, rows, unpack, unpack_a
 from holdfast.comms.transport.base import Transport
 
 Tensor = torch.Tensor
+
+_SPARSE_REDUCTIONS = frozenset(["sum", "avg", "premul_sum"])
+"""The others would have to know the zeros that are not stored."""
 
 
 class CheckedOp(NamedTuple):
@@ -83,7 +86,7 @@ class CheckedOps:
         stored = tensor.detach().coalesce()
         values = self._check.operand(stored.values())
         self._check.reducible(values, op)
-        if op.name not in SPARSE_REDUCTIONS or reproducible:
+        if op.name not in _SPARSE_REDUCTIONS or reproducible:
             what = "reproducible " * reproducible + f"all_reduce ({op.name})"
             raise Unsupported(f"{what} of sparse tensors", "sum or average them, or pass dense ones: to_dense()")
 
@@ -96,7 +99,7 @@ class CheckedOps:
             inner = self._check.carrier_op(op, tensor.dtype)
 
             def body(deadline: float) -> None:
-                total = all_reduce_sparse(self._transport, entries, inner, deadline)
+                total = _sum_sparse(self._transport, entries, inner, deadline)
                 with torch.no_grad():  # not of `tensor.detach()`, which would get the entries alone
                     tensor.copy_(total.to(tensor.dtype))
 
@@ -510,3 +513,20 @@ def _alike(tensor: Tensor, *details: str) -> str:
 
 def _alike_list(tensors: Sequence[Tensor], *details: str) -> str:
     return ", ".join([*details, str(tensors[0].dtype), f"{[tensor.numel() for tensor in tensors]} elements"])
+
+
+def _sum_sparse(transport: Transport, entries: Tensor, op: ReduceOp, deadline: float) -> Tensor:
+    """The sum, average or scaled sum of every rank's `entries`, a coalesced COO tensor; equal bits on every rank."""
+    indices, values = entries.indices().contiguous(), prescale(entries.values(), op).contiguous()
+    counts = torch.empty(transport.size, dtype=torch.int64, device=values.device)
+    transport.all_gather_single(counts, torch.full_like(counts[:1], indices.shape[1]), deadline)
+    lengths = counts.tolist()
+    all_indices = [indices.new_empty((indices.shape[0], length)) for length in lengths]
+    all_values = [values.new_empty((length, *values.shape[1:])) for length in lengths]
+    transport.all_gather(all_indices, indices, deadline)
+    transport.all_gather(all_values, values, deadline)
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices, 1), torch.cat(all_values), entries.shape, device=entries.device, check_invariants=False
+    ).coalesce()
+    postscale(total.values(), op, transport.size)
+    return total

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
-from holdfast.backends.gloo import message_headers
 from holdfast.backends.gloo.connecting import THREADS, abandoned_groups, connect_group
 from holdfast.backends.gloo.errors import meaning_of
 from holdfast.backends.gloo.onesided import TcpChannel
 from holdfast.backends.gloo.sockets import are_lost, shut_down, sockets
 from holdfast.comms import _native, arithmetic
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported, describe
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.request_window import RequestService
@@ -404,19 +403,34 @@ class GlooTransport(TorchGroup):
 
         def start(limit: timedelta) -> None:
             headers = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in recvs]
-            given = [message_headers.of(tensor) for tensor, _, _ in sends]
+            given = [_header_of(tensor) for tensor, _, _ in sends]
             coming = [group.recv([into], src, tag) for into, (_, src, tag) in zip(headers, recvs, strict=True)]
             going = [group.send([header], dst, tag) for header, (_, dst, tag) in zip(given, sends, strict=True)]
             going += [group.send([bytes_of(tensor)], dst, TAGS + tag) for tensor, dst, tag in sends if tensor.nbytes]
             for header, work, (tensor, src, tag) in zip(headers, coming, recvs, strict=True):
                 work.wait(limit)
-                message_headers.check(header, tensor, src, self.rank, tag)
+                _check_header(header, tensor, src, self.rank, tag)
                 if tensor.nbytes:
                     going.append(group.recv([bytes_of(tensor)], src, TAGS + tag))
             for work in going:
                 work.wait(limit)
 
         self._run(op, start, deadline, awaited)
+
+
+def _header_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The header of a message, which gloo has none of: its size and dtype."""
+    return torch.tensor([tensor.nbytes, DTYPES.index(tensor.dtype)], dtype=torch.int64, device="cpu")
+
+
+def _check_header(header: torch.Tensor, tensor: torch.Tensor, src: int, rank: int, tag: int) -> None:
+    """Raise `Mismatch` unless the message that follows fits into `tensor`."""
+    nbytes, code = header.tolist()
+    if (nbytes, DTYPES[code]) != (tensor.nbytes, tensor.dtype):
+        raise Mismatch(
+            f"rank {src} sent {nbytes} bytes of {DTYPES[code]} under tag {tag}, rank {rank} receives {tensor.nbytes} "
+            f"of {tensor.dtype}; both sides must pass the same shape and dtype"
+        )
 
 
 def _reduces(dtype: torch.dtype, op: ReduceOp) -> bool:

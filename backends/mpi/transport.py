@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 from holdfast.backends.mpi.base import MpiMessages, abandon
 from holdfast.backends.mpi.buffers import buffer_of, copy_out, counts, gathered_buffer, receive_buffer
-from holdfast.backends.mpi.datatypes import native
 from holdfast.comms import arithmetic
 from holdfast.comms._native import OpCall
 from holdfast.comms.algorithms.message_passing import segments
@@ -35,6 +34,36 @@ GATHERED_BYTES = 1 << 16
 SCATTERED_BYTES = 1 << 18
 """From this size on, pairwise exchange is faster than MPI's reduce_scatter."""
 
+# MPI's datatypes and operations where it reduces as torch does. The 16-bit floats have no datatype, and its MIN and MAX
+# of floats drop NaNs, which torch and numpy keep: holdfast's own algorithms run those over MPI's messages.
+_INTEGERS = {
+    torch.uint8: MPI.UINT8_T,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+}
+_FLOATS = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+_SUMS = {"sum": MPI.SUM, "avg": MPI.SUM, "premul_sum": MPI.SUM, "product": MPI.PROD}
+_ORDERS = {"min": MPI.MIN, "max": MPI.MAX, "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
+_OF_BOOL = {"sum": MPI.MAX, "product": MPI.MIN, **_ORDERS}
+
+Native = tuple[MPI.Datatype, MPI.Op]
+
+_NATIVE: dict[tuple[torch.dtype, str], Native] = {
+    **{(dtype, name): (mpi, op) for dtype, mpi in _FLOATS.items() for name, op in _SUMS.items()},
+    **{(dtype, name): (mpi, op) for dtype, mpi in _INTEGERS.items() for name, op in (_SUMS | _ORDERS).items()},
+    **{(torch.bool, name): (MPI.UINT8_T, op) for name, op in _OF_BOOL.items()},
+}
+
 
 class MpiTransport(MpiMessages):
     """An MPI communicator's collectives."""
@@ -48,7 +77,7 @@ class MpiTransport(MpiMessages):
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
-        kind = native(tensor.dtype, op)
+        kind = _native_op(tensor.dtype, op)
         large = tensor.nbytes >= self._segmented_bytes and self.size > 1
         if kind is None and not large:
             super().all_reduce(tensor, op, deadline)
@@ -73,7 +102,7 @@ class MpiTransport(MpiMessages):
         MPI requires all ranks to make the same ones in the same order. They do: each is made by the first such op, on
         the fast path or the slow one.
         """
-        form, kind = (dtype, op.name, nbytes), native(dtype, op)
+        form, kind = (dtype, op.name, nbytes), _native_op(dtype, op)
         if form in self._prepared:
             return self._prepared[form]
         if kind is None or not 0 < nbytes <= STAGED_BYTES or len(self._prepared) == MOST_PREPARED:
@@ -106,7 +135,7 @@ class MpiTransport(MpiMessages):
         return self._op_call(start, finish_late, stage)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        kind = native(tensor.dtype, op)
+        kind = _native_op(tensor.dtype, op)
         if kind is None:
             super().reduce(tensor, dst, op, deadline)
             return
@@ -123,7 +152,7 @@ class MpiTransport(MpiMessages):
         arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
-        kind = native(output.dtype, op)
+        kind = _native_op(output.dtype, op)
         if kind is None or sum(tensor.nbytes for tensor in inputs) >= SCATTERED_BYTES:
             super().reduce_scatter(output, inputs, op, deadline)
             return
@@ -200,7 +229,7 @@ class MpiTransport(MpiMessages):
         reduction, dtype = plan.reduction, plan.dtype
         if plan.op != "all_reduce" or plan.nbytes >= SEGMENTED_BYTES or reduction is None or dtype is None:
             return super().function(plan)
-        kind = native(dtype, reduction)
+        kind = _native_op(dtype, reduction)
         if kind is None or reduction.name in arithmetic.SCALED:
             return super().function(plan)
         if (prepared := self._prepare(dtype, reduction, plan.nbytes)) is not None:
@@ -220,3 +249,8 @@ class MpiTransport(MpiMessages):
         for request, stage in self._requests:
             abandon(request, stage)
         super().close()
+
+
+def _native_op(dtype: torch.dtype, op: ReduceOp) -> Native | None:
+    """MPI's datatype and operation; None where MPI has none, or its results differ from torch's."""
+    return _NATIVE.get((dtype, op.name))
