@@ -306,6 +306,13 @@ def test_all_present_members_learn_at_once_of_an_exception_that_ends_the_job() -
     assert View.decode(last.encode()) == last
 
 
+@pytest.mark.parametrize(("step", "again"), [(4, False), (5, True), (6, True), (7, False)])
+def test_an_exception_comes_again_in_the_same_step_or_the_next_on_any_rank(step: int, again: bool) -> None:
+    earlier = StepError(5, 2, "ValueError", "a bad batch", "train.py:3 in train")
+    assert structs.replace(earlier, step=step, rank=0).repeats(earlier) is again
+    assert not structs.replace(earlier, step=step, message="another").repeats(earlier)
+
+
 def test_members_on_the_host_of_a_stalled_process_fence_it_once() -> None:
     state, effects = core(0).on(Stalled("p1", "stopped for 0.5 s"), 10.0)
     assert effects == (Fence(member(1), "stopped for 0.5 s"),)
