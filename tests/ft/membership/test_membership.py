@@ -395,6 +395,17 @@ def test_a_suspicion_is_reported_again_after_pauses_that_double_up_to_a_limit() 
         state, effects = state.on(Tick(), now)
 
 
+def test_that_a_suspect_is_heard_again_is_repeated_a_few_times_only() -> None:
+    view = structs.replace(RUNNING, members=(member(0), member(1), member(2, "other")))
+    state = core(0, view).on(Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)[0]
+    state, effects = state.on(Cleared("p2", "p0"), 11.0)
+    reports = []
+    while state.tell_at is not None and len(reports) < 100:
+        reports.append(any(isinstance(each, ReportSuspicions) for each in effects))
+        state, effects = state.on(Tick(), state.tell_at)
+    assert effects == () and all(reports) and 3 < len(reports) < 100
+
+
 def test_the_job_takes_the_first_backend_that_all_members_can_run() -> None:
     here, there = (member(0), member(1)), (member(0), member(1, "other"))
     assert runnable_backends(("shm", "gloo"), ("gloo", "shm"), frozenset({"shm"}), here) == ("shm", "gloo")
