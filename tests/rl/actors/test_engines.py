@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.rl.actors.engine import STOPPED, Engine, current_engine
 from holdfast.rl.actors.errors import (
@@ -122,6 +123,9 @@ async def test_a_stopped_process_answers_no_ping_and_can_be_ended(make_engine: M
     async with make_engine() as engine:
         counter = await engine.start("counter", Counter, on_exit=told.append)
         os.kill(counter.pid, signal.SIGSTOP)
+        async with asyncio.timeout(SOON):  # its threads may run on for a moment
+            while not is_stopped(counter.pid):
+                await asyncio.sleep(0.01)
         with pytest.raises(EndpointTimeout):
             await counter.ping(0.3)
         await counter.stop(timeout=0.2)
