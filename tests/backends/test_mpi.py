@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -423,14 +424,15 @@ def test_a_body_that_is_longer_than_its_head_says_is_refused_and_overruns_nothin
                 assert isinstance(window.memory, RequestWindow)
                 asked, region, owner = window.memory._requests, window.memory._number, window.memory._ranks[0]
                 honest = onesided._LENGTH
-                lie = mock.Mock(wraps=honest, pack=lambda nbytes: honest.pack(5000))
-                onesided._LENGTH = lie
-                for nbytes in (8192, 5000):
-                    pending = asked.begin(owner, requests.PUT, region, nbytes=nbytes, body=b"1" * 8_000_000)
-                    with pytest.raises(HoldfastError) as caught:
-                        asked.finish(pending, time.monotonic() + 10.0, "put")
-                    refused = str(caught.value)
-                onesided._LENGTH = honest
+                lie = SimpleNamespace(
+                    size=honest.size, unpack_from=honest.unpack_from, pack=lambda nbytes: honest.pack(5000)
+                )
+                with mock.patch.object(onesided, "_LENGTH", lie):
+                    for nbytes in (8192, 5000):
+                        pending = asked.begin(owner, requests.PUT, region, nbytes=nbytes, body=b"1" * 8_000_000)
+                        with pytest.raises(HoldfastError) as caught:
+                            asked.finish(pending, time.monotonic() + 10.0, "put")
+                        refused = str(caught.value)
                 window.put(torch.full((8192,), 3, dtype=torch.uint8), 0)
             comm.barrier()
         return refused, int(memory.sum())
