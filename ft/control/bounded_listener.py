@@ -82,9 +82,6 @@ class BoundedListener:
         """The listening socket's number; -1 when there is none."""
         return -1 if self._socket is None else self._socket.fileno()
 
-    def is_stranger(self, guest: Stranger) -> bool:
-        return guest in self._strangers
-
     def limit(self, guest: Stranger) -> None:
         """Count a new connection as a stranger's. For a library that accepts connections itself: then nothing starts.
 

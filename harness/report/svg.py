@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -29,11 +29,6 @@ def title(words: str) -> str:
 
 def line(x1: float, y1: float, x2: float, y2: float, cls: str) -> str:
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
-
-
-def polyline(points: Iterable[tuple[float, float]], cls: str) -> str:
-    """A line through all points."""
-    return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), cls=cls)
 
 
 def badge(x: float, y: float, number: int, words: str) -> str:
