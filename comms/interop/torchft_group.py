@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchft.process_group import ProcessGroupWrapper
 
 from holdfast.comms.connect import connect
+from holdfast.comms.rendezvous.meeting_place import SharedByRuns
 from holdfast.comms.torchdist.options import Options, resolve_options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 
@@ -35,7 +36,7 @@ class ProcessGroupHoldfast(ProcessGroupWrapper):  # type: ignore[misc]  # torchf
             self._options.backend,
             rank=rank,
             size=world_size,
-            rendezvous=store,
+            rendezvous=SharedByRuns("holdfast", store),
             name=f"torchft-{self._quorum_id}-{self._group_rank}",
             device=torch.device(self._options.device),
             timeout=seconds,

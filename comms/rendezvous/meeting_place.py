@@ -10,7 +10,7 @@ import os
 import socket
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,7 +37,7 @@ class MeetingPlace:
 
     `key` is equal for equal places in this process. `where` names the place in messages. `file` is set if the store is
     a file, which outlives its ranks. `served`: this process serves the store. `by_rank_0`: rank 0 serves it, and it
-    ends with that process.
+    ends with that process. `scope` tells apart the runs that meet in one store, one after another.
     """
 
     rank: int
@@ -48,6 +48,11 @@ class MeetingPlace:
     file: Path | None = None
     served: bool = False
     by_rank_0: bool = False
+    scope: str = ""
+
+
+class SharedByRuns(dist.PrefixStore):
+    """A store in which ranks of several runs of torchrun meet: its prefix alone says which of them belong together."""
 
 
 _lock = shared_lock()
@@ -69,6 +74,11 @@ def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeo
     used here.
     """
     rank, size = rank_and_size(rank, size)
+    place = _place(rendezvous, rank, size, timeout)
+    return place if isinstance(rendezvous, SharedByRuns) else replace(place, scope=_run_scope())
+
+
+def _place(rendezvous: str | dist.Store, rank: int, size: int, timeout: float) -> MeetingPlace:
     if isinstance(rendezvous, dist.Store):
         return MeetingPlace(rank, size, rendezvous, f"store:{_number_of(rendezvous)}", type(rendezvous).__name__)
     scheme = rendezvous.partition("://")[0]
@@ -93,6 +103,12 @@ def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeo
     if scheme == "file":
         return _in_file(path_of(rendezvous, "file", _FILE), rank, size)
     raise ValueError(f"rendezvous {rendezvous!r} is none of env://, tcp://host:port, file:///path or a Store")
+
+
+def _run_scope() -> str:
+    """A key prefix for this run, from torchrun's run id and restart count: a store may outlive the run."""
+    run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return f"{run}.{restart}/" if run or restart else ""
 
 
 def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:

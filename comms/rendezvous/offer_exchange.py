@@ -7,7 +7,6 @@ the other ranks then skip to the next number. So ranks that failed at different 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,12 +54,6 @@ class Meeting(Generic[T]):
     offers: tuple[Offer, ...]
     decision: T
     store: MeetingStore
-
-
-def run_scope() -> str:
-    """A key prefix for this run, from torchrun's run id and restart count: a store may outlive the run."""
-    run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return f"{run}.{restart}/" if run or restart else ""
 
 
 @dataclass(slots=True)
@@ -131,7 +124,7 @@ class OfferExchange:
         """
         while True:
             number = self._count.number
-            prefix = f"holdfast/{run_scope()}{self._name}/{number}"
+            prefix = f"holdfast/{self.place.scope}{self._name}/{number}"
             store = self._open(prefix, None if self._key is None else Seal(self._key, prefix.encode()))
             try:
                 meeting = self._meet(store, number, prefix, offer, decide)

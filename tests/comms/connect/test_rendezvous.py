@@ -188,6 +188,15 @@ with comms.connect("shm", timeout=60.0) as comm:
 """
 
 
+def test_a_store_may_be_shared_by_several_runs_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The replica groups of torchft are such runs. In other stores, a run must not find what an earlier one left."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert places.meet(places.SharedByRuns("groups", dist.HashStore()), 0, 1, 1.0).scope == ""
+    assert places.meet(dist.HashStore(), 0, 1, 1.0).scope == "a.1/"
+    assert places.meet(f"file://{tmp_path / 'place'}", 0, 1, 1.0).scope == "a.1/"
+
+
 @pytest.mark.thorough
 def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
