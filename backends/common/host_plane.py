@@ -198,14 +198,14 @@ class HostPlane(BlockCopyPlane):
                 f"the {self.name} plane cannot reach process {owner.pid} of another host", self.beyond_host
             )
         if writing:
-            return _Writer(address)
+            return _Writer(self.name, address)
         key = (owner.pid, owner.started, address.table)
         base = self._bases.get(key)
         if base is None:
             with open_table(self.name, address) as (_, base):
                 self._bases[key] = base
         try:
-            return _Reader(address, base, functools.partial(self._reuse, handle.address))
+            return _Reader(self.name, address, base, functools.partial(self._reuse, handle.address))
         except RegionGone:
             self._bases.pop(key, None)
             raise
@@ -250,12 +250,13 @@ def _memfd_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 class _Reader(RegionAccess):
     """A region found in its owner's table, in another process or in this one. For one thread at a time."""
 
-    def __init__(self, address: TableAddress, base: int, reuse: Callable[[_Reader, bool], None]) -> None:
+    def __init__(self, plane: str, address: TableAddress, base: int, reuse: Callable[[_Reader, bool], None]) -> None:
+        self._plane = plane
         self._pid, self._generation, self._reuse = address.owner.pid, address.generation, reuse
         row = slot_address(base, address.slot)
         self._words = _Words()
         seen = ctypes.addressof(self._words)
-        _run(read_process, self._pid, seen, row, 32)
+        _run(self._plane, read_process, self._pid, seen, row, 32)
         self._check()
         _, self._memory, self.nbytes, self.flags = self._words
         self._words[1] = self._generation
@@ -263,7 +264,7 @@ class _Reader(RegionAccess):
         """Reads of the generation, before and after a block."""
 
     def pull(self, address: int, offset: int, nbytes: int) -> None:
-        _run(read_process, self._pid, *self._before, address, self._memory + offset, nbytes, *self._after)
+        _run(self._plane, read_process, self._pid, *self._before, address, self._memory + offset, nbytes, *self._after)
         self._check()
         if self._words[1] != self._generation:
             raise closed(self._pid)
@@ -282,12 +283,13 @@ class _Reader(RegionAccess):
 class _Writer(RegionAccess):
     """A region to write to: each block is written under a lock that the owner's `close` waits for."""
 
-    def __init__(self, address: TableAddress) -> None:
+    def __init__(self, plane: str, address: TableAddress) -> None:
+        self._plane = plane
         self._pid, self._generation, self._slot = address.owner.pid, address.generation, address.slot
         self._words = _Words()
         self._open = ExitStack()
         with ExitStack() as undo:
-            self._descriptor, base = undo.enter_context(open_table("shm", address))
+            self._descriptor, base = undo.enter_context(open_table(plane, address))
             self._row = slot_address(base, address.slot)
             self._look()
             _, self._memory, self.nbytes, flags = self._words
@@ -301,27 +303,27 @@ class _Writer(RegionAccess):
     def push(self, address: int, offset: int, nbytes: int) -> None:
         with held_open(self._descriptor, self._slot, time.monotonic() + LOCK_SECONDS):
             self._look()
-            _run(write_process, self._pid, address, self._memory + offset, nbytes)
+            _run(self._plane, write_process, self._pid, address, self._memory + offset, nbytes)
         self._look()
 
     def release(self, unharmed: bool) -> None:
         self._open.close()
 
     def _look(self) -> None:
-        _run(read_process, self._pid, ctypes.addressof(self._words), self._row, 32)
+        _run(self._plane, read_process, self._pid, ctypes.addressof(self._words), self._row, 32)
         if self._words[0] != self._generation:
             raise closed(self._pid)
 
 
-def _run(copy: Callable[..., int], pid: int, *pieces: int) -> None:
-    """Copy pieces from or to process `pid`; raises holdfast's own errors."""
+def _run(plane: str, copy: Callable[..., int], pid: int, *pieces: int) -> None:
+    """Copy pieces from or to process `pid` for the plane with this name; raises holdfast's own errors."""
     try:
         copied = copy(pid, *pieces)
     except OSError as error:
         if error.errno == errno.ESRCH:
             raise gone(pid) from error
         if error.errno != errno.EFAULT:
-            raise BackendUnavailable("shm", f"process {pid} may not be read: {error.strerror}", MEMORY_HINT) from error
+            raise BackendUnavailable(plane, f"process {pid} may not be read: {error.strerror}", MEMORY_HINT) from error
         copied = 0
     if copied != sum(pieces[2::3]):
         raise RegionGone(f"process {pid} has unmapped the memory of this region; ask it for another one")

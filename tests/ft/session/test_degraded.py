@@ -17,7 +17,7 @@ from holdfast.comms.experts import Switch
 from holdfast.ft import Session
 from holdfast.ft.membership.view import Job
 from holdfast.harness import LocalCluster, RankFailed
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, eventually
 
 STEPS, KILL_STEP, REBUILD_STEP, VICTIM = 8, 2, 5, 1
 
@@ -57,7 +57,8 @@ def exchange(switch: Switch, dies: bool = False) -> None:
     assert torch.equal(combined, torch.ones(6, 4) * living[:, None])
 
 
-def train(session: Session) -> tuple[list[Seen], list[int]]:
+def train(session: Session, gate: Path | None = None) -> tuple[list[Seen], list[int]]:
+    """Run the steps, in which a rank dies; not before `gate` is there."""
     counter, seen = Counter(), []
     session.attach("counter", counter)
     switch: Switch | None = None
@@ -65,6 +66,8 @@ def train(session: Session) -> tuple[list[Seen], list[int]]:
         with attempt:
             if switch is None or switch.epoch != attempt.epoch:
                 switch = Switch(attempt.lasting, 6, top_k=1, hidden=4, max_tokens=6)
+            if gate is not None and attempt.step == KILL_STEP:
+                eventually(gate.exists)
             exchange(switch, dies=(attempt.step, attempt.rank) == (KILL_STEP, VICTIM))
         assert switch is not None
         if attempt.committed:
@@ -93,7 +96,11 @@ def test_the_living_commit_in_the_same_epoch_go_on_and_rebuild_when_asked() -> N
 
 def test_the_step_is_finished_and_then_a_spare_takes_the_place() -> None:
     with LocalCluster(3, "shm", spares=1, session={"on_death": "finish_step"}) as cluster:
-        outcomes = cluster.start(train).results(timeout=PATIENCE)
+        gate = cluster.logs / "gate"
+        job = cluster.start(train, gate)
+        job.wait_for_spares()
+        gate.touch()
+        outcomes = job.results(timeout=PATIENCE)
     assert len(outcomes) == 3
     assert [steps for _, steps in outcomes] == [list(range(STEPS))] * 3, "the spare has the state of all steps"
     for seen, _ in outcomes:

@@ -366,7 +366,7 @@ def test_a_put_that_there_is_no_memory_for_fails_and_the_store_goes_on(monkeypat
         raise MemoryError(f"no {nbytes} bytes")
 
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.backends.common.mappable_plane.MappablePlane.empty", refuse)
+        patch.setattr("holdfast.backends.common.host_plane.HostPlane.empty", refuse)
         with pytest.raises(HoldfastError, match="no memory for"):
             put("k", torch.ones(5000))
     assert not run(ts.exists("k"))
