@@ -46,7 +46,7 @@ class ObjectWork(Generic[Result]):
 
 def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None, async_op: bool) -> ObjectWork[T]:
     """Rank `src`'s object on every rank."""
-    sent = _Encoded(obj) if comm.rank == src else None
+    sent = _EncodedObject(obj) if comm.rank == src else None
     received: list[bytes] = []
 
     def body(deadline: float) -> None:
@@ -64,7 +64,7 @@ def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None
 
 def all_gather(comm: Communicator, obj: T, timeout: float | None, async_op: bool) -> ObjectWork[list[T]]:
     """Every rank's object in rank order."""
-    sent = _Encoded(obj)
+    sent = _EncodedObject(obj)
     received: list[bytes] = []
 
     def body(deadline: float) -> None:
@@ -82,7 +82,7 @@ def all_gather(comm: Communicator, obj: T, timeout: float | None, async_op: bool
 
 def gather(comm: Communicator, obj: T, dst: int, timeout: float | None, async_op: bool) -> ObjectWork[list[T] | None]:
     """Every rank's object in rank order on rank `dst`; None on the others."""
-    sent = _Encoded(obj)
+    sent = _EncodedObject(obj)
     received: list[bytes] = []
 
     def body(deadline: float) -> None:
@@ -102,7 +102,7 @@ def scatter(
     comm: Communicator, objects: Sequence[T] | None, src: int, timeout: float | None, async_op: bool
 ) -> ObjectWork[T]:
     """Element i of rank `src`'s list on rank i."""
-    sent = [_Encoded(obj) for obj in objects or ()]
+    sent = [_EncodedObject(obj) for obj in objects or ()]
     received: list[bytes] = []
 
     def body(deadline: float) -> None:
@@ -123,7 +123,7 @@ def send(
     comm: Communicator, obj: object, dst: int, tag: int, timeout: float | None, async_op: bool
 ) -> ObjectWork[None]:
     """Send an object to rank `dst`: two messages under one tag."""
-    sent = _Encoded(obj)
+    sent = _EncodedObject(obj)
 
     def body(deadline: float) -> None:
         comm.transport.send(_length(sent, comm), dst, tag, deadline)
@@ -151,7 +151,7 @@ def recv(comm: Communicator, src: int, tag: int, timeout: float | None, async_op
 _SENT, _REFUSED = b"\0", b"\1"
 
 
-class _Encoded:
+class _EncodedObject:
     """An object's bytes; or the reason why it cannot be sent, as bytes and as an error."""
 
     def __init__(self, obj: object) -> None:
@@ -167,13 +167,13 @@ class _Encoded:
         return len(self.data)
 
 
-def _length(sent: _Encoded | None, comm: Communicator) -> Tensor:
+def _length(sent: _EncodedObject | None, comm: Communicator) -> Tensor:
     """The length of a message: negative if it says why there is no object, 0 as a place for one."""
     size = 0 if sent is None else sent.size
     return torch.tensor([-size if sent is not None and sent.error is not None else size], device=comm.device)
 
 
-def _result(sent: _Encoded | None, result: Callable[[], Result]) -> Result:
+def _result(sent: _EncodedObject | None, result: Callable[[], Result]) -> Result:
     """What the op is for, or the error of the object that this rank could not send."""
     if sent is not None and sent.error is not None:
         raise again(sent.error)

@@ -43,17 +43,17 @@ _COSTS: dict[str, Callable[[cost.Link, int, int], dict[str, float]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class HostLayout:
     """Which ranks are on which host, in the order of the hosts' first ranks."""
 
     hosts: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(peers: Sequence[Peer]) -> Layout:
+    def of(peers: Sequence[Peer]) -> HostLayout:
         hosts: dict[str, list[int]] = {}
         for rank, peer in enumerate(peers):
             hosts.setdefault(peer.host, []).append(rank)
-        return Layout(tuple(map(tuple, hosts.values())))
+        return HostLayout(tuple(map(tuple, hosts.values())))
 
     @property
     def rails(self) -> int:
@@ -123,7 +123,7 @@ class HierarchicalTransport(Transport):
     def __init__(
         self,
         context: Context,
-        layout: Layout,
+        layout: HostLayout,
         flat: Transport,
         inner: Transport | None,
         rail: Transport | None,
@@ -287,7 +287,7 @@ def connect(inner: str, outer: str, context: Context) -> Transport:
     """
     if context.device.type != "cpu":
         raise Unsupported(f"hier-{outer} on {context.device}", "use nccl, which knows the hosts by itself")
-    layout = Layout.of(context.peers)
+    layout = HostLayout.of(context.peers)
     if not layout.layered:
         only = registry().backend(inner if len(layout.hosts) == 1 else outer).info
         assert only.connect is not None

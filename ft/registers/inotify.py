@@ -16,7 +16,7 @@ _IN_MODIFY, _IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x2, 0x4, 0x400, 0x800
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Watch:
+class FileWatch:
     """Watches files from construction to `close`. Costs one inotify instance (Linux gives a user 128 or more).
 
     It reports that `written` was written to, and that a file of `kept` was removed, renamed or replaced. Keep it: the

@@ -29,7 +29,7 @@ from urllib.parse import quote
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.system import forks, paths
 from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
-from holdfast.ft.registers.inotify import Watch
+from holdfast.ft.registers.inotify import FileWatch
 from holdfast.ft.registers.network_file_system import network_file_system
 
 APPLICATION_ID = 0x484F4C44  # "HOLD"
@@ -244,7 +244,7 @@ class SqliteCell(Cell):
         self.lock = threading.Lock()
         self._closed = False
         self._watching = threading.Lock()
-        self._kept_watch: Watch | None = None
+        self._kept_watch: FileWatch | None = None
         try:
             if (kind := network_file_system(self._path.parent)) is not None:
                 raise RegisterAway(url, f"its folder is on {kind}, where sqlite is not safe: {_ELSEWHERE}")
@@ -373,7 +373,7 @@ class SqliteCell(Cell):
                     pause = _SETTLING_FIRST
 
     @contextlib.contextmanager
-    def _watch(self) -> Iterator[Watch | None]:
+    def _watch(self) -> Iterator[FileWatch | None]:
         """The cell's watch, for one thread at a time; None for the others, and where the kernel has none left.
 
         Every commit writes to the WAL, which stays the same file as long as any process has the register open.
@@ -385,7 +385,7 @@ class SqliteCell(Cell):
             if self._kept_watch is None:
                 with contextlib.suppress(OSError):
                     wal = self._path.with_name(self._path.name + "-wal")
-                    self._kept_watch = Watch(wal, (self._path,))
+                    self._kept_watch = FileWatch(wal, (self._path,))
             yield self._kept_watch
         finally:
             self._watching.release()

@@ -46,7 +46,7 @@ _decoder = msgspec.msgpack.Decoder(_Contents)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundCheckpoint:
     """What one rank finds in its directory."""
 
     host: str
@@ -86,7 +86,7 @@ class Checkpoints:
         with self._probe(comm.rank) as written:
             probe = comm.all_gather_object(written)[0]
             seen = self._sees(probe)
-            found = [_Found(*rank) for rank in comm.all_gather_object((*self._found(), seen))]
+            found = [_FoundCheckpoint(*rank) for rank in comm.all_gather_object((*self._found(), seen))]
         blind = [rank for rank, there in enumerate(found) if not there.sees]
         if blind and (done == 0 or comm.rank in blind or 2 * len(blind) >= comm.size):
             each = "; ".join(f"rank {rank} ({there})" for rank, there in enumerate(found))

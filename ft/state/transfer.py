@@ -56,7 +56,7 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     offset: int
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _TransferHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The description of a transfer: `chunks` are (bytes, checksum); `refusal` says why no state comes, or is ""."""
 
     done: int
@@ -66,7 +66,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     refusal: str = ""
 
 
-_decoder = msgspec.msgpack.Decoder(_Header)
+_decoder = msgspec.msgpack.Decoder(_TransferHeader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def send_state(
     except Exception as error:
         refusal = reason_of(error)
     sums = [(chunk.nbytes, _checksum(chunk)) for chunk in packed.chunks]
-    header = msgspec.msgpack.encode(_Header(done, packed.description, packed.pieces, sums, refusal))
+    header = msgspec.msgpack.encode(_TransferHeader(done, packed.description, packed.pieces, sums, refusal))
     pipe.give(torch.tensor([len(header)], device="cpu"))
     pipe.give(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     for chunk in packed.chunks:

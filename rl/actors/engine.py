@@ -35,12 +35,12 @@ from holdfast.ft.processes.remote_calls import CallResult, MethodCall, ObjectRec
 from holdfast.ft.processes.spawning import ChildProcess
 from holdfast.rl.actors.errors import (
     ActorDied,
+    ActorProcessLost,
     ActorStartFailed,
     EndpointFailed,
     EndpointTimeout,
     NoEngine,
     NoSuchEndpoint,
-    ProcessLost,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -147,7 +147,7 @@ class ActorProcess(ABC):
         deadline = time.monotonic() + timeout
         self._stopping = True
         if self.alive and self._made and callable(getattr(self._kind, "close", None)):
-            with contextlib.suppress(ProcessLost, EndpointFailed):  # whatever comes of it, the process ends next
+            with contextlib.suppress(ActorProcessLost, EndpointFailed):  # whatever comes of it, the process ends next
                 await self.call("close", timeout=timeout)
         self._leave()
         try:

@@ -37,7 +37,7 @@ class ActorStartFailed(CausedError):
         super().__init__(f"actor {name} did not start: {why}")
 
 
-class HostAway(ActorStartFailed):
+class ActorHostAway(ActorStartFailed):
     """An actor could not be started on a host that does not answer. `host` is its address."""
 
     def __init__(self, name: str, host: str, why: str) -> None:
@@ -53,13 +53,13 @@ class HostNotServed(HoldfastError):
         super().__init__(f"host {address} cannot be served: {why}; end what listens there, or choose another port")
 
 
-class ProcessLost(HoldfastError):
+class ActorProcessLost(HoldfastError):
     """A call failed with its process, and not by what it did there."""
 
     retryable = True
 
 
-class ActorDied(ProcessLost):
+class ActorDied(ActorProcessLost):
     """The process of an actor has ended. `name` and `pid` say which, `how` it ended."""
 
     def __init__(self, name: str, pid: int, how: str, method: str) -> None:
@@ -67,7 +67,7 @@ class ActorDied(ProcessLost):
         super().__init__(f"actor {name} (pid {pid}) cannot do {method}: {how}; start another, and call that")
 
 
-class EndpointTimeout(ProcessLost, TimeoutError):
+class EndpointTimeout(ActorProcessLost, TimeoutError):
     """A call was not answered in time. The method may still run in the actor."""
 
     def __init__(self, name: str, pid: int, method: str, seconds: float) -> None:

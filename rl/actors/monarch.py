@@ -26,7 +26,7 @@ from holdfast.ft.processes.fork_shim import ForkRequest, shim_command
 from holdfast.ft.processes.spawning import ChildProcess
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.actors.engine import START_SECONDS, ActorOrder, ActorProcess, Child, Engine, OwnProcess
-from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, EndpointTimeout, HostAway, NoEngine
+from holdfast.rl.actors.errors import ActorDied, ActorHostAway, ActorStartFailed, EndpointTimeout, NoEngine
 from holdfast.rl.actors.monarch_host import PRELOAD, Forks, become_proc, listen_on, whereabouts
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class RemoteProcess(ActorProcess):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def make(self, recipe: bytes) -> None:
-        """See `ActorProcess.make`. Raises `HostAway` if that is why."""
+        """See `ActorProcess.make`. Raises `ActorHostAway` if that is why."""
         try:
             self.pid, self.started = await self._identity(_IDENTITY_SECONDS)
             self._start(self._observe())
@@ -261,16 +261,16 @@ class RemoteHost:
         self._watching: asyncio.Task[None] | None = None
 
     async def process(self, order: ActorOrder, environ: Mapping[str, str]) -> RemoteProcess:
-        """A new process there. Raises `HostAway`."""
+        """A new process there. Raises `ActorHostAway`."""
         attached = await self._reached(order.name)
         self.check(order.name)
         procs = self.engine.spawn_procs(attached.mesh, order.name, environ, secrets.token_hex(16))
         return RemoteProcess(order, procs, self, attached.observer)
 
     def check(self, name: str) -> None:
-        """Raise `HostAway` if it is away."""
+        """Raise `ActorHostAway` if it is away."""
         if self._away:
-            raise HostAway(name, self.address, self._away)
+            raise ActorHostAway(name, self.address, self._away)
 
     async def close(self) -> None:
         """End the observer. The host stays."""
@@ -289,7 +289,7 @@ class RemoteHost:
                     self._attached = await self._attach(START_SECONDS)
                 except Exception as error:
                     why = "it did not answer" if isinstance(error, TimeoutError) else str(error)
-                    raise HostAway(name, self.address, why) from error
+                    raise ActorHostAway(name, self.address, why) from error
                 self.identity = self._attached.identity
                 self._watching = asyncio.create_task(self._watch())
         return self._attached

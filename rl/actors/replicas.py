@@ -21,11 +21,11 @@ from holdfast.rl.actors.engine import ActorProcess, Engine
 from holdfast.rl.actors.errors import (
     AWAY_SECONDS,
     ActorDied,
+    ActorHostAway,
+    ActorProcessLost,
     EndpointTimeout,
-    HostAway,
     NotEnoughGpus,
     Overloaded,
-    ProcessLost,
     ServiceClosed,
     ServiceFailed,
 )
@@ -478,12 +478,14 @@ class ReplicaSet:
             except Exception as error:
                 self._tell(replica, "start_failed", describe(error))
                 await replica.stop()
-                if isinstance(error, HostAway):
+                if isinstance(error, ActorHostAway):
                     slot.moves += 1
                     if slot.moves % len(self.options.hosts):
                         continue
                 failures += 1
-                retryable = isinstance(error, HoldfastError) and error.retryable and not isinstance(error, ProcessLost)
+                retryable = (
+                    isinstance(error, HoldfastError) and error.retryable and not isinstance(error, ActorProcessLost)
+                )
                 passing = retryable and time.monotonic() - since < AWAY_SECONDS
                 if failures >= self.options.start_failures and not passing:
                     self._end(ServiceFailed(self.name, failures, describe(error)))

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError, again
 from holdfast.ft.telemetry.metrics import PORT, ports, serve_page
 from holdfast.rl.actors.engine import Endpoint, current_engine, endpoint_of
-from holdfast.rl.actors.errors import NoReplica, ProcessLost, QuorumMissed, ReplicaLost
+from holdfast.rl.actors.errors import ActorProcessLost, NoReplica, QuorumMissed, ReplicaLost
 from holdfast.rl.actors.replicas import ReplicaSet, ReplicaStatus, RouteChoice, ServiceOptions, ServiceReplica
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
@@ -97,7 +97,7 @@ class ServiceEndpoint:
                         if lost:
                             self._replicas.took_over(replica, lost, time.monotonic() - began)
                         return answer
-                    except ProcessLost as error:
+                    except ActorProcessLost as error:
                         if not self.endpoint.idempotent:
                             hint = "it may be half done, and is not declared idempotent, so it is not tried elsewhere"
                             raise ReplicaLost(replica.name, name, replica.why, tries, hint) from error
@@ -140,7 +140,7 @@ class ServiceEndpoint:
         replica.outstanding += 1
         try:
             return ReplicaResult(replica=name, value=await replica.call(method, *args, timeout=self.deadline, **kwargs))
-        except ProcessLost:
+        except ActorProcessLost:
             error: HoldfastError = ReplicaLost(name, method, replica.why, 1, "it is being replaced")
         except HoldfastError as failure:
             error = failure
@@ -167,7 +167,7 @@ class ReplicaSession:
         endpoint: ServiceEndpoint = getattr(self._service, method)
         try:
             return await self._replica.call(method, *args, timeout=timeout or endpoint.deadline, **kwargs)
-        except ProcessLost as error:
+        except ActorProcessLost as error:
             hint = "what the session had there is gone: begin another session"
             raise ReplicaLost(self.name, method, self._replica.why, 1, hint) from error
 

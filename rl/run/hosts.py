@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from holdfast.ft.timeouts import Timeouts
 from holdfast.rl.actors.engine import ActorProcess
-from holdfast.rl.actors.errors import HostAway
+from holdfast.rl.actors.errors import ActorHostAway
 from holdfast.rl.config.run_config import RunConfig
 
 UCX_TLS = "UCX_TLS"
@@ -59,8 +59,8 @@ class HostTurns:
         self._next = itertools.cycle(self._turns)
 
     async def start(self, start: Callable[[str | None], Awaitable[ActorProcess]]) -> ActorProcess:
-        """Await `start` with a host. Raises `HostAway` if all of them are, and what `start` raises."""
+        """Await `start` with a host. Raises `ActorHostAway` if all of them are, and what `start` raises."""
         for _ in self._turns[1:]:
-            with contextlib.suppress(HostAway):
+            with contextlib.suppress(ActorHostAway):
                 return await start(next(self._next))
         return await start(next(self._next))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog.fleet_records import Reader, Switch
+from holdfast.store.catalog.fleet_records import Reader, SwitchRecord
 from holdfast.store.catalog.fleet_targets import (
     Digests,
     digests_of,
@@ -159,7 +159,7 @@ def propose(
     if preparing(catalog) is not None:
         return catalog
     serial = 1 + max((each.serial for each in catalog.switches), default=0)
-    switch = Switch(serial, token, version, names, quorum, patience, proposer)
+    switch = SwitchRecord(serial, token, version, names, quorum, patience, proposer)
     return settle(decide_switch(replace(catalog, switches=(*catalog.switches, switch))))
 
 
@@ -198,7 +198,7 @@ def decide_switch(catalog: Catalog) -> Catalog:
     return _forget(_with_switch(catalog, decided))
 
 
-def ready_for(catalog: Catalog, switch: Switch) -> tuple[str, ...]:
+def ready_for(catalog: Catalog, switch: SwitchRecord) -> tuple[str, ...]:
     """The readers named by a switch that are ready for its version; once it is decided, those that were then."""
     if not switch.preparing:
         return switch.ready
@@ -207,7 +207,7 @@ def ready_for(catalog: Catalog, switch: Switch) -> tuple[str, ...]:
     return tuple(name for name in switch.readers if name in found)
 
 
-def _decided(catalog: Catalog, switch: Switch, state: str, reason: str) -> Switch:
+def _decided(catalog: Catalog, switch: SwitchRecord, state: str, reason: str) -> SwitchRecord:
     return replace(switch, state=state, reason=reason, ready=ready_for(catalog, switch))
 
 
@@ -219,7 +219,7 @@ def _with_reader(catalog: Catalog, reader: Reader) -> Catalog:
     return replace(catalog, readers=readers)
 
 
-def _with_switch(catalog: Catalog, switch: Switch) -> Catalog:
+def _with_switch(catalog: Catalog, switch: SwitchRecord) -> Catalog:
     switches = tuple(switch if each.token == switch.token else each for each in catalog.switches)
     return replace(catalog, switches=switches)
 

@@ -47,7 +47,7 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
         return self.peer.pid
 
 
-class Switch(msgspec.Struct, frozen=True, array_like=True):
+class SwitchRecord(msgspec.Struct, frozen=True, array_like=True):
     """A proposal that `readers` serve `version`. Once committed or aborted, `state` does not change.
 
     It is committed once `quorum` readers are ready, or all that live if `quorum` is None. `gone` are readers of

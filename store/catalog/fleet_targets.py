@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.store.catalog.fleet_records import Reader, Switch
+from holdfast.store.catalog.fleet_records import Reader, SwitchRecord
 from holdfast.store.catalog.records import Catalog
 
 Digests = tuple[bytes, ...]
@@ -21,16 +21,16 @@ def find_reader(catalog: Catalog, reader_id: str) -> Reader | None:
     return next((each for each in catalog.readers if each.id == reader_id), None)
 
 
-def find_switch(catalog: Catalog, token: str) -> Switch | None:
+def find_switch(catalog: Catalog, token: str) -> SwitchRecord | None:
     return next((each for each in catalog.switches if each.token == token), None)
 
 
-def preparing(catalog: Catalog) -> Switch | None:
+def preparing(catalog: Catalog) -> SwitchRecord | None:
     """The switch that is undecided; there is one at most."""
     return next((each for each in catalog.switches if each.preparing), None)
 
 
-def target(catalog: Catalog, reader: Reader) -> Switch | None:
+def target(catalog: Catalog, reader: Reader) -> SwitchRecord | None:
     """The switch that a reader must have carried out to serve."""
     return next((each for each in catalog.switches if each.serial == reader.must), None)
 
@@ -86,7 +86,7 @@ def kept(catalog: Catalog) -> frozenset[int]:
     return frozenset(versions)
 
 
-def live_switches(catalog: Catalog) -> tuple[Switch, ...]:
+def live_switches(catalog: Catalog) -> tuple[SwitchRecord, ...]:
     """The undecided switch, and the committed ones that a reader, here or yet to come, must carry out."""
     serials = {each.serial for each in catalog.switches if each.preparing}
     serials.update(each.must for each in catalog.readers)

@@ -12,7 +12,7 @@ import msgspec
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog.fleet_records import Reader, Switch
+from holdfast.store.catalog.fleet_records import Reader, SwitchRecord
 from holdfast.store.errors import NoSuchVersion
 
 LAYOUT = 2
@@ -187,7 +187,7 @@ class Catalog(msgspec.Struct, frozen=True, array_like=True):
     past: tuple[Past, ...] = ()
     lost: tuple[int, ...] = ()
     readers: tuple[Reader, ...] = ()
-    switches: tuple[Switch, ...] = ()
+    switches: tuple[SwitchRecord, ...] = ()
     retainers: tuple[Retainer, ...] = ()
     disk: tuple[DiskCopy, ...] = ()
     away: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.store.cancellation import check
 from holdfast.store.catalog import fleet
 from holdfast.store.catalog.client import CatalogClient
-from holdfast.store.catalog.fleet_records import Switch
+from holdfast.store.catalog.fleet_records import SwitchRecord
 from holdfast.store.catalog.fleet_targets import find_switch, preparing
 from holdfast.store.catalog.records import Catalog
 from holdfast.store.errors import StoreTimeout
@@ -95,7 +95,7 @@ class SwitchProposer:
         self._client.wait(at, min(LOOK_SECONDS, deadline - time.monotonic()))
         return self._client.remove_dead_holders()
 
-    def _own(self, catalog: Catalog, version: int, began: float) -> Switch:
+    def _own(self, catalog: Catalog, version: int, began: float) -> SwitchRecord:
         mine = find_switch(catalog, self._token)
         if mine is None:
             why = f"{fleet.DECISIONS} later switches were decided meanwhile, and the end of this one is forgotten"

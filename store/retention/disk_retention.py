@@ -35,7 +35,7 @@ class Aborted(HoldfastError):
     """A copy that its own process stopped in the middle. Nothing is left of it."""
 
 
-class Exporter:
+class DiskExporter:
     """Exports versions to `directory`, until `abort` is set. The caller has the lease on the version."""
 
     def __init__(
@@ -122,7 +122,7 @@ class DiskRetention:
         self._first_seen: dict[int, float] = {}
         self._failed: set[int] = set()
         self._claimed, self._no_more, self._abort = threading.Event(), threading.Event(), threading.Event()
-        self._exporter = Exporter(store, self.directory, format, self._timeout, self._abort)
+        self._exporter = DiskExporter(store, self.directory, format, self._timeout, self._abort)
         self._client = store.open_catalog()
         try:
             self._client.change(lambda now: disk_copies.join(now, self._retainer))

@@ -21,10 +21,10 @@ from holdfast.ft.registers import RegisterAway
 from holdfast.store.data.packing import pack
 from holdfast.store.read.read_plan import PlanCache
 from holdfast.store.torchstore import memory
-from holdfast.store.torchstore.directory import Deleted, DirectoryClient, Part
+from holdfast.store.torchstore.directory import Deleted, DirectoryClient, KeyPart
 from holdfast.store.torchstore.errors import NotInitialized
 from holdfast.store.torchstore.home import StoreAddress
-from holdfast.store.torchstore.memory import Memory
+from holdfast.store.torchstore.memory import SlabTable
 from holdfast.store.torchstore.request import Request, TensorSlice
 from holdfast.store.torchstore.strategy import strategy_of
 from holdfast.store.torchstore.values import OpenPart, blocks_of, read_values
@@ -166,7 +166,7 @@ class LocalClient:
             numbers = {form: number for number, form in enumerate(kinds)}
             keys = {key: numbers[form] for key, form in forms.items()}
             where = (taken[0], b"") if taken else (0, there.numpy().tobytes())
-            part = Part(volume, kinds, keys, packed.digest, packed.manifest_at, packed.nbytes, *where)
+            part = KeyPart(volume, kinds, keys, packed.digest, packed.manifest_at, packed.nbytes, *where)
             self._directory.change(part, lambda now: now.check(part))
         finally:
             if taken:
@@ -194,7 +194,7 @@ class LocalClient:
         """A grant to fill. Raises `OpTimeout` if there is none in time."""
         deadline = time.monotonic() + _limit(nbytes)
 
-        def claimed(now: Memory) -> Memory:
+        def claimed(now: SlabTable) -> SlabTable:
             return self._directory.read(lambda found: memory.claim(now, claim, self._me, nbytes, found.grants))
 
         try:
@@ -210,7 +210,7 @@ class LocalClient:
             raise
         return granted
 
-    def _memory(self, part: Part) -> torch.Tensor:
+    def _memory(self, part: KeyPart) -> torch.Tensor:
         """The bytes of a part, where they lie or in a copy."""
         if not part.grant:
             return torch.frombuffer(bytearray(part.inline), dtype=torch.uint8)

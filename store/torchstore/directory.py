@@ -39,7 +39,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     mesh_shape: tuple[int, ...] = ()
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, tag="put"):
+class KeyPart(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     """What one put brings: the number of the form of each of its keys.
 
     `digest` and `manifest_at` are those of a part of the store; its bytes are `inline`, or lie in `grant`.
@@ -88,14 +88,14 @@ class Changes(Record, frozen=True, array_like=True):
     """The changes after the first `base` ones."""
 
     base: int = 0
-    changes: tuple[Part | Deleted, ...] = ()
+    changes: tuple[KeyPart | Deleted, ...] = ()
 
 
 class Snapshot(Record, frozen=True, array_like=True):
     """A directory after `number` changes: for each key the numbers of its parts."""
 
     number: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[KeyPart, ...] = ()
     keys: dict[str, tuple[int, ...]] = {}
 
 
@@ -104,7 +104,7 @@ class Directory:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.number = snapshot.number
-        self._values: dict[str, dict[tuple[str, tuple[int, ...]], Part]] = {}
+        self._values: dict[str, dict[tuple[str, tuple[int, ...]], KeyPart]] = {}
         self._uses = Counter[int]()
         for key, numbers in snapshot.keys.items():
             for part in (snapshot.parts[number] for number in numbers):
@@ -121,7 +121,7 @@ class Directory:
         """The memory in which values lie."""
         return self._uses.keys()
 
-    def check(self, part: Part) -> None:
+    def check(self, part: KeyPart) -> None:
         """Raise `Mismatch`, with everything that is wrong, if a key holds something of another kind or mesh."""
         wrong = []
         for key in part.keys.keys() & self._values.keys():
@@ -134,19 +134,19 @@ class Directory:
         if wrong:
             raise Mismatch("nothing was put: " + "; ".join(f"{each}: delete the key first" for each in sorted(wrong)))
 
-    def apply(self, change: Part | Deleted) -> None:
+    def apply(self, change: KeyPart | Deleted) -> None:
         """Make the next change."""
         self.number += 1
         for key in change.keys:
-            if isinstance(change, Part):
+            if isinstance(change, KeyPart):
                 self._set(key, change)
             else:
                 for part in self._values.pop(key, {}).values():
                     self._let_go(part.grant)
 
-    def find(self, keys: Iterable[str]) -> dict[str, tuple[Part, ...]]:
+    def find(self, keys: Iterable[str]) -> dict[str, tuple[KeyPart, ...]]:
         """What readers of each key get. Raises `NoSuchKey`, naming all keys that are missing or incomplete."""
-        found, wrong = dict[str, tuple[Part, ...]](), []
+        found, wrong = dict[str, tuple[KeyPart, ...]](), []
         for key in keys:
             parts = tuple(self._values.get(key, {}).values())
             if not parts:
@@ -167,7 +167,7 @@ class Directory:
         """All keys, or those that begin with the parts of `prefix`. Dots separate parts."""
         return [key for key in self._values if prefix is None or f"{key}.".startswith(f"{prefix}.")]
 
-    def _set(self, key: str, part: Part) -> None:
+    def _set(self, key: str, part: KeyPart) -> None:
         values, slot = self._values.setdefault(key, {}), part.slot(key)
         if (old := values.get(slot)) is not None:
             self._let_go(old.grant)
@@ -180,7 +180,7 @@ class Directory:
             del self._uses[grant]
 
 
-def _why_partial(key: str, parts: tuple[Part, ...]) -> str:
+def _why_partial(key: str, parts: tuple[KeyPart, ...]) -> str:
     """Which shards were not put yet; "" if the value is complete."""
     forms = [part.form(key) for part in parts]
     if forms[0].kind != "shard":
@@ -210,7 +210,7 @@ class DirectoryClient:
         with self._lock:
             return question(self._after(log))
 
-    def change(self, change: Part | Deleted, check: Callable[[Directory], object]) -> None:
+    def change(self, change: KeyPart | Deleted, check: Callable[[Directory], object]) -> None:
         """Make a change, unless `check` raises an error."""
 
         def changed(log: Changes) -> Changes:

@@ -30,10 +30,10 @@ from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory
 from holdfast.store.catalog.cell_client import CellClient
 from holdfast.store.catalog.client import gone
 from holdfast.store.torchstore.directory import DirectoryClient
-from holdfast.store.torchstore.memory import Claim, Memory, Slab, add, release, sizes, without_surplus
+from holdfast.store.torchstore.memory import Claim, Slab, SlabTable, add, release, sizes, without_surplus
 
 IDLE_SECONDS = 1.0
-EMPTY = Memory(Peer("", 0, 0), ("", ""), "", None)
+EMPTY = SlabTable(Peer("", 0, 0), ("", ""), "", None)
 _ROOT = SHARED_MEMORY or Path(tempfile.gettempdir())
 _SPAWNED_BY_MONARCH = b"HYPERACTOR_MESH_BOOTSTRAP_MODE="
 _log = logging.getLogger("holdfast.store")
@@ -55,14 +55,14 @@ class StoreAddress:
     def url(self) -> str:
         return url_of("sqlite", f"{self.folder}/register.sqlite")
 
-    def open_memory(self) -> CellClient[Memory]:
-        return CellClient(self.url, "torchstore/memory", EMPTY, Memory.decode)
+    def open_memory(self) -> CellClient[SlabTable]:
+        return CellClient(self.url, "torchstore/memory", EMPTY, SlabTable.decode)
 
 
 class StoreHome:
     """A running store of this process, until its record says that it has ended, or the process ends."""
 
-    def __init__(self, store_name: str, about: Memory) -> None:
+    def __init__(self, store_name: str, about: SlabTable) -> None:
         """Start it. Raises OSError if it cannot make its folder, `BackendUnavailable` without a memory plane."""
         self._folder = HeldDirectory(_prefix(store_name), _ROOT)
         self.address = StoreAddress(store_name, self._folder.path, this_process())
@@ -100,7 +100,7 @@ class StoreHome:
             for each in (self._cell, self._directory, self._plane):
                 each.close()
 
-    def _serve(self, now: Memory) -> None:
+    def _serve(self, now: SlabTable) -> None:
         """Grant memory to claims that wait, end those of dead processes, and let memory go that is too much."""
         if dead := gone({each.peer for each in now.claims}):
             ids = {each.id for each in now.claims if each.peer in dead}
@@ -112,7 +112,7 @@ class StoreHome:
         for first in self._kept.keys() - {each.first for each in now.slabs}:
             self._kept.pop(first).close()
 
-    def _add(self, waiting: Claim) -> Memory:
+    def _add(self, waiting: Claim) -> SlabTable:
         """Memory for a claim, which ends if there is none."""
         size, count = sizes(waiting.nbytes)
         try:

@@ -51,7 +51,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
     grants: tuple[int, ...] = ()
 
 
-class Memory(Record, frozen=True, array_like=True):
+class SlabTable(Record, frozen=True, array_like=True):
     """The owner of a store and its memory.
 
     `strategy` is the module and the name of a class; `volumes` is None if any name will do.
@@ -78,14 +78,14 @@ class Memory(Record, frozen=True, array_like=True):
         return (each for each in slab.grants if each not in used and each not in claimed)
 
 
-def claim(now: Memory, id_: int, peer: Peer, nbytes: int, used: Collection[int]) -> Memory:
+def claim(now: SlabTable, id_: int, peer: Peer, nbytes: int, used: Collection[int]) -> SlabTable:
     """Claim memory to fill: a free grant of about this size, or what the owner adds when it sees the claim."""
     found = next((grant for slab in now.slabs if slab.fits(nbytes) for grant in now.free(slab, used)), None)
     mine = Claim(id_, peer, nbytes, () if found is None else (found,))
     return replace(now, claims=(*release(now, {id_}).claims, mine))
 
 
-def lease(now: Memory, id_: int, peer: Peer, grants: Collection[int]) -> Memory:
+def lease(now: SlabTable, id_: int, peer: Peer, grants: Collection[int]) -> SlabTable:
     """Claim memory to read."""
     return replace(now, claims=(*release(now, {id_}).claims, Claim(id_, peer, 0, tuple(grants))))
 
@@ -96,7 +96,7 @@ def sizes(nbytes: int) -> tuple[int, int]:
     return size, max(1, min(MOST_GRANTS, SLAB_BYTES // size))
 
 
-def add(now: Memory, slab: Slab) -> Memory:
+def add(now: SlabTable, slab: Slab) -> SlabTable:
     """Add a slab, and give its memory to claims that wait for it."""
     now = replace(now, slabs=(*now.slabs, slab))
     for waiting in [each for each in now.claims if not each.grants and slab.fits(each.nbytes)]:
@@ -106,12 +106,12 @@ def add(now: Memory, slab: Slab) -> Memory:
     return now
 
 
-def release(now: Memory, ids: Collection[int]) -> Memory:
+def release(now: SlabTable, ids: Collection[int]) -> SlabTable:
     """End claims."""
     return replace(now, claims=tuple(each for each in now.claims if each.id not in ids))
 
 
-def without_surplus(now: Memory, used: Collection[int]) -> Memory:
+def without_surplus(now: SlabTable, used: Collection[int]) -> SlabTable:
     """Drop the free slabs beyond what stays for the next puts."""
     free = [each for each in now.slabs if sum(1 for _ in now.free(each, used)) == each.count]
     spare, gone = sum(each.handle.nbytes for each in free), set[int]()
@@ -123,6 +123,6 @@ def without_surplus(now: Memory, used: Collection[int]) -> Memory:
     return replace(now, slabs=tuple(each for each in now.slabs if each.first not in gone))
 
 
-def end(now: Memory) -> Memory:
+def end(now: SlabTable) -> SlabTable:
     """End the store."""
     return replace(now, ended=True)

@@ -19,7 +19,7 @@ from holdfast.store.data.manifest import Manifest
 from holdfast.store.data.packing import PartBlock
 from holdfast.store.read.read_plan import PlanCache, ReadPlan, has_rows
 from holdfast.store.reshard.plan import BoxTarget
-from holdfast.store.torchstore.directory import Form, Part
+from holdfast.store.torchstore.directory import Form, KeyPart
 from holdfast.store.torchstore.errors import NoSuchSlice, ObjectRefused
 from holdfast.store.torchstore.request import Request
 
@@ -91,7 +91,7 @@ class OpenPart:
     manifest: Manifest
 
     @staticmethod
-    def of(part: Part, memory: torch.Tensor) -> OpenPart:
+    def of(part: KeyPart, memory: torch.Tensor) -> OpenPart:
         manifest = Manifest.decode(memory[part.manifest_at : part.nbytes].numpy().data, part.manifest_at)
         if manifest.digest != part.digest:
             raise CorruptData(_DAMAGED)
@@ -109,7 +109,7 @@ class _Reading:
 
 def read_values(
     requests: Mapping[str, Request],
-    found: Mapping[str, tuple[Part, ...]],
+    found: Mapping[str, tuple[KeyPart, ...]],
     opened: Mapping[int, OpenPart],
     plans: PlanCache,
 ) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import comms
-from holdfast.backends.hier.transport import HierarchicalTransport, Layout
+from holdfast.backends.hier.transport import HierarchicalTransport, HostLayout
 from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Revoked
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import HOST, this_host
@@ -115,12 +115,12 @@ def test_one_host_is_shared_memory_and_single_ranks_are_the_outer_transport(tmp_
 
 
 def test_a_layout_follows_from_the_hosts_of_the_peers() -> None:
-    layout = Layout.of([Peer(host, 1, 1) for host in ("b", "a", "b", "a", "b")])
+    layout = HostLayout.of([Peer(host, 1, 1) for host in ("b", "a", "b", "a", "b")])
     assert layout.hosts == ((0, 2, 4), (1, 3)) and layout.place(3) == (1, 1)
     assert layout.rails == 2 and not layout.even and layout.layered
-    assert layout.leaving == 2 and Layout.of([Peer(host, 1, 1) for host in "aabb"]).leaving == 1
-    assert not Layout.of([Peer("a", 1, 1)] * 3).layered
-    assert not Layout.of([Peer(host, 1, 1) for host in "abc"]).layered
+    assert layout.leaving == 2 and HostLayout.of([Peer(host, 1, 1) for host in "aabb"]).leaving == 1
+    assert not HostLayout.of([Peer("a", 1, 1)] * 3).layered
+    assert not HostLayout.of([Peer(host, 1, 1) for host in "abc"]).layered
 
 
 def die_and_rebuild(comm: Communicator, hosts: list[int], meeting: str, folder: str) -> None:

@@ -172,13 +172,13 @@ def retains(pipe: Connection, url: str, directory: Path, slow: bool) -> None:
         pipe.send((kind, fields["version"]))
 
     if slow:
-        from holdfast.store.retention.disk_retention import Exporter
+        from holdfast.store.retention.disk_retention import DiskExporter
 
-        def wait_for_ever(self: Exporter) -> None:
+        def wait_for_ever(self: DiskExporter) -> None:
             pipe.send(("writing", None))
             threading.Event().wait()
 
-        Exporter._check_abort = wait_for_ever  # type: ignore[method-assign]
+        DiskExporter._check_abort = wait_for_ever  # type: ignore[method-assign]
     with WeightStore(url) as store, DiskRetention(store, directory, every=10, observe=observe):
         pipe.send("ready")
         pipe.recv()
@@ -231,23 +231,23 @@ def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
 def test_a_process_that_closes_leaves_its_unfinished_copy_to_another(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.store.retention.disk_retention import Exporter
+    from holdfast.store.retention.disk_retention import DiskExporter
 
-    held, check = threading.Event(), Exporter._check_abort
+    held, check = threading.Event(), DiskExporter._check_abort
 
-    def wait_for_abort(self: Exporter) -> None:
+    def wait_for_abort(self: DiskExporter) -> None:
         held.set()
         self._abort.wait(20.0)
         check(self)
 
     happened = Events()
     with WeightStore(url, replicas=1) as store:
-        monkeypatch.setattr(Exporter, "_check_abort", wait_for_abort)
+        monkeypatch.setattr(DiskExporter, "_check_abort", wait_for_abort)
         first = DiskRetention(store, tmp_path / "copies")
         store.publish(0, weights(3.0))
         assert held.wait(20.0)
         first.close(0.05)
-        monkeypatch.setattr(Exporter, "_check_abort", check)
+        monkeypatch.setattr(DiskExporter, "_check_abort", check)
         assert not list((tmp_path / "copies").iterdir())
         with DiskRetention(store, tmp_path / "copies", observe=happened):
             eventually(lambda: happened.versions("disk_copied") == [0])

@@ -14,7 +14,7 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, fleet_targets, transitions
-from holdfast.store.catalog.fleet_records import Reader, Switch
+from holdfast.store.catalog.fleet_records import Reader, SwitchRecord
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard
 from holdfast.store.errors import NoSuchVersion, ReaderReplaced
 
@@ -59,7 +59,7 @@ def bytes_of(*numbers: int) -> dict[int, tuple[bytes, ...]]:
     return {number: (bytes([number]) * 16,) for number in numbers}
 
 
-def asked_of(catalog: Catalog, name: str) -> Switch | None:
+def asked_of(catalog: Catalog, name: str) -> SwitchRecord | None:
     reader = fleet_targets.find_reader(catalog, name)
     assert reader is not None
     return fleet_targets.target(catalog, reader)
@@ -78,7 +78,7 @@ class Fleet(RuleBasedStateMachine):
 
     catalog = seen = Catalog()
     processes: dict[str, Process]
-    decided: dict[str, Switch]
+    decided: dict[str, SwitchRecord]
     started = published = proposed = 0
 
     @initialize()

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.comms.transport import liveness
 from holdfast.store import WeightStore
-from holdfast.store.catalog.fleet_records import Switch
+from holdfast.store.catalog.fleet_records import SwitchRecord
 from support.children import Child
 from support.samples.fleet_processes import a_proposer, a_reader
 from support.waiting import eventually
@@ -42,7 +42,7 @@ def said(child: Child, order: str) -> object:
     return child.hear()
 
 
-def newest(store: WeightStore) -> Switch:
+def newest(store: WeightStore) -> SwitchRecord:
     return store._catalog_client.read()[1].switches[-1]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.ft.registers import open_cell
-from holdfast.store.torchstore.directory import Changes, Deleted, Directory, DirectoryClient, Form, Part, Snapshot
+from holdfast.store.torchstore.directory import Changes, Deleted, Directory, DirectoryClient, Form, KeyPart, Snapshot
 from holdfast.store.torchstore.errors import NoSuchKey
 
 _urls = map("torchstore-directory-{}".format, count())
@@ -23,17 +23,17 @@ def shard(place: int, mesh: int, dtype: str = "uint8") -> Form:
     return Form("shard", (mesh,), dtype, (place,), (mesh,))
 
 
-def part(forms: dict[str, Form], volume: str = "0", grant: int = 0, value: bytes = b"") -> Part:
+def part(forms: dict[str, Form], volume: str = "0", grant: int = 0, value: bytes = b"") -> KeyPart:
     kinds = tuple(dict.fromkeys(forms.values()))
     numbers = {key: kinds.index(form) for key, form in forms.items()}
-    return Part(volume, kinds, numbers, b"digest", 0, len(value), grant, value)
+    return KeyPart(volume, kinds, numbers, b"digest", 0, len(value), grant, value)
 
 
-def after(*changes: Part | Deleted) -> Directory:
+def after(*changes: KeyPart | Deleted) -> Directory:
     """The directory after changes, each of which is checked, by way of a snapshot."""
     directory = Directory(Snapshot())
     for each in changes:
-        if isinstance(each, Part):
+        if isinstance(each, KeyPart):
             directory.check(each)
         directory.apply(each)
     return Directory(directory.snapshot())

@@ -13,13 +13,13 @@ from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.torchstore import memory
-from holdfast.store.torchstore.memory import SPARE_BYTES, Memory, Slab
+from holdfast.store.torchstore.memory import SPARE_BYTES, Slab, SlabTable
 
 ME = Peer("host", 1, 1)
-EMPTY = Memory(ME, ("", ""), "", None)
+EMPTY = SlabTable(ME, ("", ""), "", None)
 
 
-def granted(now: Memory, nbytes: int) -> Memory:
+def granted(now: SlabTable, nbytes: int) -> SlabTable:
     """The memory after the owner has added a slab for a claim."""
     size, count = memory.sizes(nbytes)
     first = max((each.first + each.count for each in now.slabs), default=1)
@@ -114,4 +114,4 @@ def test_free_memory_beyond_what_is_in_use_goes() -> None:
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_memory(data: bytes) -> None:
     with pytest.raises(CorruptData):
-        Memory.decode(data)
+        SlabTable.decode(data)
