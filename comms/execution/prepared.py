@@ -20,7 +20,6 @@ from holdfast.comms.work import DONE, Work
 if TYPE_CHECKING:
     from holdfast.comms.collectives import CheckedOp
     from holdfast.comms.communicator import Communicator
-    from holdfast.comms.plugins.hints import Hints
 
 __all__ = ["OPS", "PreparedOp", "prepare"]
 
@@ -82,7 +81,7 @@ class _GeneralStart:
 
     def __init__(self, communicator: Communicator, name: str, arguments: Mapping[str, Any]) -> None:
         self._communicator, self._name = communicator, name
-        self._hints: Hints | None = arguments.get("hints")
+        self._hints = communicator._check.hints(arguments.get("hints"))
         self._arguments = {key: value for key, value in arguments.items() if key not in _OPTIONS}
         self._tensors = list(_tensors_in(tuple(self._arguments.values())))
         self._renew()
@@ -90,7 +89,6 @@ class _GeneralStart:
     def _renew(self) -> None:
         self._executor = self._communicator._executor
         self._op: CheckedOp = getattr(self._communicator._ops, self._name)(**self._arguments)
-        self._communicator._check.hints(self._hints)
         self._shapes = self._shapes_now()
 
     def _shapes_now(self) -> list[tuple[torch.Size, torch.dtype, int | None]]:
@@ -100,7 +98,7 @@ class _GeneralStart:
         # `reconfigure` gives a communicator other ranks: another executor, transport and checks
         if self._communicator._executor is not self._executor or self._shapes_now() != self._shapes:
             self._renew()
-        return self._communicator._issue(self._op, async_op, timeout, self._hints)
+        return self._executor.issue(self._op.description, self._op.prepare, async_op, timeout, self._hints)
 
 
 def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
