@@ -1,4 +1,4 @@
-"""How a process of a run says what it did: it records spans of work, which the driver collects with `work`."""
+"""`WorkLog`: a process of a run records spans of work, which the driver collects with `work`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from holdfast.ft.detectors.process_watch import cpu_ticks
 
 MOST = 4096
 """The number of spans that are kept until they are read; older ones are forgotten."""
@@ -162,7 +164,7 @@ class WorkLog:
 def processor_with_descendants() -> float:
     """The processor seconds of this process, of its living descendants, and of the children that it has waited for."""
     ended = os.times()
-    living = sum(map(_processor_of, _descendants(os.getpid())))
+    living = sum(map(cpu_ticks, _descendants(os.getpid()))) / os.sysconf("SC_CLK_TCK")
     return time.process_time() + ended.children_user + ended.children_system + living
 
 
@@ -172,11 +174,3 @@ def _descendants(pid: int) -> Iterator[int]:
             for child in map(int, file.read_text().split()):
                 yield child
                 yield from _descendants(child)
-
-
-def _processor_of(pid: int) -> float:
-    try:
-        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    except OSError:
-        return 0.0
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
