@@ -75,7 +75,7 @@ class Attempt:
 
     @property
     def lasting(self) -> Communicator:
-        """A communicator of the ranks of `comm` that the death of a member leaves as it is: for a `Switch` or a window.
+        """A communicator of all ranks that a member's death leaves as it is: for a `Switch` or a window.
 
         It is made on the first use in an epoch, by all ranks alike. It ends when the next communicator is built. Raises
         HoldfastError if the session was made with `on_death="rebuild"`, or a member died before the first use.

@@ -1,4 +1,4 @@
-"""A memory plane with regions that other processes of the host find in a table of their owner, copy and map.
+"""`HostPlane`: other processes of the host find its regions in a table of their owner, copy and map them.
 
 The kernel copies (`process_memory`) between the tensors of the two processes; nothing is staged, and the owner takes no
 part. Every block is copied together with its region's generation in the owner's `region_table`, which reveals a region

@@ -47,7 +47,7 @@ def open_plane() -> NixlPlane:
 
 
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address of a region, in under 512 bytes: its place in the owner's table, the table, the memory, the agent.
+    """The address of a region, in under 512 bytes: table, place in it, memory and agent of the owner.
 
     `metadata` is NIXL's, of the agent `agent` with these two memories; it compresses well.
     """

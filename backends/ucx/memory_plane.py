@@ -45,7 +45,7 @@ def open_plane() -> UcxPlane:
 
 
 class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address of a region: its place in the owner's table, and the worker that answers for it, if one does."""
+    """The address of a region: its place in the owner's table, and the worker that answers, if any."""
 
     place: bytes
     worker: bytes

@@ -1,4 +1,4 @@
-"""Actors in processes of their own: their endpoints, the handle of one, the host of one, and the engine in use.
+"""Actors in processes of their own: endpoints, the handle of one, its host, and the engine in use.
 
 A request is a packed recipe (the first one, which makes the actor), a packed call, or empty: a ping. What carries it is
 the engine's. The end of the process is seen beside that, and ends all calls in flight.

@@ -1,4 +1,4 @@
-"""How a generator draws: one static batch a request, or a running batch that sequences join and leave at any token.
+"""How a generator draws: one static batch a request, or a running batch that sequences join and leave.
 
 The running sequences fill the first slots of one static cache. If the weights change between two tokens, the keys and
 values of earlier tokens stay: they are of earlier weights than the tokens that follow.

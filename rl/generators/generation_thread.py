@@ -267,7 +267,7 @@ class GenerationThread:
 
 
 def why_not_ready(follower: Follower) -> str:
-    """Why a generator may not serve what its follower has: its update failed, or no version came yet; "" if it may."""
+    """Why a generator may not serve: its update failed, or no version came yet; "" if it may."""
     if (failure := follower.failure) is not None:
         return f"its last update failed: {failure}"
     return "no version of the weights is here yet" if follower.version is None else ""

@@ -1,4 +1,4 @@
-"""The generators and the holders of weights of a run: two services, and the switches of the weights that are served."""
+"""The generators and the weight holders of a run: two services, and the switches of what is served."""
 
 from __future__ import annotations
 

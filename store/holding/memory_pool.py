@@ -260,7 +260,7 @@ class _Budget:
 
 
 def available_memory(processes: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The bytes that this process can still take, as far as the kernel tells: of the machine, and of its cgroup."""
+    """The bytes that the machine, and this process's cgroup, have left as far as the kernel tells."""
     text = (processes / "meminfo").read_text()
     found = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:"))
     with suppress(OSError, ValueError, StopIteration):  # no cgroup of version 2, or "max"

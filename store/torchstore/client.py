@@ -221,7 +221,7 @@ class LocalClient:
         return mapped
 
     def _map(self, grant: int) -> tuple[torch.Tensor | None, Handle, int]:
-        """A grant that this process claims, mapped so that it can write to it, and the place of it in its slab.
+        """A grant that this process claims, mapped for writing, and its place in its slab.
 
         None for the first if the plane cannot map it.
         """

@@ -1,4 +1,4 @@
-"""The home of a store: the process that initialised it keeps its register, and the memory of all that is put.
+"""The process that initialised a store keeps its register, and the memory of all that is put.
 
 The register is a file in a folder of the owner's, by which other processes find the store; it holds the directory. The
 owner's thread follows that, as a holder of `WeightStore` follows the catalogue, and grants memory to those that ask.

@@ -79,7 +79,7 @@ class SlabTable(Record, frozen=True, array_like=True):
 
 
 def claim(now: SlabTable, id_: int, peer: Peer, nbytes: int, used: Collection[int]) -> SlabTable:
-    """Claim memory to fill: a free grant of about this size, or what the owner adds when it sees the claim."""
+    """Claim memory to fill: a free grant of about this size, or one that the owner adds."""
     found = next((grant for slab in now.slabs if slab.fits(nbytes) for grant in now.free(slab, used)), None)
     mine = Claim(id_, peer, nbytes, () if found is None else (found,))
     return replace(now, claims=(*release(now, {id_}).claims, mine))

@@ -1,4 +1,4 @@
-"""`TensorSlice`: which part of a tensor; `Request`: a key with a value to put, or with the target of a reader."""
+"""`TensorSlice`: a part of a tensor; `Request`: a key with a value to put, or a target to fill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns values into parts of the store, and parts back into values, by the store's own packing and plans of reads."""
+"""Turns values into parts of the store and back, by the store's own packing and plans of reads."""
 
 from __future__ import annotations
 

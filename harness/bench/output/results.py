@@ -1,4 +1,4 @@
-"""What a bench of ops measured: frozen records, their JSON form, and how they compare with those of a stored run.
+"""What a bench of ops measured: records, their JSON form, and how they compare with a stored run.
 
 Times of two runs differ for many reasons, so only a difference outside the spread of both runs' turns is a change;
 `holdfast gate` can tell small changes from noise.

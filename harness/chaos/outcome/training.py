@@ -1,4 +1,4 @@
-"""Checks of a run of reinforcement learning, and what the loss of a host cost it, by the events of its drivers."""
+"""Checks of a reinforcement learning run, and what a host's loss cost it, by its drivers' events."""
 
 from __future__ import annotations
 
