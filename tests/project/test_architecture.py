@@ -280,6 +280,46 @@ def test_no_module_beside_a_program_hides_an_installed_one() -> None:
     assert [str(path) for path in beside if path.stem in installed] == []
 
 
+TEXT_IMPORT = re.compile(r"^[ ]*from ((?:holdfast|support)[\w.]*) import (?:\(([\w\s,]+)\)|([\w, ]+))", re.MULTILINE)
+
+
+def test_programs_that_are_texts_import_names_that_exist() -> None:
+    """A type checker does not read them, and the tests that start them may run in the second tier alone."""
+    files = [*modules(), *(path.relative_to(ROOT) for path in TESTS.rglob("*.py"))]
+    homes = {"support" if path == Path("tests/support/__init__.py") else _dotted(path): path for path in files}
+    wrong = []
+    for path in files:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for found in TEXT_IMPORT.finditer(node.value):
+                    home = homes.get(found[1])
+                    known = _bound(parsed(home)) if home is not None else set()
+                    names = re.findall(r"(\w+)(?: as \w+)?", found[2] or found[3])
+                    missing = [name for name in names if name not in known and f"{found[1]}.{name}" not in homes]
+                    wrong += [f"{path}:{node.lineno}: {found[1]} has no {name}" for name in missing]
+    assert not wrong, "\n".join(wrong)
+
+
+def _dotted(path: Path) -> str:
+    """The name that programs import a file by."""
+    return module_name(path).removeprefix("holdfast.tests.") if path.parts[0] == "tests" else module_name(path)
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """The names of a module, with those of a table of public names that are imported on demand."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Dict):
+            names |= {key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    return names
+
+
 def test_every_module_has_a_docstring() -> None:
     silent = [str(path) for path in modules() if parsed(path).body and not ast.get_docstring(parsed(path))]
     assert not silent, f"without a docstring: {', '.join(silent)}"

@@ -30,7 +30,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREA
 DRIVER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, HostAway
+from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, ActorHostAway
 from holdfast.rl.actors.monarch import MonarchEngine
 from holdfast.rl.actors.service import served
 from support.samples.actors import Counter, Stillborn
@@ -210,7 +210,7 @@ def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[
             assert (counter.status().replicas[1].host, counter.status().lost) == (first, 1)
             try:
                 await engine.start("there", Counter, host=second)
-            except HostAway as error:
+            except ActorHostAway as error:
                 assert error.host == second and "is away" in str(error)
             else:
                 raise AssertionError("the host is away")
@@ -221,7 +221,7 @@ def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[
                 try:
                     back = await engine.start("there", Counter, host=second)
                     break
-                except HostAway:
+                except ActorHostAway:
                     await asyncio.sleep(0.01)
             assert await back.call("add") == 1
         """,
@@ -252,7 +252,7 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
                     try:
                         back = await engine.start("there", Counter, 3, host=second)
                         break
-                    except HostAway:
+                    except ActorHostAway:
                         await asyncio.sleep(0.05)
                 print(f"used again after {asyncio.get_running_loop().time() - began:.1f} s", file=sys.stderr)
                 assert await back.call("add") == 4 and back.pid in family(again.pid)
