@@ -149,7 +149,7 @@ class Window:
         self._calls = _native.ActiveCalls(closed_here, tensor, partial(_close_moved, memory, self.rank))
 
     def deregister(self, timeout: float | None = None) -> None:
-        """Wait for this rank's calls and for all ranks, then stop exposing the tensor; collective.
+        """Wait until this rank's calls have taken effect, and for all ranks, then stop exposing the tensor; collective.
 
         Another tensor may be registered afterwards. Does nothing for a window without a tensor.
         """
@@ -158,6 +158,7 @@ class Window:
         deadline = self._deadline(timeout)
         for key in list(self._lanes):
             self._wait_turn(key, "deregister", deadline)
+        self._memory.flush(None, deadline)  # what this rank has put is in the tensors of the others before they leave
         self._meet(max(deadline - time.monotonic(), 0.0))
         self._end_exposure()
         self._exposure = None

@@ -91,11 +91,6 @@ def test_connect_takes_and_logs_the_first_backend_that_all_ranks_can_run(
     comm.close()
 
 
-def test_auto_takes_shm_on_one_host(tmp_path: Path) -> None:
-    with comms.connect(rank=0, size=1, rendezvous=f"file://{tmp_path}/m") as comm:
-        assert (comm.backend, comm.rank, comm.size, comm.epoch, str(comm.device)) == ("shm", 0, 1, 0, "cpu")
-
-
 def test_peers_on_other_hosts_rule_out_backends_of_one_host() -> None:
     here = this_process()
     there = Peer("another host", 1, 1)
@@ -405,15 +400,6 @@ for _ in range(2):
         said = run_forked(script, ["script.py", place]).stdout
     assert said.count("rank 0 is taken by another process") == 2
     comms.connect("shm", rank=0, size=1, rendezvous=place).close()
-
-
-def test_the_same_store_may_be_opened_anew_for_each_connect(tmp_path: Path) -> None:
-    def body(rank: int) -> float:
-        store = dist.FileStore(str(tmp_path / "meeting"), -1)
-        return total(comms.connect("inproc", rank=rank, size=2, rendezvous=store, timeout=10.0))
-
-    for _ in range(3):
-        assert in_threads(2, body) == [3.0, 3.0]
 
 
 # -- Ctrl-C

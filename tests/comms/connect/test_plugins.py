@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import re
 import tempfile
 from pathlib import Path
@@ -30,7 +29,7 @@ from holdfast.comms.plugins.spec import (
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.harness import LocalCluster
-from support.source_tree import ROOT, modules, parsed
+from support.source_tree import modules, parsed
 
 GOOD = BackendInfo(
     name="mine",
@@ -136,21 +135,6 @@ def test_auto_takes_the_backend_of_the_highest_priority(priority: int, taken: st
         }.get(priority, ["shm", "gloo"])
     finally:
         comms.unregister(plugin)
-
-
-def test_auto_takes_the_example_plugin_by_its_priority(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples/plugin-backend"))
-    (info,) = importlib.import_module("holdfast_filebox").holdfast_backends()
-    for priority, taken in ((1000, "filebox"), (10, "shm")):
-        plugin = Plugin(dataclasses.replace(info, auto={"cpu": priority}))
-        comms.register(plugin)
-        try:
-            with comms.connect(rank=0, size=1, rendezvous=f"file://{tmp_path}/{priority}") as comm:
-                tensor = torch.ones(2)
-                comm.all_reduce(tensor)
-                assert (comm.backend, tensor.tolist()) == (taken, [1, 1])
-        finally:
-            comms.unregister(plugin)
 
 
 def test_auto_falls_to_what_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
