@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,10 +23,11 @@ def a_reader(pipe: Connection, url: str, name: str, dies: str = "", version: int
 
     Dies while it stages `version` if `dies` is "staging", with its bytes but before it says so if "staged".
     """
-    into = weights(-1)
-    die_at(pipe, dies, version)
+    into, told = weights(-1), threading.Event()
+    die_at(pipe, dies, version, told)
     with WeightStore(url, hold=False) as store, store.follow(into, reader=name) as follower:
         pipe.send("follows")
+        told.set()
         while (order := pipe.recv()) != "end":
             try:
                 if order.startswith("ready"):
@@ -39,10 +41,11 @@ def a_reader(pipe: Connection, url: str, name: str, dies: str = "", version: int
                 pipe.send(type(error).__name__)
 
 
-def die_at(pipe: Connection, dies: str, version: int) -> None:
+def die_at(pipe: Connection, dies: str, version: int, told: threading.Event) -> None:
     complete, fill = StagedVersions.complete, StagedVersions.fill
 
     def die() -> None:
+        told.wait()  # a thread of the follower may be here before the test has been told that it follows
         pipe.send("dies")
         os.kill(os.getpid(), signal.SIGKILL)
 
