@@ -206,7 +206,7 @@ figures-chaos:
 figures-growth:
 	$(BIN)/python docs/experiments/growth.py $(FIGURES)/simulate
 figures-blame: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m support.programs.blame_score 400 --injected 10
+	$(BIN)/python -m pytest tests/ft/operations/test_blame.py -k comes_first
 figures-gate:
 	PYTHONPATH=tests $(BIN)/python -m support.programs.gate_calibration HEAD --trials 104 > $(FIGURES)/gate.md
 

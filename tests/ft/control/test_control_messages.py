@@ -1,16 +1,28 @@
-"""Messages between members: received as they were sent, and refused as a whole when malformed."""
+"""Messages between members and between their detectors: received as they were sent, or refused as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import CorruptData, OpTimeout
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.detectors.detector import DetectorContext
+from holdfast.ft.detectors.heartbeat_page import HeartbeatPageReader
+from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import (
     Cleared,
     Death,
@@ -24,6 +36,7 @@ from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.membership.view_delta import ViewDelta
 from holdfast.ft.node import messages
 from holdfast.ft.node.messages import Notice
+from holdfast.ft.timeouts import Timeouts
 from support.mutations import mutated
 
 ME = Member("p0", "x:1", this_process())
@@ -97,3 +110,186 @@ def test_any_bytes_are_a_notice_or_corrupt(name: str, body: bytes) -> None:
         assert not heard
     else:
         assert heard
+
+
+# -- messages between detectors
+
+
+TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
+THIS = this_process()
+GONE = 1 << 22
+"""A process id that no process has."""
+
+MEMBERS = (
+    Member("p0", "x:1", THIS),
+    Member("p1", "x:1", Peer(THIS.host, GONE, 1)),
+    Member("p2", "x:1", Peer("elsewhere", GONE, 1)),
+    Member("p3", "x:1", Peer("elsewhere", GONE + 1, 1)),
+)
+EPOCH_3 = View(3, "running", MEMBERS, Job("job", 4, 1, 1, ("gloo",), "gloo"), "test")
+NAMES = ["", "pidfd", "heartbeat", "observers", "transport", "progress", "nobody's"]
+IDS = [member.id for member in MEMBERS]
+
+
+class DetectorSet:
+    """The detectors of a process, without the kernel's. `said` went to others, `told` to its membership."""
+
+    def __init__(self, rank: int) -> None:
+        self.said: list[tuple[str | None, bytes]] = []
+        self.told: list[Any] = []
+        self._loop = asyncio.new_event_loop()
+        context = DetectorContext(
+            me=MEMBERS[rank],
+            timeouts=TIMES,
+            loop=self._loop,
+            tell=self.told.append,
+            stop=self.told.append,
+            resign=self.told.append,
+            note=self.told.append,
+            place=lambda: OpPosition(3, 7, True),
+            lost=lambda member: False,
+        )
+        infos = [info for name, info in registry().detectors.items() if name != "pidfd"]
+        self.detectors = Detectors(context, infos, lambda whom, body: self.said.append((whom, body)))
+        self.parts: dict[str, Any] = dict(self.detectors._detectors)
+        self.detectors.follow(EPOCH_3, tuple(member for member in MEMBERS if member.id != MEMBERS[rank].id))
+
+    def hear(self, peer: str, body: bytes) -> bool:
+        """Whether the body of a message `detect` was accepted. Unexpected errors come through."""
+        try:
+            self.detectors.received(peer, body)
+        except CorruptData:
+            return False
+        return True
+
+    def state(self) -> Any:
+        """All that the detectors know and have sent."""
+        known = {
+            "unopened": self.parts["heartbeat"]._unopened,
+            "readers": sorted(self.parts["heartbeat"]._readers),
+            "heard here": self.parts["heartbeat"]._silence._heard,
+            "heard there": self.parts["observers"]._silence._heard,
+            "edges": self.parts["observers"]._observers._edges,
+            "places": self.parts["progress"]._progress._places,
+        }
+        return copy.deepcopy((known, self.said, self.told))
+
+    def close(self) -> None:
+        self.detectors.close()
+        self._loop.close()
+
+
+@contextmanager
+def detector_set(rank: int = 0) -> Iterator[DetectorSet]:
+    found = DetectorSet(rank)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def messages_of_detectors() -> list[bytes]:
+    """One message of each kind that detectors send."""
+    with detector_set() as speaker:
+        speaker.detectors.linked("p1")
+        speaker.parts["progress"].context.send_all(speaker.parts["progress"]._say(OpPosition(3, 6, True), asking=True))
+        speaker.parts["heartbeat"].context.send_all(msgspec.msgpack.encode(["p2", "p3"]))
+        speaker.detectors.failed(EPOCH_3, OpTimeout("all_reduce", 1, 5.0, (2,)))
+        return [body for _, body in speaker.said]
+
+
+SAYINGS = messages_of_detectors()
+peers = st.sampled_from([*IDS[1:], "a stranger"])
+numbers = st.integers(-(1 << 63), (1 << 64) - 1)
+said = st.one_of(
+    st.binary(max_size=40),
+    numbers.map(msgspec.msgpack.encode),
+    st.lists(st.text(max_size=5) | st.sampled_from(IDS), max_size=4).map(msgspec.msgpack.encode),
+    st.tuples(st.booleans(), numbers, numbers, st.booleans()).map(msgspec.msgpack.encode),
+    st.tuples(numbers | st.just(3), st.sampled_from(IDS) | st.text(), st.text()).map(msgspec.msgpack.encode),
+)
+any_body = st.one_of(
+    st.binary(max_size=80),
+    st.tuples(st.sampled_from(NAMES), said).map(msgspec.msgpack.encode),
+    st.tuples(st.text(), said, st.none()).map(msgspec.msgpack.encode),
+)
+
+
+def hears(peer: str, body: bytes) -> None:
+    """The body is accepted or raises `CorruptData`, which changes nothing, and the detectors continue."""
+    with detector_set() as listener:
+        before = listener.state()
+        if not listener.hear(peer, body):
+            assert listener.state() == before
+        listener.detectors.beat()
+        for good in SAYINGS:
+            assert listener.hear("p3", good)
+
+
+def test_an_example_of_every_message_is_accepted() -> None:
+    routes = [msgspec.msgpack.decode(body)[0] for body in SAYINGS]
+    assert sorted(routes) == ["", "heartbeat", "heartbeat", "progress"]
+    with detector_set() as listener:
+        before = listener.state()
+        assert all(listener.hear("p3", body) for body in SAYINGS)
+        assert listener.state() != before
+
+
+@given(peers, any_body)
+def test_any_bytes_are_accepted_or_refused(peer: str, body: bytes) -> None:
+    hears(peer, body)
+
+
+@given(
+    peers,
+    st.sampled_from(SAYINGS),
+    st.lists(
+        st.tuples(st.sampled_from(["flip", "cut", "remove", "insert"]), st.integers(0), st.integers(0)),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_any_change_of_a_message_is_accepted_or_refused(
+    peer: str, body: bytes, changes: list[tuple[str, int, int]]
+) -> None:
+    for kind, where, what in changes:
+        body = mutated([body], kind, where, what)[0] if body else body
+    hears(peer, body)
+
+
+@pytest.mark.parametrize(
+    ("route", "said"),
+    [
+        ("heartbeat", -1),
+        ("heartbeat", ["p1", 7]),
+        ("heartbeat", None),
+        ("progress", (True, 3, -1, True)),
+        ("progress", (True, -3, 1, True)),
+        ("progress", (1, 3, 1, True)),
+        ("", (0, "p1", "why")),
+        ("", (3, "p1")),
+    ],
+)
+def test_an_unknown_message_is_refused(route: str, said: Any) -> None:
+    with detector_set() as listener:
+        before = listener.state()
+        assert not listener.hear("p1", msgspec.msgpack.encode((route, msgspec.msgpack.encode(said))))
+        assert listener.state() == before
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    (confirming,) = [body for body in SAYINGS if b"p2" in body and b"p3" in body]
+    with detector_set() as listener:
+        assert not listener.hear("p1", b"\x92\xa2\xff\xfe\xc4\x00")
+        assert not listener.hear("p1", confirming.replace(b"p2", b"p\xff"))
+
+
+@pytest.mark.timeout(20)
+def test_opening_a_descriptor_of_an_unwritten_fifo_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    reads = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(OSError):
+            HeartbeatPageReader(this_process(), reads)
+    finally:
+        os.close(reads)

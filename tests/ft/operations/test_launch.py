@@ -71,6 +71,7 @@ def test_run_ends_with_a_repeated_exception_and_names_the_failed_rank(
     output = capsys.readouterr().out
     rows = [line.removeprefix("holdfast run: ").split() for line in output.splitlines() if "holdfast run:" in line]
     assert "the same exception came again: ValueError: no such batch in 3 (step 3, rank 1" in output
+    assert "the job did not finish" in output
     assert ["rank", "pid", "exit", "last", "error", "line"] in rows
     failures = rows[rows.index(["rank", "pid", "exit", "last", "error", "line"]) + 1 :]
     raised = [" ".join((row[0], *row[2:])) for row in failures if "ValueError:" in row[6:7]]

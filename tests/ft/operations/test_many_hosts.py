@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,12 +26,13 @@ from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.environment.placement import Placement
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.hosts import host_registry
-from holdfast.ft.launch.hosts.host_agent import host_name
+from holdfast.ft.launch.hosts.host_agent import HostPlan, host_name
 from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRegistry, check_view
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.local_launcher import MOST_RESTART_SECONDS, LaunchPlan, RestartBudget, launch, python_command
 from holdfast.ft.membership.view import Job, View
 from holdfast.ft.processes.zygote_client import ForkedProcess
+from holdfast.ft.registers import open_cell, tcp
 from holdfast.ft.settings import listen_address
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.cli.app import app
@@ -355,3 +357,68 @@ def test_the_manifests_set_variables_of_the_contract(path: str) -> None:
     assert all({"apiVersion", "kind", "metadata", "spec"} <= each.keys() for each in yaml.safe_load_all(text))
     contract = set(re.findall(r"`(HOLDFAST_\w+)`", (ROOT / "docs/reference/environment.md").read_text()))
     assert set(re.findall(r"HOLDFAST_\w+", text)) <= contract
+
+
+# -- IPv6 wherever a host is named
+
+
+LOOPBACK = "::1"
+
+
+def lacks_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind((LOOPBACK, 0))
+    except OSError:
+        return True
+    return False
+
+
+needs_ipv6 = pytest.mark.skipif(lacks_ipv6(), reason="this host has no ::1")
+
+
+def exchange(url: str) -> None:
+    """Two handles of one cell: what one writes the other reads."""
+    assert f"//[{LOOPBACK}]:" in url
+    with closing(open_cell(url, "view")) as one, closing(open_cell(url, "view")) as other:
+        assert one.compare_and_set(0, b"first")
+        assert other.wait(0, 10.0) == (1, b"first")
+        assert not other.compare_and_set(0, b"late")
+
+
+@pytest.mark.thorough
+@needs_ipv6
+def test_a_tcp_register_over_ipv6() -> None:
+    with tcp.serving(LOOPBACK) as url:
+        exchange(f"{url}/job")
+
+
+@pytest.mark.thorough
+@needs_ipv6
+def test_an_etcd_register_and_a_job_of_a_host_over_ipv6(
+    tmp_path: Path, key: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+        from holdfast import ft
+        with ft.Session() as session:
+            for attempt in session.steps(3):
+                with attempt:
+                    attempt.comm.barrier()
+    """
+    with EtcdCluster(1, tmp_path / "etcd", host=LOOPBACK) as etcd:
+        exchange(f"{etcd.url}/cell")
+        plan = LaunchPlan(python_command(script(tmp_path, text), ()), 2, backend="gloo", here=2)
+        host = HostPlan(1, f"{etcd.url}/job", key, "n0", LOOPBACK)
+        assert launch(plan, tmp_path / "logs", host) == 0, capfd.readouterr().out
+    joined = [event["address"] for event in map(to_record, read_events(tmp_path / "logs")) if event["kind"] == "joined"]
+    assert len(joined) == 2 and all(address.startswith(f"[{LOOPBACK}]:") for address in joined)
+
+
+@pytest.mark.thorough
+@needs_ipv6
+def test_the_address_of_an_agent_is_named_as_others_dial_it() -> None:
+    with (
+        closing(HostRegistry("memory://ipv6", "job", b"k" * 32, "a", LOOPBACK)),
+        pytest.raises(HostNameTaken, match=r"taken: the agent at \[::1\]:\d+ has it"),
+    ):
+        HostRegistry("memory://ipv6", "job", b"k" * 32, "a", LOOPBACK)

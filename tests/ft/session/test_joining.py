@@ -88,6 +88,12 @@ def test_a_variable_that_makes_no_sense_is_refused(
         Session(**contract)
 
 
+def test_a_mesh_of_no_members_is_refused(contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MESH", "0")
+    with pytest.raises(ValueError, match="HOLDFAST_MESH"):
+        Session(**contract)
+
+
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The arguments of a session whose register is in use, with size 1 and 4 shards."""

@@ -1,4 +1,4 @@
-"""Parts of a session on their own: decisions, encoded state, silence, epoch guard, timeouts, fault points."""
+"""Parts of a session on their own: decisions, silence, epoch guard, timeouts, fault points."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
@@ -30,14 +29,11 @@ from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.membership.view_delta import delta_between
 from holdfast.ft.node.epoch_guard import EpochGuard
-from holdfast.ft.state import transfer
-from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.ft.step_protocol import BROKEN_EPOCHS, FOUNDER, HOLDER, NEWCOMER, CommitState, Decision, Vote, decide
 from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
-from support.samples.attachable import Attachable
 from support.waiting import PATIENCE
 
 # -- decisions
@@ -179,138 +175,6 @@ def test_ranks_with_different_steps_are_refused() -> None:
     assert decide(stray, 0).receivers == (1,), "a newcomer that is wrong has to go, the others stay"
     with pytest.raises(Mismatch, match="come apart"):
         decide([holder(4, False), holder(5, False)], 0)
-
-
-# -- encoded state
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers(), st.text()), inner, max_size=3)
-        | st.frozensets(st.integers(), max_size=3).map(set)
-    ),
-    max_leaves=20,
-)
-
-
-@given(plain)
-def test_plain_data_is_decoded_unchanged(value: Any) -> None:
-    description, tensors = encode_state(value)
-    assert decode_state(description, tensors) == value
-
-
-def test_an_optimizers_state_is_decoded_unchanged() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    again = decode_state(*encode_state(state))
-    assert again["param_groups"] == state["param_groups"]
-    assert again["state"].keys() == state["state"].keys()
-    assert all(torch.equal(again["state"][0][name], value) for name, value in state["state"][0].items())
-
-
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ({"model": [object()]}, r"state\['model'\]\[0\] is a object"),
-        ({"f": print}, "builtin_function_or_method"),
-        ({"w": torch.eye(2).to_sparse()}, "sparse"),
-        ({object(): 1}, "a key of state is a object"),
-    ],
-)
-def test_an_error_names_state_that_cannot_be_encoded(state: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        encode_state(state)
-
-
-@pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode(["T", 3]), msgspec.msgpack.encode(["i", "x"])])
-def test_a_malformed_description_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptData):
-        decode_state(data, [])
-
-
-# -- the transfer
-
-
-def state_of(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {f"w{i}": torch.randn(i, 7, generator=generator) for i in range(5)}
-    return {
-        **tensors,
-        "big": torch.randn(5_000_000, generator=generator),
-        "half": torch.randn(33, generator=generator).bfloat16(),
-        "flag": torch.tensor(True),
-        "transposed": torch.arange(12).reshape(3, 4).T,
-        "step": 3,
-    }
-
-
-def same(a: Any, b: Any) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key] for key, value in a.items()
-    )
-
-
-@pytest.mark.parametrize("receivers", [(0, 2), (2,)])
-def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tuple[int, ...]) -> None:
-    def move(comm: Communicator) -> tuple[int, bool, bool]:
-        thing = Attachable(state_of(comm.rank))
-        pipe = transfer.Pipe(comm, 1, receivers, 20.0)
-        done = -1
-        if comm.rank == 1:
-            transfer.send_state(pipe, {"thing": thing}, 17, lambda: None, lambda reason: None)
-        elif comm.rank in receivers:
-            done = transfer.receive_state(pipe, {"thing": thing}, lambda: None, lambda: None).done
-        return done, same(thing.state, state_of(1)), same(thing.state, state_of(comm.rank))
-
-    with LocalCluster(3) as cluster:
-        results = cluster.run(move)
-    for rank, (done, is_sources, is_own) in enumerate(results):
-        assert done == (17 if rank in receivers else -1)
-        assert is_sources == (rank == 1 or rank in receivers)
-        assert is_own == (rank not in receivers)
-
-
-class StoredPipe:
-    """A stand-in for a pipe: `take` returns what `give` stored, perhaps damaged."""
-
-    def __init__(self, damage: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, tensor: tensor) -> None:
-        self.device = torch.device("cpu")
-        self._tensors: list[torch.Tensor] = []
-        self._damage = damage
-        self._taken = 0
-
-    def give(self, tensor: torch.Tensor) -> None:
-        self._tensors.append(tensor.clone())
-
-    def take(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(self._damage(self._taken, self._tensors[self._taken]))
-        self._taken += 1
-
-
-def test_damaged_state_is_refused_and_nothing_is_loaded() -> None:
-    def flip(number: int, tensor: torch.Tensor) -> torch.Tensor:
-        if number == 2:
-            tensor[5] ^= 1
-        return tensor
-
-    tape: Any = StoredPipe(flip)
-    transfer.send_state(tape, {"thing": Attachable({"w": torch.ones(100)})}, 1, lambda: None, lambda reason: None)
-    mine = Attachable({"w": torch.zeros(100)})
-    with pytest.raises(CorruptData, match="another checksum"):
-        transfer.receive_state(tape, {"thing": mine}, lambda: None, lambda: None)
-    assert not mine.state["w"].any()
-
-
-def test_ranks_that_attach_different_things_are_told() -> None:
-    tape: Any = StoredPipe()
-    transfer.send_state(tape, {"model": Attachable({})}, 1, lambda: None, lambda reason: None)
-    with pytest.raises(Mismatch, match="attached here: nothing; where the state comes from: model"):
-        transfer.receive_state(tape, {}, lambda: None, lambda: None)
 
 
 # -- silence

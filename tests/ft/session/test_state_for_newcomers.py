@@ -1,4 +1,4 @@
-"""Sending state to newcomers: state that arrives unchanged, and errors for state that cannot be sent."""
+"""Sending state to newcomers: state that arrives unchanged, and errors for state that cannot be sent or is damaged."""
 
 from __future__ import annotations
 
@@ -19,15 +19,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from holdfast.comms import CorruptData
+from holdfast.comms import Communicator, CorruptData, Mismatch
 from holdfast.ft import Session, StateNotGiven, Timeouts
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.harness import LocalCluster
 from support.children import errors_of
-from support.samples.attachable import Attachable
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
+
+
+class Attachable:
+    """An object with a state of any kind."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
 
 
 class Generator:
@@ -84,6 +96,26 @@ def test_a_conjugated_tensor_arrives_with_its_values() -> None:
     assert torch.equal(received["negative"], torch.tensor([-2.0, 1.0]))
 
 
+# -- plain data
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers(), st.text()), inner, max_size=3)
+        | st.frozensets(st.integers(), max_size=3).map(set)
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain)
+def test_plain_data_is_decoded_unchanged(value: Any) -> None:
+    description, tensors = encode_state(value)
+    assert decode_state(description, tensors) == value
+
+
 # -- numbers of numpy
 
 numbers = (
@@ -108,12 +140,17 @@ def test_arrays_and_numbers_of_numpy_arrive_bit_by_bit_with_their_types(array: A
     assert [each.tobytes() for each in received["numbers"]] == [each.tobytes() for each in state["numbers"]]
 
 
-def test_a_schedulers_state_made_with_numpy_arrives_unchanged() -> None:
-    optimizer, scheduler = scheduled(torch.nn.Linear(2, 1))
+def test_the_state_of_an_optimizer_and_of_a_scheduler_made_with_numpy_arrives_unchanged() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer, scheduler = scheduled(model)
+    model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     scheduler.step()
-    received = journey(optimizer.state_dict())
-    assert received["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"]
+    state = optimizer.state_dict()
+    received = journey(state)
+    assert received["param_groups"] == state["param_groups"]
+    assert received["state"].keys() == state["state"].keys()
+    assert all(torch.equal(received["state"][0][name], value) for name, value in state["state"][0].items())
     assert journey(scheduler.state_dict())["_last_lr"] == scheduler.state_dict()["_last_lr"]
 
 
@@ -142,20 +179,107 @@ nested.append(nested)
         ({"a": torch.empty(2, device="meta")}, r"state\['a'\] is a meta tensor"),
         ({"a": nested}, "nested too deeply, or contains itself"),
         ({"a": "\ud800"}, "text that is not valid Unicode"),
+        ({"model": [object()]}, r"state\['model'\]\[0\] is a object"),
+        ({"f": print}, "builtin_function_or_method"),
+        ({"w": torch.eye(2).to_sparse()}, "sparse"),
+        ({object(): 1}, "a key of state is a object"),
     ],
 )
-def test_state_that_would_arrive_as_another_type_is_refused_by_name(state: Any, words: str) -> None:
+def test_state_that_cannot_arrive_as_it_is_is_refused_by_name(state: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         encode_state(state)
 
 
-@pytest.mark.parametrize(
-    "description",
-    [["n", "O", b"12345678"], ["n", "<f8", b"1234"], ["n", "nonsense", b""], ["a", 3], ["d", [[["l", []], ["v", 1]]]]],
-)
-def test_a_forged_description_is_refused(description: Any) -> None:
+FORGED: list[Any] = [
+    ["n", "O", b"12345678"], ["n", "<f8", b"1234"], ["n", "nonsense", b""], ["a", 3], ["d", [[["l", []], ["v", 1]]]],
+    ["T", 3], ["i", "x"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("description", [b"", b"junk", *map(msgspec.msgpack.encode, FORGED)])
+def test_a_malformed_or_forged_description_is_refused(description: bytes) -> None:
     with pytest.raises(CorruptData):
-        decode_state(msgspec.msgpack.encode(description), [])
+        decode_state(description, [])
+
+
+# -- the transfer
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"w{i}": torch.randn(i, 7, generator=generator) for i in range(5)}
+    return {
+        **tensors,
+        "big": torch.randn(5_000_000, generator=generator),
+        "half": torch.randn(33, generator=generator).bfloat16(),
+        "flag": torch.tensor(True),
+        "transposed": torch.arange(12).reshape(3, 4).T,
+        "step": 3,
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key] for key, value in a.items()
+    )
+
+
+@pytest.mark.parametrize("receivers", [(0, 2), (2,)])
+def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tuple[int, ...]) -> None:
+    def move(comm: Communicator) -> tuple[int, bool, bool]:
+        thing = Attachable(state_of(comm.rank))
+        pipe = transfer.Pipe(comm, 1, receivers, 20.0)
+        done = -1
+        if comm.rank == 1:
+            transfer.send_state(pipe, {"thing": thing}, 17, lambda: None, lambda reason: None)
+        elif comm.rank in receivers:
+            done = transfer.receive_state(pipe, {"thing": thing}, lambda: None, lambda: None).done
+        return done, same(thing.state, state_of(1)), same(thing.state, state_of(comm.rank))
+
+    with LocalCluster(3) as cluster:
+        results = cluster.run(move)
+    for rank, (done, is_sources, is_own) in enumerate(results):
+        assert done == (17 if rank in receivers else -1)
+        assert is_sources == (rank == 1 or rank in receivers)
+        assert is_own == (rank not in receivers)
+
+
+class StoredPipe:
+    """A stand-in for a pipe: `take` returns what `give` stored, perhaps damaged."""
+
+    def __init__(self, damage: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, tensor: tensor) -> None:
+        self.device = torch.device("cpu")
+        self._tensors: list[torch.Tensor] = []
+        self._damage = damage
+        self._taken = 0
+
+    def give(self, tensor: torch.Tensor) -> None:
+        self._tensors.append(tensor.clone())
+
+    def take(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._damage(self._taken, self._tensors[self._taken]))
+        self._taken += 1
+
+
+def test_damaged_state_is_refused_and_nothing_is_loaded() -> None:
+    def flip(number: int, tensor: torch.Tensor) -> torch.Tensor:
+        if number == 2:
+            tensor[5] ^= 1
+        return tensor
+
+    tape: Any = StoredPipe(flip)
+    transfer.send_state(tape, {"thing": Attachable({"w": torch.ones(100)})}, 1, lambda: None, lambda reason: None)
+    mine = Attachable({"w": torch.zeros(100)})
+    with pytest.raises(CorruptData, match="another checksum"):
+        transfer.receive_state(tape, {"thing": mine}, lambda: None, lambda: None)
+    assert not mine.state["w"].any()
+
+
+def test_ranks_that_attach_different_things_are_told() -> None:
+    tape: Any = StoredPipe()
+    transfer.send_state(tape, {"model": Attachable({})}, 1, lambda: None, lambda reason: None)
+    with pytest.raises(Mismatch, match="attached here: nothing; where the state comes from: model"):
+        transfer.receive_state(tape, {}, lambda: None, lambda: None)
 
 
 # -- with a real kill

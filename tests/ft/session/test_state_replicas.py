@@ -1,9 +1,10 @@
-"""Sharded state while ranks die: copies on neighbours, parts restored on any number of ranks, checkpoints."""
+"""Sharded state while ranks die: copies on neighbours, parts restored on other ranks and meshes, checkpoints."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -34,7 +36,6 @@ from holdfast.ft.state.mesh import Mesh, all_ranks, box_of
 from holdfast.ft.state.part_store import PartStore, shifts
 from holdfast.ft.state.restoring import assemble, choose, complete_size, needed
 from holdfast.harness import LocalCluster
-from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
 from support.torch_groups import sharded_model
 from support.waiting import eventually
@@ -246,34 +247,69 @@ def test_an_error_says_that_no_rank_has_a_block(plane: MemoryPlane) -> None:
 # -- training with fully_shard while ranks are killed
 
 
+def replicas(size: int) -> dict[str, int]:
+    """Two replicas of shards if the size allows that, else one."""
+    return {"replicate": 2, "shard": size // 2} if size % 2 == 0 else {"replicate": 1, "shard": size}
+
+
+def pairs(size: int) -> dict[str, int]:
+    """Pairs of ranks that share each layer, if the size allows that."""
+    return {"data": size // 2, "tensor": 2} if size % 2 == 0 else {"data": size, "tensor": 1}
+
+
+def tensor_parallel(mesh: Any) -> dict[str, Any]:
+    """Linear layers cut by columns and rows over "tensor"; these and the rest over "data"."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 12), nn.LayerNorm(12))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)}
+
+
+BUILDS: dict[str, tuple[Any, Any, int]] = {
+    "ranks": (sharded_model, None, 7),
+    "replicate": (sharded_model, replicas, 7),
+    "data": (tensor_parallel, pairs, 8),
+}
+"""By the mesh's first dimension: what builds the model, the mesh of a number of ranks, and the width of the input."""
+
+
 def train(
     session: Session,
-    kills: Mapping[int, tuple[int, ...]],
+    kind: str = "ranks",
+    kills: Mapping[int, tuple[int, ...]] = {},
     copies: int = 1,
     saved: str = "",
     gate: str = "",
     steps: int = STEPS,
 ) -> dict[str, Any]:
-    """Losses and final weights; `kills[step]` are the ranks of the first epoch that end in the middle of that step."""
-    things = session.attach_sharded(sharded_model, copies=copies)
+    """Losses and final weights; `kills[step]` are the ranks of the first epoch that end in that step, all at once."""
+    build, mesh, width = BUILDS[kind]
+    things = session.attach_sharded(build, copies=copies, mesh=mesh)
     if saved:
         session.checkpoints(saved, every=2)
-    first, losses, final = None, {}, []
+    first, losses, final = 0, {}, []
     for attempt in session.steps(steps):
-        first = attempt.epoch if first is None else first
+        first = first or (attempt.epoch if attempt.step == 0 else -1)
         with attempt:
             while attempt.step == 1 and gate and not Path(gate).exists():
                 time.sleep(0.01)
             model, optimizer = things["model"], things["optimizer"]
-            sums = ShardSums(attempt)
+            sums = ShardSums(attempt, next(model.parameters()).device_mesh["data"] if kind == "data" else None)
             sums.fully_sharded(model)
             optimizer.zero_grad()
+            if attempt.step in kills and attempt.epoch == first:
+                attempt.comm.barrier()
+                time.sleep(0.1)
+                if attempt.rank in kills[attempt.step]:
+                    os.kill(os.getpid(), signal.SIGKILL)
             total = torch.zeros(1, dtype=torch.float64)
             for turn in sums.turns():
                 generator = torch.Generator().manual_seed(100 * attempt.step + turn.shard)
-                loss = model(torch.randn(8, 7, generator=generator)).square().mean() / SHARDS
-                if attempt.rank in kills.get(attempt.step, ()) and attempt.epoch == first == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                loss = model(torch.randn(8, width, generator=generator)).square().mean() / SHARDS
                 loss.backward()
                 if turn.counts:
                     total += loss.detach().double()
@@ -287,7 +323,7 @@ def train(
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded() -> None:
-    zygote().preload("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+    zygote().preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint")
 
 
 def cluster(size: int, spares: int = 0, fault: str = "", **session: Any) -> LocalCluster:
@@ -296,32 +332,37 @@ def cluster(size: int, spares: int = 0, fault: str = "", **session: Any) -> Loca
     return LocalCluster(size, "shm", spares=spares, environ=environ, session=options)
 
 
-def run(size: int, spares: int = 0, fault: str = "", **train_args: Any) -> tuple[Job, list[dict[str, Any]], list[Any]]:
-    """Start the job, and let it continue past step 1 once all spares are there.
-
-    Returns the job, its results and its events.
-    """
+def run(
+    size: int, spares: int = 0, fault: str = "", **train_args: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Start the job, and let it continue past step 1 once all spares are there; its results and its events."""
     with cluster(size, spares, fault) as ranks:
         gate = ranks.logs / "gate"
-        job = ranks.start(train, **{"kills": {}, "gate": str(gate), **train_args})
+        job = ranks.start(train, **{"gate": str(gate), **train_args})
         job.wait_for_spares()
         gate.touch()
-        results = job.results()
-        return job, results, job.events()
+        results, events = job.results(), job.events()
+    assert_invariants(events)
+    return results, events
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
     """The result of one rank without failures, which any number of ranks must reach in spite of deaths."""
-    return run(1, copies=1)[1][0]
+    return run(1)[0][0]
 
 
-def assert_same(results: list[dict[str, Any]], undisturbed: dict[str, Any], events: list[dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    """The weights of two ranks that share each layer; the number of such pairs must not matter."""
+    return run(2, kind="data")[0][0]["weights"]
+
+
+def assert_same(results: list[dict[str, Any]], undisturbed: dict[str, Any]) -> None:
     for result in results:
         assert result["weights"] == undisturbed["weights"], "bit by bit"
         assert result["losses"].items() <= undisturbed["losses"].items()
     assert results[0]["losses"].keys() == undisturbed["losses"].keys()
-    assert_invariants(events)
 
 
 def assert_invariants(events: list[dict[str, Any]]) -> None:
@@ -332,19 +373,23 @@ def sources(events: list[dict[str, Any]], epoch: int = 4) -> list[str]:
     return sorted(event["source"] for event in events if event["kind"] == "restored" and event["epoch"] == epoch)
 
 
+def last_sources(events: list[dict[str, Any]]) -> list[str]:
+    return sources(events, max(event["epoch"] for event in events if event["kind"] == "restored"))
+
+
 def test_a_spare_gets_the_part_of_a_killed_rank_from_its_neighbour(undisturbed: dict[str, Any]) -> None:
-    _, results, events = run(3, 1, kills={4: (1,)})
+    results, events = run(3, 1, kills={4: (1,)})
     assert len(results) == 3
-    assert_same([results[0], results[2], results[1]], undisturbed, events)
+    assert_same([results[0], results[2], results[1]], undisturbed)
     assert sources(events) == ["neighbour", "own", "own"]
     assert [e["sources"].keys() for e in events if e["kind"] == "restored" and e["sources"]] == [{"2"}]
     print(f"\ncopies: {results[0]['copied']}")
 
 
 def test_survivors_divide_the_state_of_a_killed_rank_among_them(undisturbed: dict[str, Any]) -> None:
-    _, results, events = run(3, kills={4: (0,)})
+    results, events = run(3, kills={4: (0,)})
     assert len(results) == 2
-    assert_same(results, undisturbed, events)
+    assert_same(results, undisturbed)
     assert sources(events) == ["neighbour", "neighbour"]
 
 
@@ -352,18 +397,17 @@ def test_the_checkpoint_replaces_a_part_that_is_lost_with_its_copies(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     """Ranks 1 and 2 die at once, and with them part 1 and its only copy. The last checkpoint is after 4 steps."""
-    _, results, events = run(3, kills={5: (1, 2)}, saved=str(tmp_path / "saved"))
+    results, events = run(3, kills={5: (1, 2)}, saved=str(tmp_path / "saved"))
     assert len(results) == 1
     assert results[0]["weights"] == undisturbed["weights"]
     assert [e["step"] for e in events if e["kind"] == "restored" and e["source"] == "checkpoint"] == [3]
     committed = [e["step"] for e in events if e["kind"] == "committed"]
     assert committed.count(4) > 1, "step 4 was done again"
-    assert_invariants(events)
 
 
 def test_without_a_checkpoint_the_loss_of_all_copies_ends_the_job_and_is_explained() -> None:
     with cluster(3) as ranks:
-        job = ranks.start(train, {3: (1, 2)})
+        job = ranks.start(train, kills={3: (1, 2)})
         with pytest.raises(HoldfastError, match="no rank has kept part 1 of 3, and there is no checkpoint"):
             job.results()
 
@@ -371,10 +415,54 @@ def test_without_a_checkpoint_the_loss_of_all_copies_ends_the_job_and_is_explain
 def test_a_new_job_continues_from_the_newest_checkpoint(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     saved = str(tmp_path / "saved")
     run(2, saved=saved, steps=5)
-    _, results, events = run(3, saved=saved)
+    results, events = run(3, saved=saved)
     assert list(results[0]["losses"]) == [4, 5, 6, 7]
     assert results[0]["weights"] == undisturbed["weights"]
     assert sources(events, 3) == ["checkpoint"] * 3
+
+
+# -- on a mesh of two dimensions: HSDP, and FSDP2 with tensor parallel
+
+
+def test_shards_are_restored_from_their_replicas(undisturbed: dict[str, Any]) -> None:
+    """Without copies and checkpoints, the dead rank's part comes from its replica. Three ranks make one replica."""
+    results, events = run(4, kind="replicate", kills={3: (3,)}, copies=0)
+    assert [result["weights"] for result in results] == [undisturbed["weights"]] * 3, "bit by bit"
+    assert last_sources(events) == ["neighbour", "neighbour", "own"]
+
+
+def test_a_spare_takes_the_place_of_a_rank_among_replicas(undisturbed: dict[str, Any]) -> None:
+    results, _ = run(4, spares=1, kind="replicate", kills={3: (0,)})
+    assert [result["weights"] for result in results] == [undisturbed["weights"]] * 4
+
+
+def test_a_copy_is_used_when_both_replicas_of_a_part_die(undisturbed: dict[str, Any]) -> None:
+    """Ranks 1 and 3 have the same part; ranks 2 and 0 keep copies of it."""
+    results, events = run(4, kind="replicate", kills={3: (1, 3)})
+    assert [result["weights"] for result in results] == [undisturbed["weights"]] * 2
+    assert "checkpoint" not in last_sources(events)
+
+
+def test_a_spare_gets_tensor_parallel_shards_back(pair: Any) -> None:
+    results, events = run(4, spares=1, kind="data", kills={3: (2,)})
+    assert [result["weights"] for result in results] == [pair] * 4
+    assert last_sources(events).count("neighbour") == 1
+
+
+def test_tensor_parallel_shards_are_redistributed_to_the_survivors(pair: Any) -> None:
+    """Of each of two pairs a rank dies: one pair is left."""
+    results, _ = run(4, kind="data", kills={3: (0, 2)})
+    assert [result["weights"] for result in results] == [pair] * 2
+
+
+def test_a_checkpoint_of_a_mesh_can_be_read_on_another_of_its_kind(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """Ranks 1 to 3 die at once, and with them both replicas of part 1 and its copies."""
+    results, events = run(4, kind="replicate", kills={3: (1, 2, 3)}, copies=0, saved=str(tmp_path / "saved"))
+    assert [result["weights"] for result in results] == [undisturbed["weights"]]
+    assert last_sources(events) == ["checkpoint"]
+
+
+# -- checkpoints
 
 
 class Steps:
@@ -525,11 +613,11 @@ def complete_checkpoint(folder: Path, step: int) -> None:
 def test_the_job_survives_a_kill_at_each_point_of_copying_and_restoring(
     fault: str, undisturbed: dict[str, Any]
 ) -> None:
-    _, results, events = run(3, 1, fault=fault, copies=2)
+    results, events = run(3, 1, fault=fault, copies=2)
     assert len(results) == (2 if ";" in fault else 3)
     assert sum(event["kind"] == "detected" for event in events) > 0, "somebody was killed"
     newest = max(results, key=lambda result: len(result["losses"]))
-    assert_same([newest, *results], undisturbed, events)
+    assert_same([newest, *results], undisturbed)
 
 
 # -- bad input
@@ -585,4 +673,49 @@ def test_a_change_outside_of_an_attempt_is_refused() -> None:
                     parameter.to_local().add_(1)
 
     with cluster(1) as ranks, pytest.raises(HoldfastError, match=r"call optimizer\.step\(\) inside"):
+        ranks.start(careless).results()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (3, "TypeError: mesh must be a function of the number of ranks, not int"),
+        (lambda size: [size], r"TypeError: mesh\(2\) must give a dict of sizes by name"),
+        (lambda size: {"a": size, "b": 2}, "ValueError: .* which is a mesh of 4 ranks"),
+        (lambda size: {"a": size, "b": 0}, "ValueError: .* each size must be a whole number"),
+        (lambda size: {"a": 1, "b": size}, "ValueError: copies=0, .* no two ranks have the same part"),
+    ],
+)
+def test_a_mesh_that_cannot_work_is_refused(mesh: Any, said: str) -> None:
+    def refused(session: Session) -> str:
+        try:
+            things = session.attach_sharded(sharded_model, copies=0, mesh=mesh)
+            for attempt in session.steps(1):
+                with attempt:
+                    assert things["model"]
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    with cluster(2, min_size=2) as ranks:
+        for found in ranks.start(refused).results():
+            assert re.match(said, found), found
+
+
+def test_state_on_a_mesh_of_the_user_is_refused() -> None:
+    def own(mesh: Any) -> dict[str, Any]:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return sharded_model(init_device_mesh("cpu", (2, 1), mesh_dim_names=("mine", "too")))
+
+    def careless(session: Session) -> None:
+        session.attach_sharded(own)
+        for attempt in session.steps(1):
+            with attempt:
+                pass
+
+    with (
+        cluster(2, min_size=2) as ranks,
+        pytest.raises((HoldfastError, ValueError), match=r"lies on a mesh of \(2, 1\)"),
+    ):
         ranks.start(careless).results()

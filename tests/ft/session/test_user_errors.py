@@ -48,6 +48,8 @@ def test_an_exception_that_is_not_repeated_costs_only_a_spare() -> None:
         job.wait_for_spares()
         gate.touch()
         assert job.results() == [10, 10]
+        (left, *_) = [event["evidence"] for event in job.events() if event["kind"] == "detected"]
+    assert "it left: ValueError" in left
 
 
 def test_a_repeated_exception_ends_the_job_on_all_ranks_and_consumes_one_spare() -> None:

@@ -9,10 +9,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from holdfast.comms.errors import HoldfastError
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.ft.diagnosis.analyse import analyse
 from holdfast.ft.diagnosis.evidence import JobEvidence
@@ -124,16 +122,3 @@ def _await(job: Job, kind: str) -> list[Finding]:
 
 def _look(job: Job) -> JobEvidence:
     return gather(job.directory / "events", time.monotonic())
-
-
-def all_injected(each: int, progress: Callable[[str], None]) -> list[ScoredCase]:
-    """`each` cases of every fault."""
-    judged = []
-    for fault in FAULTS:
-        for seed in range(each):
-            try:
-                judged.append(injected(fault, seed))
-            except HoldfastError as error:
-                raise HoldfastError(f"case {fault} {seed} could not be made: {error}") from error
-            progress(f"{judged[-1].name}: {'right' if judged[-1].right else 'WRONG'}")
-    return judged
