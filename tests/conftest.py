@@ -22,13 +22,12 @@ from hypothesis import settings
 
 from holdfast.ft.processes import zygote_client as processes
 from holdfast.harness import LocalCluster
-from support import dispositions
 from support.children import Child, children
-from support.leaks import Snapshot, settle
+from support.leaks import Snapshot, restore_signals, settle
 
 pytest_plugins = ["support.run_record"]
 
-dispositions.restore()
+restore_signals()
 pytest.register_assert_rewrite("holdfast.harness.conformance")
 # A slow machine is no failure. `--hypothesis-profile thorough` chooses the other: see CONTRIBUTING.md.
 settings.register_profile("quick", deadline=None, max_examples=30)

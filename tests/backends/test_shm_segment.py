@@ -19,7 +19,7 @@ from holdfast.comms.algorithms.shared_memory.board import layout_of
 from holdfast.comms.errors import CorruptData, PeerFailed, Revoked
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
-from support.epochs import Epochs
+from support.meeting import Epochs
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.errors import CorruptData
 from holdfast.harness import LocalCluster
-from support.epochs import Epochs
+from support.meeting import Epochs
 from support.waiting import eventually
 
 

@@ -96,7 +96,7 @@ IGNORED = "print(next(line for line in open('/proc/self/status') if line.startsw
 def test_children_of_tests_in_the_background_start_with_default_dispositions() -> None:
     """A shell ignores SIGINT for its background jobs (`make test &`); children must not inherit that."""
     start = f"subprocess.run([sys.executable, '-c', {IGNORED!r}])"
-    body = f"import subprocess, sys; from support import dispositions; dispositions.restore(); {start}"
+    body = f"import subprocess, sys; from support.leaks import restore_signals; restore_signals(); {start}"
     command = ["sh", "-c", "trap '' INT QUIT HUP; exec \"$@\"", "sh", sys.executable, "-c", body]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, timeout=60.0, check=True)
     ignored = int(done.stdout, 16)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,13 @@ LASTING = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 SHARED_MEMORY = Path("/dev/shm")
 OURS = ("holdfast", "torch_", "ucx", "sm_segment", "vader_segment", "psm_", "sem.")
 """Prefixes of the names that holdfast and its libraries give to shared memory."""
+
+
+def restore_signals() -> None:
+    """React to the signals that shells and nohup ignore for jobs in the background; programs of tests inherit that."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 _exempt: set[tuple[int, str]] = set()

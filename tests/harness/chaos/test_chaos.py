@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from holdfast.comms.errors import PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
-from holdfast.ft.console.units import counted
 from holdfast.ft.fault_gate import Arrival, GateAddress, GateAgent, PointFilter
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import chaos as chaos_module
@@ -30,7 +29,7 @@ from holdfast.harness.chaos.outcome.checks import EverySampleOnce, OnlyFaultyMem
 from holdfast.harness.chaos.outcome.compare import compared, load_report
 from holdfast.harness.chaos.outcome.expectation import failures
 from holdfast.harness.chaos.outcome.measure import injected_faults, percentiles
-from holdfast.harness.chaos.outcome.page import figures_of, write_comparison, write_report
+from holdfast.harness.chaos.outcome.page import figures_of, write_report
 from holdfast.harness.chaos.outcome.record import ChaosReport, Speed
 from holdfast.harness.chaos.run.fault_context import FaultNote
 from holdfast.harness.chaos.run.points import LATE_STEPS, fits
@@ -346,24 +345,6 @@ def test_a_few_recoveries_are_shown_each_and_without_percentiles(killed: Path, t
         table = (tmp_path / "report.html").read_text().partition("<td>resumed</td>")[2].partition("</tr>")[0]
         assert columns in table
         assert ("each:" in table) == (count < 5)
-
-
-def test_every_drawn_mark_has_a_legend(killed: Path, tmp_path: Path) -> None:
-    """Bands where no step was committed, the dashed line, and what the headline counts."""
-    run, *_ = load_report(killed).runs
-    still = msgspec.structs.replace(run, progress=((0.0, 0), (0.1, 1), (0.2, 2), (0.3, 3), (3.0, 4)), seconds=3.0)
-    report = ChaosReport(version="1", machine="here", runs=(still,))
-    write_report(report, tmp_path / "report.html")
-    write_comparison(report, report, ("a", "b"), tmp_path / "compare.html")
-    for page in ("report.html", "compare.html"):
-        text = (tmp_path / page).read_text()
-        assert 'class="outage"' in text
-        assert "no step was committed for longer than usual" in text
-        assert "at the speed of a run without faults" in text
-    text = (tmp_path / "report.html").read_text()
-    assert run.reference is not None
-    assert f"{run.speed.rate:.1f} here, {run.reference.rate:.1f} without faults" in text
-    assert counted(run.rebuilds, "rebuild") in text
 
 
 def test_a_slower_run_is_worse() -> None:

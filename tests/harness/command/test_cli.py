@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import itertools
 import json
 import os
 import re
@@ -116,21 +115,6 @@ def test_each_command_has_examples_and_is_guarded(command: tuple[str, ...]) -> N
     done = said(*command, "--help")
     assert done.exit_code == 0
     assert f"holdfast {' '.join(command)}" in done.stdout.partition("Examples")[2]
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_help_texts_are_wrapped_by_paragraph_at_any_width(columns: int) -> None:
-    """No line of prose ends where the first word of the next would still have fitted."""
-    early = []
-    for command in (("run",), ("gate",), ("chaos", "run")):  # one class renders the help of all
-        runner = CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"})
-        text = runner.invoke(app, [*command, "--help"]).stdout.partition("\u256d")[0].partition("Usage:")[2]
-        for line, following in itertools.pairwise(text.splitlines()):
-            prose = all(each.startswith(" ") and not each.startswith("  ") for each in (line, following))
-            words = following.split()
-            if prose and line.strip() and words and len(line.rstrip()) + 1 + len(words[0]) < columns - 1:
-                early.append(f"{' '.join(command)}: {line.strip()} / {words[0]}")
-    assert not early, "\n".join(early)
 
 
 @pytest.mark.parametrize(
@@ -483,23 +467,6 @@ def test_run_survives_a_kill_with_the_same_bits(
     assert last_losses(broken.stdout) == last_losses(undisturbed[0].stdout)[:1]
 
 
-def test_run_fails_if_the_job_does_not_finish(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        """
-        from holdfast import ft
-        with ft.Session() as session:
-            for attempt in session.steps(3):
-                with attempt:
-                    raise ValueError("no such luck")
-        """,
-    )
-    done = holdfast("run", "-n", "2", path)
-    assert done.returncode == 1
-    assert "ValueError: no such luck" in done.stdout
-    assert "the job did not finish" in done.stdout
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> None:
     """One that is killed: tests/ft/operations/test_launch.py."""
@@ -581,20 +548,3 @@ def test_run_names_the_ranks_that_it_ended_after_the_last_step(
 
 
 # -- run: what ranks leave behind
-
-
-def test_run_ends_processes_that_a_dead_rank_had_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rank died by a signal that has no name."""
-    path = script(
-        tmp_path,
-        """
-        import os, signal, subprocess
-        print("child", subprocess.Popen(["sleep", "600"]).pid, flush=True)
-        os.kill(os.getpid(), signal.SIGRTMIN + 1)
-        """,
-    )
-    assert launch(LaunchPlan(python_command(str(path), ()), 1)) == 1
-    output = capsys.readouterr().out
-    assert "was ended by" in output
-    child = Path(f"/proc/{int(output.split('child ')[1].split()[0])}")
-    assert becomes_true(lambda: not child.exists() or "sleep" not in (child / "cmdline").read_text(), 10.0)

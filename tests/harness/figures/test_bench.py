@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from holdfast.comms.errors import Unsupported
 from holdfast.ft import Timeouts
 from holdfast.ft.console.console import console
 from holdfast.ft.console.units import format_bytes
@@ -34,9 +36,11 @@ from holdfast.harness.bench.collectives.definitions import (
 from holdfast.harness.bench.collectives.ranks import Bound, Measure, Measurement, time_ops
 from holdfast.harness.bench.command import app
 from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
+from holdfast.harness.bench.drivers.layered import HOLDFAST, STAND_IN, WAYS
+from holdfast.harness.bench.drivers.observed import VARIANTS
 from holdfast.harness.bench.output import page, show
-from holdfast.harness.bench.output.results import Bench, BenchRow, ratios
-from holdfast.harness.bench.overhead import hosts
+from holdfast.harness.bench.output.results import Bench, BenchRow
+from holdfast.harness.bench.overhead import hosts, layer, overhead
 from holdfast.harness.bench.overhead.imports import measure
 from holdfast.harness.bench.recovery import peer as recovery_peer
 from holdfast.harness.bench.recovery import recovery
@@ -188,11 +192,6 @@ def test_timing_is_microseconds_an_op() -> None:
     assert timing.p50 == pytest.approx(200.0)
     assert timing.min == pytest.approx(100.0)
     assert (timing.samples, timing.block) == (3, 10)
-
-
-def test_ratios_are_taken_round_by_round() -> None:
-    (ratio,) = ratios([_row("holdfast:shm", (1, 10, 2)), _row("openmpi", (2, 30, 8))], ["holdfast:shm"])
-    assert (ratio.peer, ratio.median, ratio.least, ratio.most) == ("openmpi", 3.0, 2.0, 4.0)
 
 
 def test_a_timing_is_that_of_the_slowest_rank() -> None:
@@ -524,3 +523,46 @@ def test_recovery_of_ulfm_is_measured_on_real_kills_and_nothing_is_left(
     assert "ULFM" in peer.library
     assert peer.total.median == peer.kills[0] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+# -- overhead and layers
+
+
+@pytest.mark.thorough
+def test_overhead_measures_every_variant_and_steps_with_and_without_a_session(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cost = overhead.run(rounds=8, work_ms=1.0)
+    assert [op.variant for op in cost.ops] == list(VARIANTS)
+    assert cost.ops[0].ratio == 1
+    assert all(op.us > 0 and op.alone_us > 0 for op in cost.ops)
+    assert 0 < cost.ops[1].alone_extra_us < 100
+    assert cost.step.bare_ms >= 0.1
+    assert 0 < cost.step.background < 1
+    overhead.show(cost, console())
+    assert "under ft.Session" in capsys.readouterr().out
+
+
+def _backend(name: str) -> object:
+    if name == STAND_IN:
+        return name  # one rank
+    gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    return pytest.param(name, marks=[pytest.mark.thorough, *([gpu] if name == "nccl" else [])])
+
+
+@pytest.mark.parametrize("backend", map(_backend, sorted(WAYS)))
+def test_layer_measures_each_way_at_each_size(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ways = WAYS[backend]
+    cost = layer.run(backend, [8, 65_536], rounds=6)
+    assert [(call.nbytes, call.way) for call in cost.calls] == [(n, way) for n in (8, 65_536) for way in ways]
+    for call in cost.calls:
+        assert 0 < call.least_us <= call.us
+        if call.way == ways[0]:
+            assert (call.extra_us, call.speed) == (0, 1)
+    layer.show(cost, console())
+    assert HOLDFAST in capsys.readouterr().out
+
+
+def test_layer_refuses_a_transport_that_wraps_no_library() -> None:
+    with pytest.raises(Unsupported, match="shm"):
+        layer.run("shm", [8])
