@@ -17,6 +17,16 @@ from holdfast.comms.plugins.spec import Capabilities
 from holdfast.harness import LocalCluster, RankDied
 
 
+def on_each_rank(body: Callable[[Communicator], None]) -> Callable[[LocalCluster], None]:
+    """The check that runs `body` on each of the `ranks`."""
+
+    def check(ranks: LocalCluster) -> None:
+        ranks.run(body)
+
+    check.__name__, check.__doc__, check.__module__ = body.__name__, body.__doc__, body.__module__
+    return check
+
+
 def outlived(backend: str, body: Callable[[Communicator], None], done: Path, timeout: float = 60.0) -> None:
     """Run `body` on two ranks, of which one is killed; the survivor creates the file `done` last."""
     with LocalCluster(2, backend, timeout=timeout) as cluster:

@@ -15,7 +15,7 @@ from holdfast.comms import Communicator, ReduceOp, Unsupported
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.quantised import reduce_scatter_quantised
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.helpers import moves, reduces
+from holdfast.harness.conformance.helpers import moves, on_each_rank, reduces
 
 COUNTS = (0, 1, 5, 1000, 40_000)
 """Elements: none, one, a few, a slot, and more than a slot."""
@@ -48,104 +48,92 @@ EXPECTED: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def test_all_reduce_of_every_dtype_and_op(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        for dtype in filter(lambda dtype: can_reduce(comm, dtype), (*INTEGERS, *FLOATS, *COMPLEX)):
-            for op, expect in EXPECTED.items():
-                if dtype.is_complex and op.name in ("min", "max"):
-                    continue
-                for count in COUNTS:
-                    tensor = values(comm.rank, count, dtype)
-                    rows = torch.stack([values(r, count, torch.int64) for r in range(comm.size)])
-                    comm.all_reduce(tensor, op)
-                    torch.testing.assert_close(tensor, expect(rows).to(dtype))
-
-    ranks.run(body)
+@on_each_rank
+def test_all_reduce_of_every_dtype_and_op(comm: Communicator) -> None:
+    for dtype in filter(lambda dtype: can_reduce(comm, dtype), (*INTEGERS, *FLOATS, *COMPLEX)):
+        for op, expect in EXPECTED.items():
+            if dtype.is_complex and op.name in ("min", "max"):
+                continue
+            for count in COUNTS:
+                tensor = values(comm.rank, count, dtype)
+                rows = torch.stack([values(r, count, torch.int64) for r in range(comm.size)])
+                comm.all_reduce(tensor, op)
+                torch.testing.assert_close(tensor, expect(rows).to(dtype))
 
 
-def test_all_reduce_of_bools_and_bits(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        rows = [(torch.arange(8) >> r & 1).bool() for r in range(comm.size)]
-        either, both = rows[comm.rank].clone(), rows[comm.rank].clone()
-        comm.all_reduce(either, ReduceOp.BOR)
-        comm.all_reduce(both, ReduceOp.BAND)
-        assert torch.equal(either, torch.stack(rows).any(0))
-        assert torch.equal(both, torch.stack(rows).all(0))
-        bits = torch.arange(1000) * (comm.rank + 1)
-        comm.all_reduce(bits, ReduceOp.BXOR)
-        expected = torch.arange(1000)
-        for r in range(1, comm.size):
-            expected = expected ^ (torch.arange(1000) * (r + 1))
-        assert torch.equal(bits, expected)
-
-    ranks.run(body)
+@on_each_rank
+def test_all_reduce_of_bools_and_bits(comm: Communicator) -> None:
+    rows = [(torch.arange(8) >> r & 1).bool() for r in range(comm.size)]
+    either, both = rows[comm.rank].clone(), rows[comm.rank].clone()
+    comm.all_reduce(either, ReduceOp.BOR)
+    comm.all_reduce(both, ReduceOp.BAND)
+    assert torch.equal(either, torch.stack(rows).any(0))
+    assert torch.equal(both, torch.stack(rows).all(0))
+    bits = torch.arange(1000) * (comm.rank + 1)
+    comm.all_reduce(bits, ReduceOp.BXOR)
+    expected = torch.arange(1000)
+    for r in range(1, comm.size):
+        expected = expected ^ (torch.arange(1000) * (r + 1))
+    assert torch.equal(bits, expected)
 
 
-def test_reductions_of_eight_bit_floats(ranks: LocalCluster) -> None:
+@on_each_rank
+def test_reductions_of_eight_bit_floats(comm: Communicator) -> None:
     """Sums by the backend and as float32 are equal for small whole numbers."""
-
-    def body(comm: Communicator) -> None:
-        for dtype in EIGHT_BIT_FLOATS:
-            rows = [values(r, 1000, torch.float32) for r in range(comm.size)]
-            total, largest = rows[comm.rank].to(dtype), rows[comm.rank].to(dtype)
-            comm.all_reduce(total)
-            comm.all_reduce(largest, ReduceOp.MAX)
-            assert torch.equal(total.float(), torch.stack(rows).sum(0))
-            assert torch.equal(largest.float(), torch.stack(rows).amax(0))
-            part = torch.empty(10).to(dtype)
-            comm.reduce_scatter_single(part, torch.ones(10 * comm.size).to(dtype))
-            assert torch.equal(part.float(), torch.full((10,), float(comm.size)))
-            with pytest.raises(Unsupported):
-                comm.all_reduce(total, ReduceOp.BAND)
-
-    ranks.run(body)
+    for dtype in EIGHT_BIT_FLOATS:
+        rows = [values(r, 1000, torch.float32) for r in range(comm.size)]
+        total, largest = rows[comm.rank].to(dtype), rows[comm.rank].to(dtype)
+        comm.all_reduce(total)
+        comm.all_reduce(largest, ReduceOp.MAX)
+        assert torch.equal(total.float(), torch.stack(rows).sum(0))
+        assert torch.equal(largest.float(), torch.stack(rows).amax(0))
+        part = torch.empty(10).to(dtype)
+        comm.reduce_scatter_single(part, torch.ones(10 * comm.size).to(dtype))
+        assert torch.equal(part.float(), torch.full((10,), float(comm.size)))
+        with pytest.raises(Unsupported):
+            comm.all_reduce(total, ReduceOp.BAND)
 
 
-def test_average_and_scaled_sum(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        for count in (3, 40_000):
-            mean = torch.full((count,), float(comm.rank))
-            comm.all_reduce(mean, ReduceOp.AVG)
-            assert torch.equal(mean, torch.full((count,), (comm.size - 1) / 2))
-            scaled = torch.full((count,), float(comm.rank + 1))
-            comm.all_reduce(scaled, ReduceOp.premul_sum(0.5))
-            assert torch.equal(scaled, torch.full((count,), comm.size * (comm.size + 1) / 4))
-            whole = torch.full((count,), -3 - comm.rank)
-            comm.all_reduce(whole, ReduceOp.AVG)
-            total = sum(-3 - r for r in range(comm.size))
-            assert torch.equal(whole, torch.full((count,), int(total / comm.size)))
-            for dtype in filter(lambda dtype: can_reduce(comm, dtype), (torch.uint8, torch.uint16, torch.uint32)):
-                positive = torch.full((count,), comm.rank + 40, dtype=dtype)
-                comm.all_reduce(positive, ReduceOp.AVG)
-                assert torch.equal(positive, torch.full((count,), 40 + (comm.size - 1) // 2, dtype=dtype))
-
-    ranks.run(body)
+@on_each_rank
+def test_average_and_scaled_sum(comm: Communicator) -> None:
+    for count in (3, 40_000):
+        mean = torch.full((count,), float(comm.rank))
+        comm.all_reduce(mean, ReduceOp.AVG)
+        assert torch.equal(mean, torch.full((count,), (comm.size - 1) / 2))
+        scaled = torch.full((count,), float(comm.rank + 1))
+        comm.all_reduce(scaled, ReduceOp.premul_sum(0.5))
+        assert torch.equal(scaled, torch.full((count,), comm.size * (comm.size + 1) / 4))
+        whole = torch.full((count,), -3 - comm.rank)
+        comm.all_reduce(whole, ReduceOp.AVG)
+        total = sum(-3 - r for r in range(comm.size))
+        assert torch.equal(whole, torch.full((count,), int(total / comm.size)))
+        for dtype in filter(lambda dtype: can_reduce(comm, dtype), (torch.uint8, torch.uint16, torch.uint32)):
+            positive = torch.full((count,), comm.rank + 40, dtype=dtype)
+            comm.all_reduce(positive, ReduceOp.AVG)
+            assert torch.equal(positive, torch.full((count,), 40 + (comm.size - 1) // 2, dtype=dtype))
 
 
-def test_averages_and_scaled_sums_do_not_overflow_on_their_way(ranks: LocalCluster) -> None:
+@on_each_rank
+def test_averages_and_scaled_sums_do_not_overflow_on_their_way(comm: Communicator) -> None:
     """Every reduction adds narrow numbers in a wider dtype and rounds once."""
-
-    def body(comm: Communicator) -> None:
-        largest: list[tuple[torch.dtype, float]] = [(torch.float16, 60000.0), (torch.bfloat16, 3e38)]
-        largest += [(dtype, float(torch.iinfo(dtype).max)) for dtype in INTEGERS if dtype.itemsize < 4]
-        for dtype, number in filter(lambda each: can_reduce(comm, each[0]), largest):
-            for count in (3, 40_000):
-                full = torch.full((count,), number).to(dtype)
-                mean, part, own = full.clone(), torch.empty_like(full), torch.empty_like(full)
-                comm.all_reduce(mean, ReduceOp.AVG)
-                comm.reduce_scatter_single(part, full.repeat(comm.size), ReduceOp.AVG)
-                comm.reduce_scatter(own, [full] * comm.size, ReduceOp.AVG)
-                assert torch.equal(mean, full) and torch.equal(part, full) and torch.equal(own, full), dtype
-                comm.reduce(mean, 0, ReduceOp.AVG)
-                assert torch.equal(mean, full), dtype
-        half = torch.full((3,), 60000.0 if comm.rank % 2 == 0 else -60000.0).half()
-        comm.all_reduce(half, ReduceOp.premul_sum(2.0))
-        assert torch.equal(half, torch.full((3,), 120000.0 * (comm.size % 2)).half())
-        third = torch.full((3,), 1.0).half()
-        comm.all_reduce(third, ReduceOp.premul_sum(1 / 3))
-        assert torch.equal(third, torch.full((3,), comm.size / 3).half()), "rounded once"
-
-    ranks.run(body)
+    largest: list[tuple[torch.dtype, float]] = [(torch.float16, 60000.0), (torch.bfloat16, 3e38)]
+    largest += [(dtype, float(torch.iinfo(dtype).max)) for dtype in INTEGERS if dtype.itemsize < 4]
+    for dtype, number in filter(lambda each: can_reduce(comm, each[0]), largest):
+        for count in (3, 40_000):
+            full = torch.full((count,), number).to(dtype)
+            mean, part, own = full.clone(), torch.empty_like(full), torch.empty_like(full)
+            comm.all_reduce(mean, ReduceOp.AVG)
+            comm.reduce_scatter_single(part, full.repeat(comm.size), ReduceOp.AVG)
+            comm.reduce_scatter(own, [full] * comm.size, ReduceOp.AVG)
+            assert torch.equal(mean, full) and torch.equal(part, full) and torch.equal(own, full), dtype
+            comm.reduce(mean, 0, ReduceOp.AVG)
+            assert torch.equal(mean, full), dtype
+    half = torch.full((3,), 60000.0 if comm.rank % 2 == 0 else -60000.0).half()
+    comm.all_reduce(half, ReduceOp.premul_sum(2.0))
+    assert torch.equal(half, torch.full((3,), 120000.0 * (comm.size % 2)).half())
+    third = torch.full((3,), 1.0).half()
+    comm.all_reduce(third, ReduceOp.premul_sum(1 / 3))
+    assert torch.equal(third, torch.full((3,), comm.size / 3).half()), "rounded once"
 
 
 def test_every_rank_keeps_the_same_zero_and_every_nan(ranks: LocalCluster) -> None:
@@ -169,119 +157,107 @@ def test_every_rank_keeps_the_same_zero_and_every_nan(ranks: LocalCluster) -> No
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
-def test_payloads_of_many_segments(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        count = 3_000_001
-        steps = torch.arange(count) % 1000
-        tensor = (steps * (comm.rank + 1)).float()
-        comm.all_reduce(tensor)
-        total = comm.size * (comm.size + 1) // 2
-        assert torch.equal(tensor, (steps * total).float())
-        comm.all_reduce(tensor, ReduceOp.premul_sum(0.5))
-        assert torch.equal(tensor, (steps * total).float() * 0.5 * comm.size)
-        if can_reduce(comm, torch.bfloat16):
-            halves = (steps % 7).bfloat16()
-            comm.all_reduce(halves)
-            assert torch.equal(halves, (steps % 7 * comm.size).bfloat16())
-
-    ranks.run(body)
+@on_each_rank
+def test_payloads_of_many_segments(comm: Communicator) -> None:
+    count = 3_000_001
+    steps = torch.arange(count) % 1000
+    tensor = (steps * (comm.rank + 1)).float()
+    comm.all_reduce(tensor)
+    total = comm.size * (comm.size + 1) // 2
+    assert torch.equal(tensor, (steps * total).float())
+    comm.all_reduce(tensor, ReduceOp.premul_sum(0.5))
+    assert torch.equal(tensor, (steps * total).float() * 0.5 * comm.size)
+    if can_reduce(comm, torch.bfloat16):
+        halves = (steps % 7).bfloat16()
+        comm.all_reduce(halves)
+        assert torch.equal(halves, (steps % 7 * comm.size).bfloat16())
 
 
-def test_overflow_is_infinity_without_a_warning(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        import warnings
+@on_each_rank
+def test_overflow_is_infinity_without_a_warning(comm: Communicator) -> None:
+    import warnings
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for count in (2, 40_000):
-                tensor = torch.full((count,), 3e38)
-                comm.all_reduce(tensor)
-                assert bool(torch.isinf(tensor).all()) == (comm.size > 1)
-
-    ranks.run(body)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for count in (2, 40_000):
+            tensor = torch.full((count,), 3e38)
+            comm.all_reduce(tensor)
+            assert bool(torch.isinf(tensor).all()) == (comm.size > 1)
 
 
-def test_reduce_leaves_other_ranks_as_they_were(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        for count in COUNTS:
-            for dst in range(comm.size):
-                tensor = values(comm.rank, count, torch.float32)
-                comm.reduce(tensor, dst)
-                rows = torch.stack([values(r, count, torch.float32) for r in range(comm.size)])
-                assert torch.equal(tensor, rows.sum(0) if comm.rank == dst else rows[comm.rank])
-
-    ranks.run(body)
+@on_each_rank
+def test_reduce_leaves_other_ranks_as_they_were(comm: Communicator) -> None:
+    for count in COUNTS:
+        for dst in range(comm.size):
+            tensor = values(comm.rank, count, torch.float32)
+            comm.reduce(tensor, dst)
+            rows = torch.stack([values(r, count, torch.float32) for r in range(comm.size)])
+            assert torch.equal(tensor, rows.sum(0) if comm.rank == dst else rows[comm.rank])
 
 
-def test_reduce_scatter_single_and_in_uneven_lists(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        total = comm.size * (comm.size + 1) // 2
-        for count in COUNTS:
-            output = torch.empty(count)
-            tensor = torch.arange(float(comm.size)).repeat_interleave(count) * (comm.rank + 1)
-            comm.reduce_scatter_single(output, tensor)
-            assert torch.equal(output, torch.full((count,), float(comm.rank * total)))
-            rows = torch.empty(count, 2)
-            comm.reduce_scatter_single(rows, tensor[:, None].expand(-1, 2))
-            assert torch.equal(rows, output[:, None].expand(-1, 2))
-            inputs = [torch.full((r * count,), float(comm.rank)) for r in range(comm.size)]
-            uneven = torch.empty(comm.rank * count)
-            comm.reduce_scatter(uneven, inputs, ReduceOp.MAX)
-            assert torch.equal(uneven, torch.full_like(uneven, comm.size - 1.0))
-
-    ranks.run(body)
+@on_each_rank
+def test_reduce_scatter_single_and_in_uneven_lists(comm: Communicator) -> None:
+    total = comm.size * (comm.size + 1) // 2
+    for count in COUNTS:
+        output = torch.empty(count)
+        tensor = torch.arange(float(comm.size)).repeat_interleave(count) * (comm.rank + 1)
+        comm.reduce_scatter_single(output, tensor)
+        assert torch.equal(output, torch.full((count,), float(comm.rank * total)))
+        rows = torch.empty(count, 2)
+        comm.reduce_scatter_single(rows, tensor[:, None].expand(-1, 2))
+        assert torch.equal(rows, output[:, None].expand(-1, 2))
+        inputs = [torch.full((r * count,), float(comm.rank)) for r in range(comm.size)]
+        uneven = torch.empty(comm.rank * count)
+        comm.reduce_scatter(uneven, inputs, ReduceOp.MAX)
+        assert torch.equal(uneven, torch.full_like(uneven, comm.size - 1.0))
 
 
-def test_a_scaled_sum_takes_each_ranks_factor_from_a_tensor(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        factor = torch.tensor([float(comm.rank + 1)], dtype=torch.float64)
-        op = ReduceOp.premul_sum(factor)
-        total = float(sum(range(1, comm.size + 1)))
-        for dtype in filter(lambda dtype: can_reduce(comm, dtype), (*FLOATS, torch.complex64)):
-            for count in (0, 3, 40_000):
-                tensor = torch.ones(count, dtype=dtype)
-                for _ in range(2):  # the second time a plan is known
-                    comm.all_reduce(tensor.fill_(1), op)
-                    assert torch.equal(tensor, torch.full_like(tensor, total))
-        parts = torch.ones(4 * comm.size).view(comm.size, 4) * torch.arange(1.0, comm.size + 1)[:, None]
-        part = torch.empty(4)
-        comm.reduce_scatter_single(part, parts.view(-1), op)
-        assert torch.equal(part, torch.full((4,), total * (comm.rank + 1)))
-        comm.reduce_scatter(part, list(parts), op)
-        assert torch.equal(part, torch.full((4,), total * (comm.rank + 1)))
-        factor.fill_(2.0)
-        at_root = torch.ones(4)
-        comm.reduce(at_root, 0, op)
-        assert torch.equal(at_root, torch.full((4,), 2.0 * comm.size if comm.rank == 0 else 1.0))
-        with pytest.raises(ValueError, match="one real element"):
-            ReduceOp.premul_sum(torch.ones(2))
-        with pytest.raises(Unsupported, match="premul_sum of int64"):
-            comm.all_reduce(torch.ones(2, dtype=torch.int64), op)
-
-    ranks.run(body)
+@on_each_rank
+def test_a_scaled_sum_takes_each_ranks_factor_from_a_tensor(comm: Communicator) -> None:
+    factor = torch.tensor([float(comm.rank + 1)], dtype=torch.float64)
+    op = ReduceOp.premul_sum(factor)
+    total = float(sum(range(1, comm.size + 1)))
+    for dtype in filter(lambda dtype: can_reduce(comm, dtype), (*FLOATS, torch.complex64)):
+        for count in (0, 3, 40_000):
+            tensor = torch.ones(count, dtype=dtype)
+            for _ in range(2):  # the second time a plan is known
+                comm.all_reduce(tensor.fill_(1), op)
+                assert torch.equal(tensor, torch.full_like(tensor, total))
+    parts = torch.ones(4 * comm.size).view(comm.size, 4) * torch.arange(1.0, comm.size + 1)[:, None]
+    part = torch.empty(4)
+    comm.reduce_scatter_single(part, parts.view(-1), op)
+    assert torch.equal(part, torch.full((4,), total * (comm.rank + 1)))
+    comm.reduce_scatter(part, list(parts), op)
+    assert torch.equal(part, torch.full((4,), total * (comm.rank + 1)))
+    factor.fill_(2.0)
+    at_root = torch.ones(4)
+    comm.reduce(at_root, 0, op)
+    assert torch.equal(at_root, torch.full((4,), 2.0 * comm.size if comm.rank == 0 else 1.0))
+    with pytest.raises(ValueError, match="one real element"):
+        ReduceOp.premul_sum(torch.ones(2))
+    with pytest.raises(Unsupported, match="premul_sum of int64"):
+        comm.all_reduce(torch.ones(2, dtype=torch.int64), op)
 
 
-def test_sparse_tensors_are_summed_by_their_entries(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        for dtype in filter(lambda dtype: can_reduce(comm, dtype), (torch.float32, torch.bfloat16, torch.int64)):
-            for count in (0, 1, 500):  # entries of rank 1; the others have other numbers of them
-                rows = [_entries(r, count * r, dtype) for r in range(comm.size)]
-                dense = torch.stack([row.to_dense().double() for row in rows])
-                expected = {ReduceOp.SUM: dense.sum(0), ReduceOp.AVG: dense.sum(0) / comm.size}
-                for op, result in expected.items():
-                    tensor = rows[comm.rank].clone()
-                    work = comm.all_reduce(tensor, op, async_op=op is ReduceOp.AVG)
-                    work.wait()
-                    exact = result if dtype.is_floating_point else result.trunc()
-                    assert tensor.is_sparse and tensor.dtype == dtype
-                    torch.testing.assert_close(tensor.to_dense(), exact.to(dtype))
-        with pytest.raises(Unsupported, match="max"):
-            comm.all_reduce(torch.ones(2).to_sparse(), ReduceOp.MAX)
-        with pytest.raises(Unsupported, match="reproducible"):
-            comm.all_reduce(torch.ones(2).to_sparse(), reproducible=True)
-        comm.barrier()
-
-    ranks.run(body)
+@on_each_rank
+def test_sparse_tensors_are_summed_by_their_entries(comm: Communicator) -> None:
+    for dtype in filter(lambda dtype: can_reduce(comm, dtype), (torch.float32, torch.bfloat16, torch.int64)):
+        for count in (0, 1, 500):  # entries of rank 1; the others have other numbers of them
+            rows = [_entries(r, count * r, dtype) for r in range(comm.size)]
+            dense = torch.stack([row.to_dense().double() for row in rows])
+            expected = {ReduceOp.SUM: dense.sum(0), ReduceOp.AVG: dense.sum(0) / comm.size}
+            for op, result in expected.items():
+                tensor = rows[comm.rank].clone()
+                work = comm.all_reduce(tensor, op, async_op=op is ReduceOp.AVG)
+                work.wait()
+                exact = result if dtype.is_floating_point else result.trunc()
+                assert tensor.is_sparse and tensor.dtype == dtype
+                torch.testing.assert_close(tensor.to_dense(), exact.to(dtype))
+    with pytest.raises(Unsupported, match="max"):
+        comm.all_reduce(torch.ones(2).to_sparse(), ReduceOp.MAX)
+    with pytest.raises(Unsupported, match="reproducible"):
+        comm.all_reduce(torch.ones(2).to_sparse(), reproducible=True)
+    comm.barrier()
 
 
 def _entries(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -292,23 +268,19 @@ def _entries(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def test_a_quantised_reduce_scatter_keeps_its_bound(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        if not moves(comm.backend, torch.uint8):
-            return
-        for count in (0, 1, 130, 40_000):
-            rows = [_numbers(r, count * comm.size) for r in range(comm.size)]
-            others = (
-                sum((row.abs().max() for r, row in enumerate(rows) if r != comm.rank), torch.tensor(0.0))
-                if count
-                else 0
-            )
-            output = torch.empty(count)
-            reduce_scatter_quantised(comm, output, rows[comm.rank], op=ReduceOp.AVG)
-            exact = torch.stack(rows).mean(0)[comm.rank * count : (comm.rank + 1) * count]
-            assert ((output - exact).abs() <= 0.065 * others / comm.size + 1e-6).all()
-
-    ranks.run(body)
+@on_each_rank
+def test_a_quantised_reduce_scatter_keeps_its_bound(comm: Communicator) -> None:
+    if not moves(comm.backend, torch.uint8):
+        return
+    for count in (0, 1, 130, 40_000):
+        rows = [_numbers(r, count * comm.size) for r in range(comm.size)]
+        others = (
+            sum((row.abs().max() for r, row in enumerate(rows) if r != comm.rank), torch.tensor(0.0)) if count else 0
+        )
+        output = torch.empty(count)
+        reduce_scatter_quantised(comm, output, rows[comm.rank], op=ReduceOp.AVG)
+        exact = torch.stack(rows).mean(0)[comm.rank * count : (comm.rank + 1) * count]
+        assert ((output - exact).abs() <= 0.065 * others / comm.size + 1e-6).all()
 
 
 def _numbers(rank: int, count: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported, Window
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.helpers import capabilities, outlived
+from holdfast.harness.conformance.helpers import capabilities, on_each_rank, outlived
 from holdfast.harness.conformance.windows import INTS, LARGE
 
 ENDED = (RegionGone, PeerFailed, Revoked)
@@ -26,39 +26,35 @@ ENDED = (RegionGone, PeerFailed, Revoked)
 # -- asynchronous calls
 
 
-def test_asynchronous_calls_to_one_rank_run_in_the_order_issued(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        mine, got = torch.zeros(1000), torch.empty(2, 1000)
-        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        with comm.window(mine) as window:
-            arrived = window.wait_signal(left, async_op=True)  # first: it must not keep the puts back
-            works = [window.put(torch.full((1000,), float(turn)), right, async_op=True) for turn in range(5)]
-            works.append(window.get(got[0], right, async_op=True))
-            window.put(torch.full((1000,), 7.0), right)
-            assert all(work.done() for work in works), "a synchronous call comes after those issued before it"
-            works += [window.get(got[1], right, async_op=True), window.signal(right, async_op=True)]
-            works += [window.flush(right, async_op=True), window.flush(async_op=True), arrived]
-            for work in works:
-                work.wait(timeout=30.0)
-                assert work.done() and work.exception() is None
-            assert torch.equal(got, torch.tensor([[4.0], [7.0]]).expand(2, 1000))
-            assert torch.equal(mine, torch.full((1000,), 7.0))
-            comm.barrier()
-
-    ranks.run(body)
+@on_each_rank
+def test_asynchronous_calls_to_one_rank_run_in_the_order_issued(comm: Communicator) -> None:
+    mine, got = torch.zeros(1000), torch.empty(2, 1000)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with comm.window(mine) as window:
+        arrived = window.wait_signal(left, async_op=True)  # first: it must not keep the puts back
+        works = [window.put(torch.full((1000,), float(turn)), right, async_op=True) for turn in range(5)]
+        works.append(window.get(got[0], right, async_op=True))
+        window.put(torch.full((1000,), 7.0), right)
+        assert all(work.done() for work in works), "a synchronous call comes after those issued before it"
+        works += [window.get(got[1], right, async_op=True), window.signal(right, async_op=True)]
+        works += [window.flush(right, async_op=True), window.flush(async_op=True), arrived]
+        for work in works:
+            work.wait(timeout=30.0)
+            assert work.done() and work.exception() is None
+        assert torch.equal(got, torch.tensor([[4.0], [7.0]]).expand(2, 1000))
+        assert torch.equal(mine, torch.full((1000,), 7.0))
+        comm.barrier()
 
 
-def test_asynchronous_gets_fill_tensors_of_any_strides(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        peer, into = (comm.rank + 1) % comm.size, torch.zeros(6, 2)
-        with comm.window(torch.full((6,), float(comm.rank))) as window, torch.inference_mode():
-            columns = torch.zeros(6, 2)
-            for each in (into, columns):
-                window.get(each[:, 1], peer, async_op=True).wait(30.0)
-                assert torch.equal(each, torch.tensor([0.0, float(peer)]).expand(6, 2))
-            comm.barrier()
-
-    ranks.run(body)
+@on_each_rank
+def test_asynchronous_gets_fill_tensors_of_any_strides(comm: Communicator) -> None:
+    peer, into = (comm.rank + 1) % comm.size, torch.zeros(6, 2)
+    with comm.window(torch.full((6,), float(comm.rank))) as window, torch.inference_mode():
+        columns = torch.zeros(6, 2)
+        for each in (into, columns):
+            window.get(each[:, 1], peer, async_op=True).wait(30.0)
+            assert torch.equal(each, torch.tensor([0.0, float(peer)]).expand(6, 2))
+        comm.barrier()
 
 
 def test_asynchronous_atomics_have_results(ranks: LocalCluster) -> None:
@@ -78,21 +74,19 @@ def test_asynchronous_atomics_have_results(ranks: LocalCluster) -> None:
     assert sorted(tickets) == list(range(50 * ranks.size))
 
 
-def test_bad_arguments_of_asynchronous_calls_are_refused_at_once(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        with comm.window(torch.zeros(8)) as window:
-            for rank, offset in ((comm.size, 0), (0, 8), (0, -1)):
-                with pytest.raises(ValueError, match=r"out of range|outside"):
-                    window.put(torch.ones(1), rank, offset, async_op=True)
-            with pytest.raises(Unsupported, match="atomics"):
-                window.fetch_add(0, 0, 1, async_op=True)
-            late = window.wait_signal(comm.rank, timeout=0.05, async_op=True)
-            with pytest.raises(OpTimeout, match="wait_signal"):
-                late.wait(30.0)
-            assert isinstance(late.exception(), OpTimeout)
-            comm.barrier()
-
-    ranks.run(body)
+@on_each_rank
+def test_bad_arguments_of_asynchronous_calls_are_refused_at_once(comm: Communicator) -> None:
+    with comm.window(torch.zeros(8)) as window:
+        for rank, offset in ((comm.size, 0), (0, 8), (0, -1)):
+            with pytest.raises(ValueError, match=r"out of range|outside"):
+                window.put(torch.ones(1), rank, offset, async_op=True)
+        with pytest.raises(Unsupported, match="atomics"):
+            window.fetch_add(0, 0, 1, async_op=True)
+        late = window.wait_signal(comm.rank, timeout=0.05, async_op=True)
+        with pytest.raises(OpTimeout, match="wait_signal"):
+            late.wait(30.0)
+        assert isinstance(late.exception(), OpTimeout)
+        comm.barrier()
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
@@ -150,20 +144,18 @@ def test_a_killed_target_ends_asynchronous_calls(windowed_processes: str, tmp_pa
 # -- info and map
 
 
-def test_a_window_says_what_it_exposes(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        with comm.window(torch.zeros(comm.rank + 1, 3, dtype=torch.int32)) as window:
-            info = window.info
-            assert info.shapes == tuple((rank + 1, 3) for rank in range(comm.size))
-            assert info.sizes == tuple(3 * rank + 3 for rank in range(comm.size))
-            assert (info.dtype, info.device) == (torch.int32, comm.device)
-            assert info.atomics == capabilities(comm.backend).atomics
-            assert info.access in ("mapped", "messages")
-            with pytest.raises(AttributeError):
-                info.dtype = torch.int64  # type: ignore[misc]
-            comm.barrier()
-
-    ranks.run(body)
+@on_each_rank
+def test_a_window_says_what_it_exposes(comm: Communicator) -> None:
+    with comm.window(torch.zeros(comm.rank + 1, 3, dtype=torch.int32)) as window:
+        info = window.info
+        assert info.shapes == tuple((rank + 1, 3) for rank in range(comm.size))
+        assert info.sizes == tuple(3 * rank + 3 for rank in range(comm.size))
+        assert (info.dtype, info.device) == (torch.int32, comm.device)
+        assert info.atomics == capabilities(comm.backend).atomics
+        assert info.access in ("mapped", "messages")
+        with pytest.raises(AttributeError):
+            info.dtype = torch.int64  # type: ignore[misc]
+        comm.barrier()
 
 
 def _mapped(window: Window, rank: int) -> torch.Tensor | None:
@@ -175,31 +167,29 @@ def _mapped(window: Window, rank: int) -> torch.Tensor | None:
     return None
 
 
-def test_loads_and_stores_reach_a_mapped_tensor(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        mine = torch.full((2, comm.size), -1, dtype=torch.int16)
-        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        with comm.window(mine) as window:
-            theirs = _mapped(window, right)
-            if theirs is not None:
-                assert theirs.shape == mine.shape and theirs.dtype == mine.dtype
-                theirs[1, comm.rank] = comm.rank
-                window.signal(right)
-                window.wait_signal(left)
-                assert mine[1, left].item() == left and mine[0].eq(-1).all()
-                mine[0, 0] = 50 + comm.rank
-                comm.barrier()
-                assert theirs[0, 0].item() == 50 + right
-                with pytest.raises(ValueError, match="out of range"):
-                    window.map(comm.size)
-            comm.barrier()
-        comm.barrier()
+@on_each_rank
+def test_loads_and_stores_reach_a_mapped_tensor(comm: Communicator) -> None:
+    mine = torch.full((2, comm.size), -1, dtype=torch.int16)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with comm.window(mine) as window:
+        theirs = _mapped(window, right)
         if theirs is not None:
-            theirs.fill_(99)  # after the owner's close, stores reach nobody
+            assert theirs.shape == mine.shape and theirs.dtype == mine.dtype
+            theirs[1, comm.rank] = comm.rank
+            window.signal(right)
+            window.wait_signal(left)
+            assert mine[1, left].item() == left and mine[0].eq(-1).all()
+            mine[0, 0] = 50 + comm.rank
+            comm.barrier()
+            assert theirs[0, 0].item() == 50 + right
+            with pytest.raises(ValueError, match="out of range"):
+                window.map(comm.size)
         comm.barrier()
-        assert not mine.eq(99).any()
-
-    ranks.run(body)
+    comm.barrier()
+    if theirs is not None:
+        theirs.fill_(99)  # after the owner's close, stores reach nobody
+    comm.barrier()
+    assert not mine.eq(99).any()
 
 
 def test_a_mapped_tensor_outlives_its_rank_and_calls_say_that_it_is_gone(
@@ -225,32 +215,30 @@ def test_a_mapped_tensor_outlives_its_rank_and_calls_say_that_it_is_gone(
 # -- registration
 
 
-def test_a_window_gets_its_tensor_later_and_another_one_after_it(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        window = comm.window(None)
-        peer = (comm.rank + 1) % comm.size
-        for _ in range(2):
-            with pytest.raises(RegionGone, match="no tensor is registered"):
-                window.signal(peer)
-            with pytest.raises(RegionGone, match="no tensor is registered"):
-                window.info  # noqa: B018
-            window.register(torch.full((3,), float(comm.rank)))
-            with pytest.raises(ValueError, match="deregister"):
-                window.register(torch.ones(3))
-            got = torch.empty(3)
-            window.get(got, peer, async_op=True)
-            window.deregister()
-            assert got.tolist() == [float(peer)] * 3, "issued calls end before the tensor is withdrawn"
-            numbers = torch.full((comm.size,), comm.rank)
-            window.register(numbers)
-            window.put(torch.tensor([-1]), peer, comm.rank)
-            window.deregister()
-            assert numbers[(comm.rank - 1) % comm.size].item() == -1
-            window.deregister()
-        assert not window.closed
-        window.close()
-        assert window.closed
-        with pytest.raises(RegionGone, match="this rank has closed"):
+@on_each_rank
+def test_a_window_gets_its_tensor_later_and_another_one_after_it(comm: Communicator) -> None:
+    window = comm.window(None)
+    peer = (comm.rank + 1) % comm.size
+    for _ in range(2):
+        with pytest.raises(RegionGone, match="no tensor is registered"):
+            window.signal(peer)
+        with pytest.raises(RegionGone, match="no tensor is registered"):
+            window.info  # noqa: B018
+        window.register(torch.full((3,), float(comm.rank)))
+        with pytest.raises(ValueError, match="deregister"):
             window.register(torch.ones(3))
-
-    ranks.run(body)
+        got = torch.empty(3)
+        window.get(got, peer, async_op=True)
+        window.deregister()
+        assert got.tolist() == [float(peer)] * 3, "issued calls end before the tensor is withdrawn"
+        numbers = torch.full((comm.size,), comm.rank)
+        window.register(numbers)
+        window.put(torch.tensor([-1]), peer, comm.rank)
+        window.deregister()
+        assert numbers[(comm.rank - 1) % comm.size].item() == -1
+        window.deregister()
+    assert not window.closed
+    window.close()
+    assert window.closed
+    with pytest.raises(RegionGone, match="this rank has closed"):
+        window.register(torch.ones(3))

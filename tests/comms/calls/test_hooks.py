@@ -13,6 +13,7 @@ from holdfast.comms import Communicator, CorruptData, NonFinite, Recv, ReduceOp,
 from holdfast.comms.hooks import OpLog, check_finite, compare_checksums
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
 from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.helpers import on_each_rank
 
 
 @pytest.fixture(scope="module", params=["inproc", "shm"])
@@ -23,43 +24,39 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
             yield cluster
 
 
-def test_hooks_see_the_tensors_root_and_reduction_of_each_op(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        seen: list[OpEvent] = []
-        mine, both = torch.full((4,), comm.rank + 1.0), torch.zeros(8)
-        comm.all_reduce(torch.ones(4))
-        with comm.hooks.before_op(seen.append):
-            comm.all_reduce(mine, ReduceOp.MAX)
-            comm.all_gather_single(both, mine)
-            comm.broadcast(mine, 1)
-            comm.batch_send_recv([Send(mine, 1 - comm.rank), Recv(both[:4], 1 - comm.rank)])
-            comm.barrier(async_op=True).wait()
-        comm.barrier()
-        reduce, gather, broadcast, batch, barrier = seen
-        assert (reduce.op, reduce.reduction, reduce.nbytes, reduce.root) == ("all_reduce", ReduceOp.MAX, 16, -1)
-        assert reduce.inputs[0].data_ptr() == reduce.outputs[0].data_ptr() == mine.data_ptr()
-        assert gather.inputs[0].data_ptr() == mine.data_ptr() and gather.outputs[0].data_ptr() == both.data_ptr()
-        assert broadcast.root == 1 and len(broadcast.inputs) == comm.rank and len(broadcast.outputs) == 1
-        assert len(batch.inputs) == len(batch.outputs) == 1
-        assert barrier.async_op and [event.seq - reduce.seq for event in seen] == [0, 1, 2, 3, 4]
-
-    ranks.run(body)
+@on_each_rank
+def test_hooks_see_the_tensors_root_and_reduction_of_each_op(comm: Communicator) -> None:
+    seen: list[OpEvent] = []
+    mine, both = torch.full((4,), comm.rank + 1.0), torch.zeros(8)
+    comm.all_reduce(torch.ones(4))
+    with comm.hooks.before_op(seen.append):
+        comm.all_reduce(mine, ReduceOp.MAX)
+        comm.all_gather_single(both, mine)
+        comm.broadcast(mine, 1)
+        comm.batch_send_recv([Send(mine, 1 - comm.rank), Recv(both[:4], 1 - comm.rank)])
+        comm.barrier(async_op=True).wait()
+    comm.barrier()
+    reduce, gather, broadcast, batch, barrier = seen
+    assert (reduce.op, reduce.reduction, reduce.nbytes, reduce.root) == ("all_reduce", ReduceOp.MAX, 16, -1)
+    assert reduce.inputs[0].data_ptr() == reduce.outputs[0].data_ptr() == mine.data_ptr()
+    assert gather.inputs[0].data_ptr() == mine.data_ptr() and gather.outputs[0].data_ptr() == both.data_ptr()
+    assert broadcast.root == 1 and len(broadcast.inputs) == comm.rank and len(broadcast.outputs) == 1
+    assert len(batch.inputs) == len(batch.outputs) == 1
+    assert barrier.async_op and [event.seq - reduce.seq for event in seen] == [0, 1, 2, 3, 4]
 
 
-def test_every_begun_op_ends_once_with_its_time_and_its_error(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        begun: list[int] = []
-        ended: list[OpEvent] = []
-        comm.hooks.before_op(lambda event: begun.append(event.seq))
-        comm.hooks.after_op(ended.append)
-        comm.all_reduce(torch.ones(4))
-        with pytest.raises(comms.HoldfastError) as caught:  # the other rank's abort may come first
-            comm.recv(torch.ones(1), 1 - comm.rank, timeout=0.05)
-        assert begun == [event.seq for event in ended]
-        assert ended[0].error is None and ended[0].seconds > 0
-        assert type(ended[1].error) in (type(caught.value), comms.OpTimeout)
-
-    ranks.run(body)
+@on_each_rank
+def test_every_begun_op_ends_once_with_its_time_and_its_error(comm: Communicator) -> None:
+    begun: list[int] = []
+    ended: list[OpEvent] = []
+    comm.hooks.before_op(lambda event: begun.append(event.seq))
+    comm.hooks.after_op(ended.append)
+    comm.all_reduce(torch.ones(4))
+    with pytest.raises(comms.HoldfastError) as caught:  # the other rank's abort may come first
+        comm.recv(torch.ones(1), 1 - comm.rank, timeout=0.05)
+    assert begun == [event.seq for event in ended]
+    assert ended[0].error is None and ended[0].seconds > 0
+    assert type(ended[1].error) in (type(caught.value), comms.OpTimeout)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -104,36 +101,32 @@ def test_an_op_whose_later_hook_raises_fails_with_it_and_is_complete(ranks: Loca
     ranks.run(body)
 
 
-def test_a_failed_op_keeps_its_error_when_a_hook_raises_too(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        def complain(event: OpEvent) -> None:
-            raise ArithmeticError("a hook's")
+@on_each_rank
+def test_a_failed_op_keeps_its_error_when_a_hook_raises_too(comm: Communicator) -> None:
+    def complain(event: OpEvent) -> None:
+        raise ArithmeticError("a hook's")
 
-        comm.hooks.after_op(complain)
-        with pytest.raises(comms.HoldfastError):
-            comm.recv(torch.ones(1), 1 - comm.rank, timeout=0.05)
-
-    ranks.run(body)
+    comm.hooks.after_op(complain)
+    with pytest.raises(comms.HoldfastError):
+        comm.recv(torch.ones(1), 1 - comm.rank, timeout=0.05)
 
 
-def test_abort_hooks_run_once_with_the_reason(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        aborts: list[AbortEvent] = []
+@on_each_rank
+def test_abort_hooks_run_once_with_the_reason(comm: Communicator) -> None:
+    aborts: list[AbortEvent] = []
 
-        def fail(event: AbortEvent) -> None:
-            raise ArithmeticError("a hook of the abort")
+    def fail(event: AbortEvent) -> None:
+        raise ArithmeticError("a hook of the abort")
 
-        comm.hooks.on_abort(fail)
-        comm.hooks.on_abort(aborts.append)
+    comm.hooks.on_abort(fail)
+    comm.hooks.on_abort(aborts.append)
+    comm.barrier()
+    comm.abort("enough")
+    comm.abort("again")
+    with pytest.raises(Revoked):
         comm.barrier()
-        comm.abort("enough")
-        comm.abort("again")
-        with pytest.raises(Revoked):
-            comm.barrier()
-        comm.close()
-        assert [event.rank for event in aborts] == [comm.rank] and isinstance(aborts[0].error, Revoked)
-
-    ranks.run(body)
+    comm.close()
+    assert [event.rank for event in aborts] == [comm.rank] and isinstance(aborts[0].error, Revoked)
 
 
 def test_a_clean_close_calls_no_abort_hook(ranks: LocalCluster) -> None:

@@ -15,6 +15,7 @@ from holdfast.comms import Communicator, PeerFailed, ReduceOp, Revoked, Unsuppor
 from holdfast.comms.codecs.float8_blocks import BLOCK
 from holdfast.comms.quantised import ErrorFeedback, all_reduce_quantised, reduce_scatter_quantised
 from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.helpers import on_each_rank
 
 BOUND, RESIDUAL_BOUND = 0.13, 0.15
 
@@ -183,16 +184,14 @@ def test_a_discarded_result_is_undone_and_tried_again(ranks: LocalCluster) -> No
     assert all(ranks.run(body))
 
 
-def test_what_cannot_be_quantised_is_refused_before_a_byte_moves(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(Unsupported, match="float64"):
-            all_reduce_quantised(comm, torch.zeros(3, dtype=torch.float64))
-        with pytest.raises(Unsupported, match="only sums and averages"):
-            all_reduce_quantised(comm, torch.zeros(3), op=ReduceOp.MAX)
-        feedback = ErrorFeedback()
-        all_reduce_quantised(comm, torch.ones(3), feedback)
-        with pytest.raises(ValueError, match="keep one for each tensor"):
-            all_reduce_quantised(comm, torch.ones(4), feedback)
-        comm.barrier()
-
-    ranks.run(body)
+@on_each_rank
+def test_what_cannot_be_quantised_is_refused_before_a_byte_moves(comm: Communicator) -> None:
+    with pytest.raises(Unsupported, match="float64"):
+        all_reduce_quantised(comm, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(Unsupported, match="only sums and averages"):
+        all_reduce_quantised(comm, torch.zeros(3), op=ReduceOp.MAX)
+    feedback = ErrorFeedback()
+    all_reduce_quantised(comm, torch.ones(3), feedback)
+    with pytest.raises(ValueError, match="keep one for each tensor"):
+        all_reduce_quantised(comm, torch.ones(4), feedback)
+    comm.barrier()

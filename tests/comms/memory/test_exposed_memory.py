@@ -11,6 +11,7 @@ import torch
 from holdfast.comms import Communicator, RegionGone, memory
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.helpers import on_each_rank
 
 COUNT = 1 << 16
 PLANES = ["inproc", "shm", "ucx", "nixl"]
@@ -93,19 +94,17 @@ def test_a_window_is_closed_when_its_tensor_gets_other_memory(
     ranks.run(body)
 
 
-def test_the_tensor_of_a_closed_window_can_be_used_as_before(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        tensor = torch.full((COUNT,), 2.0)
-        with comm.window(tensor):
-            comm.barrier()
-            if comm.rank == 1:
-                tensor.data = torch.full((5,), 9.0)
-            comm.barrier()
-        assert bool((tensor == (9.0 if comm.rank == 1 else 2.0)).all())
-        tensor.resize_(2 * COUNT) if comm.rank == 1 else tensor.add_(1)
+@on_each_rank
+def test_the_tensor_of_a_closed_window_can_be_used_as_before(comm: Communicator) -> None:
+    tensor = torch.full((COUNT,), 2.0)
+    with comm.window(tensor):
         comm.barrier()
-
-    ranks.run(body)
+        if comm.rank == 1:
+            tensor.data = torch.full((5,), 9.0)
+        comm.barrier()
+    assert bool((tensor == (9.0 if comm.rank == 1 else 2.0)).all())
+    tensor.resize_(2 * COUNT) if comm.rank == 1 else tensor.add_(1)
+    comm.barrier()
 
 
 @pytest.mark.parametrize("change", CHANGES)
