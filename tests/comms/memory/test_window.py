@@ -26,10 +26,11 @@ from holdfast.harness.conformance.window_ends import *  # noqa: F403
 from holdfast.harness.conformance.windows import *  # noqa: F403
 from support.waiting import eventually
 
-SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-1", "ucx-3", "mpi-1", "mpi-3", "gloo-1", "gloo-3"]
+SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-3", "mpi-3", "gloo-3"]
+ALONE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx-1", "mpi-1", "gloo-1")]
 
 
-@pytest.fixture(scope="module", params=SIZED)
+@pytest.fixture(scope="module", params=[*SIZED, *ALONE])
 def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     backend, size = request.param.split("-")
     with LocalCluster(int(size), backend, timeout=30.0) as cluster:

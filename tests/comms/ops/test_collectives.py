@@ -12,11 +12,12 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.collectives import *  # noqa: F403
 from holdfast.harness.conformance.reductions import *  # noqa: F403
 
+SIZES = ["inproc-1", "inproc-3", "shm-1", "shm-2", "shm-3", "gloo-3", "ucx-3", "mpi-3"]
+ALONE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("gloo-1", "ucx-1", "mpi-1")]
+"""A rank alone runs the same code over all transports that send messages."""
 
-@pytest.fixture(
-    scope="module",
-    params=["inproc-1", "inproc-3", "shm-1", "shm-2", "shm-3", "gloo-1", "gloo-3", "ucx-1", "ucx-3", "mpi-1", "mpi-3"],
-)
+
+@pytest.fixture(scope="module", params=[*SIZES, *ALONE])
 def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     backend, size = request.param.split("-")
     with LocalCluster(int(size), backend, timeout=60.0) as cluster:

@@ -41,7 +41,7 @@ def several(size: int) -> st.SearchStrategy[list[list[programs.Step]]]:
     return st.lists(programs.programs(size), min_size=1, max_size=PROGRAMS)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @settings(quick, max_examples=8)
 @given(data=st.data())
 def test_any_program_gives_the_same_on_every_backend(

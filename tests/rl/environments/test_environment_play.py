@@ -137,15 +137,6 @@ def test_a_fault_is_a_failed_episode(how: str, kind: FailureKind) -> None:
     assert result.why.startswith("step of environment test: ")
 
 
-def test_an_environment_that_cannot_be_made_is_a_failed_episode() -> None:
-    def factory() -> Environment:
-        raise OSError("no such game")
-
-    result = played(factory, saying())
-    assert isinstance(result, FailedEpisode)
-    assert "no such game" in result.why
-
-
 async def test_a_first_observation_that_is_not_the_groups_prompt_is_a_lie() -> None:
     async with LocalPool(Misbehaving, "test") as pool, pool.session() as session:
         result = await play(session, saying(), Characters(), seed=0, max_turns=1, prompt=b"other\n")

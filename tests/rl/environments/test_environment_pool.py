@@ -55,21 +55,6 @@ async def test_a_server_killed_in_an_episode_costs_that_episode() -> None:
             assert await episode(client, 0) == 4
 
 
-async def test_an_environment_that_ends_its_process_costs_one_episode() -> None:
-    with server_process("misbehaving") as dying, server_process("misbehaving") as other:
-        async with EnvironmentPool([dying.url, other.url]) as pool:
-            sessions = [pool.session() for _ in range(2)]
-            for session in sessions:
-                await session.reset(0)
-            with pytest.raises(EnvironmentDied):
-                await sessions[0].step("die")
-            assert [each.up for each in pool.status()].count(False) == 1
-            assert (await sessions[1].step("go")).text == "1"
-            for session in sessions:
-                assert await episode(session, 0) == 4
-                await session.close()
-
-
 async def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goes_on() -> None:
     with server_process("misbehaving") as stopped, server_process("misbehaving") as other:
         async with EnvironmentPool([stopped.url, other.url], timeout=1.0, connect_timeout=1.0) as pool:

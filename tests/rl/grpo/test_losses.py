@@ -264,12 +264,3 @@ def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_compari
     assert made.inputs.mask.sum(1).tolist() == [2, 0]
     assert made.inputs.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-3)
     assert step_totals(made).tokens == 2
-
-
-def test_the_cap_bounds_the_weight_of_tokens_that_the_trainer_finds_likelier() -> None:
-    capped = objective("grpo", truncation=2.0)
-    mask, signal = torch.ones(1, 1, dtype=torch.bool), torch.ones(1)
-    for drift, weight in ((5.0, 2.0), (0.0, 1.0), (-1.0, math.exp(-1.0))):
-        inputs = Rows(mask, signal, torch.zeros(1, 1), torch.full((1, 1), drift))
-        value = loss(torch.full((1, 1), drift), inputs, StepTotals(1, 1), capped)
-        assert float(value) == pytest.approx(-weight)

@@ -154,6 +154,10 @@ def run(
     return results[0][0], reports
 
 
+with_shards = pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.thorough)])
+"""For bodies in which whole weights are the simpler case of shards."""
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """The results of one trainer, which any number of them must reach in spite of faults."""
@@ -189,7 +193,7 @@ def test_faults_inside_the_reduction_do_not_change_a_bit(strategy: str, fault: s
     assert run(strategy, **FAULTS[fault])[0] == alone[strategy][0]
 
 
-@pytest.mark.parametrize("strategy", REDUCTIONS)
+@with_shards
 def test_a_trainer_that_joins_later_does_not_change_a_bit(strategy: str, alone: Any) -> None:
     """One of two is killed in step 1; the other goes on, and is joined before step 2."""
     assert run(strategy, 2, faults={1: (1,)}, grow=True)[0] == alone[strategy][0]
@@ -233,7 +237,7 @@ def test_both_strategies_learn_alike(alone: Any) -> None:
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", REDUCTIONS)
+@with_shards
 def test_every_committed_version_is_published_whole(strategy: str, tmp_path: Path, alone: Any) -> None:
     """A trainer dies in step 2, beside its publication of version 2; each version is that of an undisturbed run."""
     versions = {}
@@ -264,7 +268,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_trainers(
     assert [each[0] for each in reports] == [2, 3], "batches 0 and 1 are not trained on again"
 
 
-@pytest.mark.parametrize("strategy", REDUCTIONS)
+@with_shards
 def test_a_loss_that_is_not_finite_ends_the_run_and_commits_nothing(strategy: str) -> None:
     def broken(session: Session, config: RunConfig) -> None:
         def take(step: int, over: Any) -> EncodedBatch:

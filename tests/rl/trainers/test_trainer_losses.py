@@ -150,8 +150,13 @@ def run(config: RunConfig) -> Reports:
     return reports
 
 
-@pytest.mark.parametrize(("updates", "truncation"), [(1, 0.0), (3, 1.2)], ids=["one-update", "three-updates-truncated"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "updates", "truncation"),
+    [
+        *((each, 3, 1.2) for each in ALGORITHMS),
+        *(pytest.param(each, 1, 0.0, marks=pytest.mark.thorough if each != "grpo" else ()) for each in ALGORITHMS),
+    ],
+)
 def test_a_trainer_computes_the_papers_losses(algorithm: Algorithm, updates: int, truncation: float) -> None:
     """Clip, truncation, KL and masks. The old policy is that before the batch's first update."""
     chosen = objective(algorithm, truncation=truncation, kl=0.05, clip_low=0.01, clip_high=0.02)

@@ -400,15 +400,6 @@ def test_a_reader_that_cannot_take_a_version_aborts_the_switch(store: WeightStor
             two.catch_up()
 
 
-def test_a_switch_that_is_not_ready_in_time_is_aborted(store: WeightStore) -> None:
-    store.publish(1, weights(1))
-    with store.follow(weights(-1), reader="g0") as one:
-        result = store.switch(1, ["g0", "absent"], timeout=0.5)
-        assert not result.committed and result.missing[0] == "absent" and "0.5 s" in result.reason
-        with pytest.raises(NotCaughtUp):
-            one.swap()
-
-
 def test_two_switches_take_turns(store: WeightStore) -> None:
     for number in (1, 2):
         store.publish(number, weights(number))
@@ -425,6 +416,7 @@ def test_two_switches_take_turns(store: WeightStore) -> None:
         second.start()
         first.join(), second.join()
         assert not results[1].committed and results[2].committed
+        assert results[1].missing[0] == "absent" and "0.5 s" in results[1].reason
         assert one.swap() == 2
 
 
