@@ -1,4 +1,4 @@
-"""What the hierarchical backends announce: what both of their transports can do, on CPU tensors."""
+"""What the hierarchical backends announce: what both of their transports can do, on the device of these."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Cap
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context, Transport
 
-INNER = "shm"
-OUTERS = ("ucx", "gloo")
+LAYERS = {"ucx": ("shm", "cpu"), "gloo": ("shm", "cpu"), "nccl": ("nccl", "cuda")}
+"""By the transport between hosts: that within a host (NCCL takes NVLink or shared memory there), and their device."""
 
 
-def connect(outer: str, context: Context) -> Transport:
+def connect(inner: str, outer: str, context: Context) -> Transport:
     """See `holdfast.backends.hier.transport.connect`."""
     from holdfast.backends.hier.transport import connect
 
-    return connect(INNER, outer, context)
+    return connect(inner, outer, context)
 
 
-def probe(outer: str) -> Available | Unavailable:
+def probe(inner: str, outer: str) -> Available | Unavailable:
     """Whether both transports can run here."""
     details = []
-    for name in (INNER, outer):
+    for name in (inner, outer):
         status = registry().backend(name).status
         if isinstance(status, Unavailable):
             return Unavailable(f"{name}: {status.reason}", status.install_hint)
@@ -38,17 +38,19 @@ def prepare(outer: str) -> None:
         prepare_outer()
 
 
+def layered(inner: str, outer: str, device: str) -> BackendInfo:
+    """The backend `hier-OUTER`: `inner` within a host, `outer` between hosts, for tensors of a device."""
+    return BackendInfo(
+        name=f"hier-{outer}",
+        api=API_VERSION,
+        description=f"{inner} within a host, {outer} between hosts: hierarchical collectives",
+        capabilities=Capabilities(reduces={device: names(REDUCIBLE)}, moves={device: names(DTYPES)}),
+        probe=partial(probe, inner, outer),
+        connect=partial(connect, inner, outer),
+        prepare=partial(prepare, outer),
+    )
+
+
 @hookimpl
 def holdfast_backends() -> list[BackendInfo]:
-    return [
-        BackendInfo(
-            name=f"hier-{outer}",
-            api=API_VERSION,
-            description=f"{INNER} within a host, {outer} between hosts: hierarchical collectives",
-            capabilities=Capabilities(reduces={"cpu": names(REDUCIBLE)}, moves={"cpu": names(DTYPES)}),
-            probe=partial(probe, outer),
-            connect=partial(connect, outer),
-            prepare=partial(prepare, outer),
-        )
-        for outer in OUTERS
-    ]
+    return [layered(inner, outer, device) for outer, (inner, device) in LAYERS.items()]

@@ -1,4 +1,4 @@
-"""Hierarchical collectives: over shared memory within a host, over another transport between hosts.
+"""Hierarchical collectives: over one transport within a host (shared memory, NCCL), over one between hosts.
 
 Three transports are connected: `flat` over all ranks, `inner` over those of this host, and a `rail`: rank i of each
 host, for every i below the size of the smallest host. An all_reduce is a reduce-scatter within each host, an all_reduce
@@ -27,12 +27,16 @@ from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpTensors
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Context, Peer, Transport
+from holdfast.comms.transport.liveness import is_gone
+from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
 
 
 _WITHIN, _BETWEEN = cost.Link(50e-6, 8e9), cost.Link(25e-6, 1.5e9)
 """The costs of a message within a host, with the wake-up of its receiver, and over TCP, on an unmeasured machine."""
+_WITHIN_DEVICES, _BETWEEN_DEVICES = cost.Link(8e-6, 100e9), cost.Link(15e-6, 20e9)
+"""The same between the GPUs of a host over NVLink, and between hosts over RDMA: from data sheets, not measured."""
 
 _COSTS: dict[str, Callable[[cost.Link, int, int], dict[str, float]]] = {
     "all_reduce": cost.all_reduce,
@@ -83,15 +87,18 @@ class HostLayout:
 class _Part:
     """A transport over some of the ranks, whose errors name ranks of the whole."""
 
-    def __init__(self, transport: Transport, members: tuple[int, ...], epoch: int) -> None:
-        self.transport, self.members, self._epoch = transport, members, epoch
+    def __init__(self, transport: Transport, members: tuple[int, ...], context: Context) -> None:
+        self.transport, self.members, self._epoch, self._peers = transport, members, context.epoch, context.peers
 
     def run(self, op: str, *arguments: Any) -> None:
         """Call an op of the transport."""
         try:
             getattr(self.transport, op)(*arguments)
         except PeerFailed as error:
-            raise PeerFailed([self.members[rank] for rank in error.ranks], error.evidence) from error
+            ranks = [self.members[rank] for rank in error.ranks]
+            # A library that lost a connection may not know whose; the kernel may know of a rank in another part.
+            ranks = ranks or [rank for rank, peer in enumerate(self._peers) if is_gone(peer)]
+            raise PeerFailed(ranks, error.evidence) from error
         except OpTimeout as error:
             missing = [self.members[rank] for rank in error.missing_ranks]
             raise OpTimeout(error.op, error.seq, error.waited, missing) from error
@@ -131,12 +138,13 @@ class HierarchicalTransport(Transport):
     ) -> None:
         self.rank, self.size = context.rank, context.size
         self._layout, self._link = layout, link
+        self._within, self.device = _WITHIN_DEVICES if flat.streams else _WITHIN, flat.device
         self._host, self._local = layout.place(context.rank)
         here = layout.hosts[self._host]
         self._flat = flat
-        self._inner = None if inner is None else _Part(inner, here, context.epoch)
+        self._inner = None if inner is None else _Part(inner, here, context)
         on_rail = tuple(host[self._local] for host in layout.hosts) if rail is not None else ()
-        self._rail = None if rail is None else _Part(rail, on_rail, context.epoch)
+        self._rail = None if rail is None else _Part(rail, on_rail, context)
         self._parts = [part for part in (flat, inner, rail) if part is not None]
         self._cheaper: dict[tuple[str, int], bool] = {}
 
@@ -153,7 +161,7 @@ class HierarchicalTransport(Transport):
         costs = _COSTS[op]
         hosts, most = len(self._layout.hosts), max(map(len, self._layout.hosts))
         shares = op in ("all_gather", "reduce_scatter")  # of which `nbytes` is one rank's
-        within = _WITHIN.seconds(2 * most, nbytes * self.size if shares else 2 * nbytes)
+        within = self._within.seconds(2 * most, nbytes * self.size if shares else 2 * nbytes)
         between = nbytes * most if shares else nbytes  # the rails of a host share its link
         # Flat algorithms send along rings: the link of a host is shared by its ranks that have a neighbour elsewhere.
         shared = replace(self._link, bandwidth=self._link.bandwidth / self._layout.leaving)
@@ -280,13 +288,22 @@ class HierarchicalTransport(Transport):
                 closing.callback(part.close)
 
 
+class StreamedHierarchy(HierarchicalTransport):
+    """The layers over transports of a device: all parts queue their share of an op on one stream, in this order."""
+
+    streams = True
+
+    def launch(self, name: str, op: Callable[[], None]) -> Work:
+        return self._flat.launch(name, op)
+
+
 def connect(inner: str, outer: str, context: Context) -> Transport:
     """Connect the flat transport, this host's and this rank's rail, in this order on every rank.
 
     On one host that is the inner transport alone; on hosts with one rank each, the outer one.
     """
-    if context.device.type != "cpu":
-        raise Unsupported(f"hier-{outer} on {context.device}", "use nccl, which knows the hosts by itself")
+    if context.device.type not in registry().backend(outer).info.capabilities.moves:
+        raise Unsupported(f"hier-{outer} on {context.device}", "hier-nccl is for GPUs, hier-ucx and hier-gloo for CPUs")
     layout = HostLayout.of(context.peers)
     if not layout.layered:
         only = registry().backend(inner if len(layout.hosts) == 1 else outer).info
@@ -305,15 +322,17 @@ def connect(inner: str, outer: str, context: Context) -> Transport:
         flat = part(outer, range(context.size), "flat")
         within = part(inner, here, f"host{host}") if len(here) > 1 else None
         rail = part(outer, [ranks[local] for ranks in layout.hosts], f"rail{local}") if local < rails else None
-        transport = HierarchicalTransport(context, layout, flat, within, rail, link)
+        kind = StreamedHierarchy if flat.streams else HierarchicalTransport
+        transport = kind(context, layout, flat, within, rail, link)
         undo.pop_all()
         return transport
 
 
 def _link(outer: str) -> cost.Link:
     """The cost of a message between hosts: what the outer transport announces of TCP, measured or not."""
-    links = registry().backend(outer).info.links
-    return next((link for link in links if link.name.endswith("/tcp")), _BETWEEN)
+    info = registry().backend(outer).info
+    usual = _BETWEEN if "cpu" in info.capabilities.moves else _BETWEEN_DEVICES
+    return next((link for link in info.links if link.name.endswith("/tcp")), usual)
 
 
 def _connect_part(backend: str, members: Sequence[int], name: str, context: Context) -> Transport:

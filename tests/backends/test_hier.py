@@ -1,7 +1,7 @@
-"""Hierarchical collectives: shared memory within a host, another transport between hosts.
+"""Hierarchical collectives: shared memory or NCCL within a host, another transport between hosts.
 
-Hosts are simulated: each rank says on which it is before it connects. The conformance kit checks the backends on one
-host, where they are shared memory alone.
+Hosts are simulated: each rank says on which it is before it connects. NCCL is its stand-in, with host memory. The
+conformance kit checks the backends on one host, where they are shared memory alone.
 """
 
 from __future__ import annotations
@@ -11,25 +11,43 @@ import signal
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from holdfast import comms
-from holdfast.backends.hier.transport import HierarchicalTransport, HostLayout
-from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Revoked
-from holdfast.comms.transport.base import Peer
+from holdfast.backends.hier.plugin import layered
+from holdfast.backends.hier.transport import HierarchicalTransport, HostLayout, StreamedHierarchy, connect
+from holdfast.backends.nccl import stand_in
+from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Revoked, Unsupported
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import BackendInfo, Unavailable, hookimpl
+from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import HOST, this_host
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.helpers import wait_for_files
+
+OVER_NCCL = f"hier-{stand_in.NAME}"
+
+
+class LayersOverStandIn:
+    """A plugin: `hier-nccl` with the stand-in in NCCL's place, on both layers."""
+
+    @hookimpl
+    def holdfast_backends(self) -> list[BackendInfo]:
+        return [layered(stand_in.NAME, stand_in.NAME, "cpu")]
 
 
 def on_hosts(comm: Communicator, hosts: Sequence[int], backend: str, meeting: str, **options: Any) -> Communicator:
     """Connect the ranks anew, each on its host."""
     os.environ[HOST] = f"host{hosts[comm.rank]}"
     this_host.cache_clear()
+    if backend == OVER_NCCL and backend not in registry().backends:
+        comms.register(stand_in)
+        comms.register(LayersOverStandIn())
     return comms.connect(
         backend, rank=comm.rank, size=comm.size, rendezvous=f"file://{meeting}", name="hosts", **options
     )
@@ -56,12 +74,10 @@ def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: 
         for count in (0, 1, 7, 30_000):
             rows = torch.stack([torch.arange(count) % 5 + float(r + 1) for r in range(whole.size)])
             mine = rows[whole.rank]
-            for op, expected in {
-                ReduceOp.SUM: rows.sum(0),
-                ReduceOp.AVG: rows.mean(0),
-                ReduceOp.MAX: rows.amax(0),
-                ReduceOp.premul_sum(0.5): rows.sum(0) / 2,
-            }.items():
+            sums = {ReduceOp.SUM: rows.sum(0), ReduceOp.AVG: rows.mean(0), ReduceOp.MAX: rows.amax(0)}
+            if backend != OVER_NCCL or isinstance(whole.transport, HierarchicalTransport):  # gloo has no such sum
+                sums[ReduceOp.premul_sum(0.5)] = rows.sum(0) / 2
+            for op, expected in sums.items():
                 tensor = mine.clone()
                 whole.all_reduce(tensor, op)
                 assert torch.equal(tensor, expected)
@@ -87,7 +103,10 @@ def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: 
     return bits
 
 
-@pytest.mark.parametrize("backend", ["hier-gloo", pytest.param("hier-ucx", marks=pytest.mark.thorough)])
+THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("hier-ucx", OVER_NCCL)]
+
+
+@pytest.mark.parametrize("backend", ["hier-gloo", *THOROUGH])
 def test_results_are_right_and_equal_on_all_ranks_whatever_the_hosts(backend: str, tmp_path: Path) -> None:
     with LocalCluster(4, "gloo") as cluster:
         for number, hosts in enumerate(LAYOUTS.values()):
@@ -123,10 +142,10 @@ def test_a_layout_follows_from_the_hosts_of_the_peers() -> None:
     assert not HostLayout.of([Peer(host, 1, 1) for host in "abc"]).layered
 
 
-def die_and_rebuild(comm: Communicator, hosts: list[int], meeting: str, folder: str) -> None:
+def die_and_rebuild(comm: Communicator, hosts: list[int], backend: str, meeting: str, folder: str) -> None:
     files = Path(folder)
     always_in_layers()
-    whole = on_hosts(comm, hosts, "hier-gloo", meeting, timeout=20.0)
+    whole = on_hosts(comm, hosts, backend, meeting, timeout=20.0)
     peers = whole.peers
     whole.barrier()
     (files / f"in {comm.rank}").touch()
@@ -142,7 +161,7 @@ def die_and_rebuild(comm: Communicator, hosts: list[int], meeting: str, folder: 
     store = dist.FileStore(str(files / "store"), -1)
     store.set_timeout(timedelta(seconds=20))
     again = comms.connect_members(
-        "hier-gloo",
+        backend,
         comms.KnownMembers(
             rank=survivors.index(comm.rank),
             peers=[peers[rank] for rank in survivors],
@@ -160,12 +179,36 @@ def die_and_rebuild(comm: Communicator, hosts: list[int], meeting: str, folder: 
     again.close()
 
 
-def test_a_killed_rank_ends_the_ops_of_all_hosts_and_the_others_rebuild(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["hier-gloo", pytest.param(OVER_NCCL, marks=pytest.mark.thorough)])
+def test_a_killed_rank_ends_the_ops_of_all_hosts_and_the_others_rebuild(backend: str, tmp_path: Path) -> None:
     """Gloo does not know which process of another host closed a connection; the same host has the kernel's word."""
     environ = {"HOLDFAST_CHECK": "0"}  # the comparison of ops would be another place to die in
     cluster = LocalCluster(4, "gloo", timeout=30.0, grace=20.0, environ=environ)
     with cluster, pytest.raises(HoldfastError):
-        cluster.run(die_and_rebuild, LAYOUTS["two hosts of two"], str(tmp_path / "meeting"), str(tmp_path))
+        cluster.run(die_and_rebuild, LAYOUTS["two hosts of two"], backend, str(tmp_path / "meeting"), str(tmp_path))
     assert "rank 1" in (tmp_path / "error 0").read_text()
     for rank in (0, 2, 3):
         assert (tmp_path / f"sum {rank}").read_text() == "[8.0]"
+
+
+def test_nccl_in_layers_is_for_gpus_and_says_which_layers_lack_one() -> None:
+    known = registry().backend("hier-nccl")
+    assert set(known.info.capabilities.moves) == {"cuda"} and not known.info.capabilities.windows
+    if not torch.cuda.is_available():
+        assert isinstance(known.status, Unavailable) and known.status.reason.startswith("nccl: ")
+    peer = [Peer("a", 1, 1)] * 2
+    context = Context(0, 2, "hosts", 0, torch.device("cpu"), dist.HashStore(), tuple(peer), 0.0)
+    with pytest.raises(Unsupported, match="hier-nccl on cpu; hier-nccl is for GPUs"):
+        connect("nccl", "nccl", context)
+
+
+def test_ops_of_a_device_are_launched_on_its_stream_with_all_their_layers() -> None:
+    launched: list[str] = []
+    flat = SimpleNamespace(device=torch.device("cuda", 0), streams=True)
+    flat.launch = lambda name, op: launched.append(name) or op()
+    layout = HostLayout(((0, 1), (2, 3)))
+    context = Context(0, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), (), 0.0)
+    transport = StreamedHierarchy(context, layout, cast(Any, flat), None, None, Link(15e-6, 20e9))
+    transport.launch("all_reduce", lambda: launched.append("inside"))
+    assert launched == ["all_reduce", "inside"]
+    assert (transport.streams, transport.device) == (True, flat.device)
