@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import secrets
 import threading
 import warnings
 import weakref
@@ -21,7 +22,7 @@ import torch
 
 from holdfast.comms import objects
 from holdfast.comms.collectives import CheckedOp, CheckedOps
-from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms.errors import HoldfastError, NotConnected, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.execution.executor import Body, Executor, OpSettings
 from holdfast.comms.execution.prepared import PreparedOp, prepare
@@ -90,6 +91,8 @@ class LastingIdentity:
         self.store: object = None
         """Where the members meet if this is the first of them. Held, since it ends with its last reference."""
         self.used: set[int | str] = set()
+        self.suspended: tuple[str, list[str]] | None = None
+        """While the communicator is suspended, the name of its resumption, and all members' handles."""
 
 
 class Communicator:
@@ -638,8 +641,32 @@ class Communicator:
             fresh._dropped.detach()
             self._dropped.detach()
             self.__dict__.update({**fresh.__dict__, "_membership": membership})
+            membership.suspended = None
             self._watch_drop()
         return DONE
+
+    def suspend(self, timeout: float | None = None) -> None:
+        """Release the transport, with its memory and connections, until `resume`; collective.
+
+        All ranks call it within `timeout` seconds, after their ops and works are complete. It closes windows and
+        registrations. Until `resume` (or `reconfigure`), ops raise `NotConnected`; hooks, hints and this object stay.
+        """
+        membership = self._membership
+        with membership.turn:
+            members = self.all_gather_object((secrets.token_hex(8), self.handle()), timeout)
+            self._close(NotConnected(self.name, suspended=True))
+            membership.suspended = f"resumed-{members[0][0]}", [handle for _, handle in members]
+
+    def resume(self, timeout: float | None = None) -> None:
+        """Connect the members of a suspended communicator again, in the same ranks; collective.
+
+        As after `reconfigure` to the same members, epoch and name are new, and so are the errors that it raises. Does
+        nothing if it is not suspended.
+        """
+        membership = self._membership
+        with membership.turn:
+            if membership.suspended is not None:
+                self.reconfigure(*membership.suspended, timeout=timeout)
 
     def check_members(self, uuid: int | str, handles: Sequence[str] | Set[str], hints: Hints | None = None) -> None:
         """Raise what `reconfigure` with these arguments raises before anything changes."""
@@ -751,13 +778,16 @@ class Communicator:
         A communicator that is garbage-collected without `close` is closed in a thread, with a ResourceWarning. A
         signal's handler may call this, like `abort`: what it interrupts ends first.
         """
+        self._close(None)
+
+    def _close(self, reason: HoldfastError | None) -> None:
         self._dropped.detach()
         for window in self._windows:
-            if window.close_when_left(self.close):
+            if window.close_when_left(partial(self._close, reason)):
                 return
         for memory in self._memories:
             memory.close()
-        self._executor.close()
+        self._executor.close(reason)
 
     def __enter__(self) -> Communicator:
         return self

@@ -175,13 +175,14 @@ class Revoked(HoldfastError):
 
 
 class NotConnected(HoldfastError):
-    """The communicator has no members yet: it was made by `unconnected`."""
+    """The communicator has no members yet, as `unconnected` makes it, or it is suspended."""
 
-    def __init__(self, communicator: str) -> None:
-        self.communicator = communicator
-        super().__init__(
-            f"communicator {communicator!r} is not connected yet; pass reconfigure() the handles of its members first"
-        )
+    def __init__(self, communicator: str, suspended: bool = False) -> None:
+        self.communicator, self.suspended = communicator, suspended
+        state = "is suspended; call resume() on all ranks first"
+        if not suspended:
+            state = "is not connected yet; pass reconfigure() the handles of its members first"
+        super().__init__(f"communicator {communicator!r} {state}")
 
 
 class RegionGone(HoldfastError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -39,13 +40,15 @@ class Work:
     A synchronous op returns a work that is done. Any thread may call `wait`, also repeatedly.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_name")
+    __slots__ = ("_callbacks", "_done", "_error", "_name", "seconds")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._callbacks: list[Callable[[Work], object]] = []
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self.seconds: float | None = None
+        """How long the op ran, without its time in the queue. None until it is complete, and for a synchronous op."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the op is complete; raise its error, or `StillRunning` after `timeout` seconds of waiting.
@@ -84,11 +87,13 @@ class Work:
 
     def run(self, body: Callable[[], None]) -> None:
         """Run `body` in the calling thread, and complete with its outcome."""
+        began = time.perf_counter()
         try:
             body()
         except BaseException as error:
             self._error = error
         finally:
+            self.seconds = time.perf_counter() - began
             self._done.set()
             self._call_back()
 

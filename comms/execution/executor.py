@@ -427,14 +427,16 @@ class Executor:
         if self._over is None:
             self._over, self._order.over = Revoked(self._epoch, "closed", own=True), True
 
-    def close(self) -> None:
-        """Abort pending ops and close the transport. Idempotent.
+    def close(self, reason: HoldfastError | None = None) -> None:
+        """Abort pending ops and close the transport. Idempotent. Later ops raise `reason`, else that it is closed.
 
         In a signal's handler that has interrupted an op of this communicator, the transport is closed once that has
         ended.
         """
         if self._released:
             return
+        if self._over is None and reason is not None:
+            self._over, self._order.over = reason, True
         self._ending.run(self._begin_close, self.close)
         if self._leaking:
             self._leaking = False

@@ -23,36 +23,6 @@ if TYPE_CHECKING:
 AVAILABLE = hasattr(c10d.Backend, "reconfigure")
 """Whether the installed torch calls methods of its backends that Python overrides."""
 
-_FORWARDED = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "broadcast",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "gather",
-    "gather_single",
-    "_add_ephemeral_timeout",
-    "scatter",
-    "alltoall",
-    "all_to_all_single",
-    "barrier",
-    "send",
-    "recv",
-    "recv_anysource",
-    "set_timeout",
-    "get_error",
-    "abort",
-    "shutdown",
-    "_set_sequence_number_for_group",
-    "_get_sequence_number_for_group",
-)
-
 
 def refused(name: str, instead: str) -> Callable[..., Any]:
     """A method of torch's that raises `Unsupported`: what is accepted and ignored would be found out too late."""
@@ -96,7 +66,6 @@ class HoldfastBackend(c10d.Backend):
     split = refused("split of one device's backend", "call new_group()")
     merge = refused("merge of one device's backend", "use a group that is holdfast's as a whole, and reconfigure()")
     shrink = refused("shrink of one device's backend", "use a group that is holdfast's as a whole, and reconfigure()")
-    suspend = resume = refused("suspend of one device's backend", "shut the group down, and make another")
 
     def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         return self.group.allreduce(tensors, opts)
@@ -111,13 +80,13 @@ class HoldfastBackend(c10d.Backend):
         self.group.monitored_barrier(getattr(opts, "timeout", opts), wait_all_ranks)
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    def forward(self: HoldfastBackend, *arguments: Any, **named: Any) -> Any:
-        return getattr(self.group, name)(*arguments, **named)
+def forward_shared_calls(group: type[HoldfastProcessGroup]) -> None:
+    """Let a backend forward to its group each call that torch has for both, and the backend does not define."""
 
-    forward.__name__ = name
-    return forward
+    def forwarded(name: str) -> Callable[..., Any]:
+        return lambda self, *arguments, **named: getattr(self.group, name)(*arguments, **named)
 
-
-for _name in _FORWARDED:
-    setattr(HoldfastBackend, _name, _forwarded(_name))
+    shared = (vars(group).keys() & set(dir(c10d.Backend))) - vars(HoldfastBackend).keys()
+    for name in shared:
+        if callable(getattr(group, name)) and not name.startswith("__"):
+            setattr(HoldfastBackend, name, forwarded(name))

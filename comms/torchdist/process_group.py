@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,36 +23,29 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect
-from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked
+from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.quantities import time_left
+from holdfast.comms.system.environment import flag
 from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
-from holdfast.comms.torchdist.calls.hooks import (
-    CompletedWork,
-    Hook,
-    IssuedOp,
-    TorchHooks,
-    check_available,
-    nan_check_is_on,
-)
+from holdfast.comms.torchdist.calls.hooks import CompletedWork, Hook, TorchHooks, check_available
 from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
-from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, refused
+from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, forward_shared_calls, refused
 from holdfast.comms.torchdist.group_members import group_store
 from holdfast.comms.torchdist.monitored_barrier import MonitoredBarrier
 from holdfast.comms.torchdist.options import Options, resolve_options
 from holdfast.comms.torchdist.p2p.channels import P2PChannels
-from holdfast.comms.torchdist.reconfigure import parse_request
 from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.torchdist.window import GroupWindow
-from holdfast.comms.torchdist.works import ReceivedFrom, TorchWork
+from holdfast.comms.torchdist.works import TorchWork
 from holdfast.comms.work import DONE, Work
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
-Issue = Callable[[bool, float], Work]
+Issue = Callable[..., Work]
 """Issues one op on the communicator, given async_op and the timeout in seconds."""
 
 
@@ -69,9 +64,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     supports_abort_hooks = supports_completion_hooks = True
     use_pg_for_symm_mem_rendezvous = False
 
-    _enable_collectives_timing = refused(
-        "_enable_collectives_timing", "measure between a pre hook and the wait of its work"
-    )
+    memory_stats = refused("memory_stats", "no transport here counts its memory; suspend() releases all of it")
     merge_remote_group = refused("merge_remote_group", "call reconfigure() with the handles of both groups")
 
     def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
@@ -86,10 +79,11 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._monitored = self._monitored_barrier("")
         self._name, self._description = "", "undefined"
         self._issued = self._shrunk = 0
-        self._hooks = TorchHooks(communicator.rank, nan_check_is_on())
+        self._hooks = TorchHooks(communicator.rank, flag("TORCH_DIST_NAN_CHECK"))
         communicator.hooks.on_abort(self._hooks.aborted)
         self._messages = itertools.count(1)
         self._extension, self._extended = 0.0, list[Work]()
+        self._timed = False
 
     # -- identity
 
@@ -153,6 +147,15 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self._timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    def _enable_collectives_timing(self) -> None:
+        """Let `Work._get_duration` tell how long each op ran that is issued from now on."""
+        if self.communicator.transport.streams:
+            raise Unsupported(
+                "_enable_collectives_timing of ops on a stream of a device",
+                "their calls end before they do: record torch.cuda.Event(enable_timing=True) around an op",
+            )
+        self._timed = True
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """Extend the timeouts of the ops issued from now on, until the first of these is complete."""
@@ -226,7 +229,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     def _run_hooked(self, method: str, call: Call, issue: Callable[[], TorchWork]) -> TorchWork:
         outputs = () if call.outputs is call.inputs else call.outputs
         root = getattr(call.opts, "rootRank", -1)
-        return self._hooks.run(IssuedOp(method, call.inputs, outputs, root, is_async(call.opts)), issue)
+        return self._hooks.run(method, issue, call.inputs, outputs, root, is_async(call.opts))
 
     # -- reductions
 
@@ -240,7 +243,10 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         tensors, op = call.outputs, call.opts.reduceOp
         lists.alike("allreduce", tensors)
         if tensors[0].layout != torch.strided:
-            return self._all_reduce_sparse(tensors, op, call.opts)
+            summed = several_tensors.total(tensors, reduction(op, tensors[0]))
+            work = self._all_reduce_at_once([summed], tensors, op, call.opts)
+            several_tensors.copy_to_all(summed, tensors)
+            return work
         if len(tensors) > 1:
             several_tensors.copy_to_all(several_tensors.total(tensors, reduction(op, tensors[0])), tensors)
         places = {tensor.data_ptr(): tensor for tensor in tensors}.values()
@@ -253,35 +259,30 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         if not lists.overlap(tensors):
             return self._run([self._all_reduce(tensor, op) for tensor in tensors], tensors, call.opts)
         copies = [tensor.detach().clone() for tensor in tensors]
-        work = self._complete(copies, self.communicator.all_reduce, op, call.opts)
+        work = self._all_reduce_at_once(copies, tensors, op, call.opts)
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.detach().copy_(copy)
-        return TorchWork(work.parts, tensors, work.timeout.total_seconds(), work._get_sequence_number())
-
-    def _all_reduce_sparse(self, tensors: Tensors, op: Any, opts: Any) -> TorchWork:
-        summed = several_tensors.total(tensors, reduction(op, tensors[0]))
-        work = self._complete([summed], self.communicator.all_reduce, op, opts)
-        several_tensors.copy_to_all(summed, tensors)
-        return TorchWork(work.parts, tensors, work.timeout.total_seconds(), work._get_sequence_number())
+        return work
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> Issue:
-        ours = reduction(op, tensor)
-        return lambda later, limit: self.communicator.all_reduce(tensor, ours, later, limit)
+        return partial(self.communicator.all_reduce, tensor, reduction(op, tensor))
 
-    def _complete(self, tensors: Tensors, reduce: Callable[..., object], op: Any, opts: Any) -> TorchWork:
-        """Reduce tensors that need several ops each, synchronously."""
+    def _all_reduce_at_once(self, tensors: Tensors, result: Tensors, op: Any, opts: Any) -> TorchWork:
+        """Reduce tensors synchronously, with one timeout for all. `result` is what the work fills."""
         with self._turn:
             limit = self._extend(seconds(opts.timeout) or self._timeout)
-            left = time_left(limit)
+            left, began = time_left(limit), time.perf_counter()
             for tensor in tensors:
-                reduce(tensor, reduction(op, tensor), timeout=left())
+                self.communicator.all_reduce(tensor, reduction(op, tensor), timeout=left())
             self._issued += len(tensors)
-            return self._issued_work([DONE], tensors, limit)
+            return self._issued_work([DONE], result, limit, began)
 
-    def _issued_work(self, works: Sequence[Work], tensors: Tensors | Sequence[Tensors], limit: float) -> TorchWork:
+    def _issued_work(self, works: Sequence[Work], tensors: Any, limit: float, began: float | None = None) -> TorchWork:
+        """The work of issued ops. `began`: when the first of synchronous ones began."""
         if self._extension:
             self._extended += works
-        return TorchWork(works, tensors, limit, self._issued)
+        ran = time.perf_counter() - began if self._timed and began is not None else 0.0
+        return TorchWork(works, tensors, limit, self._issued, ran if self._timed else None)
 
     @overloads(dist.ReduceOptions, form("opts", tensors=LIST), form("root", "op", "timeout", tensor=TENSOR))
     def reduce(self, call: Call) -> TorchWork:
@@ -289,9 +290,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         lists.root_tensor("reduce", call.outputs, call.opts.rootTensor)
         (tensor,), root = call.outputs, call.opts.rootRank
         ours = reduction(call.opts.reduceOp, tensor)
-        return self._run(
-            [lambda later, limit: self.communicator.reduce(tensor, root, ours, later, limit)], call.outputs, call.opts
-        )
+        return self._run([partial(self.communicator.reduce, tensor, root, ours)], call.outputs, call.opts)
 
     @overloads(
         dist.ReduceScatterOptions,
@@ -304,7 +303,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         (output,), (given,) = call.outputs, call.inputs
         ours = reduction(call.opts.reduceOp, output)
         return self._run(
-            [lambda later, limit: self.communicator.reduce_scatter(output, given, ours, later, limit)],
+            [partial(self.communicator.reduce_scatter, output, given, ours)],
             call.outputs,
             call.opts,
         )
@@ -319,11 +318,9 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter_singles(call.outputs, call.inputs, call.opts)
 
     def _reduce_scatter_singles(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
-        def issue(output: Tensor, tensor: Tensor) -> Issue:
-            ours = reduction(opts.reduceOp, tensor)
-            return lambda later, limit: self.communicator.reduce_scatter_single(output, tensor, ours, later, limit)
-
-        return self._run([issue(o, t) for o, t in zip(outputs, inputs, strict=True)], outputs, opts)
+        reduce = self.communicator.reduce_scatter_single
+        pairs = zip(outputs, inputs, strict=True)
+        return self._run([partial(reduce, o, t, reduction(opts.reduceOp, t)) for o, t in pairs], outputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -339,10 +336,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             if tensor is not tensors[source]:
                 tensor.detach().copy_(tensors[source])
 
-        def issue(tensor: Tensor) -> Issue:
-            return lambda later, limit: self.communicator.broadcast(tensor, root, later, limit)
-
-        return self._run([issue(tensor) for tensor in tensors], tensors, call.opts)
+        return self._run([partial(self.communicator.broadcast, tensor, root) for tensor in tensors], tensors, call.opts)
 
     @overloads(
         AllgatherOptions,
@@ -371,7 +365,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return self._run(issues, outputs if len(outputs) > 1 else outputs[0], call.opts)
 
     def _all_gather(self, outputs: Tensors, tensor: Tensor) -> Issue:
-        return lambda later, limit: self.communicator.all_gather(outputs, tensor, later, limit)
+        return partial(self.communicator.all_gather, outputs, tensor)
 
     @overloads(AllgatherOptions, form("opts", output=TENSOR, input=TENSOR))
     def all_gather_single(self, call: Call) -> TorchWork:
@@ -383,10 +377,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         return self._all_gather_singles(call.outputs, call.inputs, call.opts)
 
     def _all_gather_singles(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
-        def issue(output: Tensor, tensor: Tensor) -> Issue:
-            return lambda later, limit: self.communicator.all_gather_single(output, tensor, later, limit)
-
-        return self._run([issue(o, t) for o, t in zip(outputs, inputs, strict=True)], outputs, opts)
+        gather = self.communicator.all_gather_single
+        return self._run([partial(gather, o, t) for o, t in zip(outputs, inputs, strict=True)], outputs, opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -402,7 +394,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         outputs = self._of_root("gather", call.outputs, "output_tensors", root)
         tensor = call.inputs[0]
         return self._run(
-            [lambda later, limit: self.communicator.gather(tensor, outputs, root, later, limit)],
+            [partial(self.communicator.gather, tensor, outputs, root)],
             outputs or [],
             call.opts,
         )
@@ -418,7 +410,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         inputs = self._of_root("scatter", call.inputs, "input_tensors", root)
         tensor = call.outputs[0]
         return self._run(
-            [lambda later, limit: self.communicator.scatter(tensor, inputs, root, later, limit)],
+            [partial(self.communicator.scatter, tensor, inputs, root)],
             call.outputs,
             call.opts,
         )
@@ -436,7 +428,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
                 )
             outputs = list(call.outputs.view(size, *tensor.shape).unbind())
         return self._run(
-            [lambda later, limit: self.communicator.gather(tensor, outputs, root, later, limit)],
+            [partial(self.communicator.gather, tensor, outputs, root)],
             [call.outputs] if outputs else [],
             call.opts,
         )
@@ -452,9 +444,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     @overloads(dist.AllToAllOptions, form("opts", output_tensors=LIST, input_tensors=LIST))
     def alltoall(self, call: Call) -> TorchWork:
         outputs, inputs = call.outputs, call.inputs
-        return self._run(
-            [lambda later, limit: self.communicator.all_to_all(outputs, inputs, later, limit)], outputs, call.opts
-        )
+        return self._run([partial(self.communicator.all_to_all, outputs, inputs)], outputs, call.opts)
 
     @overloads(
         dist.AllToAllOptions,
@@ -465,7 +455,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         output, tensor = call.outputs, call.inputs
         rows_out, rows_in = (sizes or None for sizes in call.splits)
         return self._run(
-            [lambda later, limit: self.communicator.all_to_all_single(output, tensor, rows_out, rows_in, later, limit)],
+            [partial(self.communicator.all_to_all_single, output, tensor, rows_out, rows_in)],
             [output],
             call.opts,
         )
@@ -474,7 +464,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @overloads(dist.BarrierOptions, form("opts"), form("timeout"))
     def barrier(self, call: Call) -> TorchWork:
-        return self._run([lambda later, limit: self.communicator.barrier(later, limit)], [], call.opts)
+        return self._run([self.communicator.barrier], [], call.opts)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Return once all ranks have come; else raise on all ranks, naming the missing ones. See `MonitoredBarrier`."""
@@ -493,30 +483,26 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
         def issue() -> TorchWork:
             limit = self._extend(self._timeout)
-            work = self._p2p.send(tensor, dstRank, tag, limit)
-            if self._extension:
-                self._extended.append(work)
-            return self._joined(TorchWork([work], tensors, limit, next(self._messages)))
+            return self._message(self._p2p.send(tensor, dstRank, tag, limit), tensors, limit, [])
 
-        return self._hooks.run(IssuedOp("send", inputs=tensors, root=dstRank), issue)
+        return self._hooks.run("send", issue, inputs=tensors, root=dstRank)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> TorchWork:  # noqa: N803  # torch's name
-        return self._receive(IssuedOp("recv", outputs=tensors, root=srcRank), srcRank, tag)
+        return self._hooks.run("recv", partial(self._receive, tensors, srcRank, tag), outputs=tensors, root=srcRank)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
-        return self._receive(IssuedOp("recv_anysource", outputs=tensors), None, tag)
+        return self._hooks.run("recv_anysource", partial(self._receive, tensors, None, tag), outputs=tensors)
 
-    def _receive(self, op: IssuedOp, src: int | None, tag: int) -> TorchWork:
-        (tensor,) = op.outputs
+    def _receive(self, tensors: Tensors, src: int | None, tag: int) -> TorchWork:
+        (tensor,), limit = tensors, self._extend(self._timeout)
+        work = self._p2p.recv(tensor, src, tag, limit)
+        return self._message(work, tensors, limit, work.source)
 
-        def issue() -> TorchWork:
-            limit = self._extend(self._timeout)
-            work = self._p2p.recv(tensor, src, tag, limit)
-            if self._extension:
-                self._extended.append(work)
-            return self._joined(ReceivedFrom(work, op.outputs, limit, next(self._messages), work.source))
-
-        return self._hooks.run(op, issue)
+    def _message(self, work: Work, tensors: Tensors, limit: float, source: list[int]) -> TorchWork:
+        if self._extension:
+            self._extended.append(work)
+        number, ran = next(self._messages), 0.0 if self._timed else None
+        return self._joined(TorchWork([work], tensors, limit, number, ran, source))
 
     # -- several ops as one
 
@@ -534,6 +520,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             [t for work in together for t in work.result()],
             max((work.timeout.total_seconds() for work in together), default=self._timeout),
             self._issued,
+            0.0 if self._timed else None,
         )
 
     def _joined(self, work: TorchWork) -> TorchWork:
@@ -548,7 +535,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
                 limit = self._extend(limit)
             later = is_async(opts) or self._together is not None
             self._issued += len(issues)
-            return self._joined(self._issued_work([issue(later, limit) for issue in issues], tensors, limit))
+            began = time.perf_counter() if self._timed and not later else None
+            return self._joined(self._issued_work([issue(later, limit) for issue in issues], tensors, limit, began))
 
     # -- reconfiguration: other members, in the same object
 
@@ -569,16 +557,33 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         `PeerFailed` if another member left first; an op that this rank has completed still completes on the others.
         Rank and size are new when this returns.
         """
-        request = parse_request(given, handles, timeout, hints)
+        if handles is None:
+            given, handles, timeout, hints = given.uuid, given.handles, given.timeout, given.hints
+        uuid, limit = int(given), seconds(timeout) or self._timeout
         with self._turn:
-            communicator, limit = self.communicator, request.timeout or self._timeout
-            communicator.check_members(request.uuid, request.handles, request.hints)
+            self.communicator.check_members(uuid, handles, hints or None)
             self._p2p.close()
-            communicator.reconfigure(request.uuid, request.handles, limit, request.hints)
-            self._p2p = P2PChannels(communicator, self._timeout)
-            self._monitored = self._monitored_barrier(f"reconfigured/{request.uuid}")
-            self._hooks.rank = communicator.rank
+            self.communicator.reconfigure(uuid, handles, limit, hints or None)
+            self._begin_anew()
         return TorchWork([DONE], [], self._timeout, self._issued)
+
+    def _begin_anew(self) -> None:
+        """Go on over the communicator, which has other connections."""
+        self._p2p = P2PChannels(self.communicator, self._timeout)
+        self._monitored = self._monitored_barrier(f"reconfigured/{self.communicator.name}")
+        self._hooks.rank = self.communicator.rank
+
+    def suspend(self) -> None:
+        """Release memory and connections until `resume`; collective: see `Communicator.suspend`."""
+        with self._turn:
+            self._p2p.close()
+            self.communicator.suspend(self._timeout)
+
+    def resume(self) -> None:
+        """Connect again after `suspend`; collective."""
+        with self._turn:
+            self.communicator.resume(self._timeout)
+            self._begin_anew()
 
     def get_error(self) -> Any:
         """torch's `ErrorType` of the error that ended the communicator; SUCCESS after an abort by this rank."""
@@ -650,6 +655,9 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         """Release all resources; pending ops raise `Revoked`. Idempotent."""
         self._p2p.close()
         self.communicator.close()
+
+
+forward_shared_calls(HoldfastProcessGroup)
 
 
 def behind(group: object) -> HoldfastProcessGroup | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,11 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import Revoked, Unsupported
 from holdfast.comms.plugins.hints import Hints
+from holdfast.comms.torchdist.device_backend import refused
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.untraced import untraced
 from holdfast.comms.torchdist.works import TorchWork
-
-
-class Dependent(Protocol):
-    """An object that must end together with its process group."""
-
-    def end(self) -> None: ...
 
 
 @untraced
@@ -35,10 +30,11 @@ class SessionProcessGroup(HoldfastProcessGroup):
     """
 
     supports_reconfigure = supports_shrinking = False
+    suspend = resume = refused("suspend", "a session owns its communicator; leave the session instead")
 
     def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
         super().__init__(store, communicator, options, timeout)
-        self.dependents: dict[int, Dependent] = {}
+        self.dependents: dict[int, Any] = {}
 
     def split_communicator(self, ranks: Sequence[int], options: Options) -> Communicator:
         """Make a communicator of `ranks` for a subgroup; exactly those ranks call this. It ends with this group's.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.quantities import time_left
 from holdfast.comms.torchdist.calls.conversions import seconds
 from holdfast.comms.torchdist.untraced import untraced
@@ -25,12 +26,22 @@ class TorchWork(dist.Work):
     """torch's Work for one op, or for several that torch treats as one.
 
     `result()` is the tensors that it fills: a list; a list of lists for gathers of several tensors, as over gloo.
-    `limit` is the op's timeout in seconds, `number` its number among those of its group.
+    `limit` is the op's timeout in seconds, `number` its number among those of its group. `ran` is how long a
+    synchronous op ran, 0 for an asynchronous one, whose works know; None if the group was not asked to measure. A
+    receive's `source` holds its sender once it is complete.
     """
 
-    def __init__(self, works: Sequence[Work], tensors: Filled, limit: float, number: int) -> None:
+    def __init__(
+        self,
+        works: Sequence[Work],
+        tensors: Filled,
+        limit: float,
+        number: int,
+        ran: float | None = None,
+        source: Sequence[int] = (),
+    ) -> None:
         super().__init__()
-        self._limit, self._number = limit, number
+        self._limit, self._number, self._ran, self._source = limit, number, ran, source
         self._works = tuple(works)
         self._tensors: list[Any] = list(tensors)
         self._future: Future[list[Any]] | None = None
@@ -60,6 +71,21 @@ class TorchWork(dist.Work):
     def _get_sequence_number(self) -> int:
         return self._number
 
+    def _get_duration(self) -> float:
+        """How many milliseconds the op ran, without its time in the queue."""
+        if self._ran is None:
+            raise Unsupported(
+                "_get_duration of a work without timing", "call _enable_collectives_timing() of its group before the op"
+            )
+        if not self.is_success():
+            raise HoldfastError("_get_duration of a work that is not complete, or has failed: wait for it first")
+        return 1e3 * (self._ran + sum(work.seconds or 0.0 for work in self._works))
+
+    def _source_rank(self) -> int:
+        return self._source[0] if self._source else -1
+
+    source_rank = _source_rank
+
     def is_completed(self) -> bool:
         return all(work.done() for work in self._works)
 
@@ -78,20 +104,6 @@ class TorchWork(dist.Work):
             if self._future is None:
                 self._future = _future_of(self)
             return self._future
-
-
-@untraced
-class ReceivedFrom(TorchWork):
-    """A receive from any rank. Its sender is known once it is complete."""
-
-    def __init__(self, work: Work, tensors: Sequence[Tensor], limit: float, number: int, source: list[int]) -> None:
-        super().__init__([work], tensors, limit, number)
-        self._source = source
-
-    def _source_rank(self) -> int:
-        return self._source[0] if self._source else -1
-
-    source_rank = _source_rank
 
 
 def _future_of(work: TorchWork) -> Future[list[Any]]:

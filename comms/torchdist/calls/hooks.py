@@ -17,7 +17,6 @@ import torch
 from torch._C import _distributed_c10d
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, Unsupported
-from holdfast.comms.system.environment import flag
 from holdfast.comms.torchdist.works import TorchWork
 from holdfast.comms.work import Work
 
@@ -57,17 +56,6 @@ Hook = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
-class IssuedOp:
-    """One op that is about to be issued. `root` is -1 where there is none; for sends and receives it is the peer."""
-
-    method: str
-    inputs: Any = ()
-    outputs: Any = ()
-    root: int = -1
-    is_async: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class CompletedWork:
     """What a hook on completed ops gets: the fields of torch's `WorkInfo`, which has no constructor.
 
@@ -100,32 +88,43 @@ class TorchHooks:
         """Whether `run` does anything beside issuing an op."""
         return bool(self.refuse_nan or self.before or self.after or self.completed)
 
-    def run(self, op: IssuedOp, issue: Callable[[], TorchWork]) -> TorchWork:
-        """Issue an op between its hooks. NaN in its inputs, or an error of a hook before it, prevents that."""
+    def run(
+        self,
+        method: str,
+        issue: Callable[[], TorchWork],
+        inputs: Any = (),
+        outputs: Any = (),
+        root: int = -1,
+        is_async: bool = True,
+    ) -> TorchWork:
+        """Issue an op between its hooks. NaN in its inputs, or an error of a hook before it, prevents that.
+
+        `root` is -1 where there is none; for sends and receives it is the peer.
+        """
         if not self.wanted:
             return issue()
         with self._lock:
             number = self._issued
             self._issued += 1
-        if self.refuse_nan and (op.method not in _FROM_ROOT or op.root == self.rank):
-            _check_nan(op)
+        if self.refuse_nan and (method not in _FROM_ROOT or root == self.rank):
+            _check_nan(method, inputs)
         began = datetime.now(UTC)
         if not (self.before or self.after):
             work = issue()
-            self._watch(op.method, number, began, work)
+            self._watch(method, number, began, work)
             return work
-        name = _name_of(op.method)
+        name = _name_of(method)
         if self.before:
             arguments = c10d.PreHookArgs()
-            arguments.name, arguments.op_id, arguments.async_op, arguments.root = name, number, op.is_async, op.root
-            arguments.input_tensors = list(_tensors(op.inputs))
-            arguments.output_tensors = list(_tensors(op.outputs))
+            arguments.name, arguments.op_id, arguments.async_op, arguments.root = name, number, is_async, root
+            arguments.input_tensors = list(_tensors(inputs))
+            arguments.output_tensors = list(_tensors(outputs))
             _fire(self.before, arguments)
         work = issue()
-        self._watch(op.method, number, began, work)
+        self._watch(method, number, began, work)
         if self.after:
             arguments = c10d.PostHookArgs()
-            arguments.name, arguments.op_id, arguments.async_op, arguments.work = name, number, op.is_async, work
+            arguments.name, arguments.op_id, arguments.async_op, arguments.work = name, number, is_async, work
             _fire(self.after, arguments)
         return work
 
@@ -176,11 +175,6 @@ def _name_of(method: str) -> Any:
     return method if names is None else getattr(names, _NAMES[method])
 
 
-def nan_check_is_on() -> bool:
-    """Whether TORCH_DIST_NAN_CHECK is on."""
-    return flag("TORCH_DIST_NAN_CHECK")
-
-
 def check_available() -> None:
     """Raise `Unsupported` where torch has no hooks."""
     if not hasattr(c10d, "PreHookArgs"):
@@ -192,14 +186,14 @@ def _fire(hooks: dict[int, Hook], arguments: Any) -> None:
         hook(arguments)
 
 
-def _check_nan(op: IssuedOp) -> None:
-    for index, tensor in enumerate(_tensors(op.inputs)):
+def _check_nan(method: str, inputs: Any) -> None:
+    for index, tensor in enumerate(_tensors(inputs)):
         values = tensor.detach()
         if values.layout == torch.sparse_coo:
             values = values.coalesce().values()
         if (values.is_floating_point() or values.is_complex()) and bool(torch.isnan(values).any()):
             raise HoldfastError(
-                f"{op.method}: input tensor {index} holds NaN, which TORCH_DIST_NAN_CHECK=1 refuses; the op was not "
+                f"{method}: input tensor {index} holds NaN, which TORCH_DIST_NAN_CHECK=1 refuses; the op was not "
                 "issued on this rank"
             )
 

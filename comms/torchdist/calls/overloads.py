@@ -11,22 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Concatenate, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 import torch
 import torch.distributed as dist
 
-Result = TypeVar("Result")
+if TYPE_CHECKING:
+    from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+    from holdfast.comms.torchdist.works import TorchWork
 
 
-class Hooked(Protocol):
-    """A group. `hooked` runs a call between the hooks that it has; None if it has none."""
-
-    @property
-    def hooked(self) -> Callable[[str, Call, Callable[[], Any]], Any] | None: ...
-
-
-Group = TypeVar("Group", bound=Hooked)
+Group = TypeVar("Group", bound="HoldfastProcessGroup")
 
 
 class Kind(Enum):
@@ -68,20 +63,19 @@ def form(*names: str, **tensors: Kind) -> Form:
 
 def overloads(
     options: Callable[[], Any], *forms: Form
-) -> Callable[[Callable[[Group, Call], Result]], Callable[Concatenate[Group, ...], Result]]:
+) -> Callable[[Callable[[Group, Call], TorchWork]], Callable[Concatenate[Group, ...], TorchWork]]:
     """Let a method that takes a `Call` be called in any of `forms`; raise TypeError if none fits."""
 
-    def decorate(method: Callable[[Group, Call], Result]) -> Callable[Concatenate[Group, ...], Result]:
+    def decorate(method: Callable[[Group, Call], TorchWork]) -> Callable[Concatenate[Group, ...], TorchWork]:
         @functools.wraps(method)
-        def bound(self: Group, *arguments: Any, **named: Any) -> Result:
+        def bound(self: Group, *arguments: Any, **named: Any) -> TorchWork:
             for each in forms:
                 given = _bind(each, arguments, named)
                 if given is not None and all(_fits(each[name], value, options) for name, value in given.items()):
                     call = _call(forms[0], each, given, options)
                     if self.hooked is None:
                         return method(self, call)
-                    result: Result = self.hooked(method.__name__, call, functools.partial(method, self, call))
-                    return result
+                    return self.hooked(method.__name__, call, functools.partial(method, self, call))
             said = ", ".join([*map(_type, arguments), *(f"{name}={_type(value)}" for name, value in named.items())])
             known = " or ".join(f"({', '.join(each)})" for each in forms)
             raise TypeError(f"{method.__name__}({said}): incompatible arguments; it takes {known}")

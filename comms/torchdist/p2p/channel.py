@@ -249,15 +249,19 @@ class RecvChannel(ChannelEnd):
             self._payload(communicator, header)
             expected.fail(mismatch)
             return
-        try:
-            if header.nbytes:
-                left = max(expected.deadline - time.monotonic(), 0.001)
-                communicator.recv(expected.tensor, 0, _PAYLOAD, timeout=left)
-        except BaseException as error:
-            expected.fail(self._in_group_ranks(error))
-            raise
-        expected.source[:] = [self.peer]
-        expected.run(lambda: None)
+
+        def receive() -> None:
+            try:
+                if header.nbytes:
+                    left = max(expected.deadline - time.monotonic(), 0.001)
+                    communicator.recv(expected.tensor, 0, _PAYLOAD, timeout=left)
+            except BaseException as error:
+                raise self._in_group_ranks(error) from None
+            expected.source[:] = [self.peer]
+
+        expected.run(receive)
+        if (error := expected.exception()) is not None:
+            raise error
 
     def _payload(self, communicator: Communicator, header: Header) -> Tensor:
         """Receive the bytes of a message without a fitting receive into a new tensor."""

@@ -119,7 +119,7 @@ class P2PChannels:
 
     def _must_look(self) -> bool:
         with self._lock:
-            if self._matcher.wanted_from_any():
+            if self._matcher.wanted(None):
                 return True
             self._scout = None
             return False

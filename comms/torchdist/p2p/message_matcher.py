@@ -106,7 +106,7 @@ class MessageMatcher:
 
     def __init__(self, size: int) -> None:
         self._ranks = range(size)
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._pending: deque[PendingRecv] = deque()
         self._kept: dict[tuple[int, int], deque[tuple[Header, Tensor]]] = {}
         self._broken: dict[int, HoldfastError] = {}
@@ -136,25 +136,22 @@ class MessageMatcher:
     def claim(self, src: int, header: Header) -> PendingRecv | None:
         """Match a message from `src` to a pending receive; None if none is posted."""
         with self._changed:
-            return self._claim(src, header.tag)
+            now = time.monotonic()
+            for expected in self._pending:
+                if expected.tag == header.tag and expected.src in (src, None) and expected.deadline > now:
+                    expected.claimed = True
+                    self._pending.remove(expected)
+                    return expected
+        return None
 
     def keep(self, src: int, header: Header, payload: Tensor) -> None:
         """Keep a message that began to arrive without a receive, or complete a receive posted since."""
         with self._changed:
-            expected = self._claim(src, header.tag)
+            expected = self.claim(src, header)
             if expected is None:
                 self._kept.setdefault((src, header.tag), deque()).append((header, payload))
                 return
         expected.take(src, header, payload)
-
-    def _claim(self, src: int, tag: int) -> PendingRecv | None:
-        now = time.monotonic()
-        for expected in self._pending:
-            if expected.tag == tag and expected.src in (src, None) and expected.deadline > now:
-                expected.claimed = True
-                self._pending.remove(expected)
-                return expected
-        return None
 
     def _expire(self, expected: PendingRecv) -> None:
         """Fail a receive with a passed deadline, unless a message for it has begun to arrive."""
@@ -169,24 +166,16 @@ class MessageMatcher:
 
     # -- called by the receiving threads
 
-    def wanted(self, src: int) -> bool:
-        """Whether a receive is pending that a message from `src` could complete."""
+    def wanted(self, src: int | None) -> bool:
+        """Whether a receive is pending that a message from `src` could complete; for None, one from any rank."""
         with self._changed:
-            return self._wanted(src)
-
-    def wanted_from_any(self) -> bool:
-        """Whether a receive from any rank is pending."""
-        with self._changed:
-            return self._wanted(None)
-
-    def _wanted(self, src: int | None) -> bool:
-        now = time.monotonic()
-        return any(each.src in (src, None) and each.deadline > now for each in self._pending)
+            now = time.monotonic()
+            return any(each.src in (src, None) and each.deadline > now for each in self._pending)
 
     def wait_wanted(self, src: int, seconds: float | None) -> bool:
         """Wait until `wanted(src)`, or for `seconds`. Returns False once the group is over or `src` has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._wanted(src), seconds)
+            self._changed.wait_for(lambda: self._over or self.wanted(src), seconds)
             return self._over is None and src not in self._broken
 
     # -- the end

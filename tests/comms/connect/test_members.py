@@ -111,6 +111,40 @@ def test_a_new_process_joins_by_its_handle_alone(tmp_path: Path) -> None:
         joiner.communicate(timeout=PATIENCE)
 
 
+def mapped_by_peers() -> int:
+    """How many mappings of shared memory this process has."""
+    return sum("holdfast" in line and "memfd" not in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
+def test_a_suspended_communicator_holds_no_shared_memory_and_resumes_with_its_hooks(
+    backend: str, tmp_path: Path
+) -> None:
+    def body(outer: Communicator) -> list[Any]:
+        before, seen, ops = mapped_by_peers(), list[Any](), list[str]()
+        comm = comms.connect(
+            backend, rank=outer.rank, size=outer.size, rendezvous=f"file://{tmp_path}/meeting", name="held"
+        )
+        comm.hooks.before_op(lambda op: ops.append(op.op))
+        with comm:
+            seen.append(total(comm))
+            pending = comm.all_reduce(torch.ones(1), async_op=True)
+            comm.suspend()
+            pending.wait()
+            assert outer.backend == "inproc" or mapped_by_peers() == before
+            with pytest.raises(NotConnected, match=r"'held' is suspended; call resume\(\)"):
+                total(comm)
+            comm.resume()
+            comm.resume()
+            seen += [comm.rank == outer.rank, comm.size, total(comm)]
+            comm.suspend()
+        assert ops.count("all_reduce") == 3
+        return seen
+
+    with LocalCluster(3, backend, timeout=60.0) as cluster:
+        assert cluster.run(body) == [[6.0, True, 3, 6.0]] * 3
+
+
 def alone(path: Path, **named: Any) -> Communicator:
     return comms.connect("shm", rank=0, size=1, rendezvous=f"file://{path}/meeting", **named)
 

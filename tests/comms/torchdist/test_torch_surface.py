@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 import holdfast.comms.torchdist  # noqa: F401  # registers the backend
-from holdfast.comms import Unsupported
-from holdfast.comms.torchdist.device_backend import HoldfastBackend
+from holdfast.comms import NotConnected, Unsupported
+from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.works import TorchWork
 
@@ -26,13 +27,9 @@ INHERITED: dict[type, set[str]] = {
         *("_backend_id", "_id", "_register_backend", "_set_default_backend", "bound_device_id", "boxed", "unbox"),
     },
     HoldfastBackend: {
-        *("Options", "_get_backend_name", "bound_device_id", "rank", "size", "_set_group_uid"),
-        # torch's own ProcessGroup, which has such a backend, calls the newer names; these are the older ones
-        *("_allgather_base", "_reduce_scatter_base", "alltoall_base", "_start_coalescing", "_end_coalescing"),
-        *("gather_into_tensor", "setUsePgForSymmMemRendezvous"),
+        *("Options", "bound_device_id", "_set_group_uid", "setUsePgForSymmMemRendezvous"),
         # torch's base raises an error that names them
-        *("_enable_collectives_timing", "_register_on_completion_hook", "_wait_for_pending_works", "mem_allocator"),
-        *("_start_time_estimate", "_end_time_estimate", "allocate_tensor", "memory_stats"),
+        *("_start_time_estimate", "_end_time_estimate", "allocate_tensor", "mem_allocator"),
         # says False; never called, since `supports_splitting` is False
         *("supports_tensor_alloc", "eager_connect_single_device"),
     },
@@ -40,7 +37,7 @@ INHERITED: dict[type, set[str]] = {
         # of the C++ object itself
         *("_get_op_type", "boxed", "unbox"),
         # torch's base raises an error that names them
-        *("_get_duration", "_source_rank", "get_future_result", "source_rank"),
+        "get_future_result",
     },
 }
 
@@ -69,7 +66,7 @@ def test_what_a_group_cannot_do_is_said_or_refused_by_name(group: Any) -> None:
     for name in ("supports_window", "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
         assert getattr(HoldfastBackend, name) is False
     calls: dict[str, tuple[Any, ...]] = {
-        "_enable_collectives_timing": (),
+        "memory_stats": (),
         "merge_remote_group": (dist.HashStore(), 2),
     }
     for name, arguments in calls.items():
@@ -90,6 +87,40 @@ def test_a_work_tells_its_timeout_and_its_number(group: Any) -> None:
     assert [work.timeout.total_seconds() for work in works] == [30, 30, 7, 35, 30]
     assert [work._get_sequence_number() for work in works] == [1, 2, 3, 4, 5]
     assert group._get_sequence_number_for_group() == 5
+
+
+def test_a_work_tells_how_long_it_ran_once_the_group_measures(group: Any) -> None:
+    before: Any = dist.all_reduce(torch.ones(1), async_op=True)
+    with pytest.raises(Unsupported, match="_enable_collectives_timing"):
+        before._get_duration()
+    group._enable_collectives_timing()
+    began, several = time.perf_counter(), [torch.ones(1 << 16), torch.ones(3)]
+    works: list[Any] = [dist.all_reduce(torch.ones(1 << 16), async_op=True), group.allreduce_coalesced(several)]
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    works.append(group.allreduce([torch.ones(1 << 16)], options))
+    for work in works:
+        work.wait()
+    durations = [work._get_duration() for work in works]
+    assert all(duration > 0 for duration in durations)
+    assert sum(durations) < 1e3 * (time.perf_counter() - began)
+
+
+def test_a_suspended_group_refuses_ops_until_it_resumes_with_its_hooks(group: Any) -> None:
+    seen: list[Any] = []
+    group._register_on_completion_hook(seen.append)
+    for _ in range(2):
+        group.suspend()
+        with pytest.raises(NotConnected, match="is suspended; call resume"):
+            dist.all_reduce(torch.ones(1))
+        group.resume()
+        dist.all_reduce(torch.ones(1))
+    assert len(seen) == 2
+    if AVAILABLE:
+        backend: Any = HoldfastBackend(group)
+        backend.suspend()
+        backend.resume()
+        dist.all_reduce(torch.ones(1))
 
 
 def test_gather_single_puts_the_inputs_one_after_the_other(group: Any) -> None:
