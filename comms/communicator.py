@@ -34,6 +34,7 @@ from holdfast.comms.plugins.hints import Hints, Value
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import seconds_or
+from holdfast.comms.rendezvous.handles import LastingIdentity
 from holdfast.comms.rendezvous.offer_exchange import MeetingCounters
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.registration import Registration
@@ -80,19 +81,6 @@ class Connector:
     make_handle: Callable[[Communicator], tuple[str, object]]
     check_members_of: Callable[..., object]
     connect_members_of: Callable[..., Communicator]
-
-
-class LastingIdentity:
-    """What stays of a communicator when it gets other members: what it was asked for, its handle and name."""
-
-    def __init__(self) -> None:
-        self.turn = threading.RLock()
-        self.request, self.handle, self.name = "", "", ""
-        self.store: object = None
-        """Where the members meet if this is the first of them. Held, since it ends with its last reference."""
-        self.used: set[int | str] = set()
-        self.suspended: tuple[str, list[str]] | None = None
-        """While the communicator is suspended, the name of its resumption, and all members' handles."""
 
 
 class Communicator:
@@ -648,23 +636,20 @@ class Communicator:
     def suspend(self, timeout: float | None = None) -> None:
         """Release the transport, with its memory and connections, until `resume`; collective.
 
-        All ranks call it within `timeout` seconds, after their ops and works are complete. It closes windows and
-        registrations. Until `resume` (or `reconfigure`), ops raise `NotConnected`; hooks, hints and this object stay.
+        It closes windows and registrations. Until `resume`, or `reconfigure`, ops raise `NotConnected`.
         """
-        membership = self._membership
-        with membership.turn:
+        with (membership := self._membership).turn:
             members = self.all_gather_object((secrets.token_hex(8), self.handle()), timeout)
-            self._close(NotConnected(self.name, suspended=True))
+            self._executor.over_once_closed = NotConnected(self.name, suspended=True)
+            self.close()
             membership.suspended = f"resumed-{members[0][0]}", [handle for _, handle in members]
 
     def resume(self, timeout: float | None = None) -> None:
         """Connect the members of a suspended communicator again, in the same ranks; collective.
 
-        As after `reconfigure` to the same members, epoch and name are new, and so are the errors that it raises. Does
-        nothing if it is not suspended.
+        Epoch, name and errors are as of `reconfigure`. Does nothing if it is not suspended.
         """
-        membership = self._membership
-        with membership.turn:
+        with (membership := self._membership).turn:
             if membership.suspended is not None:
                 self.reconfigure(*membership.suspended, timeout=timeout)
 
@@ -778,16 +763,13 @@ class Communicator:
         A communicator that is garbage-collected without `close` is closed in a thread, with a ResourceWarning. A
         signal's handler may call this, like `abort`: what it interrupts ends first.
         """
-        self._close(None)
-
-    def _close(self, reason: HoldfastError | None) -> None:
         self._dropped.detach()
         for window in self._windows:
-            if window.close_when_left(partial(self._close, reason)):
+            if window.close_when_left(self.close):
                 return
         for memory in self._memories:
             memory.close()
-        self._executor.close(reason)
+        self._executor.close()
 
     def __enter__(self) -> Communicator:
         return self

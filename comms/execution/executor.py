@@ -110,6 +110,8 @@ class Executor:
         self._last: Work = DONE
         self._running: Work = DONE
         self._over: HoldfastError | None = None
+        self.over_once_closed: HoldfastError = Revoked(context.epoch, "closed", own=True)
+        """What ops raise after `close`, unless something else has ended this before."""
         self._aborted = False
         self._closed, self._released = False, False
         self._leaking = False
@@ -427,16 +429,14 @@ class Executor:
         if self._over is None:
             self._over, self._order.over = Revoked(self._epoch, "closed", own=True), True
 
-    def close(self, reason: HoldfastError | None = None) -> None:
-        """Abort pending ops and close the transport. Idempotent. Later ops raise `reason`, else that it is closed.
+    def close(self) -> None:
+        """Abort pending ops and close the transport. Idempotent.
 
         In a signal's handler that has interrupted an op of this communicator, the transport is closed once that has
         ended.
         """
         if self._released:
             return
-        if self._over is None and reason is not None:
-            self._over, self._order.over = reason, True
         self._ending.run(self._begin_close, self.close)
         if self._leaking:
             self._leaking = False
@@ -446,7 +446,7 @@ class Executor:
 
     def _begin_close(self) -> None:
         if self._over is None:
-            self._over, self._order.over = Revoked(self._epoch, "closed", own=True), True
+            self._over, self._order.over = self.over_once_closed, True
         if not self._closed and not self._aborted and not (self._last.done() and self._order.idle):
             self._transport.abort(self._over)  # an op is pending: it must not be in the transport when that is freed
             self._leaking = True

@@ -7,6 +7,7 @@ the members meet if it is their first.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence, Set
 from typing import Annotated
 
@@ -46,6 +47,19 @@ class ProcessHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Host and port of the store."""
         host, _, port = self.at.rpartition(":")
         return host, int(port)
+
+
+class LastingIdentity:
+    """What stays of a communicator when it gets other members: what it was asked for, its handle and name."""
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()
+        self.request, self.handle, self.name = "", "", ""
+        self.store: object = None
+        """Where the members meet if this is the first of them. Held, since it ends with its last reference."""
+        self.used: set[int | str] = set()
+        self.suspended: tuple[str, list[str]] | None = None
+        """While the communicator is suspended, the name of its resumption, and all members' handles."""
 
 
 def fingerprint(key: bytes | None) -> str:

@@ -275,6 +275,21 @@ def compared() -> str:
     return "\n".join(lines)
 
 
+def torch_surface() -> str:
+    """What each new name of torch.distributed does over each transport, from `torch-surface.toml`."""
+    data = tomllib.loads((ROOT / "docs/reference/torch-surface.toml").read_text())
+    transports = ("shm", "gloo", "ucx", "mpi", "nccl")
+    rows = [
+        f"| name | torch | {' | '.join(f'`{name}`' for name in transports)} |",
+        "|---" * (len(transports) + 2) + "|",
+    ]
+    for row in data["row"]:
+        cells = [row.get(name, row.get("all")) for name in transports]
+        texts = ["works" if words is None else f"`Unsupported`: {words}" for words in cells]
+        rows.append(f"| `{row['name']}` | {row['since']} | {' | '.join(texts)} |")
+    return "\n".join(rows)
+
+
 def _calls(names: str) -> str:
     """Names as code; a reason or a remark as text; a dash for nothing."""
     if not names or names.startswith(("Unsupported:", "(")):
@@ -290,4 +305,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "layout": layout,
     "rl-config": rl_config,
     "compared": compared,
+    "torch-surface": torch_surface,
 }
