@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.process_group import end_group, kill_group
 from holdfast.ft.processes.zygote_client import Exit, epitaph_of
 
 
@@ -43,21 +43,21 @@ class ExecutedProcess:
         self._closed = False
 
     def kill(self) -> None:
-        """SIGKILL, to its whole process group."""
+        """SIGKILL, to its whole process group but Python's resource trackers, which then clean up and end."""
         if self._process.returncode is None:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            kill_group(self.pid)
 
     def wait(self, timeout: float) -> Exit:
-        """How the process ended. Raises `TimeoutError` if it has not after `timeout` seconds."""
+        """How the process ended; its group ends with it. Raises `TimeoutError` if it lives after `timeout` seconds."""
         poller = select.poll()
         if not self._closed:
             poller.register(self.pidfd, select.POLLIN)
             if not poller.poll(timeout * 1000):
                 raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout:.3g} s")
+        reaped = self._process.returncode is not None  # then its number may be another group's
         code = self._process.wait(timeout)
+        if not reaped:
+            end_group(self.pid)
         return Exit(-code if code < 0 else code << 8)
 
     def epitaph(self) -> str:

@@ -35,6 +35,7 @@ import torch
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.framed_socket import ChannelClosed
 from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.ft.processes.process_group import end_group
 from holdfast.ft.processes.zygote_messages import (
     PACKET,
     Boot,
@@ -177,11 +178,8 @@ class Zygote:
         pid = self._children.pop(pidfd)
         self._poll.unregister(pidfd)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         status = os.waitpid(pid, 0)[1]
+        end_group(pid)
         os.close(pidfd)
         return Exited(pid, status)
 
