@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
+from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.ft.processes import zygote_client as processes
 from holdfast.harness import LocalCluster
 from support.children import Child, children
@@ -65,6 +66,13 @@ def start() -> Iterator[Callable[..., Child]]:
     """A function that starts child processes; kills all that are left after the test."""
     with children() as starter:
         yield starter
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else takes while the test lasts: a server of the test can listen there."""
+    with ReservedPort("127.0.0.1") as reserved:
+        yield reserved.number
 
 
 @pytest.fixture

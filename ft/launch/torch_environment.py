@@ -8,14 +8,17 @@ from types import TracebackType
 
 
 class ReservedPort:
-    """A port of this host for rank 0 to listen at, for as long as this context lasts. Raises OSError."""
+    """A port of this host for rank 0 to listen at, for as long as this context lasts. Raises OSError.
 
-    def __init__(self, host: str) -> None:
+    `number` 0 takes a free one.
+    """
+
+    def __init__(self, host: str, number: int = 0) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 binds it beside this socket
-            self._socket.bind((host, 0))
+            self._socket.bind((host, number))
         except BaseException:
             self._socket.close()
             raise

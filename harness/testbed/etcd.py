@@ -10,12 +10,12 @@ with the thread that started them, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +31,7 @@ from etcd3gw.exceptions import Etcd3Exception
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.control.channel import join_address
 from holdfast.ft.launch.held_directory import private_file
+from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.ft.processes.parent_death import die_with_parent
 from holdfast.harness.testbed.netns import EnterNamespace
 
@@ -63,7 +64,7 @@ class Certificates:
 
 
 class EtcdCluster:
-    """Nodes numbered from 0. A context manager: `close` ends all of them.
+    """Nodes numbered from 0. A context manager: `close` ends all of them, and frees their ports.
 
     With `tls` clients must show certificates. `host` is the interface they listen on; with `enter` they are on that
     host of a network, and so is what waits for their leader. Both may be sequences: one for each node. Nothing is
@@ -85,7 +86,9 @@ class EtcdCluster:
         if not len(self._hosts) == len(self._enter) == nodes:
             raise ValueError(f"{nodes} nodes: give the host of each, or one for all")
         self._program = binary()
-        ports = free_ports(2 * nodes, "127.0.0.1" if enter else self._hosts[0])
+        self._reserved = contextlib.ExitStack()
+        address = "127.0.0.1" if enter else self._hosts[0]
+        ports = [self._reserved.enter_context(ReservedPort(address)).number for _ in range(2 * nodes)]
         self._ports: Sequence[int] = ports[:nodes]
         self._peer_ports: Sequence[int] = ports[nodes:]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -177,6 +180,7 @@ class EtcdCluster:
         for process in self._processes.values():
             process.wait()
         self._processes.clear()
+        self._reserved.close()
 
     def __enter__(self) -> EtcdCluster:
         try:
@@ -198,15 +202,3 @@ def _begin(parent: int, enter: Callable[[], None] | None) -> None:
     die_with_parent(parent)
     if enter is not None:
         enter()
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that are free now."""
-    sockets = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

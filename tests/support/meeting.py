@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,12 +31,6 @@ def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.join()
     return results
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def total(comm: comms.Communicator) -> float:

@@ -24,8 +24,8 @@ from types import TracebackType
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport.liveness import HOST
 from holdfast.ft.launch.held_directory import private_file
+from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.ft.processes.parent_death import die_with_parent
-from holdfast.harness.testbed.etcd import free_ports
 
 START_SECONDS = 60.0
 REQUEUE_SECONDS = 10
@@ -52,6 +52,7 @@ class SlurmCluster:
         if why is not None:
             raise HoldfastError(f"SLURM cannot run here: {why}")
         self._folder, self._names = folder, [f"n{number + 1}" for number in range(nodes)]
+        self._reserved = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._configuration = folder / "slurm.conf"
@@ -111,6 +112,7 @@ class SlurmCluster:
                 process.wait()
         self._processes.clear()
         self._kill_all()
+        self._reserved.close()
 
     def lose(self, node: str) -> None:
         """Kill all that runs on a node at once, and tell the controller that the node is down."""
@@ -172,7 +174,7 @@ class SlurmCluster:
         here, controller = socket.gethostname(), _program("slurmctld")
         assert controller is not None
         plugins = next(iter(sorted((controller.parents[1] / "lib").glob("**/auth_munge.so"))), None)
-        ports = free_ports(1 + len(self._names))
+        ports = [self._reserved.enter_context(ReservedPort("127.0.0.1")).number for _ in range(1 + len(self._names))]
         lines = [
             "ClusterName=test",
             f"SlurmctldHost={here}(127.0.0.1)",

@@ -2,7 +2,8 @@
 
 own_tests.py [MODULE[.CLASS[.TEST]] ...]
 
-Where a test wants one of gloo's or NCCL's texts of a peer's death or a timeout, ours are as good.
+Where a test wants one of gloo's or NCCL's texts of a peer's death or a timeout, ours are as good. The Managers listen
+at free ports: the tests name 19530 and the next ones, which the Manager of the attempt before may still have.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def each_test(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
 def main(names: tuple[str, ...]) -> None:
     # Before the tests are imported: they take the name from there.
     torchft.ProcessGroupGloo = torchft.process_group.ProcessGroupGloo = ProcessGroupHoldfast
+    make = torchft.Manager.__init__
+
+    def make_at_any_port(manager: torchft.Manager, *arguments: Any, port: int | None = None, **options: Any) -> None:
+        make(manager, *arguments, **options)
+
+    torchft.Manager.__init__ = make_at_any_port
     expect = unittest.TestCase.assertRaisesRegex
 
     def expect_ours_too(test: unittest.TestCase, kind: Any, pattern: str, *arguments: Any, **options: Any) -> Any:

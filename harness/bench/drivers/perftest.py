@@ -6,14 +6,13 @@ It reports averages over a turn, and does not check the bytes that it moves.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import socket
 import subprocess
 import time
 from pathlib import Path
 
+from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.harness.bench.collectives.definitions import SMALL
 from holdfast.harness.bench.collectives.ranks import Measure, Measurement
 from holdfast.harness.measure.workers import WorkerFailed
@@ -90,9 +89,10 @@ class Perftest:
     def _run(self, test: str, nbytes: int, ops: int, timeout: float) -> float:
         """Microseconds of one op, on average."""
         deadline = time.monotonic() + timeout
-        with contextlib.closing(socket.socket()) as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        with ReservedPort("127.0.0.1") as reserved:
+            return self._run_at(str(reserved.number), test, nbytes, ops, deadline, timeout)
+
+    def _run_at(self, port: str, test: str, nbytes: int, ops: int, deadline: float, timeout: float) -> float:
         server = self._start("-p", port)
         try:
             while True:

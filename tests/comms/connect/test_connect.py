@@ -30,7 +30,7 @@ from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.children import Child
-from support.meeting import free_port, in_threads, total
+from support.meeting import in_threads, total
 from support.programs.forked_programs import ForkedProgram, run_forked
 from support.waiting import PATIENCE
 
@@ -42,8 +42,7 @@ def test_meet_in_a_file_and_use_the_name_again_after_close(tmp_path: Path, backe
         assert in_threads(2, lambda r: total(comms.connect(backend, rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
 
 
-def test_meet_at_a_port_and_in_a_store() -> None:
-    port = free_port()
+def test_meet_at_a_port_and_in_a_store(port: int) -> None:
     connect = comms.connect
     assert in_threads(2, lambda r: total(connect("inproc", rank=r, size=2, rendezvous=f"tcp://127.0.0.1:{port}"))) == [
         3,
@@ -53,9 +52,9 @@ def test_meet_at_a_port_and_in_a_store() -> None:
     assert in_threads(3, lambda r: total(connect("inproc", rank=r, size=3, rendezvous=store))) == [6, 6, 6]
 
 
-def test_meet_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meet_by_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     for backend in ("inproc", "shm", "gloo", "auto"):
@@ -143,9 +142,9 @@ def test_a_timeout_of_connect_names_the_missing_ranks(tmp_path: Path) -> None:
         assert isinstance(error, comms.OpTimeout) and error.op == "connect" and error.missing_ranks == (2, 3)
 
 
-def test_connect_times_out_without_a_store_server() -> None:
+def test_connect_times_out_without_a_store_server(port: int) -> None:
     with pytest.raises(comms.OpTimeout):
-        comms.connect("inproc", rank=1, size=2, rendezvous=f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
+        comms.connect("inproc", rank=1, size=2, rendezvous=f"tcp://127.0.0.1:{port}", timeout=0.5)
 
 
 def test_a_second_connect_of_the_same_rank_is_refused_at_once(tmp_path: Path) -> None:
@@ -336,9 +335,9 @@ def in_named_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
 @pytest.mark.parametrize("lacking", [0, 1])
 @pytest.mark.parametrize("place", ["file", "tcp"])
 def test_all_ranks_name_the_rank_without_the_backend_and_can_connect_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: int, place: str
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: int, place: str
 ) -> None:
-    where = f"file://{tmp_path}/meeting" if place == "file" else f"tcp://127.0.0.1:{free_port()}"
+    where = f"file://{tmp_path}/meeting" if place == "file" else f"tcp://127.0.0.1:{port}"
 
     def body(rank: int) -> Any:
         return total(comms.connect("inproc", rank=rank, size=2, rendezvous=where, timeout=10.0))

@@ -31,7 +31,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_process
 from holdfast.harness import LocalCluster
 from support.children import Child
-from support.meeting import free_port, in_threads, total
+from support.meeting import in_threads, total
 from support.waiting import eventually
 
 GENEROUS = 8.0
@@ -92,8 +92,7 @@ def _serve(pipe: Connection, port: int) -> None:
     del store
 
 
-def test_a_store_whose_process_is_stopped_is_a_timeout(start: Callable[..., Child]) -> None:
-    port = free_port()
+def test_a_store_whose_process_is_stopped_is_a_timeout(port: int, start: Callable[..., Child]) -> None:
     server = start(_serve, port)
     server.hear()
     client = tcp.dial("127.0.0.1", port, 10.0)
@@ -104,8 +103,7 @@ def test_a_store_whose_process_is_stopped_is_a_timeout(start: Callable[..., Chil
     assert time.monotonic() - began < 1.0 + GENEROUS
 
 
-def test_losing_the_store_is_an_error_at_once() -> None:
-    port = free_port()
+def test_losing_the_store_is_an_error_at_once(port: int) -> None:
     server = tcp.serve("127.0.0.1", port, 30.0)
     client = tcp.dial("127.0.0.1", port, 10.0)
     del server
@@ -117,20 +115,22 @@ def come_and_go(comm: comms.Communicator, place: str) -> list[float]:
     return [total(comms.connect("shm", rank=comm.rank, size=comm.size, rendezvous=place)) for _ in range(12)]
 
 
-def test_ranks_may_meet_again_and_again_at_a_port_that_rank_0_serves_anew() -> None:
+def test_ranks_may_meet_again_and_again_at_a_port_that_rank_0_serves_anew(port: int) -> None:
     """Rank 1 may arrive before rank 0 has left the previous meeting and closed its store."""
     with LocalCluster(2, "shm") as cluster:
-        assert cluster.run(come_and_go, f"tcp://127.0.0.1:{free_port()}") == [[3.0] * 12] * 2
+        assert cluster.run(come_and_go, f"tcp://127.0.0.1:{port}") == [[3.0] * 12] * 2
 
 
 # -- a place that is in use
 
 
 @pytest.mark.parametrize("first", ["torch", "holdfast"])
-def test_torch_and_holdfast_share_the_store_at_the_masters_port(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_and_holdfast_share_the_store_at_the_masters_port(
+    port: int, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(port))
     if first == "torch":
         dist.init_process_group("gloo")
         try:
@@ -230,8 +230,7 @@ def forged(**changes: Any) -> bytes:
     return Offer(**{**fields, "check": False, **changes}).encode()
 
 
-def test_the_store_listens_at_the_named_interface_only() -> None:
-    port = free_port()
+def test_the_store_listens_at_the_named_interface_only(port: int) -> None:
 
     def body(rank: int) -> list[str]:
         with comms.connect("inproc", rank=rank, size=2, rendezvous=f"tcp://127.0.0.1:{port}") as comm:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.transport.liveness import is_gone
 from holdfast.harness import LocalCluster
-from support.meeting import free_port
 from support.torch_groups import ENVIRON, in_group
 from support.waiting import PATIENCE
 
@@ -224,9 +223,8 @@ def test_a_dead_peer_ends_sends_and_receives_at_once(backend: str, met: bool, tm
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died(backend: str) -> None:
+def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died(port: int, backend: str) -> None:
     """Rank 0 serves torch's store."""
-    port = free_port()
 
     def body(comm: Communicator) -> float:
         import holdfast.comms.torchdist  # noqa: F401

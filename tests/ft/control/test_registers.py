@@ -26,7 +26,7 @@ from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.node.register import Register
 from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite, tcp
 from holdfast.ft.registers import etcd as etcd_register
-from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
+from holdfast.harness.testbed.etcd import EtcdCluster
 from support.children import children
 from support.linearizability import OperationRecorder, RegisterOperation, unexplained
 from support.waiting import PATIENCE
@@ -631,21 +631,23 @@ def test_a_value_that_is_no_view_is_corrupt(tmp_path: Path, value: bytes) -> Non
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "etcd"])
-def test_a_missing_server_and_one_of_another_kind_are_reported(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_and_one_of_another_kind_are_reported(
+    scheme: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(etcd_register, "PATIENCE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+        taken = other.getsockname()[1]
         answering = threading.Thread(target=_answer_rudely, args=(other,))
         answering.start()
         try:
             with pytest.raises(RegisterAway, match="is away"):
-                open_cell(f"{scheme}://127.0.0.1:{port}/job", "view")
+                open_cell(f"{scheme}://127.0.0.1:{taken}/job", "view")
         finally:
             other.shutdown(socket.SHUT_RDWR)
             answering.join()
     if scheme == "etcd":  # a tcp register on this machine would be begun
         with pytest.raises(RegisterAway, match="cannot be reached"):
-            open_cell(f"etcd://127.0.0.1:{free_ports(1)[0]}/job", "view")
+            open_cell(f"etcd://127.0.0.1:{port}/job", "view")
 
 
 def _answer_rudely(server: socket.socket) -> None:
@@ -656,8 +658,8 @@ def _answer_rudely(server: socket.socket) -> None:
                 connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
 
 
-def test_the_first_process_serves_a_tcp_register_while_it_has_it_open() -> None:
-    url = f"tcp://127.0.0.1:{free_ports(1)[0]}/job"
+def test_the_first_process_serves_a_tcp_register_while_it_has_it_open(port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}/job"
 
     def body(pipe: Connection) -> None:
         with cells(url, "view") as [cell]:
@@ -689,8 +691,7 @@ def test_the_server_of_a_tcp_register_warns_that_it_is_open_to_all(caplog: pytes
         assert [record.getMessage().count("whoever can reach this port") for record in caplog.records] == [1]
 
 
-def test_a_tcp_register_whose_server_was_restarted_is_refused() -> None:
-    port = free_ports(1)[0]
+def test_a_tcp_register_whose_server_was_restarted_is_refused(port: int) -> None:
 
     def body(pipe: Connection) -> None:
         with tcp.serving(port=port):

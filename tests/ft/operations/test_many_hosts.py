@@ -37,7 +37,7 @@ from holdfast.ft.settings import listen_address
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.cli.app import app
 from holdfast.harness.testbed import netns
-from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
+from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import Network
 from support.hosts import start_holdfast
 from support.source_tree import ROOT
@@ -101,9 +101,9 @@ def until(done: Callable[[], bool], what: str) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_before_a_process_starts(
-    tmp_path: Path, key: Path, options: list[str], words: str
+    tmp_path: Path, key: Path, port: int, options: list[str], words: str
 ) -> None:
-    meant = {"KEY": str(key), "ETCD": f"etcd://127.0.0.1:{free_ports(1)[0]}/job"}
+    meant = {"KEY": str(key), "ETCD": f"etcd://127.0.0.1:{port}/job"}
     path = script(tmp_path, "raise SystemExit('it was started')")
     done = CliRunner().invoke(app, ["run", *(meant.get(each, each) for each in options), path])
     assert done.exit_code == 2, done.output

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.ft.environment.slurm_hosts import NotUnderSlurm, found_hosts, own_slurm_host, slurm_hosts
+from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.rl.config.load import load_config
 from holdfast.rl.run.run_directory import RunDirectory
@@ -67,15 +67,19 @@ sessions = 16
 """
 
 
-def free_port_of_three() -> int:
-    """A port that is free, as are the next two: SLURM's nodes are this machine."""
+@contextlib.contextmanager
+def three_ports() -> Iterator[int]:
+    """The first of three ports in a row, which nobody else takes meanwhile: SLURM's nodes are this machine."""
     while True:
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port: int = first.getsockname()[1]
-            for more in (1, 2):
-                held.enter_context(socket.create_server(("127.0.0.1", port + more)))
-            return port
+        with contextlib.ExitStack() as held:
+            first = held.enter_context(ReservedPort("127.0.0.1")).number
+            try:
+                for number in (first + 1, first + 2):
+                    held.enter_context(ReservedPort("127.0.0.1", number))
+            except (OSError, OverflowError):
+                continue
+            yield first
+            return
 
 
 def test_a_run_finds_the_nodes_of_its_job_and_outlives_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,14 +92,17 @@ def test_a_run_finds_the_nodes_of_its_job_and_outlives_one(tmp_path: Path, monke
     def trained() -> int:
         return sum(isinstance(each, StepTrained) for each in events())
 
-    with SlurmCluster(3, tmp_path / "slurm", apart=True) as cluster, EtcdCluster(1, tmp_path / "etcd") as etcd:
+    with (
+        SlurmCluster(3, tmp_path / "slurm", apart=True) as cluster,
+        EtcdCluster(1, tmp_path / "etcd") as etcd,
+        three_ports() as port,
+    ):
 
         def until(done: Callable[[], bool], what: str) -> None:
             if not becomes_true(done, 240.0, interval=0.1):
                 said = (tmp_path / "job.out").read_text()[-4000:] if (tmp_path / "job.out").exists() else "no output"
                 pytest.fail(f"{what}: {trained()} steps; {cluster.call('squeue')}; {said}")
 
-        port = free_port_of_three()
         variables = {"ETCD": etcd.url, "HOSTS": f"slurm:{port}", "HOLDFAST_INTERFACE": "127.0.0.0/8"}
         monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         for name, value in variables.items():

@@ -33,7 +33,7 @@ from holdfast.ft.step_protocol import BROKEN_EPOCHS
 from holdfast.harness import LocalCluster, RankDied, RankFailed
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check, event_of
-from holdfast.harness.testbed.etcd import EtcdCluster, free_ports
+from holdfast.harness.testbed.etcd import EtcdCluster
 from support.hosts import be_alone_on_host
 from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, expected, tally_up
 from support.waiting import PATIENCE, eventually
@@ -630,9 +630,9 @@ def test_a_register_that_is_away_delays_a_rebuild_and_breaks_nothing(tmp_path: P
         assert_exact(job, job.results(), 2, 150)
 
 
-def test_a_memory_or_tcp_register_lives_from_the_making_of_a_session_on(tmp_path: Path) -> None:
+def test_a_memory_or_tcp_register_lives_from_the_making_of_a_session_on(tmp_path: Path, port: int) -> None:
     create_key(tmp_path / "key")
-    url = f"tcp://127.0.0.1:{free_ports(1)[0]}/job"
+    url = f"tcp://127.0.0.1:{port}/job"
     options = {"backend": "gloo", "job": "j", "key_file": tmp_path / "key", "register": url, "shards": SHARDS}
     session = Session(size=1, **options)  # type: ignore[arg-type]
     with session, pytest.raises(HoldfastError, match="size=1, not 2"):
