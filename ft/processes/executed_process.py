@@ -1,11 +1,12 @@
-"""A child in an interpreter of its own, with the same handle as one that the zygote forked."""
+"""A child in an interpreter of its own, with the same handle as one that the zygote forked; either of them, spawned."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.comms.plugins.kernel_calls import require
@@ -14,7 +15,7 @@ from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.process_group import end_group, kill_group
-from holdfast.ft.processes.zygote_client import Exit, epitaph_of
+from holdfast.ft.processes.zygote_client import Exit, ForkedProcess, epitaph_of
 
 
 class ExecutedProcess:
@@ -73,3 +74,19 @@ class ExecutedProcess:
         self._closed = True
         self.pidfd.close()
         self.channel.close()
+
+
+ChildProcess = ForkedProcess | ExecutedProcess
+
+
+async def spawned(spawn: Callable[[], ChildProcess]) -> ChildProcess:
+    """The process that `spawn` gives, which runs in a thread. Raises `StartFailed`."""
+    spawning = asyncio.ensure_future(asyncio.to_thread(spawn))
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:
+        try:
+            await asyncio.to_thread((await spawning).close)
+        except StartFailed:
+            pass
+        raise

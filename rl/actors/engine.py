@@ -30,9 +30,9 @@ from holdfast.ft.detectors.process_watch import fatal_signal, open_threads_of
 from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.processes.executed_process import ChildProcess
 from holdfast.ft.processes.packed_errors import pack_error, unpack_error
 from holdfast.ft.processes.remote_calls import CallResult, MethodCall, ObjectRecipe, pack, unpack
-from holdfast.ft.processes.spawning import ChildProcess
 from holdfast.rl.actors.errors import (
     ActorDied,
     ActorProcessLost,

@@ -33,8 +33,8 @@ from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.executed_process import ChildProcess, spawned
 from holdfast.ft.processes.fork_shim import SOCKET, ForkRequest, ShimServer
-from holdfast.ft.processes.spawning import ChildProcess, spawned
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.actors.engine import Child
 from holdfast.rl.actors.errors import HostNotServed
