@@ -240,6 +240,11 @@ class Session:
 
         Raises TypeError and ValueError for arguments that cannot work, HoldfastError if something sharded is attached.
         """
+        if self._settings.on_death != "rebuild":
+            raise ValueError(
+                f"on_death={self._settings.on_death!r} with attach_sharded(), whose copies are made by all ranks at "
+                'each commit; use on_death="rebuild", or attach() what all ranks have'
+            )
         return self._attachments.attach_sharded(build, copies=copies, mesh=mesh)
 
     @_in_own_steps
@@ -247,8 +252,9 @@ class Session:
         """Save all attached state with torch.distributed.checkpoint every `every` steps, to a `directory` of all ranks.
 
         With `last`, it is saved after so many steps too, and never later. A job that finds checkpoints there at its
-        start continues from the newest. Raises ValueError, TypeError, OSError for arguments that cannot work; the steps
-        raise `Mismatch`, before the first one, if the ranks do not share the directory.
+        start continues from the newest. A degraded epoch ends where one is due: all ranks write it. Raises ValueError,
+        TypeError, OSError for arguments that cannot work; the steps raise `Mismatch`, before the first one, if the
+        ranks do not share the directory.
         """
         self._attachments.checkpoints(directory, every=every, last=last)
 
@@ -295,11 +301,6 @@ class Session:
         if self._attachments.closed:
             raise HoldfastError("steps() can be called once: a job is one run of steps")
         self._replicator.check()
-        if self._settings.on_death != "rebuild" and self._replicator.needs_group:
-            raise ValueError(
-                f"on_death={self._settings.on_death!r} with attach_sharded() or checkpoints(), which need all ranks "
-                'at a commit; use on_death="rebuild"'
-            )
         self._attachments.closed = True
         self._commit_state.total = total
         self._handlers = self._handlers_of(self._runtime)
@@ -488,12 +489,16 @@ class Session:
             self.process_group()
         return self._replicator.enter(self._open_comm(), self._hosts, done)
 
-    def _begin_step(self, runtime: Runtime, done: int) -> None:
+    def _begin_step(self, runtime: Runtime, done: int) -> bool:
+        """Begin the step after `done`; True if a degraded epoch ends first, so that all ranks write a checkpoint."""
+        if self._living is not None and self._living.degraded_from and self._replicator.saves(done):
+            return True
         self._replicator.look(done)
         self._replicator.begin(self._open_comm(), done)
         runtime.step = done
         if self._telemetry is not None:
             self._telemetry.at_step(done)
+        return False
 
     def _leave_epoch(self, failure: HoldfastError) -> HoldfastError:
         self._termination.obey()

@@ -319,7 +319,10 @@ class StageState(ProtocolRequest, frozen=True):
 
 
 class StepBoundary(ProtocolRequest, frozen=True):
-    """`done` steps are committed: write a checkpoint if one is due; collective. Raises FAILURES."""
+    """`done` steps are committed: write a checkpoint if one is due; collective. Raises FAILURES.
+
+    True if one is due in a degraded epoch, which therefore ends.
+    """
 
     done: int
 
@@ -394,8 +397,8 @@ class StepProtocol:
         try:
             if not view.degraded_from:
                 yield from self._synchronise()
-            yield StepBoundary(commits.done)
-            while commits.done < commits.total and not self._rebuilds(view):
+            saves = yield StepBoundary(commits.done)
+            while commits.done < commits.total and not saves and not self._rebuilds(view):
                 yield Reach("step.begin")
                 yield RecordStep(events.StepBegun(step=commits.done, epoch=view.epoch), in_epoch=view.epoch)
                 opened, self._is_open, self._has_results = commits.done, True, False
@@ -407,10 +410,12 @@ class StepProtocol:
                     retired = False
                 opened = -1
                 yield Settled(committed=True)
-                yield StepBoundary(commits.done)
+                saves = yield StepBoundary(commits.done)
         except FAILURES as failure:
             following = yield from self._build((yield from self._leave(view.epoch, failure)))
         else:
+            if saves:
+                return (yield from self._build((yield from self._rebuild(view, "a checkpoint is due"))))
             if commits.done < commits.total:
                 return (yield from self._build((yield from self._rebuild(view, "a member asks for it"))))
             return (yield from self._finish(view))

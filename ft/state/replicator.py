@@ -373,6 +373,10 @@ class StateReplicator:
         if self.sharded is not None and self._part_store is not None:
             self._part_store.keep_only(done)
 
+    def saves(self, done: int) -> bool:
+        """Whether a checkpoint must be written after `done` steps; the same on all ranks."""
+        return self.checkpoints is not None and self.checkpoints.due(done)
+
     def begin(self, comm: Communicator, done: int) -> None:
         """Before an attempt, write a checkpoint if one is due; collective.
 
@@ -383,8 +387,9 @@ class StateReplicator:
                 "what attach_sharded() built was changed outside of an attempt, where the change is on no copy; "
                 "call optimizer.step() inside of the `with attempt:` block"
             )
-        if self.checkpoints is None or not self.checkpoints.due(done):
+        if not self.saves(done):
             return
+        assert self.checkpoints is not None
         began = time.monotonic()
         with _library(comm), torch.no_grad():
             state = {name: thing.state_dict() for name, thing in self.attached.items()}

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from holdfast import ft
 from holdfast.comms.errors import Revoked
 from holdfast.comms.experts import Switch
+from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session
 from holdfast.ft.membership.view import Job
-from holdfast.harness import LocalCluster, RankFailed
+from holdfast.harness import LocalCluster
 from support.waiting import PATIENCE, eventually
 
 STEPS, KILL_STEP, REBUILD_STEP, VICTIM = 8, 2, 5, 1
@@ -137,13 +138,40 @@ def test_all_members_have_the_same_answer_to_a_death() -> None:
     assert conflict is not None and "on_death=go_on, not rebuild" in conflict
 
 
-def test_what_a_degraded_epoch_cannot_keep_is_refused(tmp_path: Path) -> None:
-    def body(session: Session) -> None:
-        session.checkpoints(tmp_path / "checkpoints", every=1)
-        session.steps(1)
+def test_a_degraded_epoch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
+    """The rank dies in step 2; the checkpoints after 4 steps and after the last one are written by all that live."""
 
-    with LocalCluster(1, "shm", session={"on_death": "finish_step"}) as cluster, pytest.raises(RankFailed) as failed:
-        cluster.start(body).results(PATIENCE)
-    assert isinstance(failed.value, ValueError) and "checkpoints()" in str(failed.value)
+    def body(session: Session) -> list[int]:
+        session.checkpoints(tmp_path, every=4, last=STEPS)
+        return [each.epoch for each in train(session)[0]]
+
+    with LocalCluster(3, "shm", session={"on_death": "go_on"}) as cluster:
+        outcomes = cluster.start(body).results(timeout=PATIENCE)
+    assert len(outcomes) == 2
+    for epochs in outcomes:
+        first = epochs[0]
+        assert [epoch == first for epoch in epochs] == [step < 4 for step in range(STEPS)]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000004", f"step-{STEPS:09d}"]
+
+
+def test_a_spare_that_comes_in_a_degraded_epoch_waits_for_the_rebuild() -> None:
+    with LocalCluster(3, "shm", spares=1, session={"on_death": "go_on"}) as cluster:
+        gate = cluster.logs / "gate"
+        job = cluster.start(train, gate)
+        job.wait_for_spares()
+        gate.touch()
+        outcomes = job.results(timeout=PATIENCE)
+    assert [steps for _, steps in outcomes] == [list(range(STEPS))] * 3
+    newcomers = [seen for seen, _ in outcomes if seen[0].step > 0]
+    assert [[each.step for each in seen] for seen in newcomers] == [list(range(REBUILD_STEP + 1, STEPS))]
+    assert all(each.before == each.after == ALL for each in newcomers[0])
+
+
+def test_what_a_degraded_epoch_cannot_keep_is_refused_before_anything_begins(tmp_path: Path) -> None:
+    create_key(tmp_path / "key")
+    register, key = "memory://refusals", tmp_path / "key"
+    session = ft.Session("shm", size=1, job="refusals", register=register, key_file=key, on_death="finish_step")
+    with pytest.raises(ValueError, match=r"on_death='finish_step' with attach_sharded\(\).* use on_death=\"rebuild\""):
+        session.attach_sharded(lambda mesh: {})
     with pytest.raises(ValueError, match="'mourn' is none of 'rebuild', 'finish_step', 'go_on'"):
         ft.Session(size=1, on_death="mourn")  # type: ignore[arg-type]
