@@ -49,7 +49,7 @@ from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.read_plan import PlanCache
 from holdfast.store.read.slices import Slice, chosen, copied, mapped
 from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Targets
-from holdfast.store.read.version_reader import VersionReader
+from holdfast.store.read.version_reader import ReadTerms, VersionReader
 from holdfast.store.recent import Recent
 from holdfast.store.reshard.name_map import Layout
 
@@ -94,10 +94,8 @@ def _publish_and_get(plane: MemoryPlane) -> None:
         catalog = Catalog(holders=(Holder(_ID, this_process()),), versions=(version,))
         catalog = Catalog.decode(catalog.encode())
         deadline = time.monotonic() + SECONDS
-        reader = VersionReader(
-            plane, catalog, version, deadline, lambda *_: None, PlanCache(), FilledTargets(), os.getpid()
-        )
-        Targets(flatten_targets(state), False, Recent(1)).fill(reader, True, None)
+        terms = ReadTerms(plane, catalog, version, deadline, lambda *_: None, PlanCache(), FilledTargets(), os.getpid())
+        Targets(flatten_targets(state), False, Recent(1)).fill(VersionReader(terms), True, None)
 
 
 def whole_number(value: int, what: str) -> int:
@@ -385,10 +383,10 @@ class WeightStore:
 
     def _reader(self, catalog: Catalog, version: Version, deadline: float, cast: WireCast | None) -> VersionReader:
         report, me = self._replica_holder.report_corrupt, os.getpid()
-        terms = self._plane, catalog, version, deadline, report, self._plans, self._filled, me
+        terms = ReadTerms(self._plane, catalog, version, deadline, report, self._plans, self._filled, me)
         if cast is None:
-            return VersionReader(*terms, self._host_copies.nearest)
-        return CastVersionReader(*terms, CastSources(self._catalog_client, self._plane, cast, version, deadline))
+            return VersionReader(terms, self._host_copies.nearest)
+        return CastVersionReader(terms, CastSources(self._catalog_client, self._plane, cast, version, deadline))
 
     # -- the catalogue
 

@@ -7,12 +7,12 @@ which the number of another host stays as it was. A turn needs the register, so 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import ClassVar
 
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.comms.errors import CorruptData
-from holdfast.store.catalog.records import LAYOUT
+from holdfast.store.catalog.records import CellRecord
 
 AWAY_TURNS = 8
 """A host that does not beat in so many turns of another one is away."""
@@ -25,25 +25,11 @@ class HostBeat(msgspec.Struct, frozen=True, array_like=True):
     number: int
 
 
-class HostBeats(msgspec.Struct, frozen=True, array_like=True):
+class HostBeats(CellRecord, frozen=True, array_like=True):
     """The beats of all hosts with stores that keep replicas. They are a register cell of their own."""
 
-    layout: int = LAYOUT
+    what: ClassVar[str] = "beats of hosts"
     beats: tuple[HostBeat, ...] = ()
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> HostBeats:
-        """The beats in `data`. Raises `CorruptData` if `encode` of this release cannot have written them."""
-        try:
-            beats = _beats.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptData(f"no beats of hosts: {error}") from error
-        if beats.layout != LAYOUT:
-            raise CorruptData(f"beats of hosts of layout {beats.layout}; this release knows layout {LAYOUT}")
-        return beats
 
     def number(self, host: str) -> int:
         """How often a host has beaten; 0 if it never did."""
@@ -70,6 +56,3 @@ class BeatCounter:
             known, silent = before.get(host, (-1, 0))
             self._seen[host] = number, silent + 1 if number == known else 0
         return frozenset(host for host, (_, silent) in self._seen.items() if silent >= AWAY_TURNS)
-
-
-_beats = msgspec.msgpack.Decoder(HostBeats)

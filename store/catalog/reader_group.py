@@ -7,15 +7,15 @@ are served within the group, by the same rule (`fan_out.assigned`).
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import ClassVar
 
 import msgspec
 import xxhash
 from msgspec.structs import replace
 
-from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.store.catalog.fan_out import assigned
-from holdfast.store.catalog.records import LAYOUT, Holder, Replica, ServingCopy
+from holdfast.store.catalog.records import CellRecord, Holder, Replica, ServingCopy
 
 GROUPS = 32
 ABOVE = "above"
@@ -33,26 +33,12 @@ class GroupPart(msgspec.Struct, frozen=True, array_like=True):
     copies: tuple[ServingCopy, ...]
 
 
-class ReaderGroup(msgspec.Struct, frozen=True, array_like=True):
+class ReaderGroup(CellRecord, frozen=True, array_like=True):
     """The readers of a group that have or want copies, and the parts of which they do."""
 
-    layout: int = LAYOUT
+    what: ClassVar[str] = "a group of readers"
     readers: tuple[Holder, ...] = ()
     parts: tuple[GroupPart, ...] = ()
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> ReaderGroup:
-        """The group in `data`. Raises `CorruptData` if `encode` of this release cannot have written it."""
-        try:
-            group = _groups.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptData(f"not a group of readers: {error}") from error
-        if group.layout != LAYOUT:
-            raise CorruptData(f"a group of readers of layout {group.layout}; this release knows layout {LAYOUT}")
-        return group
 
     def part(self, number: int, part: int, digest: bytes) -> GroupPart:
         key = (number, part, digest)
@@ -152,6 +138,3 @@ def _settled(group: ReaderGroup) -> ReaderGroup:
 
 def _awaited(part: GroupPart) -> bool:
     return any(each.handle is None for each in part.copies)
-
-
-_groups = msgspec.msgpack.Decoder(ReaderGroup)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import cache
+from typing import ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
@@ -14,6 +15,8 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog.fleet_records import Reader, SwitchRecord
 from holdfast.store.errors import NoSuchVersion
+
+Record = TypeVar("Record", bound="CellRecord")
 
 LAYOUT = 2
 """The layout of the records. A release refuses catalogues of any other."""
@@ -170,14 +173,43 @@ class FarRead(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
-class Catalog(msgspec.Struct, frozen=True, array_like=True):
+class CellRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a register cell of the store holds."""
+
+    what: ClassVar[str]
+    layout: int = LAYOUT
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """The record in `data`. Raises `CorruptData` if `encode` of this release cannot have written it."""
+        try:
+            record: Self = _decoder(cls).decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"not {cls.what}: {error}") from error
+        if record.layout != LAYOUT:
+            raise CorruptData(
+                f"{cls.what} of layout {record.layout}, this release knows layout {LAYOUT}: another release of "
+                "holdfast has this store open; run one release in all processes, or open a store of another name"
+            )
+        return record
+
+
+@cache
+def _decoder(kind: type[Record]) -> msgspec.msgpack.Decoder[Record]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+class Catalog(CellRecord, frozen=True, array_like=True):
     """The whole catalogue. `fence` is the newest fence of any publisher, `latest` the version that "latest" names.
 
     `keep` is the number of versions that stay, `lost` the newest versions that lost their last replica.
     `switches` are in the order of their serials. `away` are hosts that no longer beat: their replicas do not count.
     """
 
-    layout: int = LAYOUT
+    what: ClassVar[str] = "a catalogue of weights"
     fence: int | None = None
     latest: int | None = None
     keep: int = 2
@@ -192,23 +224,6 @@ class Catalog(msgspec.Struct, frozen=True, array_like=True):
     disk: tuple[DiskCopy, ...] = ()
     away: tuple[str, ...] = ()
     far_reads: tuple[FarRead, ...] = ()
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> Catalog:
-        """The catalogue in `data`. Raises `CorruptData` if `encode` of this release cannot have written it."""
-        try:
-            catalog = _catalogs.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptData(f"not a catalogue of weights: {error}") from error
-        if catalog.layout != LAYOUT:
-            raise CorruptData(
-                f"a catalogue of layout {catalog.layout}, this release knows layout {LAYOUT}: another release of "
-                "holdfast has this store open; run one release in all processes, or open a store of another name"
-            )
-        return catalog
 
     def version(self, number: int) -> Version | None:
         return next((version for version in self.versions if version.number == number), None)
@@ -284,6 +299,3 @@ class Catalog(msgspec.Struct, frozen=True, array_like=True):
         found.update(reader.peer for reader in self.readers)
         found.update(retainer.peer for retainer in self.retainers)
         return frozenset(found)
-
-
-_catalogs = msgspec.msgpack.Decoder(Catalog)

@@ -10,20 +10,18 @@ import torch
 
 from holdfast.comms.codecs.float8_blocks import BLOCK
 from holdfast.comms.errors import CorruptData, RegionGone
-from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft.state.boxes import Box, count_of, shape_of, whole
 from holdfast.store.casts.part_form import carried_whole, exponents_name, form_layout, is_cast, values_name
 from holdfast.store.casts.wire_cast import EncodedTensor
-from holdfast.store.catalog.records import CastForm, Catalog, Version
+from holdfast.store.catalog.records import CastForm
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.data.targets import VersionTensor
 from holdfast.store.errors import CastUnavailable, StoreTimeout
 from holdfast.store.read.cast_sources import CastSources
-from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.filling import fill
-from holdfast.store.read.part_source import PartSource, ReportCorrupt
+from holdfast.store.read.part_source import PartSource
 from holdfast.store.read.read_plan import PlanCache, sources_of
-from holdfast.store.read.version_reader import VersionReader
+from holdfast.store.read.version_reader import ReadTerms, VersionReader
 from holdfast.store.recent import Recent
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, plan
 
@@ -38,20 +36,9 @@ _copies: Recent[tuple[BoxCopy, ...]] = Recent(16)
 class CastVersionReader(VersionReader):
     """A version that is being read in a cast. For one thread; it raises `CastUnavailable` besides."""
 
-    def __init__(
-        self,
-        plane: MemoryPlane,
-        catalog: Catalog,
-        version: Version,
-        deadline: float,
-        report: ReportCorrupt,
-        plans: PlanCache,
-        filled: FilledTargets,
-        reader: int,
-        forms: CastSources,
-    ) -> None:
-        super().__init__(plane, catalog, version, deadline, report, plans, filled, reader)
-        self._cast, self._deadline, self._cast_sources = forms.cast, deadline, forms
+    def __init__(self, terms: ReadTerms, forms: CastSources) -> None:
+        super().__init__(terms)
+        self._cast, self._deadline, self._cast_sources = forms.cast, terms.deadline, forms
         self._forms: dict[int, tuple[CastForm, PartSource]] = {}
 
     def fits(self, stored: VersionTensor, dtype: torch.dtype) -> bool:

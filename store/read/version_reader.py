@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +30,20 @@ _agreeing: Recent[bool] = Recent(16)
 """Versions with parts that were found to agree, by the digests of the parts."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadTerms:
+    """A version to read and until when, with what is known of reads before. `reader` spreads readers over replicas."""
+
+    plane: MemoryPlane
+    catalog: Catalog
+    version: Version
+    deadline: float
+    report: ReportCorrupt
+    plans: PlanCache
+    filled: FilledTargets
+    reader: int
+
+
 class VersionReader:
     """A version that is being read. For one thread.
 
@@ -37,23 +52,13 @@ class VersionReader:
     deadline.
     """
 
-    def __init__(
-        self,
-        plane: MemoryPlane,
-        catalog: Catalog,
-        version: Version,
-        deadline: float,
-        report: ReportCorrupt,
-        plans: PlanCache,
-        filled: FilledTargets,
-        reader: int,
-        nearest: Nearest = lambda *_: None,
-    ) -> None:
+    def __init__(self, terms: ReadTerms, nearest: Nearest = lambda *_: None) -> None:
+        catalog, version, deadline = terms.catalog, terms.version, terms.deadline
         self.number = version.number
-        self._plans, self._filled, self._reader = plans, filled, reader
+        self._plans, self._filled, self._reader = terms.plans, terms.filled, terms.reader
         self._sources = []
         for shard in version.shards:
-            self._sources.append(PartSource(plane, catalog, version, shard, deadline, report))
+            self._sources.append(PartSource(terms.plane, catalog, version, shard, deadline, terms.report))
             if (near := nearest(catalog, version, shard, deadline)) is not None:
                 self._sources[-1].prefer(near)
         self.manifests: list[Manifest] = [source.manifest() for source in self._sources]
