@@ -22,7 +22,7 @@ class PolicyStep:
         from holdfast.rl.data.prompts import PromptSource
         from holdfast.rl.generators.batches import generate_batch
         from holdfast.rl.generators.models import ModelSource
-        from holdfast.rl.run.policy_source import SMALL_LLAMA
+        from holdfast.rl.run.policy import SMALL_LLAMA
         from holdfast.rl.trainers.policy import PolicyLoss, build_policy
 
         if hasattr(self, "generate"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -124,12 +124,15 @@ def export(
     directory: RunFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder, or the new file.")],
     to: Annotated[
-        Literal["hf", "safetensors", "executorch"],
-        typer.Option(help="A folder that transformers loads, one file of weights, or a program for devices."),
+        str,
+        typer.Option(
+            metavar="hf|safetensors|FILE.py:NAME",
+            help="A folder that transformers loads, one file of weights, or a function of yours.",
+        ),
     ] = "hf",
     version: Annotated[str, typer.Option(metavar="N|best|latest", help="A version that is on disk.")] = "best",
 ) -> None:
-    """Write a version of a run as a folder of transformers, a file of safetensors or a program of ExecuTorch.
+    """Write a version of a run as a folder of transformers, as a file of safetensors, or by a function.
 
     [bold]Examples[/bold]
 
@@ -137,9 +140,9 @@ def export(
 
         holdfast rl export run --version latest --to safetensors model.safetensors
 
-        holdfast rl export run --to executorch model.pte          # needs: make extra-executorch
+        holdfast rl export run --to examples/stack/executorch/export.py:export model.pte
 
-    A program is written only if its logits agree with the model's, and it answers the held-out prompts alike.
+    A function takes the run's configuration, the model and OUT, and returns what it wrote in words.
     """
     from holdfast.harness.training.evaluation import export_version
 
@@ -176,7 +179,7 @@ environment_app = CommandGroup(help="Environments that runs play in.", no_args_i
 
 @environment_app.command()
 def serve(
-    name: Annotated[str, typer.Argument(help="Such as guess, 2048?goal=64 or python:FILE.py:NAME.")],
+    name: Annotated[str, typer.Argument(help="Such as guess?high=9, gymnasium:ID or python:FILE.py:NAME.")],
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 0,
     sessions: Annotated[int, typer.Option(min=1, help="Episodes that are played at the same time.")] = 64,

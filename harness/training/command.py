@@ -18,7 +18,7 @@ from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.report import processor_line, report_of
 from holdfast.rl.config.load import load_config
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.run.policy_source import tokenizer_of
+from holdfast.rl.run.policy import tokenizer_of
 from holdfast.rl.run.run_directory import RunDirectory
 
 SHOWN_GROUPS = 500

@@ -6,7 +6,6 @@ import asyncio
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -17,14 +16,14 @@ from holdfast.ft.console.units import coarse_seconds, counted, reward_text
 from holdfast.ft.console.visible import visible
 from holdfast.harness.training.command import configuration_of
 from holdfast.rl.config.load import load_config
+from holdfast.rl.config.named_code import load_code
 from holdfast.rl.config.resume import placed
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.export.executorch import export_program
 from holdfast.rl.export.saved_versions import SavedVersions
-from holdfast.rl.export.version_evaluation import HeldOutAnswer, VersionEvaluation, evaluate_source, held_out_prompts
+from holdfast.rl.export.version_evaluation import HeldOutAnswer, VersionEvaluation, evaluate_source
 from holdfast.rl.export.weights import export_file, export_folder
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.run.policy_source import policy_source, task_of
+from holdfast.rl.run.policy import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.trainers.training import weights_digest
 
@@ -101,28 +100,20 @@ def _examples(best: Sequence[HeldOutAnswer], worst: Sequence[HeldOutAnswer]) -> 
     return table
 
 
-Format = Literal["hf", "safetensors", "executorch"]
+def export_version(directory: Path, version: str, to: str, out: Path) -> str:
+    """Export a saved version of a run; returns what was written, in words.
 
-COMPARED_PROMPTS = 200
-"""How many held-out prompts an exported program is compared with the model on, at most."""
-
-
-def export_version(directory: Path, version: str, to: Format, out: Path) -> str:
-    """Export a saved version of a run; returns what was written, in words."""
+    `to` is "hf", "safetensors", or the name `FILE.py:NAME` of a function of the configuration, the model and the path,
+    which returns what it wrote. Raises `NoSuchCode` for a name that leads to no code, and what the function raises.
+    """
     config = configuration_of(directory, ())
     saved = SavedVersions(config, RunDirectory(directory))
     number = saved.find(version)
     said = f"version {number} of {directory} is in {out}"
-    if to == "executorch":
-        prompts = held_out_prompts(config, task_of(config), COMPARED_PROMPTS)
+    if to not in ("hf", "safetensors"):
+        write = load_code(to)
         with tempfile.TemporaryDirectory(prefix="holdfast-export-") as scratch:
-            report = export_program(saved.source(number, Path(scratch) / "model"), prompts, config.sampling, out)
-        return (
-            f"{said}: {report.nbytes:,} bytes, exported in {coarse_seconds(report.seconds)}, {report.delegated:.0%} of "
-            f"its nodes in XNNPACK; logits within {report.difference:.1e} of eager torch's (up to "
-            f"{report.largest:.1f}; allowed {report.allowed:.1e}), {counted(len(prompts), 'held-out prompt')} answered "
-            "as the model does"
-        )
+            return f"{said}: {write(config, saved.source(number, Path(scratch) / 'model'), out)}"
     model = saved.model(number)
     digest = weights_digest(model.state_dict())
     if to == "hf":

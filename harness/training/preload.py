@@ -8,7 +8,7 @@ PRELOAD = (
     "holdfast.rl.trainers.trainer_actor",
     "holdfast.rl.generators.transformers_generator",
     "holdfast.rl.run.weight_holder",
-    "holdfast.rl.run.episodes.environment_servers",
+    "holdfast.rl.run.environment_servers",
 )
 """What trainers, generators, holders and environment servers import."""
 

@@ -152,11 +152,3 @@ class QuorumMissed(HoldfastError):
             f"{method} was done by {counted(done, 'replica')}, and {quorum} are needed: "
             + "; ".join(f"{replica}: {error}" for replica, error in self.errors)
         )
-
-
-class NotEnoughGpus(HoldfastError):
-    """More GPUs are asked for than are free on this host."""
-
-    def __init__(self, need: int, free: int) -> None:
-        self.need, self.free = need, free
-        super().__init__(f"{counted(need, 'GPU')} are needed and {free} are free: use fewer replicas or procs")

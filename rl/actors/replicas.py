@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import msgspec
-import torch
 import xxhash
 
 from holdfast.comms.errors import HoldfastError, again, describe
@@ -24,7 +21,6 @@ from holdfast.rl.actors.errors import (
     ActorHostAway,
     ActorProcessLost,
     EndpointTimeout,
-    NotEnoughGpus,
     Overloaded,
     ServiceClosed,
     ServiceFailed,
@@ -33,7 +29,6 @@ from holdfast.rl.actors.errors import (
 Health = Literal["starting", "ready", "draining", "lost"]
 Policy = Literal["least_loaded", "round_robin"]
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 5.0
 _STOP_SECONDS = 10.0
 _STOPPED = ([b"T"], [b"t"])
@@ -48,8 +43,6 @@ class ServiceOptions:
     num_replicas: int = 1
     procs: int = 1
     """Processes of a replica. All of them do each call; its result is that of the first."""
-    with_gpus: bool = False
-    """Whether each process gets a GPU of its own."""
     engine: Engine | None = None
     """None: the engine in use (`async with engine`)."""
     name: str = ""
@@ -89,8 +82,6 @@ class ServiceOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give seconds, more than 0")
         if self.deadline is not None and not self.deadline > 0:
             raise ValueError(f"deadline={self.deadline!r}: give seconds, more than 0, or None")
-        if self.with_gpus and self.hosts:
-            raise ValueError("with_gpus and hosts: GPUs are given out on this host alone")
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +126,6 @@ class ServiceReplica:
         name: str,
         slot: int,
         options: ServiceOptions,
-        gpus: tuple[str, ...],
         on_lost: Callable[[ServiceReplica, bool], None],
         moves: int = 0,
     ) -> None:
@@ -146,7 +136,7 @@ class ServiceReplica:
         self.outstanding = self.sessions = self.used = 0
         self.gone = asyncio.Event()
         """Set when it is lost."""
-        self._gpus, self._on_lost = gpus, on_lost
+        self._on_lost = on_lost
         self._members: list[ActorProcess] = []
         self._beating: asyncio.Task[None] | None = None
 
@@ -232,8 +222,6 @@ class ServiceReplica:
 
     def _environ(self, rank: int) -> dict[str, str]:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.options.procs)}
-        if self._gpus:
-            own[VISIBLE] = self._gpus[rank]
         return {**own, **self.options.environ}
 
     async def _beat(self) -> None:
@@ -315,43 +303,12 @@ def affinity(key: Hashable, slot: int) -> int:
     return xxhash.xxh3_64_intdigest(repr((key, slot)).encode())
 
 
-class GpuPool:
-    """The GPUs that no process has."""
-
-    def __init__(self, devices: tuple[str, ...]) -> None:
-        self._free = list(devices)
-
-    def take(self, count: int) -> tuple[str, ...]:
-        """Take `count` GPUs. Raises `NotEnoughGpus`, and takes none."""
-        if count > len(self._free):
-            raise NotEnoughGpus(count, len(self._free))
-        taken, self._free = tuple(self._free[:count]), self._free[count:]
-        return taken
-
-    def give_back(self, devices: tuple[str, ...]) -> None:
-        """Make them free again."""
-        self._free.extend(devices)
-
-
-_pools: WeakKeyDictionary[Engine, GpuPool] = WeakKeyDictionary()
-
-
-def gpus_of(engine: Engine) -> GpuPool:
-    """The pool of an engine: the GPUs that this process may see."""
-    if engine not in _pools:
-        seen = os.environ.get(VISIBLE)
-        devices = seen.split(",") if seen else map(str, range(torch.cuda.device_count()))
-        _pools[engine] = GpuPool(tuple(each.strip() for each in devices if each.strip()))
-    return _pools[engine]
-
-
 @dataclass(slots=True, eq=False)
 class Slot:
     """A place for a replica, filled again whenever that is lost."""
 
     number: int
     replica: ServiceReplica
-    gpus: tuple[str, ...] = ()
     fillings: int = 0
     moves: int = 0
     """How often its host was away when a replica was to start there."""
@@ -405,11 +362,8 @@ class ReplicaSet:
             self.check()
             leaving = [self.slots[number] for number in sorted(self.slots)[count:]]
             missing = [number for number in range(count) if number not in self.slots]
-            procs = self.options.procs
-            gpus = gpus_of(self._engine).take(len(missing) * procs) if self.options.with_gpus else ()
-            for place, number in enumerate(missing):
-                slot = Slot(number, self._new(number, 0, (), 0), gpus[place * procs : (place + 1) * procs])
-                self.slots[number] = slot
+            for number in missing:
+                slot = self.slots[number] = Slot(number, self._new(number, 0, 0))
                 slot.task = asyncio.create_task(self._keep(slot))
             await asyncio.gather(*[self._drain(slot) for slot in leaving])
             for number in missing:
@@ -464,14 +418,12 @@ class ReplicaSet:
         await asyncio.gather(*tasks, return_exceptions=True)
         slots, self.slots = tuple(self.slots.values()), {}
         await asyncio.gather(*[slot.replica.stop() for slot in slots])
-        for slot in slots:
-            self._free_gpus(slot)
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _keep(self, slot: Slot) -> None:
         failures, since = 0, time.monotonic()
         while not slot.leaving:
-            replica = slot.replica = self._new(slot.number, slot.fillings, slot.gpus, slot.moves)
+            replica = slot.replica = self._new(slot.number, slot.fillings, slot.moves)
             slot.fillings += 1
             try:
                 await replica.start(self._engine, self._actor, self._args, self._kwargs)
@@ -519,12 +471,11 @@ class ReplicaSet:
             await asyncio.gather(slot.task, return_exceptions=True)
         await slot.replica.stop()
         self._tell(slot.replica, "stopped")
-        self._free_gpus(slot)
         self.slots.pop(slot.number, None)
 
-    def _new(self, number: int, filling: int, gpus: tuple[str, ...], moves: int) -> ServiceReplica:
+    def _new(self, number: int, filling: int, moves: int) -> ServiceReplica:
         name = f"{self.name}-{number}" + (f".{filling}" if filling else "")
-        return ServiceReplica(name, number, self.options, gpus, self._was_lost, moves)
+        return ServiceReplica(name, number, self.options, self._was_lost, moves)
 
     def _was_lost(self, replica: ServiceReplica, served: bool) -> None:
         if served:
@@ -559,11 +510,6 @@ class ReplicaSet:
                     seconds=seconds,
                 )
             )
-
-    def _free_gpus(self, slot: Slot) -> None:
-        if slot.gpus:
-            gpus_of(self._engine).give_back(slot.gpus)
-            slot.gpus = ()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -261,7 +261,7 @@ class ServiceSpec:
     async def as_service(self, *args: Any, **kwargs: Any) -> Service:
         """Start the service; each replica makes `actor(*args, **kwargs)`.
 
-        Raises `ServiceFailed`, `NotEnoughGpus`, `NoEngine`, and leaves no process.
+        Raises `ServiceFailed`, `NoEngine`, and leaves no process.
         """
         options, actor = self.chosen, self.actor
         name = options.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", actor.__name__).lower()

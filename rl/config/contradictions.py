@@ -141,26 +141,14 @@ def _criterion(config: RunConfig, criterion: CriterionConfig, folder: Path, key:
 
 
 def _code_of_criterion(criterion: CriterionConfig, folder: Path, key: Key) -> Iterator[Contradiction]:
-    kind = (*key, "kind")
-    wanted = {"python": ("function",), "ensemble": ("verifiers", "answers")}.get(criterion.kind, ())
-    for name in ("function", "verifiers", "answers"):
-        value = getattr(criterion, name)
-        if name in wanted and not value:
-            yield ((*key, name), kind), f"a criterion of kind {criterion.kind!r} needs it"
-        if name not in wanted and value:
-            yield ((*key, name), kind), f"a criterion of kind {criterion.kind!r} has none"
-    for name, codes in (("function", (criterion.function,)), ("verifiers", criterion.verifiers)):
-        for code in filter(None, codes):
-            if name in wanted and (reason := _missing_code(code, folder)):
-                yield ((*key, name),), reason
-    if criterion.kind == "ensemble":
-        names = {each.rpartition(":")[2] for each in criterion.verifiers}
-        if 0 < len(criterion.verifiers) < 3:
-            yield ((*key, "verifiers"),), "fewer than three do not tell how good each is"
-        elif len(names) < len(criterion.verifiers):
-            yield ((*key, "verifiers"),), "two of them have the same name"
-        if criterion.answers and not (folder / criterion.answers).is_file():
-            yield ((*key, "answers"),), f"there is no file {folder / criterion.answers}"
+    function, kind = (*key, "function"), (*key, "kind")
+    if criterion.kind != "python":
+        if criterion.function:
+            yield (function, kind), f"a criterion of kind {criterion.kind!r} has none"
+    elif not criterion.function:
+        yield (function, kind), f"a criterion of kind {criterion.kind!r} needs it"
+    elif reason := _missing_code(criterion.function, folder):
+        yield (function,), reason
 
 
 def _missing_code(code: str, folder: Path) -> str:

@@ -63,8 +63,6 @@ def placed(config: RunConfig, folder: Path) -> RunConfig:
             msgspec.structs.replace(
                 each,
                 function=placed_code(each.function, folder),
-                verifiers=tuple(placed_code(one, folder) for one in each.verifiers),
-                answers=absolute(each.answers),
             )
             for each in config.reward
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -156,44 +156,32 @@ class Sampling(_Section, frozen=True, kw_only=True):
     def request(self, seed: int, prompt: Prompt, draw: int, version: int | None) -> SamplingRequest:
         """The request for a prompt's group, the `draw`-th time: equal arguments give an equal request."""
         seeds = seeds_of("sample", seed, prompt.number, draw, each=range(self.group))
-        return SamplingRequest(
-            prompts=(prompt.tokens,),
-            samples=self.group,
-            seeds=seeds,
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            stop=self.stop,
-            version=version,
-        )
+        return self._asked((prompt.tokens,), seeds, version)
 
     def turn(
         self, seed: int, number: int, draw: int, seen: Mapping[int, tuple[int, ...]], version: int | None
     ) -> SamplingRequest:
         """The request for the next turn of a group's samples, each after the tokens that it has `seen`."""
+        seeds = tuple(seed_of("turn", seed, number, draw, sample, len(before)) for sample, before in seen.items())
+        return self._asked(tuple(seen.values()), seeds, version)
+
+    def greedy(self, seen: Iterable[tuple[int, ...]], version: int | None) -> SamplingRequest:
+        """The request for the likeliest tokens after those that were `seen`."""
+        prompts = tuple(seen)
+        asked = self._asked(prompts, (0,) * len(prompts), version)
+        return msgspec.structs.replace(asked, temperature=0.0, top_p=1.0)
+
+    def _asked(
+        self, prompts: tuple[tuple[int, ...], ...], seeds: tuple[int, ...], version: int | None
+    ) -> SamplingRequest:
+        """The request for as many completions of each prompt as there are seeds."""
         return SamplingRequest(
-            prompts=tuple(seen.values()),
-            samples=1,
-            seeds=tuple(seed_of("turn", seed, number, draw, sample, len(before)) for sample, before in seen.items()),
+            prompts=prompts,
+            samples=len(seeds) // len(prompts),
+            seeds=seeds,
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            stop=self.stop,
-            version=version,
-        )
-
-    def greedy(self, prompts: tuple[Prompt, ...], version: int | None) -> SamplingRequest:
-        """The request for the likeliest completion of each prompt."""
-        return self.greedy_turn(tuple(each.tokens for each in prompts), version)
-
-    def greedy_turn(self, seen: tuple[tuple[int, ...], ...], version: int | None) -> SamplingRequest:
-        """The request for the likeliest tokens after those that were `seen`."""
-        return SamplingRequest(
-            prompts=seen,
-            samples=1,
-            seeds=(0,) * len(seen),
-            max_new_tokens=self.max_new_tokens,
-            temperature=0.0,
             stop=self.stop,
             version=version,
         )
@@ -203,10 +191,10 @@ class CriterionConfig(_Section, frozen=True, kw_only=True):
     """One criterion of the reward, which is the weighted sum of all."""
 
     kind: Annotated[
-        Literal["exact", "format", "length", "python", "ensemble"],
+        Literal["exact", "format", "length", "python"],
         Meta(
-            description="Equal to the reference; matched by `pattern`; a penalty for long completions; a `function` of "
-            "yours; or how probably an answer is right, by the votes of weak `verifiers`."
+            description="Equal to the reference; matched by `pattern`; a penalty for long completions; or a `function` "
+            "of yours."
         ),
     ] = "exact"
     weight: Annotated[float, Meta(description="The weight.")] = 1.0
@@ -220,16 +208,6 @@ class CriterionConfig(_Section, frozen=True, kw_only=True):
     function: Annotated[
         str, Meta(description="`FILE.py:NAME` or `MODULE:NAME`: from a `JudgedAnswer` to a number (`python`).")
     ] = ""
-    verifiers: Annotated[
-        tuple[str, ...], Meta(description="Such functions, whose 0.5 or more is a vote for the answer (`ensemble`).")
-    ] = ()
-    answers: Annotated[
-        str,
-        Meta(
-            description='A file with a `{"prompt", "answer", "text"}` a line, 50 at least: votes on these texts, which '
-            "need no labels, give the verifiers their weights (`ensemble`)."
-        ),
-    ] = ""
 
 
 class EnvironmentConfig(_Section, frozen=True, kw_only=True):
@@ -238,8 +216,8 @@ class EnvironmentConfig(_Section, frozen=True, kw_only=True):
     name: Annotated[
         str,
         Meta(
-            description="`guess`, `2048`, `coder`, `mcp`, `textarena:GAME`, `gymnasium:ID` ...; empty: episodes have "
-            "one turn and a reward."
+            description="`guess`, `mcp`, `textarena:GAME`, `gymnasium:ID`, `python:FILE.py:NAME` ...; empty: episodes "
+            "have one turn and a reward."
         ),
     ] = ""
     arguments: Annotated[

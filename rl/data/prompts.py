@@ -16,7 +16,6 @@ import msgspec
 
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.data.errors import BadDataset
-from holdfast.rl.data.replay_buffer import ReplayBuffer
 
 
 def seed_of(*parts: int | str) -> int:
@@ -86,31 +85,6 @@ class PromptSource:
         order = list(range(len(self._problems)))
         random.Random(seed_of("epoch", self._seed, epoch)).shuffle(order)
         return tuple(order)
-
-
-class PromptStream:
-    """The prompts of a source, each once, as a replay buffer admits them.
-
-    The buffer's state is the position: there is nothing else to save.
-    """
-
-    def __init__(self, source: PromptSource, buffer: ReplayBuffer) -> None:
-        self._source, self._buffer = source, buffer
-
-    async def sample(self) -> Prompt:
-        """Wait until the next group may begin, and begin it."""
-        return self._source.prompt((await self._buffer.admit()).number)
-
-
-class PromptNumbers:
-    """The numbers of prompts, each once, as a replay buffer admits them: an environment makes the prompts itself."""
-
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self._buffer = buffer
-
-    async def sample(self) -> int:
-        """Wait until the next group may begin, and begin it."""
-        return (await self._buffer.admit()).number
 
 
 def read_problems(path: Path) -> tuple[Problem, ...]:

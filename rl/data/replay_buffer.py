@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -40,6 +40,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         edges = even_edges(len(self.groups), self.after.rule.updates)
         updates = [self.step + update for update, (begin, end) in enumerate(edges) for _ in range(begin, end)]
         return tuple(update - group.version for update, group in zip(updates, self.groups, strict=True))
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trained batch gave: the weights' version after it, and named figures such as `loss`."""
+
+    step: int
+    version: int
+    figures: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
 class ReplayBuffer:

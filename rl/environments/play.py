@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -106,9 +105,8 @@ class FailedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 class EpisodePlay:
     """An episode while it is played: `act` takes what the policy drew after `seen`, until there is a `result`.
 
-    What the environment does wrong makes the result a FailedEpisode, also a first observation that is over, empty, too
-    long or not `prompt` (the episodes of a group have the same), and a text that the codec cannot encode. Errors of
-    decoding what the policy drew are raised.
+    What the environment does wrong makes the result a FailedEpisode, also a first observation that is over, empty or
+    too long, and a text that the codec cannot encode. Errors of decoding what the policy drew are raised.
 
     An environment that died, hangs or is busy is tried again, `attempts` times in all: another one is brought to the
     same place by the same seed and actions, so that no token is drawn again. `on_retry` is called with each failure
@@ -123,7 +121,6 @@ class EpisodePlay:
         seed: int,
         max_turns: int,
         max_tokens: int | None = None,
-        prompt: Sequence[int] | None = None,
         attempts: int = 1,
         on_retry: Callable[[EnvironmentFailed], None] = lambda failure: None,
     ) -> None:
@@ -131,7 +128,7 @@ class EpisodePlay:
         self.seen: tuple[int, ...] = ()
         self.result: Transcript | FailedEpisode | None = None
         self._session, self._codec, self._on_retry = session, codec, on_retry
-        self._max_turns, self._max_tokens, self._prompt = max_turns, max_tokens, prompt
+        self._max_turns, self._max_tokens = max_turns, max_tokens
         self._left = attempts
         self._first = Observation()
         self._begun: tuple[int, ...] = ()
@@ -153,8 +150,6 @@ class EpisodePlay:
                 raise self._lied(
                     f"its first observation is {counted(len(self.seen), 'token')} long: no room for a turn"
                 )
-            if self._prompt is not None and self.seen != tuple(self._prompt):
-                raise self._lied("its first observation is not the prompt: more than the seed decides")
         except EnvironmentFailed as error:
             self._fail(error)
 
@@ -245,19 +240,13 @@ async def play(
     seed: int,
     max_turns: int,
     max_tokens: int | None = None,
-    prompt: Sequence[int] | None = None,
 ) -> Transcript | FailedEpisode:
     """Play one episode: at most `max_turns`, and about `max_tokens` with the prompt (the last turn may exceed them).
 
     Errors of the policy are raised. See `EpisodePlay`.
     """
-    playing = EpisodePlay(session, codec, seed=seed, max_turns=max_turns, max_tokens=max_tokens, prompt=prompt)
+    playing = EpisodePlay(session, codec, seed=seed, max_turns=max_turns, max_tokens=max_tokens)
     await playing.begin()
     while playing.result is None:
         await playing.act(await act(playing.seen))
     return playing.result
-
-
-def failures(results: Iterable[Transcript | FailedEpisode]) -> Mapping[FailureKind, int]:
-    """How many episodes failed, by kind."""
-    return Counter(result.kind for result in results if isinstance(result, FailedEpisode))

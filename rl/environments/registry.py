@@ -1,4 +1,4 @@
-"""Environments by name: `2048?goal=64`, `textarena:Wordle-v0`, `python:FILE.py:NAME`, `ws://host:port`."""
+"""Environments by name: `guess?high=9`, `textarena:Wordle-v0`, `python:FILE.py:NAME`, `ws://host:port`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from holdfast.rl.environments.session_source import SessionSource
 
 SHIPPED: Mapping[str, str] = {
     "arithmetic": "holdfast.rl.environments.builtin.arithmetic:ArithmeticEnvironment",
-    "coder": "holdfast.rl.environments.builtin.coder:CoderEnvironment",
     "guess": "holdfast.rl.environments.builtin.guess_number:GuessNumberEnvironment",
-    "2048": "holdfast.rl.environments.builtin.game_2048:Game2048Environment",
     "gymnasium": "holdfast.rl.environments.adapters.gymnasium:GymnasiumEnvironment",
     "mcp": "holdfast.rl.environments.tools.tool_environment:stock_tools",
     "textarena": "holdfast.rl.environments.adapters.textarena:TextArenaEnvironment",

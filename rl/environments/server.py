@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import http
 import logging
+import os
 import random
 import secrets
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, cast
-from urllib.parse import urlsplit
+from typing import Annotated, Any, NoReturn, Self, cast
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection
@@ -21,6 +22,7 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response
 
+from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.console.units import counted
 from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.rl.environments import messages
@@ -33,8 +35,7 @@ from holdfast.rl.environments.errors import (
     EpisodeOver,
 )
 from holdfast.rl.environments.local import LocalSession
-from holdfast.rl.environments.work_channel import WORK_PATH, answer_work
-from holdfast.rl.telemetry import WorkLog, processor_with_descendants
+from holdfast.rl.telemetry import Count, WorkLog, WorkReport, processor_with_descendants
 
 CODES: dict[type[EnvironmentFailed], str] = {
     EnvironmentDied: "EXECUTION_ERROR",
@@ -61,6 +62,18 @@ class Health(msgspec.Struct, frozen=True):
     hung: int
 
 
+_Word = Annotated[str, msgspec.Meta(max_length=200)]
+
+
+class ServerWork(WorkReport, frozen=True, kw_only=True):
+    """What `/work` tells: a report of the process `pid` on `host`. `server` is another word after each start."""
+
+    server: _Word
+    host: _Word
+    pid: Count
+    next: Count
+
+
 class _Guest(ServerConnection):
     """A connection that may be dropped until its handshake is done."""
 
@@ -85,8 +98,8 @@ class EnvironmentServer:
     """Serves an environment: each connection to `/ws` is a session with an environment of its own.
 
     `sessions` bounds their number. A session ends with its connection, at any error, and after `lease` seconds without
-    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`. `work` has all calls, which
-    `ask_work` reads elsewhere.
+    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`. `work` has all calls; at
+    `/work?since=N` are those since the answer with `next` N, in JSON.
     """
 
     def __init__(
@@ -153,15 +166,29 @@ class EnvironmentServer:
         await self._server.wait_closed()
 
     def _answer_http(self, connection: ServerConnection, request: HttpRequest) -> Response | None:
-        path = urlsplit(request.path).path
-        if path in ("/ws", WORK_PATH):
-            return None
-        if path != "/health":
-            return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /ws, /work and /health\n")
-        response = connection.respond(http.HTTPStatus.OK, msgspec.json.encode(self.health()).decode())
+        asked = urlsplit(request.path)
+        answer: Health | ServerWork
+        match asked.path:
+            case "/ws":
+                return None
+            case "/health":
+                answer = self.health()
+            case "/work":
+                try:
+                    answer = self._work_since(asked.query)
+                except msgspec.ValidationError as error:
+                    return connection.respond(http.HTTPStatus.BAD_REQUEST, f"since: {error}\n")
+            case _:
+                return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /ws, /work and /health\n")
+        response = connection.respond(http.HTTPStatus.OK, msgspec.json.encode(answer).decode())
         del response.headers["Content-Type"]
         response.headers["Content-Type"] = "application/json"
         return response
+
+    def _work_since(self, query: str) -> ServerWork:
+        since = parse_qs(query).get("since")
+        report = self.work.read(None if since is None else msgspec.convert(since[0], Count, strict=False))
+        return ServerWork(server=self._mark, host=this_host(), pid=os.getpid(), **msgspec.structs.asdict(report))
 
     async def _serve(self, connection: ServerConnection) -> None:
         handler = asyncio.ensure_future(self._lead(connection))
@@ -173,8 +200,6 @@ class EnvironmentServer:
 
     async def _lead(self, connection: ServerConnection) -> None:
         self._guests.admit(cast(_Guest, connection))
-        if connection.request is not None and urlsplit(connection.request.path).path == WORK_PATH:
-            return await answer_work(connection, self.work, self._mark)
         if len(self._sessions) >= self.limit:
             why = f"all of the {counted(self.limit, 'session')} of {self.environment} are taken"
             return await self._refuse(connection, "CAPACITY_REACHED", why)

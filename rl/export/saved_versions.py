@@ -15,7 +15,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.export.titan_names import renamed
 from holdfast.rl.generators.models import ModelSource, save_model
-from holdfast.rl.run.policy_source import policy_source
+from holdfast.rl.run.policy import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.best_version import read_best

@@ -11,18 +11,18 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.run_config import RunConfig, Sampling
-from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
+from holdfast.rl.data.episode import Prompt
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
-from holdfast.rl.grpo.evaluation import HeldOutGames, judged
-from holdfast.rl.grpo.protocols import Generation
+from holdfast.rl.grpo.games import EnvironmentGames, EpisodeFailure, codec_of, places
+from holdfast.rl.grpo.loop import Generate
 from holdfast.rl.rewards.configured_reward import reward_of
 from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Score
-from holdfast.rl.run.episodes.environment_games import EnvironmentGames, EpisodeFailure, codec_of, places
-from holdfast.rl.run.episodes.environment_servers import EnvironmentServers
-from holdfast.rl.run.policy_source import Task, task_of, tokenizer_of
+from holdfast.rl.run.environment_servers import EnvironmentServers
+from holdfast.rl.run.evaluation import held_out_episodes, judged
+from holdfast.rl.run.policy import Task, task_of, tokenizer_of
 
 
 class NothingHeldOut(HoldfastError):
@@ -58,17 +58,6 @@ _Answers = tuple[list[HeldOutAnswer], int]
 """Answers, and the number of tokens that the model drew for them."""
 
 
-class _OneGenerator:
-    """A generator in this process, as the endpoint of a policy."""
-
-    def __init__(self, generator: TransformersGenerator) -> None:
-        self._generator = generator
-
-    async def route(self, request: SamplingRequest) -> Sequence[Completion]:
-        """The completions of a request."""
-        return await self._generator.generate(request)
-
-
 def held_out_prompts(config: RunConfig, task: Task, count: int = 0) -> tuple[Prompt, ...]:
     """The first `count` held-out prompts (0: all of them), as a run evaluates them. Raises `NothingHeldOut`."""
     if not config.has_prompts:
@@ -87,7 +76,7 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
     Raises `NothingHeldOut`, `BadDataset`, `UnknownEnvironment`, and the errors of a generator.
     """
     count = count or config.evaluation.prompts
-    work: Callable[[Generation], Awaitable[_Answers]]
+    work: Callable[[Generate], Awaitable[_Answers]]
     if config.has_prompts:
         task = task_of(config)
         prompts = held_out_prompts(config, task, count)
@@ -100,7 +89,7 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
     began = time.perf_counter()
     generator = TransformersGenerator(source, None, config)
     try:
-        answers, tokens = await work(_OneGenerator(generator))
+        answers, tokens = await work(generator.generate)
     finally:
         generator.close()
     scored = [each for each in answers if not each.failure]
@@ -116,21 +105,21 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
 
 
 async def _judged_answers(
-    judge: Judge, prompts: Sequence[Prompt], sampling: Sampling, slots: int, generation: Generation
+    judge: Judge, prompts: Sequence[Prompt], sampling: Sampling, slots: int, generate: Generate
 ) -> _Answers:
     answers: list[HeldOutAnswer] = []
     tokens = 0
     async with judge:
         for at in range(0, len(prompts), slots):
             some = prompts[at : at + slots]
-            completions, scores = await judged(generation, judge, some, sampling, None)
+            completions, scores = await judged(generate, judge, some, sampling, None)
             tokens += sum(len(each.tokens) for each in completions)
             for prompt, completion, score in zip(some, completions, scores, strict=True):
                 answers.append(_answer(prompt, judge.text(completion), score))
     return answers, tokens
 
 
-async def _played_answers(config: RunConfig, source: ModelSource, count: int, generation: Generation) -> _Answers:
+async def _played_answers(config: RunConfig, source: ModelSource, count: int, generate: Generate) -> _Answers:
     """Play at the addresses of the configuration, or else at a server, whose process ends with this."""
     failures: list[str] = []
 
@@ -149,7 +138,7 @@ async def _played_answers(config: RunConfig, source: ModelSource, count: int, ge
         try:
             codec = codec_of(tokenizer, beside_prompts=False)
             games = EnvironmentGames(await servers.start(), codec, config, limit, failed)
-            episodes = await HeldOutGames(games, count, config.sampling).episodes(generation, None)
+            episodes = await held_out_episodes(generate, games, count, config.sampling, None)
         finally:
             await servers.close()
     answers = [

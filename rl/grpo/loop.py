@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from holdfast.rl.config.run_config import Sampling
-from holdfast.rl.data.episode import Group
-from holdfast.rl.data.replay_buffer import FailedGroup
-from holdfast.rl.grpo.protocols import Buffer, Data, Evaluation, Evaluator, Games, GroupNumbers, Policy, Trainer
+from holdfast.rl.data.episode import Completion, Group, Prompt, SamplingRequest
+from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer, StepReport
+from holdfast.rl.grpo.games import EnvironmentGames
 
 Spawn = Callable[[Coroutine[None, None, None]], "asyncio.Task[None]"]
 """Runs a coroutine in a task that ends with the block it was begun in."""
+Train = Callable[[Batch], Awaitable[StepReport]]
+"""Trains a batch; returns once the new weights are committed."""
+Serve = Callable[[int], Coroutine[None, None, None]]
+"""Switches the whole policy to a version of the weights, and tells the buffer of it."""
+Generate = Callable[[SamplingRequest], Awaitable[Sequence[Completion]]]
+"""Draws the completions of a request from the policy."""
+Evaluate = Callable[[Prompt, Sequence[Completion]], Awaitable[Group | FailedGroup]]
+"""Makes a group of a prompt's completions, with rewards."""
 
 
 async def synchronous(
-    episode: Callable[[], Awaitable[None]],
-    policy: Policy,
-    buffer: Buffer,
-    trainer: Trainer,
-    evaluation: Evaluation,
-    steps: Iterable[int],
+    episode: Callable[[], Awaitable[None]], buffer: ReplayBuffer, train: Train, serve: Serve, steps: Iterable[int]
 ) -> None:
     """Generate a batch, train it, update the policy, for the batches that begin at `steps`.
 
@@ -31,18 +34,16 @@ async def synchronous(
         while wanted := buffer.admissible:
             await together(episode, wanted)
         batch = await buffer.take(step)
-        report = await trainer.step(batch)
+        report = await train(batch)
         buffer.commit()
-        await _serve(report.version, policy, buffer, evaluation)
-    await evaluation.settle()
+        await serve(report.version)
 
 
 async def asynchronous(
     episode: Callable[[], Awaitable[None]],
-    policy: Policy,
-    buffer: Buffer,
-    trainer: Trainer,
-    evaluation: Evaluation,
+    buffer: ReplayBuffer,
+    train: Train,
+    serve: Serve,
     steps: Iterable[int],
     concurrency: int,
 ) -> None:
@@ -60,51 +61,51 @@ async def asynchronous(
         serving: asyncio.Task[None] | None = None
         for step in steps:
             batch = await buffer.take(step)
-            report = await trainer.step(batch)
+            report = await train(batch)
             buffer.commit()
             if serving is not None:
                 await serving
-            serving = spawn(_serve(report.version, policy, buffer, evaluation))
+            serving = spawn(serve(report.version))
         if serving is not None:
             await serving
-    await evaluation.settle()
-
-
-async def _serve(version: int, policy: Policy, buffer: Buffer, evaluation: Evaluation) -> None:
-    """Switch the whole policy to `version`, once no evaluation needs the one before."""
-    await evaluation.settle()
-    await policy.update.fanout(version)
-    buffer.serve(version)
-    await evaluation.begin(version)
 
 
 async def generate_episode(
-    data: Data, policy: Policy, reward: Evaluator, buffer: Buffer, sampling: Sampling, seed: int, redraws: int = 0
+    prompt: Prompt,
+    generate: Generate,
+    evaluate: Evaluate,
+    buffer: ReplayBuffer,
+    sampling: Sampling,
+    seed: int,
+    redraws: int = 0,
 ) -> None:
-    """Sample a prompt, generate, evaluate, and add the group to the buffer.
+    """Generate after a prompt that has begun, evaluate, and add the group to the buffer.
 
     While all its rewards are equal it teaches nothing, and is drawn again, at most `redraws` times (DAPO).
     """
-    prompt = await data.sample()
     for draw in range(redraws + 1):
         request = sampling.request(seed, prompt, draw, buffer.required_version)
-        completions = await policy.generate.route(request)
-        group = await reward.evaluate(prompt, completions)
+        group = await evaluate(prompt, await generate(request))
         if teaches(group):
             break
     await buffer.add(group)
 
 
 async def play_episodes(
-    numbers: GroupNumbers, policy: Policy, games: Games, buffer: Buffer, sampling: Sampling, seed: int, redraws: int = 0
+    number: int,
+    generate: Generate,
+    games: EnvironmentGames,
+    buffer: ReplayBuffer,
+    sampling: Sampling,
+    seed: int,
+    redraws: int = 0,
 ) -> None:
-    """Add the group of the next number to the buffer, as `generate_episode` does, after as many turns as it takes."""
-    number, version = await numbers.sample(), buffer.required_version
+    """Add the group of a number to the buffer, as `generate_episode` does, after as many turns as it takes."""
+    version = buffer.required_version
     for draw in range(redraws + 1):
         async with games.begin(number) as game:
             while waiting := game.waiting:
-                request = sampling.turn(seed, number, draw, waiting, version)
-                await game.act(await policy.generate.route(request))
+                await game.act(await generate(sampling.turn(seed, number, draw, waiting, version)))
             group = game.result()
         if teaches(group):
             break

@@ -1,1 +1,1 @@
-"""Rewards of single-turn tasks: functions, rubrics, and ensembles of weak verifiers."""
+"""Rewards of single-turn tasks: functions of texts, rubrics, and code of the user's."""

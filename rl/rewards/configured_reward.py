@@ -7,32 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.config.run_config import CriterionConfig, RunConfig
-from holdfast.rl.data.episode import Prompt
-from holdfast.rl.data.errors import BadDataset
-from holdfast.rl.rewards.ensemble import Verifier, WeakVerifierEnsemble
 from holdfast.rl.rewards.reward import (
     Criterion,
     ExactMatch,
     FormatMatch,
     FunctionReward,
-    JudgedAnswer,
     LengthPenalty,
     Reward,
     Rubric,
 )
 from holdfast.rl.rewards.reward_processes import RewardProcesses
-
-
-class _AnswerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A text that was drawn for a prompt, whether it is right or not."""
-
-    prompt: str
-    text: str
-    answer: str = ""
 
 
 def reward_of(config: RunConfig, log: Path | None = None) -> Reward | RewardProcesses:
@@ -47,11 +33,8 @@ def reward_of(config: RunConfig, log: Path | None = None) -> Reward | RewardProc
 
 
 async def make_reward(config: RunConfig) -> Reward:
-    """Make the reward of a configuration here; its code is imported.
-
-    Raises `NoSuchCode`, and for an ensemble `BadDataset` and `NotIdentifiable`.
-    """
-    return _rubric(config, [_bounded(each, config) or await _of_the_user(each) for each in config.reward])
+    """Make the reward of a configuration here; its code is imported. Raises `NoSuchCode`, and what that code raises."""
+    return _rubric(config, [_bounded(each, config) or _of_the_user(each) for each in config.reward])
 
 
 def _rubric(config: RunConfig, rewards: Sequence[Reward]) -> Rubric:
@@ -74,38 +57,14 @@ def _bounded(criterion: CriterionConfig, config: RunConfig) -> Reward | None:
     return None
 
 
-async def _of_the_user(criterion: CriterionConfig) -> Reward:
+def _of_the_user(criterion: CriterionConfig) -> Reward:
     match criterion.kind:
         case "exact":
             return ExactMatch(criterion.pattern)
         case "format":
             return FormatMatch(criterion.pattern)
         case "python":
-            return _function(criterion.function)
-        case "ensemble":
-            verifiers = [Verifier(_function(each)) for each in criterion.verifiers]
-            return await WeakVerifierEnsemble.calibrated(verifiers, read_answers(Path(criterion.answers)))
+            function: Any = load_code(criterion.function)
+            return FunctionReward(criterion.function.rpartition(":")[2], function)
         case "length":
             raise AssertionError("it runs no code of the user's")
-
-
-def _function(code: str) -> Reward:
-    function: Any = load_code(code)
-    return FunctionReward(code.rpartition(":")[2], function)
-
-
-def read_answers(path: Path) -> list[JudgedAnswer]:
-    """The answers of a file with a `{"prompt", "answer", "text"}` a line. Raises `BadDataset`."""
-    found = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise BadDataset(str(path), None, f"cannot be read: {error.strerror or error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            each = msgspec.json.decode(line, type=_AnswerLine)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadDataset(str(path), number, f'not a line of {{"prompt", "answer", "text"}}: {error}') from None
-        prompt = Prompt(number=number, tokens=(0,), text=each.prompt, answer=each.answer)
-        found.append(JudgedAnswer(prompt=prompt, text=each.text, length=len(each.text)))
-    return found

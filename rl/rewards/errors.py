@@ -13,14 +13,3 @@ class RewardFailed(HoldfastError):
         super().__init__(
             f"reward {reward!r} failed for an answer to prompt {number}: {reason}; the episode is left out and counted"
         )
-
-
-class NotIdentifiable(HoldfastError):
-    """Votes without labels do not determine how good the verifiers are."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(
-            f"the verifiers' weights cannot be estimated: {reason}; use more answers, or at least three verifiers that "
-            "are better than chance and not copies of each other"
-        )

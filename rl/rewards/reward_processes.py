@@ -145,69 +145,21 @@ class RewardProcesses:
         task.add_done_callback(self._closing.discard)
 
 
-class _Frames(asyncio.Protocol):
-    """What one process says: frames of bytes. Several that come together cost the event loop one turn."""
-
-    def __init__(self) -> None:
-        self._buffer, self._frames = bytearray(), list[bytes]()
-        self._wanted = 0
-        self._heard = asyncio.Event()
-        self.transport: asyncio.Transport
-        self.lost = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.lost = True
-        self._heard.set()
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        at = 0
-        while len(self._buffer) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, at)
-            end = at + _LENGTH.size + length
-            if end > len(self._buffer):
-                break
-            self._frames.append(bytes(self._buffer[at + _LENGTH.size : end]))
-            at = end
-        del self._buffer[:at]
-        self._heard.set()
-
-    async def receive(self, wanted: int, silence: float) -> list[bytes]:
-        """The next `wanted` frames; fewer if the process is silent for so many seconds, or `lost`."""
-        found = list[bytes]()
-        try:
-            async with asyncio.timeout(silence) as bound:
-                while True:
-                    found += self._frames
-                    self._frames.clear()
-                    if len(found) >= wanted or self.lost:
-                        return found
-                    self._heard.clear()
-                    await self._heard.wait()
-                    bound.reschedule(asyncio.get_running_loop().time() + silence)
-        except TimeoutError:
-            return found
-
-
 class _RewardProcess:
     """One of the processes, as the driver sees it."""
 
     def __init__(self, process: ChildProcess) -> None:
         self._process = process
-        self._frames = _Frames()
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
 
     async def begin(self, timeout: float) -> None:
         """Wait until the reward is made. Raises what made it fail."""
-        sock = self._process.channel.detach()
-        await asyncio.get_running_loop().create_unix_connection(lambda: self._frames, sock=sock)
-        found = await self._frames.receive(1, timeout)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._process.channel.detach())
+        found = await self._receive(1, timeout)
         if not found:
             late = f"it took more than {timeout:.3g} s (pid {self._process.pid})"
-            raise HoldfastError(f"the reward was not made: {await self._epitaph() if self._frames.lost else late}")
+            raise HoldfastError(f"the reward was not made: {await self._epitaph() if self._lost else late}")
         made: CallResult = unpack(found[0])
         if made.error is not None:
             error = unpack_error(made.error)
@@ -218,12 +170,13 @@ class _RewardProcess:
     async def judge(self, answers: Sequence[JudgedAnswer], timeout: float) -> tuple[list[Score | RewardFailed], bool]:
         """Results up to the first answer that the process did not come back from; whether it may judge others."""
         batch = msgspec.msgpack.encode(_Batch(tuple(answers), timeout))
-        self._frames.transport.write(_LENGTH.pack(len(batch)) + batch)
-        frames = await self._frames.receive(len(answers), timeout + _MARGIN)
+        assert self._writer is not None, "it has begun"
+        self._writer.write(_LENGTH.pack(len(batch)) + batch)
+        frames = await self._receive(len(answers), timeout + _MARGIN)
         results = [_outcome(_decode(frame), answer) for frame, answer in zip(frames, answers, strict=False)]
         if len(results) == len(answers):
             return results, True
-        if self._frames.lost:
+        if self._lost:
             why = f"its process ended: {await self._epitaph()}"
         else:
             why = f"no score after {timeout:.3g} s; its process {self._process.pid} was killed"
@@ -231,9 +184,23 @@ class _RewardProcess:
 
     async def end(self) -> None:
         """Kill it, and wait for its end. Idempotent."""
-        if hasattr(self._frames, "transport"):
-            self._frames.transport.abort()
+        if self._writer is not None:
+            self._writer.transport.abort()
         await asyncio.to_thread(self._process.close)
+
+    @property
+    def _lost(self) -> bool:
+        return self._reader.at_eof() or self._reader.exception() is not None
+
+    async def _receive(self, wanted: int, silence: float) -> list[bytes]:
+        """The next `wanted` frames; fewer if the process is silent for so many seconds, or `_lost`."""
+        found = list[bytes]()
+        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, OSError):
+            while len(found) < wanted:
+                async with asyncio.timeout(silence):
+                    (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                    found.append(await self._reader.readexactly(length))
+        return found
 
     async def _epitaph(self) -> str:
         return (await asyncio.to_thread(self._process.epitaph)).splitlines()[0]

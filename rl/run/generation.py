@@ -64,7 +64,7 @@ class _Joined:
 
 
 class BatchedRequests:
-    """An endpoint that joins requests for `route`, up to `size` prompts, but those that are to be `alone`.
+    """Joins requests for `route`, up to `size` prompts, but those that are to be `alone`.
 
     Requests that come in one turn of the event loop are joined in the order of their coming. So a loop that begins its
     episodes together makes the same batches again after a resume.
@@ -77,7 +77,7 @@ class BatchedRequests:
         self._open: dict[_Kind, _Joined] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def route(self, request: SamplingRequest) -> Sequence[Completion]:
+    async def __call__(self, request: SamplingRequest) -> Sequence[Completion]:
         """The completions of a request. Raises what `route` raises for the one that it is a part of."""
         if self._alone(request):
             return await self._route(request)
@@ -156,7 +156,7 @@ def new_reader() -> str:
 
 
 class Generators:
-    """The policy as the loop sees it: `generate.route(request)`, and `update.fanout(version)`."""
+    """The policy as the loop sees it: `generate(request)`, and `advance(version)`."""
 
     def __init__(
         self,
@@ -176,7 +176,6 @@ class Generators:
         self._services: dict[str, Service] = {}
         # A turn of a group is a request of its own: what else is asked at that time must not change its bits.
         self.generate = BatchedRequests(self._route, config.sampling.batch, alone=lambda request: request.samples == 1)
-        self.update = _Update(self)
 
     async def start_holders(self) -> None:
         """Start the processes that hold the newest versions. Raises `ServiceFailed`."""
@@ -288,14 +287,3 @@ class Generators:
     async def _route(self, request: SamplingRequest) -> list[Completion]:
         completions: list[Completion] = await self._services["generator"].generate.route(request)
         return completions
-
-
-class _Update:
-    """The endpoint that switches weights."""
-
-    def __init__(self, generators: Generators) -> None:
-        self._generators = generators
-
-    async def fanout(self, version: int) -> None:
-        """See `Generators.advance`."""
-        await self._generators.advance(version)

@@ -14,7 +14,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,23 +33,15 @@ from holdfast.rl.config.load import load_config
 from holdfast.rl.config.resume import check_unchanged, placed, resolved
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.buffer_state import BufferState
-from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
+from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer, StepReport
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.grpo.evaluation import EvaluationScore, HeldOutEvaluation, NoEvaluation
 from holdfast.rl.grpo.loop import asynchronous, synchronous
-from holdfast.rl.grpo.protocols import StepReport
-from holdfast.rl.run.episodes.episode_sources import (
-    EnvironmentEpisodes,
-    EpisodeSource,
-    MixedEpisodes,
-    PromptEpisodes,
-    all_done,
-)
+from holdfast.rl.run.episodes import RunEpisodes, all_done
 from holdfast.rl.run.errors import RunFailed, StepsDone
+from holdfast.rl.run.evaluation import EvaluationScore, HeldOutEvaluation
 from holdfast.rl.run.generation import Generators
 from holdfast.rl.run.hosts import between_hosts, new_register
-from holdfast.rl.run.policy.policy_process import in_policy_process
-from holdfast.rl.run.policy_source import check_policy, policy_source
+from holdfast.rl.run.policy import check_policy, in_policy_process, policy_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Evaluated,
@@ -67,11 +59,6 @@ from holdfast.rl.trainers.trainer_actor import TrainerPosition
 from holdfast.store import WeightStore
 
 JOB = "rl"
-
-
-def reach(point: str, step: int) -> None:
-    """Report that the driver is at a point where a fault may be planned."""
-    faultpoints.reach(point, step, -1, 0)
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +97,6 @@ class TrainingRun:
             raise StepsDone(done, config.steps)
         self.telemetry = RunTelemetry(directory, tuple(observers), max((each.time for each in before), default=0.0))
         self._failure: asyncio.Future[None] | None = None
-        self._evaluation: HeldOutEvaluation | NoEvaluation = NoEvaluation()
         self._done = 0
 
     async def run(self) -> RunResult:
@@ -125,14 +111,14 @@ class TrainingRun:
         policy = policy_source(config)
         policy.check_device()
         await in_policy_process("the check of the model", partial(check_policy, config, policy), directory.policy)
-        episodes = self._episodes()
+        episodes = RunEpisodes(config, self._engine, self.telemetry)
         try:
             source = await episodes.prepare(policy, directory.policy)
             return await self._run(episodes, source, began)
         finally:
             await episodes.close()
 
-    async def _run(self, episodes: EpisodeSource, source: ModelSource, began: ProcessStarted) -> RunResult:
+    async def _run(self, episodes: RunEpisodes, source: ModelSource, began: ProcessStarted) -> RunResult:
         config, directory = self._config, self._directory
         self.telemetry.emit(began)  # a run that is refused has no event, so the next one is not called resumed
         self._failure = asyncio.get_running_loop().create_future()
@@ -161,20 +147,10 @@ class TrainingRun:
                 copies = CopiesWatch(store, config.store.copies, self.telemetry, self._engine.host_identity)
                 self._engine.on_host_away(copies.host_away)
                 await undo.enter_async_context(copies.watching())
-                undo.push_async_callback(lambda: self._evaluation.stop())
                 return await self._until_failure(self._train(episodes, trainers, generators, best))
 
-    def _episodes(self) -> EpisodeSource:
-        """Where the episodes come from."""
-        config, telemetry = self._config, self.telemetry
-        if not config.environment.name:
-            return PromptEpisodes(config, telemetry)
-        games = EnvironmentEpisodes(config, self._engine, telemetry)
-        share = config.environment.share
-        return MixedEpisodes(PromptEpisodes(config, telemetry), games, share) if config.has_prompts else games
-
     async def _train(
-        self, episodes: EpisodeSource, trainers: TrainerProcesses, generators: Generators, best: BestVersion
+        self, episodes: RunEpisodes, trainers: TrainerProcesses, generators: Generators, best: BestVersion
     ) -> RunResult:
         config = self._config
         await episodes.start()
@@ -183,21 +159,52 @@ class TrainingRun:
         buffer = ReplayBuffer.from_state(_saved_buffer(position) or BufferState(rule=staleness_rule(config)))
         if self._before:
             self.telemetry.emit(RunResumed(time=self.telemetry.now(), step=position.step))
-        held_out = episodes.held_out() if config.evaluation.every else None
-        if held_out is not None:
-            before = self._best_before(position.step)
-            self._evaluation = HeldOutEvaluation(
-                generators, held_out, config.evaluation.every, best, self._evaluated, before
-            )
-        evaluation = self._evaluation
-        episode = episodes.episode(generators, buffer)
-        steps = range(position.step, config.steps, config.algorithm.updates)
-        trainer = _BatchTrainer(self, trainers)
-        await generators.advance(position.step)
-        buffer.serve(position.step)
-        await evaluation.begin(position.step)
-        loop = (episode, generators, buffer, trainer, evaluation, steps)
         self._done = position.step
+        evaluation = HeldOutEvaluation(
+            partial(episodes.play_held_out, generators.generate),
+            config.evaluation.every if episodes.has_held_out else 0,
+            best,
+            self._evaluated,
+            self._best_before(position.step),
+        )
+
+        async def serve(version: int) -> None:
+            """Switch the generators to `version`, once no evaluation needs the one before."""
+            await evaluation.settle()
+            await generators.advance(version)
+            buffer.serve(version)
+            await evaluation.begin(version)
+
+        try:
+            await serve(position.step)
+            async with self._collecting(trainers, generators, episodes):
+                episode, train = partial(episodes.add_next, generators.generate, buffer), partial(self._step, trainers)
+                steps = range(position.step, config.steps, config.algorithm.updates)
+                if config.algorithm.mode == "synchronous":
+                    await synchronous(episode, buffer, train, serve, steps)
+                else:
+                    await asynchronous(episode, buffer, train, serve, steps, config.algorithm.concurrency)
+                await evaluation.settle()
+                digest = await trainers.digest()
+        finally:
+            await evaluation.stop()
+        return RunResult(digest=digest, steps=config.steps, seconds=self.telemetry.now(), best=evaluation.best)
+
+    async def _step(self, trainers: TrainerProcesses, batch: Batch) -> StepReport:
+        """Train a batch; returns once the new weights are committed."""
+        faultpoints.reach("loop.before_step", batch.step, -1, 0)
+        with self.telemetry.doing("driver", "driver", "train", batch.step):
+            report = await trainers.group.step(batch)
+        faultpoints.reach("loop.after_step", batch.step, -1, 0)
+        self._trained(batch, report)
+        faultpoints.reach("loop.after_update", batch.step, -1, 0)
+        return report
+
+    @contextlib.asynccontextmanager
+    async def _collecting(
+        self, trainers: TrainerProcesses, generators: Generators, episodes: RunEpisodes
+    ) -> AsyncIterator[None]:
+        """Collect what all processes do during the block, and keep the file of `holdfast top` and the metrics."""
         roles: dict[str, Ask] = {"trainer": trainers.work}
         roles |= {role: partial(generators.work, role) for role in ("generator", "holder")}
         roles["environment"] = episodes.work
@@ -208,17 +215,12 @@ class TrainingRun:
         collecting = self.telemetry.collecting(roles, partial(self._say, trainers, services), self._fail)
         with metrics_if_asked(services):
             async with collecting:
-                if config.algorithm.mode == "synchronous":
-                    await synchronous(*loop)
-                else:
-                    await asynchronous(*loop, config.algorithm.concurrency)
-                digest = await trainers.digest()
+                yield
         await self._say(trainers, services, ended=True)
-        return RunResult(digest=digest, steps=config.steps, seconds=self.telemetry.now(), best=evaluation.best)
 
     # -- what happens in the loop
 
-    def trained(self, batch: Batch, report: StepReport) -> None:
+    def _trained(self, batch: Batch, report: StepReport) -> None:
         """Record a batch that is committed."""
         episodes = [each for group in batch.groups for each in group.episodes]
         now = self.telemetry.now()
@@ -257,8 +259,7 @@ class TrainingRun:
         )
         self._directory.write_status(status)
 
-    def _evaluated(self, score: EvaluationScore) -> None:
-        best = self._evaluation.best == score
+    def _evaluated(self, score: EvaluationScore, best: bool) -> None:
         self.telemetry.emit(
             Evaluated(
                 time=self.telemetry.now(),
@@ -313,20 +314,3 @@ def _saved_buffer(position: TrainerPosition) -> BufferState | None:
             "repeated; delete that checkpoint, to go on from the one before"
         )
     return state
-
-
-class _BatchTrainer:
-    """The trainer as the loop sees it: it trains a batch, and records it."""
-
-    def __init__(self, run: TrainingRun, trainers: TrainerProcesses) -> None:
-        self._run, self._trainers = run, trainers
-
-    async def step(self, batch: Batch) -> StepReport:
-        """Train a batch; returns once the new weights are committed."""
-        reach("loop.before_step", batch.step)
-        with self._run.telemetry.doing("driver", "driver", "train", batch.step):
-            report = await self._trainers.group.step(batch)
-        reach("loop.after_step", batch.step)
-        self._run.trained(batch, report)
-        reach("loop.after_update", batch.step)
-        return report

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from holdfast.comms.errors import describe
 from holdfast.rl.data.encoded_batch import EncodedBatch
-from holdfast.rl.data.replay_buffer import Batch
-from holdfast.rl.grpo.protocols import StepReport
+from holdfast.rl.data.replay_buffer import Batch, StepReport
 from holdfast.rl.trainers.errors import TrainersLost
 from holdfast.rl.trainers.trainer_actor import TrainerPosition
 

@@ -14,7 +14,7 @@ from holdfast.harness.chaos.run.training_processes import TrainingRecord
 from holdfast.harness.invariants import CheckResult, Violation
 from holdfast.harness.training.episodes_page import GroupRows, rows_of
 from holdfast.harness.training.run_facts import RunFacts
-from holdfast.rl.run.policy_source import task_of
+from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.run_events import (
     Activity,
     CallTakenOver,

@@ -11,14 +11,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.data.episode import Completion, Finish, SamplingRequest
+from holdfast.rl.data.prompts import seed_of
 from holdfast.rl.generators.errors import (
     BadRequest,
     GenerationTimeout,
@@ -30,7 +31,6 @@ from holdfast.rl.generators.errors import (
 )
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import GeneratorHealth, RequestLimits, await_visible
-from holdfast.rl.generators.vllm.completions import draw_whole, sampling_parameters
 from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
 from holdfast.store import Follower, Layout, WeightStore
 
@@ -46,6 +46,12 @@ ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, the threads of all replicas would share the first core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else even one worker is a process below the engine's, which starts too
 }
+
+CUT_OFF = "abort"
+"""What vLLM says of a sample that was cut off; the others are "stop" and "length"."""
+
+Draw = Callable[[tuple[int, ...], int, int], Awaitable[Any]]
+"""Draws a sample after a prompt, from a seed, of at most so many tokens; returns vLLM's output."""
 
 
 class SharedSpan:
@@ -410,3 +416,39 @@ def _engine(source: ModelSource, config: RunConfig) -> Any:
         engine.shutdown()
         raise
     return engine
+
+
+def sampling_parameters(request: SamplingRequest, seed: int, most: int) -> Any:
+    """vLLM's parameters of one sample of a request, of at most `most` tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        seed=seed,
+        max_tokens=most,
+        stop_token_ids=list(request.stop),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def draw_whole(draw: Draw, prompt: tuple[int, ...], seed: int, most: int) -> Completion:
+    """One sample of at most `most` tokens, to its end.
+
+    A part that an update of the weights cut off goes on behind its tokens, with the new weights.
+    """
+    tokens, logprobs, versions = (), (), ()  # type: tuple[int, ...], tuple[float, ...], tuple[int, ...]
+    while True:
+        part = await draw(
+            (*prompt, *tokens), seed_of("go on", seed, len(tokens)) if tokens else seed, most - len(tokens)
+        )
+        drawn = tuple(part.token_ids)
+        logprobs += tuple(found[token].logprob for token, found in zip(drawn, part.logprobs or (), strict=True))
+        versions += tuple(int(each.version) for each in part.weight_versions or () for _ in range(each.start, each.end))
+        tokens += drawn
+        finish: Finish = "stop" if part.finish_reason == "stop" else "length"
+        if part.finish_reason != CUT_OFF or len(tokens) == most:
+            return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish=finish)

@@ -1,9 +1,8 @@
-"""The parts of services that need no process: routing, options, GPUs, metrics."""
+"""The parts of services that need no process: routing, options, metrics."""
 
 from __future__ import annotations
 
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,13 @@ from hypothesis import strategies as st
 
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.registers.etcd import OtherCluster
-from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, EndpointFailed, NotEnoughGpus
-from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, EndpointFailed
 from holdfast.rl.actors.replicas import (
-    GpuPool,
     ReplicaStatus,
     RouteChoice,
     Router,
     ServiceOptions,
     ServiceReplica,
-    gpus_of,
 )
 from holdfast.rl.actors.service import ServiceMetrics, ServiceStatus
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
@@ -33,7 +29,7 @@ SLOTS = st.integers(1, 8)
 def replicas(count: int, concurrency: int = 4) -> list[ServiceReplica]:
     """Replicas that are ready, without processes."""
     options = ServiceOptions(concurrency=concurrency)
-    found = [ServiceReplica(f"policy-{slot}", slot, options, (), lambda replica, served: None) for slot in range(count)]
+    found = [ServiceReplica(f"policy-{slot}", slot, options, lambda replica, served: None) for slot in range(count)]
     for each in found:
         each.health = "ready"
     return found
@@ -72,35 +68,11 @@ def test_only_the_keys_of_a_lost_replica_move(count: int, keys: list[int], data:
         ({"silence": 0.0}, "silence=0.0"),
         ({"timeout": float("nan")}, "timeout=nan"),
         ({"deadline": -1.0}, "deadline=-1.0"),
-        ({"with_gpus": True, "hosts": ("tcp://a:1",)}, "this host alone"),
     ],
 )
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ServiceOptions(**wrong)
-
-
-@given(st.integers(0, 8), st.lists(st.integers(0, 4)))
-def test_no_gpu_is_given_out_twice(count: int, wishes: list[int]) -> None:
-    devices = tuple(map(str, range(count)))
-    pool, taken = GpuPool(devices), list[str]()
-    for wish in wishes:
-        try:
-            taken += pool.take(wish)
-        except NotEnoughGpus as error:
-            assert (error.need, error.free) == (wish, count - len(taken)) and wish > error.free
-    assert len(set(taken)) == len(taken)
-    pool.give_back(tuple(taken))
-    assert sorted(pool.take(count)) == sorted(devices)
-
-
-def test_the_services_of_an_engine_share_the_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    engine = LocalEngine(tmp_path)
-    assert gpus_of(engine).take(1) == ("3",) and gpus_of(engine).take(1) == ("5",)
-    with pytest.raises(NotEnoughGpus, match="1 GPU"):
-        gpus_of(engine).take(1)
-    assert gpus_of(LocalEngine(tmp_path)).take(2) == ("3", "5")
 
 
 def test_metrics_show_services_and_replicas() -> None:

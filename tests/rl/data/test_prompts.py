@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from holdfast.rl.data import arithmetic
 from holdfast.rl.data.buffer_state import StalenessRule
 from holdfast.rl.data.errors import BadDataset
-from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream, hold_out, read_problems
+from holdfast.rl.data.prompts import Problem, PromptSource, hold_out, read_problems
 from holdfast.rl.data.replay_buffer import ReplayBuffer
 
 TOKENIZER = arithmetic.CharacterTokenizer()
@@ -35,14 +35,13 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len({order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
 
 
-async def test_the_stream_goes_on_with_what_was_in_flight() -> None:
+async def test_a_resumed_buffer_begins_with_what_was_in_flight() -> None:
     source = PromptSource(arithmetic.training(), TOKENIZER, 3)
     buffer = ReplayBuffer(StalenessRule(groups=4))
-    stream = PromptStream(source, buffer)
-    begun = [await stream.sample() for _ in range(4)]
+    begun = [source.prompt((await buffer.admit()).number) for _ in range(4)]
     assert begun == [source.prompt(number) for number in range(4)]
-    resumed = PromptStream(source, ReplayBuffer.from_state(buffer.state()))
-    assert [await resumed.sample() for _ in range(4)] == begun
+    resumed = ReplayBuffer.from_state(buffer.state())
+    assert [source.prompt((await resumed.admit()).number) for _ in range(4)] == begun
 
 
 def test_the_arithmetic_task_holds_out_problems_that_are_never_trained_on() -> None:

@@ -17,7 +17,7 @@ from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Environment, Observation
 from holdfast.rl.environments.errors import FailureKind
 from holdfast.rl.environments.local import LocalPool
-from holdfast.rl.environments.play import Act, FailedEpisode, Transcript, failures, play
+from holdfast.rl.environments.play import Act, FailedEpisode, Transcript, play
 from holdfast.rl.grpo.batch import counted_tokens
 from support.rl.environment_servers import Misbehaving
 from support.rl.event_loop import run
@@ -137,13 +137,6 @@ def test_a_fault_is_a_failed_episode(how: str, kind: FailureKind) -> None:
     assert result.why.startswith("step of environment test: ")
 
 
-async def test_a_first_observation_that_is_not_the_groups_prompt_is_a_lie() -> None:
-    async with LocalPool(Misbehaving, "test") as pool, pool.session() as session:
-        result = await play(session, saying(), Characters(), seed=0, max_turns=1, prompt=b"other\n")
-    assert isinstance(result, FailedEpisode)
-    assert result.kind == "lied"
-
-
 class Scripted(Environment):
     """Gives these observations, one after another."""
 
@@ -190,8 +183,3 @@ def test_an_error_of_the_policy_is_raised_and_the_session_freed() -> None:
 
     with pytest.raises(ConnectionError, match="no generator"):
         played(Misbehaving, act)
-
-
-def test_failures_are_counted_by_kind() -> None:
-    results = [played(Misbehaving, saying(word)) for word in ("nan", "raise", "end", "dict")]
-    assert failures(results) == {"lied": 2, "died": 1}

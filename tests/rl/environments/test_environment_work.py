@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import threading
 import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
-from websockets.asyncio.client import connect
-from websockets.asyncio.server import serve as listen
-from websockets.exceptions import ConnectionClosed
-
 from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
 from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.environment import Action, Observation
 from holdfast.rl.environments.server import EnvironmentServer
-from holdfast.rl.environments.work_channel import WORK_PATH, NoWorkChannel, ask_work
+from holdfast.rl.run.environment_servers import NoWorkToTell, ask_work
 from holdfast.rl.telemetry import FOLD_SECONDS, WorkLog
 from support.rl.environment_servers import server_process
 from support.waiting import PATIENCE
@@ -111,16 +111,27 @@ def test_calls_of_several_sessions_count_once_and_one_that_runs_is_told_up_to_no
     assert rest.number == 2 and rest.seconds + rest.ago < first.spans[0].seconds + 60.0
 
 
-@pytest.mark.parametrize(
-    "request_", ["{}", "[1]", '{"since": -1}', '{"since": 1, "more": 2}', "\x00", '{"since": 1e99}']
-)
-async def test_a_malformed_request_has_no_answer_and_the_server_goes_on(request_: str) -> None:
+@pytest.mark.parametrize("since", ["-1", "x", "1e99", str(1 << 70), ""])
+async def test_a_malformed_request_is_refused_and_the_server_goes_on(since: str) -> None:
     async with EnvironmentServer(GuessNumberEnvironment, "guess") as server:
-        async with connect(server.url + WORK_PATH) as connection:
-            await connection.send(request_)
-            with pytest.raises(ConnectionClosed):
-                await connection.recv()
+        url = f"{server.url.replace('ws://', 'http://')}/work?since={since}"
+        if since:
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                await asyncio.to_thread(urllib.request.urlopen, url, timeout=PATIENCE)
         assert await ask_work(server.url, None) is not None
+
+
+@contextlib.asynccontextmanager
+async def listening(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+    """The URL of a server of another program, which answers each request as it likes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await answer(writer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 SPAN = {"what": "step", "number": 1, "ago": 1.0, "seconds": 0.5, "cpu": 0.1}
@@ -135,31 +146,29 @@ LIES: list[dict[str, Any]] = [
 ]
 
 
-async def test_a_server_that_lies_or_has_no_such_channel_is_none_to_ask() -> None:
-    answers = itertools.chain([ANSWER], LIES)
+async def test_a_server_that_lies_or_tells_nothing_is_none_to_ask() -> None:
+    answers = itertools.chain([ANSWER], LIES, [None])
 
-    async def answer(connection: Any) -> None:
-        await connection.recv()
-        await connection.send(json.dumps(next(answers)))
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        found = next(answers)
+        status = "404 Not Found" if found is None else "200 OK"
+        writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n{json.dumps(found)}".encode())
 
-    async with listen(answer, "127.0.0.1", 0) as server:
-        url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        assert await ask_work(url, 0) is not None
-        for _ in LIES:
-            with pytest.raises(NoWorkChannel):
-                await ask_work(url, 0)
+    async with listening(answer) as url:
+        assert await ask_work(url, 0, PATIENCE) is not None
+        for _ in (*LIES, None):
+            with pytest.raises(NoWorkToTell):
+                await ask_work(url, 0, PATIENCE)
 
 
 async def test_a_server_that_does_not_answer_costs_the_limit_and_no_more() -> None:
     over = asyncio.Event()
 
-    async def silent(connection: Any) -> None:
+    async def silent(writer: asyncio.StreamWriter) -> None:
         await over.wait()
 
-    async with listen(silent, "127.0.0.1", 0) as server:
-        url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listening(silent) as url:
         began = time.monotonic()
         assert await ask_work(url, 0, timeout=0.2) is None
         assert time.monotonic() - began < PATIENCE
         over.set()
-        server.close()

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import random
+import sys
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.rl.config.named_code import load_code
 from holdfast.rl.data import arithmetic
 from holdfast.rl.environments.builtin.arithmetic import ArithmeticEnvironment
-from holdfast.rl.environments.builtin.game_2048 import (
-    MOVES,
-    Board,
-    Game2048Environment,
-    add_tile,
-    possible_moves,
-    render,
-    slide,
-)
 from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Observation
 from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.environments.registry import check_environment, environment_factory, names, register
+from support.source_tree import ROOT
+
+GAME_2048 = f"python:{ROOT / 'examples' / 'rl' / 'game_2048.py'}:Game2048Environment"
+example: Any = sys.modules[load_code(GAME_2048.removeprefix("python:")).__module__]
+MOVES, add_tile, possible_moves, slide = example.MOVES, example.add_tile, example.possible_moves, example.slide
 
 TILES = st.sampled_from([0, 0, 2, 4, 8, 16])
 BOARDS = st.integers(2, 5).flatmap(
@@ -34,13 +33,13 @@ BOARDS = st.integers(2, 5).flatmap(
 TEXT = st.text(max_size=30)
 
 
-def turned(board: Board) -> Board:
+def turned(board: Any) -> Any:
     """The board turned by a quarter, clockwise."""
     return tuple(zip(*board[::-1], strict=True))
 
 
 @given(BOARDS)
-def test_2048_moves_are_one_move_turned(board: Board) -> None:
+def test_2048_moves_are_one_move_turned(board: Any) -> None:
     for move, quarters in (("up", 1), ("right", 2), ("down", 3)):
         seen = board
         for _ in range(4 - quarters):
@@ -52,7 +51,7 @@ def test_2048_moves_are_one_move_turned(board: Board) -> None:
 
 
 @given(BOARDS)
-def test_2048_a_row_slides_without_gaps_merges_each_tile_once_and_pays_what_it_merges(board: Board) -> None:
+def test_2048_a_row_slides_without_gaps_merges_each_tile_once_and_pays_what_it_merges(board: Any) -> None:
     for row in board:
         (after,), gained = slide((row,), "left")
         tiles, filled = [tile for tile in row if tile], [tile for tile in after if tile]
@@ -67,7 +66,7 @@ def test_2048_a_row_slides_without_gaps_merges_each_tile_once_and_pays_what_it_m
 
 
 @given(BOARDS, st.randoms(use_true_random=False))
-def test_2048_a_new_tile_fills_one_empty_cell(board: Board, numbers: random.Random) -> None:
+def test_2048_a_new_tile_fills_one_empty_cell(board: Any, numbers: random.Random) -> None:
     after = add_tile(board, numbers)
     changed = [
         (old, new)
@@ -79,7 +78,7 @@ def test_2048_a_new_tile_fills_one_empty_cell(board: Board, numbers: random.Rand
 
 
 @given(BOARDS)
-def test_2048_is_over_when_the_board_is_full_and_no_neighbours_are_equal(board: Board) -> None:
+def test_2048_is_over_when_the_board_is_full_and_no_neighbours_are_equal(board: Any) -> None:
     lines = [*board, *zip(*board, strict=True)]
     stuck = all(map(all, board)) and not any(a == b for line in lines for a, b in pairwise(line))
     empty = not any(map(any, board))
@@ -88,7 +87,7 @@ def test_2048_is_over_when_the_board_is_full_and_no_neighbours_are_equal(board: 
 
 @given(st.integers(0, 2**40), st.lists(st.sampled_from(MOVES), max_size=60))
 def test_2048_score_and_rewards_agree(seed: int, moves: list[str]) -> None:
-    game = Game2048Environment(goal=64)
+    game = example.Game2048Environment(goal=64)
     observation, rewards = game.reset(seed), 0.0
     for move in moves:
         if observation.done:
@@ -105,7 +104,7 @@ def test_2048_score_and_rewards_agree(seed: int, moves: list[str]) -> None:
 
 
 def test_2048_takes_the_last_word_and_says_what_it_cannot_read() -> None:
-    game = Game2048Environment()
+    game = example.Game2048Environment()
     game.reset(0)
     assert game.step(Action("sideways")).text.startswith("no move: write up, down, left or right\n")
     boards = []
@@ -113,7 +112,7 @@ def test_2048_takes_the_last_word_and_says_what_it_cannot_read() -> None:
         game.reset(5)
         boards.append(game.step(action).fields["board"])
     assert boards[0] == boards[1]
-    assert render(((2, 0), (16, 4))) == " 2  .\n16  4"
+    assert example.render(((2, 0), (16, 4))) == " 2  .\n16  4"
 
 
 @given(st.integers(0, 2**40))
@@ -160,7 +159,7 @@ def test_guess_hints_lead_to_the_number_and_turns_run_out(seed: int, guesses: li
         assert low <= high
 
 
-NAMES = ["arithmetic", "arithmetic?terms=5&digits=3", "guess", "guess?high=1000&turns=12", "2048?size=3&goal=32", "mcp"]
+NAMES = ["arithmetic", "arithmetic?terms=5&digits=3", "guess", "guess?high=1000&turns=12", "mcp"]
 GYMNASIUM = ["gymnasium:CartPole-v1", "gymnasium:FrozenLake-v1", "gymnasium:Blackjack-v1", "gymnasium:Pendulum-v1"]
 TEXTARENA = ["textarena:GuessTheNumber-v0", "textarena:TicTacToe-v0?players=2", "textarena:GuessTheNumber-v0-raw"]
 
@@ -188,10 +187,10 @@ def played(name: str, seed: int, *, disturbed: bool) -> list[Observation]:
     return seen
 
 
-@pytest.mark.parametrize("name", [*NAMES, *GYMNASIUM, *TEXTARENA])
+@pytest.mark.parametrize("name", [*NAMES, f"{GAME_2048}?size=3&goal=32", *GYMNASIUM, *TEXTARENA])
 def test_an_episode_is_a_function_of_seed_and_actions(name: str) -> None:
     needed = name.partition(":")[0]
-    if ":" in name:
+    if name in (*GYMNASIUM, *TEXTARENA):
         pytest.importorskip(needed, reason=f"pip install 'holdfast[{needed}]'")
     check_environment(name)
     for seed in range(1 if name == "mcp" else 3):  # each of its episodes starts processes
@@ -232,12 +231,12 @@ def test_gymnasium_takes_any_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nothing", "there are 2048, arithmetic"),
+        ("nothing", "there are arithmetic, guess"),
         ("guess?low=3", "there is no option 'low'; there are: high, turns"),
         ("guess?high=many", "Expected `int`"),
         ("guess?high=0", "must be positive"),
         ("guess:what:ever", "Expected|takes"),
-        ("2048?goal=100", "a power of two"),
+        (f"{GAME_2048}?goal=100", "a power of two"),
         ("arithmetic?terms=1", "must be in 2 to 100"),
         ("gymnasium", "name"),
         ("gymnasium:NoSuch-v1", "NoSuch"),
@@ -252,8 +251,6 @@ def test_a_name_that_is_no_environment_is_refused_before_anything_starts(name: s
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "textarena", None)
     monkeypatch.delitem(sys.modules, "holdfast.rl.environments.adapters.textarena", raising=False)
     with pytest.raises(UnknownEnvironment, match=r"textarena is not installed: pip install 'holdfast\[textarena\]'"):

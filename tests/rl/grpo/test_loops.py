@@ -17,21 +17,14 @@ from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.data.errors import OtherVersion
-from holdfast.rl.data.prompts import Problem, PromptSource, PromptStream
-from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer
+from holdfast.rl.data.prompts import Problem, PromptSource
+from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer, StepReport
 from holdfast.rl.grpo.batch import collate, step_totals
-from holdfast.rl.grpo.evaluation import (
-    EvaluationScore,
-    HeldOutEvaluation,
-    HeldOutPrompts,
-    HeldOutResult,
-    NoEvaluation,
-)
 from holdfast.rl.grpo.loop import asynchronous, generate_episode, synchronous
 from holdfast.rl.grpo.loss import loss
-from holdfast.rl.grpo.protocols import Evaluation, Policy, StepReport
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import ExactMatch, FunctionReward, JudgedAnswer, Reward
+from holdfast.rl.run.evaluation import EvaluationScore, HeldOutEvaluation, HeldOutResult, play_prompts
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()
@@ -40,40 +33,12 @@ SAMPLING = Sampling(group=8, max_new_tokens=1)
 OBJECTIVE = objective("grpo")
 
 
-class ToyGenerator:
-    """Draws one character: a table of logits for each first token of a prompt."""
-
-    def __init__(self, cluster: ToyCluster) -> None:
-        self._cluster = cluster
-
-    async def route(self, request: SamplingRequest, /) -> Sequence[Completion]:
-        cluster = self._cluster
-        cluster.generated_during_steps += cluster.training
-        version = cluster.served
-        assert request.version in (None, version)
-        await asyncio.sleep(0)
-        cluster.generation.set()
-        drawn = []
-        for sample, seed in enumerate(request.seeds):
-            logprobs = cluster.versions[version][request.prompts[sample // request.samples][0]].log_softmax(-1)
-            if request.temperature == 0:
-                token = int(logprobs.argmax())
-            else:
-                token = int(torch.multinomial(logprobs.exp(), 1, generator=torch.Generator().manual_seed(seed)))
-            drawn.append(
-                Completion(tokens=(token,), logprobs=(float(logprobs[token]),), versions=(version,), finish="length")
-            )
-        return drawn
-
-    async def fanout(self, version: int, /) -> object:
-        await asyncio.sleep(0)
-        self._cluster.served = version
-        return None
-
-
 @dataclass
 class ToyCluster:
-    """The policy's replicas and its trainer. With `overlap`, a step lasts until something was generated meanwhile."""
+    """The policy and its trainer. The policy draws one character: a table of logits for each first token of a prompt.
+
+    With `overlap`, a step lasts until something was generated meanwhile.
+    """
 
     overlap: bool = False
     served: int = 0
@@ -83,15 +48,29 @@ class ToyCluster:
     batches: list[Batch] = field(default_factory=list)
     generation: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def generate(self) -> ToyGenerator:
-        return ToyGenerator(self)
+    async def generate(self, request: SamplingRequest) -> Sequence[Completion]:
+        self.generated_during_steps += self.training
+        version = self.served
+        assert request.version in (None, version)
+        await asyncio.sleep(0)
+        self.generation.set()
+        drawn = []
+        for sample, seed in enumerate(request.seeds):
+            logprobs = self.versions[version][request.prompts[sample // request.samples][0]].log_softmax(-1)
+            if request.temperature == 0:
+                token = int(logprobs.argmax())
+            else:
+                token = int(torch.multinomial(logprobs.exp(), 1, generator=torch.Generator().manual_seed(seed)))
+            drawn.append(
+                Completion(tokens=(token,), logprobs=(float(logprobs[token]),), versions=(version,), finish="length")
+            )
+        return drawn
 
-    @property
-    def update(self) -> ToyGenerator:
-        return ToyGenerator(self)
+    async def switch(self, version: int) -> None:
+        await asyncio.sleep(0)
+        self.served = version
 
-    async def step(self, batch: Batch, /) -> StepReport:
+    async def step(self, batch: Batch) -> StepReport:
         self.training = True
         self.generation.clear()
         if self.overlap:
@@ -127,21 +106,36 @@ async def train(
     bound: int = 0,
     state: BufferState | None = None,
     reward: Reward | None = None,
-    evaluation: Evaluation | None = None,
+    evaluation: HeldOutEvaluation | None = None,
     redraws: int = 0,
 ) -> ReplayBuffer:
     """One run of either loop; `bound` 0 is the synchronous one."""
     rule = StalenessRule(groups=4, bound=bound)
     buffer = ReplayBuffer(rule, patience=30.0) if state is None else ReplayBuffer.from_state(state, patience=30.0)
-    data = PromptStream(PromptSource(PROBLEMS, TOKENIZER, seed=1), buffer)
-    chosen = evaluation or NoEvaluation()
-    await chosen.begin(steps.start)
+    prompts = PromptSource(PROBLEMS, TOKENIZER, seed=1)
+
+    async def serve(version: int) -> None:
+        if evaluation is not None:
+            await evaluation.settle()
+        await cluster.switch(version)
+        buffer.serve(version)
+        if evaluation is not None:
+            await evaluation.begin(version)
+
     async with Judge(reward or ExactMatch(), TOKENIZER) as judge:
-        episode = functools.partial(generate_episode, data, cluster, judge, buffer, SAMPLING, 5, redraws)
+
+        async def episode() -> None:
+            prompt = prompts.prompt((await buffer.admit()).number)
+            await generate_episode(prompt, cluster.generate, judge.evaluate, buffer, SAMPLING, 5, redraws)
+
+        if evaluation is not None:
+            await evaluation.begin(steps.start)
         if bound:
-            await asynchronous(episode, cluster, buffer, cluster, chosen, steps, concurrency=6)
+            await asynchronous(episode, buffer, cluster.step, serve, steps, concurrency=6)
         else:
-            await synchronous(episode, cluster, buffer, cluster, chosen, steps)
+            await synchronous(episode, buffer, cluster.step, serve, steps)
+        if evaluation is not None:
+            await evaluation.settle()
     return buffer
 
 
@@ -158,18 +152,11 @@ async def test_the_asynchronous_loop_switches_the_policy_beside_the_next_step() 
     class Switching(ToyCluster):
         """A switch of the policy lasts until the next step has begun."""
 
-        @property
-        def update(self) -> ToyGenerator:
-            cluster = self
-
-            class Late(ToyGenerator):
-                async def fanout(self, version: int, /) -> object:
-                    async with asyncio.timeout(30.0):
-                        while version < 6 and not (cluster.training and len(cluster.versions) == version + 1):
-                            await asyncio.sleep(0)
-                    return await super().fanout(version)
-
-            return Late(self)
+        async def switch(self, version: int) -> None:
+            async with asyncio.timeout(30.0):
+                while version < 6 and not (self.training and len(self.versions) == version + 1):
+                    await asyncio.sleep(0)
+            await super().switch(version)
 
     cluster = Switching(overlap=True)
     await train(cluster, range(6), bound=2)
@@ -206,15 +193,10 @@ async def test_a_reward_that_fails_costs_its_episodes_and_not_the_run(bound: int
 async def test_groups_with_equal_rewards_are_drawn_again_with_other_seeds() -> None:
     requests: list[SamplingRequest] = []
 
-    class Recording(ToyGenerator):
-        async def route(self, request: SamplingRequest, /) -> Sequence[Completion]:
-            requests.append(request)
-            return await super().route(request)
-
     class Recorded(ToyCluster):
-        @property
-        def generate(self) -> ToyGenerator:
-            return Recording(self)
+        async def generate(self, request: SamplingRequest) -> Sequence[Completion]:
+            requests.append(request)
+            return await super().generate(request)
 
     await train(Recorded(), range(1), reward=FunctionReward("flat", lambda answer: 0.5), redraws=2)
     assert len(requests) == len({request.seeds for request in requests}) == 4 * 3
@@ -243,7 +225,8 @@ async def test_the_policy_learns_and_the_best_version_that_is_evaluated_beside_t
     scores: list[EvaluationScore] = []
     kept, cluster, judge = KeptVersions(), ToyCluster(), Judge(ExactMatch(), TOKENIZER)
     prompts = [PromptSource(PROBLEMS, TOKENIZER, 0).prompt(number) for number in range(4)]
-    evaluation = HeldOutEvaluation(cluster, HeldOutPrompts(judge, prompts, SAMPLING), 5, kept, scores.append)
+    play = functools.partial(play_prompts, cluster.generate, judge, prompts, SAMPLING)
+    evaluation = HeldOutEvaluation(play, 5, kept, lambda score, best: scores.append(score))
     await train(cluster, range(40), bound, evaluation=evaluation)
     trained = cluster.rewards()
     assert sum(trained[:4]) / 4 < 0.4
@@ -261,13 +244,12 @@ def evaluated(*results: HeldOutResult) -> tuple[list[EvaluationScore], list[int]
     scores: list[EvaluationScore] = []
     kept, asked = KeptVersions(), []
 
-    class Played:
-        async def play(self, policy: Policy, version: int, /) -> HeldOutResult:
-            asked.append(version)
-            return results[version // 5]
+    async def play(version: int) -> HeldOutResult:
+        asked.append(version)
+        return results[version // 5]
 
     async def body() -> None:
-        evaluation = HeldOutEvaluation(ToyCluster(), Played(), 5, kept, scores.append)
+        evaluation = HeldOutEvaluation(play, 5, kept, lambda score, best: scores.append(score))
         for number in range(len(results)):
             await evaluation.begin(5 * number)
         await evaluation.settle()
@@ -306,22 +288,19 @@ def test_tokens_of_another_version_are_no_evaluation_of_this_one() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_loop_that_failed_stops_the_evaluation_beside_it(fails: bool) -> None:
     complaints: list[str] = []
+    ended: list[int] = []
 
-    class Endless:
-        ended = False
-
-        async def play(self, policy: Policy, version: int, /) -> HeldOutResult:
-            if fails:
-                raise OSError("no space left")
-            try:
-                await asyncio.sleep(60.0)
-            finally:
-                self.ended = True
-            raise AssertionError
+    async def play(version: int) -> HeldOutResult:
+        if fails:
+            raise OSError("no space left")
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            ended.append(version)
+        raise AssertionError
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, said: complaints.append(said["message"]))
-    held_out = Endless()
-    evaluation = HeldOutEvaluation(ToyCluster(), held_out, 5, KeptVersions())
+    evaluation = HeldOutEvaluation(play, 5, KeptVersions())
     await evaluation.begin(5)
     await asyncio.sleep(0)
     await evaluation.stop()
@@ -329,7 +308,7 @@ async def test_a_loop_that_failed_stops_the_evaluation_beside_it(fails: bool) ->
     del evaluation
     gc.collect()
     await asyncio.sleep(0)
-    assert held_out.ended is not fails
+    assert bool(ended) is not fails
     assert not complaints
 
 
@@ -338,19 +317,17 @@ class Broken(Exception):
 
 
 class BrokenTrainer(ToyCluster):
-    async def step(self, batch: Batch, /) -> StepReport:
+    async def step(self, batch: Batch) -> StepReport:
         raise Broken
 
 
 class BrokenSwitch(ToyCluster):
-    @property
-    def update(self) -> ToyGenerator:
+    async def switch(self, version: int) -> None:
         raise Broken
 
 
 class BrokenGenerator(ToyCluster):
-    @property
-    def generate(self) -> ToyGenerator:
+    async def generate(self, request: SamplingRequest) -> Sequence[Completion]:
         raise Broken
 
 

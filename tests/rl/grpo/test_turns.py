@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -12,11 +11,9 @@ import pytest
 from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.buffer_state import StalenessRule
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, SamplingRequest
-from holdfast.rl.data.prompts import PromptNumbers
-from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer
-from holdfast.rl.grpo.evaluation import HeldOutGames, NoEvaluation
+from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer, StepReport
 from holdfast.rl.grpo.loop import play_episodes, synchronous
-from holdfast.rl.grpo.protocols import StepReport
+from holdfast.rl.run.evaluation import play_games
 
 SAMPLING = Sampling(group=4, max_new_tokens=1)
 
@@ -87,15 +84,7 @@ class SeedPolicy:
         self.requests: list[SamplingRequest] = []
         self.batches: list[Batch] = []
 
-    @property
-    def generate(self) -> SeedPolicy:
-        return self
-
-    @property
-    def update(self) -> SeedPolicy:
-        return self
-
-    async def route(self, request: SamplingRequest, /) -> Sequence[Completion]:
+    async def generate(self, request: SamplingRequest) -> Sequence[Completion]:
         self.requests.append(request)
         await asyncio.sleep(0)
         version = request.version or 0
@@ -103,9 +92,6 @@ class SeedPolicy:
             Completion(tokens=(seed % 7,), logprobs=(-1.0,), versions=(version,), finish="length")
             for seed in request.seeds
         ]
-
-    async def fanout(self, version: int, /) -> object:
-        return version
 
     async def step(self, batch: Batch, /) -> StepReport:
         self.batches.append(batch)
@@ -117,8 +103,15 @@ def played(hints: Hints, redraws: int = 0) -> tuple[SeedPolicy, ReplayBuffer]:
 
     async def body() -> tuple[SeedPolicy, ReplayBuffer]:
         policy, buffer = SeedPolicy(), ReplayBuffer(StalenessRule(groups=2), patience=30.0)
-        episode = functools.partial(play_episodes, PromptNumbers(buffer), policy, hints, buffer, SAMPLING, 9, redraws)
-        await synchronous(episode, policy, buffer, policy, NoEvaluation(), range(2))
+
+        async def episode() -> None:
+            number = (await buffer.admit()).number
+            await play_episodes(number, policy.generate, hints, buffer, SAMPLING, 9, redraws)
+
+        async def serve(version: int) -> None:
+            buffer.serve(version)
+
+        await synchronous(episode, buffer, policy.step, serve, range(2))
         return policy, buffer
 
     return asyncio.run(body())
@@ -161,7 +154,7 @@ def test_a_group_that_teaches_nothing_is_played_again(redraws: int, times: int) 
 
 def test_held_out_episodes_are_played_greedily_as_many_at_a_time_as_a_group_has() -> None:
     policy = SeedPolicy()
-    result = asyncio.run(HeldOutGames(Hints(), 10, SAMPLING).play(policy, 3))
+    result = asyncio.run(play_games(policy.generate, Hints(), 10, SAMPLING, 3))
     assert len(result.rewards) == 10 and result.failed == 0
     assert set(result.versions) == {3} and {request.temperature for request in policy.requests} == {0.0}
     assert max(len(request.prompts) for request in policy.requests) == SAMPLING.group

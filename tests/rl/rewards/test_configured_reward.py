@@ -1,10 +1,8 @@
-"""Rewards by the words of a configuration: functions of one's own, and ensembles of them."""
+"""Rewards by the words of a configuration: functions of one's own."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,13 @@ from holdfast.rl.config.named_code import NoSuchCode
 from holdfast.rl.config.resume import placed, resolved
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.data.errors import BadDataset
 from holdfast.rl.rewards.configured_reward import reward_of
-from holdfast.rl.rewards.errors import NotIdentifiable
 from holdfast.rl.rewards.reward import JudgedAnswer, Score
 from holdfast.rl.rewards.reward_processes import RewardProcesses
 
 REWARDS = """
 def brief(answer):
     return 1.0 / answer.length
-
-def says(word):
-    return lambda answer: float(word in answer.text)
-
-one, two, three = says("a"), says("b"), says("c")
 """
 
 
@@ -66,34 +57,3 @@ def test_a_function_of_a_file_beside_the_configuration_is_a_criterion(tmp_path: 
 def test_a_function_that_is_not_there_is_named(tmp_path: Path, function: str, words: str) -> None:
     with pytest.raises(NoSuchCode, match=words):
         values(configured(tmp_path, f'[[reward]]\nkind = "python"\nfunction = "{function}"'), "x")
-
-
-ENSEMBLE = """[[reward]]
-kind = "ensemble"
-verifiers = ["rewards.py:one", "rewards.py:two", "rewards.py:three"]
-answers = "answers.jsonl"
-"""
-
-
-def test_an_ensemble_learns_its_weights_from_texts_without_labels(tmp_path: Path) -> None:
-    """Two verifiers see the truth nine times of ten, the third seven times."""
-    draw, skills = random.Random(1), {"a": 0.9, "b": 0.9, "c": 0.7}
-    lines = []
-    for _ in range(400):
-        right = draw.random() < 0.5
-        seen = "".join(word for word, skill in skills.items() if (draw.random() < skill) == right)
-        lines.append(json.dumps({"prompt": "p", "text": seen or "-"}))
-    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
-    config = configured(tmp_path, ENSEMBLE)
-    all_, good, bad, none = values(config, "abc", "ab", "c", "-")
-    assert all_ > good > 0.7 > 0.3 > bad > none
-    assert values(config, "ab") == [good], "an answer's reward does not depend on those before"
-
-
-@pytest.mark.parametrize(
-    ("lines", "error"), [('{"prompt": "p", "text": "a"}', NotIdentifiable), ('{"prompt": "p"}', BadDataset)]
-)
-def test_texts_that_tell_nothing_are_refused(tmp_path: Path, lines: str, error: type[Exception]) -> None:
-    (tmp_path / "answers.jsonl").write_text(lines)
-    with pytest.raises(error):
-        values(configured(tmp_path, ENSEMBLE), "a")

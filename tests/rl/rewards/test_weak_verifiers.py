@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from holdfast.rl.config.load import load_config
+from holdfast.rl.config.named_code import load_code
+from holdfast.rl.data import arithmetic
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.rewards.ensemble import Verifier, VerifierWeights, WeakVerifierEnsemble, estimate
-from holdfast.rl.rewards.errors import NotIdentifiable, RewardFailed
-from holdfast.rl.rewards.reward import FunctionReward, JudgedAnswer, Score, score_each
+from holdfast.rl.rewards.reward import JudgedAnswer
+from support.source_tree import ROOT
+
+EXAMPLE = ROOT / "examples" / "rl" / "weak_verifiers.py"
+example: Any = sys.modules[load_code(f"{EXAMPLE}:estimate").__module__]
+"""The example, as a configuration's `function` loads it."""
+estimate, NotIdentifiable, WeakVerifierEnsemble = (
+    example.estimate,
+    example.NotIdentifiable,
+    example.WeakVerifierEnsemble,
+)
 
 SEEDS = range(20)
 
@@ -24,7 +36,7 @@ def draw(seed: int, right: float, skills: Sequence[tuple[float, float]], answers
     return truth, random.random(rates.shape) < rates
 
 
-def accuracy(weights: VerifierWeights, truth: np.ndarray, votes: np.ndarray) -> float:
+def accuracy(weights: Any, truth: np.ndarray, votes: np.ndarray) -> float:
     guesses = [weights.probability(row) > 0.5 for row in votes.tolist()]
     return float((np.array(guesses) == truth).mean())
 
@@ -98,19 +110,21 @@ def test_an_ensemble_is_a_reward() -> None:
         )
         for number, row in enumerate(votes)
     ]
-    verifiers = [Verifier(FunctionReward(f"digit-{i}", lambda each, i=i: float(each.text[i]))) for i in range(3)]
+    ensemble = example.WeakVerifierEnsemble([lambda each, i=i: float(each.text[i]) for i in range(3)], answers)
+    guesses = [ensemble(each) > 0.5 for each in answers]
+    assert float(np.mean([guess == right for guess, right in zip(guesses, truth, strict=True)])) > 0.88
+    with pytest.raises(ValueError, match="could not convert"):  # a verifier that fails makes the reward fail
+        ensemble(JudgedAnswer(prompt=answers[0].prompt, text="1x1", length=3))
 
-    async def body() -> None:
-        ensemble = await WeakVerifierEnsemble.calibrated(verifiers, answers)
-        scores = await ensemble.score(answers)
-        assert np.mean([(each.value > 0.5) == right for each, right in zip(scores, truth, strict=True)]) > 0.88
-        assert scores[0].parts == {f"digit-{i}": float(answers[0].text[i]) for i in range(3)}
-        broken = JudgedAnswer(prompt=answers[0].prompt, text="1x1", length=3)
-        good, failed = await score_each(ensemble, [answers[1], broken], 60.0)
-        assert isinstance(good, Score)
-        assert isinstance(failed, RewardFailed)
-        assert "digit-1" in str(failed)
 
-    asyncio.run(body())
-    with pytest.raises(ValueError, match="2 verifiers, and weights for 3"):
-        WeakVerifierEnsemble(verifiers[:2], estimate(votes.tolist()))
+def test_the_example_rewards_sums_by_verifiers_that_cannot_add() -> None:
+    assert load_config(EXAMPLE.with_suffix(".toml")).reward[0].function == "weak_verifiers.py:right"
+    prompts = [(number, each) for number, each in enumerate(arithmetic.held_out())]
+
+    def reward(number: int, prompt: str, text: str) -> float:
+        judged = Prompt(number=number, tokens=(0,), text=prompt)
+        return float(example.right(JudgedAnswer(prompt=judged, text=text, length=2)))
+
+    right = [reward(number, each.prompt, each.answer) for number, each in prompts]
+    wrong = [reward(number, each.prompt, f"{(int(each.answer) + 5) % 28:02d}") for number, each in prompts]
+    assert float(np.mean(right)) > 0.8 and float(np.mean(wrong)) < 0.2

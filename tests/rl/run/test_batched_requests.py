@@ -41,7 +41,7 @@ def ask(requests: Sequence[SamplingRequest], size: int) -> tuple[Generator, list
 
     async def main() -> list[object]:
         batched = BatchedRequests(generator.route, size)
-        return list(await asyncio.gather(*map(batched.route, requests), return_exceptions=True))
+        return list(await asyncio.gather(*map(batched, requests), return_exceptions=True))
 
     return generator, asyncio.run(main())
 
@@ -70,7 +70,7 @@ def test_a_request_that_is_given_up_does_not_disturb_the_others() -> None:
 
     async def main() -> object:
         batched = BatchedRequests(generator.route, 4)
-        first, second = (asyncio.ensure_future(batched.route(request(token))) for token in (1, 2))
+        first, second = (asyncio.ensure_future(batched(request(token))) for token in (1, 2))
         await asyncio.sleep(0)
         first.cancel()
         return await second
@@ -78,4 +78,4 @@ def test_a_request_that_is_given_up_does_not_disturb_the_others() -> None:
     reply = asyncio.run(main())
     assert isinstance(reply, list) and [one.tokens[0] for one in reply] == [20, 21]
     with pytest.raises(RuntimeError):
-        asyncio.run(BatchedRequests(generator.route, 1).route(request(13)))
+        asyncio.run(BatchedRequests(generator.route, 1)(request(13)))

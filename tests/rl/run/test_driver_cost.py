@@ -18,7 +18,7 @@ from holdfast.rl.data import arithmetic
 from holdfast.rl.data.buffer_state import StalenessRule
 from holdfast.rl.data.encoded_batch import BatchColumns, EncodedBatch
 from holdfast.rl.data.episode import Completion, Group, SamplingRequest
-from holdfast.rl.data.prompts import PromptSource, PromptStream
+from holdfast.rl.data.prompts import PromptSource
 from holdfast.rl.data.replay_buffer import ReplayBuffer
 from holdfast.rl.grpo.batch import collate
 from holdfast.rl.grpo.loop import generate_episode, together
@@ -62,7 +62,6 @@ class Drawing:
             for place in range(EPISODES)
         ]
         self.generate = BatchedRequests(self._route, 16)
-        self.update = None
 
     async def _route(self, request: SamplingRequest) -> Sequence[Completion]:
         await asyncio.sleep(0)
@@ -75,12 +74,16 @@ def batch_of(tokens: int) -> tuple[tuple[Group, ...], int]:
     source = PromptSource(arithmetic.training(), arithmetic.CharacterTokenizer(), seed=0)
     sampling = Sampling(group=GROUP, batch=16, max_new_tokens=tokens)
     buffer = ReplayBuffer(StalenessRule(groups=GROUPS))
-    prompts, policy = PromptStream(source, buffer), Drawing(tokens)
+    policy = Drawing(tokens)
     source.prompt(0)
+
+    async def episode() -> None:
+        prompt = source.prompt((await buffer.admit()).number)
+        await generate_episode(prompt, policy.generate, judge.evaluate, buffer, sampling, 0)
 
     async def body() -> tuple[tuple[Group, ...], int]:
         with counting() as calls:
-            await together(lambda: generate_episode(prompts, policy, judge, buffer, sampling, 0), GROUPS)
+            await together(episode, GROUPS)
             batch = await buffer.take(0)
             EncodedBatch.of(batch, saved=False)
         return batch.groups, calls[0]

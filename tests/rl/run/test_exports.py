@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,15 +17,18 @@ from typer.testing import CliRunner
 
 from holdfast.harness.cli.app import app
 from holdfast.rl.config.load import parse_config
-from holdfast.rl.config.named_code import ExtraNotInstalled
+from holdfast.rl.config.named_code import ExtraNotInstalled, load_code
 from holdfast.rl.config.resume import resolved
-from holdfast.rl.export import executorch
-from holdfast.rl.export.executorch import ExportRefused, export_program
-from holdfast.rl.export.executorch_program import ExecutorchJob, ExecutorchReport, greedy
 from holdfast.rl.export.version_evaluation import held_out_prompts
-from holdfast.rl.run.policy_source import policy_source, task_of
+from holdfast.rl.run.policy import policy_source, task_of
 from holdfast.rl.trainers.training import weights_digest
 from support.source_tree import ROOT
+
+EXPORT = ROOT / "examples" / "stack" / "executorch" / "export.py"
+executorch: Any = sys.modules[load_code(f"{EXPORT}:export").__module__]
+"""The example that exports a program of ExecuTorch, as `holdfast rl export --to FILE.py:NAME` loads it."""
+
+greedy: Any = load_code(f"{EXPORT.with_name('program.py')}:greedy")
 
 CONFIG = parse_config("[sampling]\nmax_new_tokens = 2", "test")
 SOURCE = policy_source(CONFIG)
@@ -62,12 +66,27 @@ def test_a_file_has_all_weights_and_says_where_they_are_from(run: Path, tmp_path
         }
 
 
+def test_a_function_of_the_users_exports_too(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def names(config, source, out):\n"
+        "    out.write_text('\\n'.join(source.build().state_dict()))\n"
+        "    return f'{config.steps} steps'\n"
+    )
+    out = tmp_path / "names.txt"
+    command = ["rl", "export", str(run), "--version", "0", "--to", f"{tmp_path / 'mine.py'}:names", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and done.output.strip().endswith(f"{CONFIG.steps} steps")
+    assert out.read_text().splitlines() == list(SOURCE.build().state_dict())
+    absent = CliRunner().invoke(app, [*command[:-2], "executorch", str(out)])
+    assert absent.exit_code == 2 and "write FILE.py:NAME" in absent.output
+
+
 def test_without_its_environment_a_program_is_refused_with_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     with pytest.raises(ExtraNotInstalled, match="make extra-executorch"):
-        export_program(SOURCE, PROMPTS, CONFIG.sampling, tmp_path / "model.pte")
+        executorch.export_program(SOURCE, PROMPTS, CONFIG.sampling, tmp_path / "model.pte")
 
 
 @pytest.mark.parametrize(
@@ -77,10 +96,10 @@ def test_without_its_environment_a_program_is_refused_with_the_install_command(
 def test_a_program_that_differs_from_the_model_is_refused_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: float, different: tuple[int, ...], words: str
 ) -> None:
-    def differs(python: Path, job: ExecutorchJob, scratch: Path, out: Path) -> ExecutorchReport:
-        Path(job.draft).write_bytes(b"a program")
-        assert len(job.answers) == len(job.prompts) == 12 and all(len(each) == 2 for each in job.answers)
-        return ExecutorchReport(
+    def differs(python: Path, job: Any, scratch: Path, out: Path) -> Any:
+        Path(job["draft"]).write_bytes(b"a program")
+        assert len(job["answers"]) == len(job["prompts"]) == 12 and all(len(each) == 2 for each in job["answers"])
+        return executorch.ExecutorchReport(
             nbytes=9,
             difference=difference,
             allowed=1e-6,
@@ -92,8 +111,8 @@ def test_a_program_that_differs_from_the_model_is_refused_and_not_kept(
 
     monkeypatch.setattr(executorch, "extra_python", lambda _: Path(sys.executable))
     monkeypatch.setattr(executorch, "_run", differs)
-    with pytest.raises(ExportRefused, match=words):
-        export_program(SOURCE, PROMPTS, CONFIG.sampling, tmp_path / "model.pte")
+    with pytest.raises(executorch.ExportRefused, match=words):
+        executorch.export_program(SOURCE, PROMPTS, CONFIG.sampling, tmp_path / "model.pte")
     assert not list(tmp_path.iterdir())
 
 
@@ -120,6 +139,6 @@ def test_a_program_of_executorch_answers_as_the_model(tmp_path: Path) -> None:
     if not (ROOT / ".venv" / "extras" / "executorch" / "bin" / "python").exists():
         pytest.skip("executorch is not installed: make extra-executorch")
     source = msgspec.structs.replace(SOURCE, config={**SOURCE.config, "num_hidden_layers": 1})
-    report = export_program(source, PROMPTS, CONFIG.sampling, tmp_path / "model.pte")
+    report = executorch.export_program(source, PROMPTS, CONFIG.sampling, tmp_path / "model.pte")
     assert report.difference <= report.allowed and not report.different and report.delegated > 0
     assert (tmp_path / "model.pte").stat().st_size == report.nbytes

@@ -22,7 +22,7 @@ from holdfast.rl.export import version_evaluation
 from holdfast.rl.export.saved_versions import NoSavedVersion, SavedVersions
 from holdfast.rl.export.version_evaluation import NothingHeldOut, evaluate_source
 from holdfast.rl.generators.models import ModelSource, save_model
-from holdfast.rl.run.policy_source import policy_source, task_of
+from holdfast.rl.run.policy import policy_source, task_of
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.best_version import BestRecord

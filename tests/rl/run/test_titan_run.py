@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from holdfast.rl.config.load import load_config
 from holdfast.rl.config.resume import resolved
 from holdfast.rl.export.saved_versions import SavedVersions
-from holdfast.rl.run.policy_source import task_of
+from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import RunResumed, StepTrained
 from holdfast.rl.trainers.training import weights_digest

@@ -1,26 +1,32 @@
-"""The coder environment: problems by seed, rewards by hidden tests, over a session too."""
+"""The example of a coder environment: problems by seed, rewards by hidden tests, over a session too."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rl.environments.builtin.coder import CoderEnvironment, extract_code, judge
-from holdfast.rl.environments.builtin.coding_problems import FAMILIES, coding_problem
+from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.errors import EpisodeOver, UnknownEnvironment
 from holdfast.rl.environments.registry import environment_factory, open_sessions
 from holdfast.rl.environments.sandbox import Sandbox
+from support.source_tree import ROOT
+
+NAME = f"python:{ROOT / 'examples' / 'rl' / 'coder.py'}:CoderEnvironment"
+example: Any = sys.modules[load_code(NAME.removeprefix("python:")).__module__]
+FAMILIES, coding_problem, judge = example.FAMILIES, example.coding_problem, example.judge
 
 
 @pytest.fixture
-def coder(sandbox: Sandbox) -> Iterator[CoderEnvironment]:
+def coder(sandbox: Sandbox) -> Iterator[Any]:
     """`sandbox` is asked for only to skip where there is none."""
-    environment = CoderEnvironment(tests=3)
+    environment = example.CoderEnvironment(tests=3)
     yield environment
     environment.close()
 
@@ -45,7 +51,7 @@ def test_the_solution_of_every_family_passes_all_tests_and_an_empty_answer_none(
         assert judge(problem, "I cannot.", sandbox).fraction == 0.0
 
 
-def test_an_episode_is_one_turn(coder: CoderEnvironment) -> None:
+def test_an_episode_is_one_turn(coder: Any) -> None:
     observation = coder.reset(7)
     assert "Write a Python function" in observation.text
     over = coder.step(Action(coding_problem(7, 3).solution))
@@ -54,7 +60,7 @@ def test_an_episode_is_one_turn(coder: CoderEnvironment) -> None:
         coder.step(Action("more"))
 
 
-def test_a_wrong_answer_hears_what_failed(coder: CoderEnvironment) -> None:
+def test_a_wrong_answer_hears_what_failed(coder: Any) -> None:
     coder.reset(7)
     name = coding_problem(7).tests[0].function
     over = coder.step(Action(f"```python\ndef {name}(x): return 1 / 0\n```"))
@@ -64,7 +70,7 @@ def test_a_wrong_answer_hears_what_failed(coder: CoderEnvironment) -> None:
 
 def test_it_is_an_environment_by_name(sandbox: Sandbox) -> None:
     async def episode() -> float | None:
-        async with open_sessions("coder?tests=2") as sessions, sessions.session() as session:
+        async with open_sessions(f"{NAME}?tests=2") as sessions, sessions.session() as session:
             await session.reset(11)
             return (await session.step(Action(coding_problem(11, 2).solution))).reward
 
@@ -73,7 +79,7 @@ def test_it_is_an_environment_by_name(sandbox: Sandbox) -> None:
 
 def test_options_that_cannot_be_are_refused() -> None:
     with pytest.raises(UnknownEnvironment, match="tests=0 must be in 1 to 100"):
-        environment_factory("coder?tests=0")()
+        environment_factory(f"{NAME}?tests=0")()
 
 
 @pytest.mark.parametrize(
@@ -88,9 +94,9 @@ def test_options_that_cannot_be_are_refused() -> None:
     ],
 )
 def test_the_last_block_of_python_is_the_answer(answer: str, code: str) -> None:
-    assert extract_code(answer) == code
+    assert example.extract_code(answer) == code
 
 
 @given(st.text(alphabet="`python\n ax"))
 def test_every_answer_gives_some_code(answer: str) -> None:
-    assert isinstance(extract_code(answer), str)
+    assert isinstance(example.extract_code(answer), str)

@@ -19,9 +19,8 @@ from holdfast.rl.config.run_config import Objective, TrainerConfig
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import BatchColumns, EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt
-from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.data.replay_buffer import Batch, StepReport
 from holdfast.rl.grpo.batch import updates_of
-from holdfast.rl.grpo.protocols import StepReport
 from holdfast.rl.trainers import errors
 from holdfast.rl.trainers.layouts import clip_factor, sharded_norm
 from holdfast.rl.trainers.trainer_actor import BatchInbox

@@ -18,8 +18,8 @@ pytest.importorskip("transformers", reason="generators need transformers: pip in
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.rl.generators.vllm.completions import draw_whole
 from holdfast.rl.generators.vllm.staged_weights import StagedWeights
+from holdfast.rl.generators.vllm.vllm_generator import draw_whole
 from holdfast.store import WeightStore
 
 WIDTH = 4

@@ -1,24 +1,46 @@
-"""Exports a model as a program of ExecuTorch, and refuses one that does not answer as the model does."""
+"""Exports a run's model as a program of ExecuTorch, and refuses one that does not answer as the model does.
+
+    holdfast rl export run --to examples/stack/executorch/export.py:export model.pte    # needs: make extra-executorch
+
+ExecuTorch brings torchao, which changes what transformers does: `program.py` runs in an environment of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.console.units import counted
+from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import GeneratorConfig, RunConfig, Sampling
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.export.executorch_program import ExecutorchJob, ExecutorchReport
+from holdfast.rl.export.version_evaluation import held_out_prompts
 from holdfast.rl.export.weights import new_file
 from holdfast.rl.generators.models import ModelSource, longest_sequence, save_model
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
+from holdfast.rl.run.policy import task_of
+
+COMPARED_PROMPTS = 200
+"""How many held-out prompts a program is compared with the model on, at most."""
+
+
+def export(config: RunConfig, source: ModelSource, out: Path) -> str:
+    """Export a version of a run; returns what was written, in words."""
+    prompts = held_out_prompts(config, task_of(config), COMPARED_PROMPTS)
+    report = export_program(source, prompts, config.sampling, out)
+    return (
+        f"{report.nbytes:,} bytes, exported in {coarse_seconds(report.seconds)}, {report.delegated:.0%} of "
+        f"its nodes in XNNPACK; logits within {report.difference:.1e} of eager torch's (up to "
+        f"{report.largest:.1f}; allowed {report.allowed:.1e}), {counted(len(prompts), 'held-out prompt')} answered "
+        "as the model does"
+    )
+
 
 LONGEST = 2048
 """The longest sequence of a program: the runtime reserves memory for it. A model's own limit may be lower."""
@@ -38,6 +60,22 @@ class ExportRefused(HoldfastError):
         super().__init__(f"{out} was not written: {why}")
 
 
+class ExecutorchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found: the largest difference of a logit from eager torch, and the one that is allowed.
+
+    `delegated` is the share of the program's nodes that run in XNNPACK, `different` the prompts that it answers
+    otherwise than the model. `seconds` is how long the export took.
+    """
+
+    nbytes: int
+    difference: float
+    allowed: float
+    largest: float
+    different: tuple[int, ...]
+    delegated: float
+    seconds: float
+
+
 def export_program(source: ModelSource, prompts: Sequence[Prompt], sampling: Sampling, out: Path) -> ExecutorchReport:
     """Write a new program of ExecuTorch in float32 with XNNPACK, for any length; its method `forward` gives logits.
 
@@ -50,15 +88,15 @@ def export_program(source: ModelSource, prompts: Sequence[Prompt], sampling: Sam
         model = source.build()
         length = min(longest_sequence(model), LONGEST)
         save_model(model, Path(scratch) / "model")
-        job = ExecutorchJob(
-            model=str(Path(scratch) / "model"),
-            draft=str(draft.absolute()),
-            length=length,
-            prompts=tuple(each.tokens for each in prompts),
-            answers=asyncio.run(_answers(source, prompts, sampling)),
-            max_new_tokens=sampling.max_new_tokens,
-            stop=sampling.stop,
-        )
+        job = {
+            "model": str(Path(scratch) / "model"),
+            "draft": str(draft.absolute()),
+            "length": length,
+            "prompts": [each.tokens for each in prompts],
+            "answers": asyncio.run(_answers(source, prompts, sampling)),
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop": sampling.stop,
+        }
         report = _run(python, job, Path(scratch), out)
         if report.difference > report.allowed:
             raise ExportRefused(
@@ -74,10 +112,10 @@ def export_program(source: ModelSource, prompts: Sequence[Prompt], sampling: Sam
     return report
 
 
-def _run(python: Path, job: ExecutorchJob, scratch: Path, out: Path) -> ExecutorchReport:
+def _run(python: Path, job: Mapping[str, object], scratch: Path, out: Path) -> ExecutorchReport:
     file = scratch / "job.json"
     file.write_bytes(msgspec.json.encode(job))
-    command = [str(python), "-m", "holdfast.rl.export.executorch_program", str(file)]
+    command = [str(python), "-P", str(Path(__file__).with_name("program.py")), str(file)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
     except subprocess.TimeoutExpired as error:
@@ -92,7 +130,7 @@ async def _answers(source: ModelSource, prompts: Sequence[Prompt], sampling: Sam
     config = RunConfig(sampling=sampling, generator=GeneratorConfig(timeout=SECONDS))
     generator = TransformersGenerator(source, None, config)
     try:
-        found = await generator.generate(sampling.greedy(tuple(prompts), None))
+        found = await generator.generate(sampling.greedy((each.tokens for each in prompts), None))
     finally:
         generator.close()
     return tuple(each.tokens for each in found)

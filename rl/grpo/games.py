@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import EnvironmentConfig, RunConfig
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt
 from holdfast.rl.data.prompts import Tokenizer, seed_of
@@ -17,7 +16,6 @@ from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.environments.play import EpisodePlay, FailedEpisode, TextCodec
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.environments.session_source import SessionSource
-from holdfast.rl.run.errors import RunFailed
 
 
 class LineCodec:
@@ -48,25 +46,6 @@ def codec_of(tokenizer: Tokenizer, *, beside_prompts: bool) -> TextCodec:
     return PromptCodec(tokenizer) if beside_prompts else LineCodec(tokenizer)
 
 
-class FailuresInARow:
-    """Counts groups of `source` that failed one after another. Raises `RunFailed` for more than a batch of them."""
-
-    def __init__(self, source: str, config: RunConfig) -> None:
-        self._source, self._most, self._failed = source, max(8, config.algorithm.groups), 0
-
-    def count(self, group: Group | FailedGroup) -> None:
-        """Count a group that is over; one that did not fail begins the count anew."""
-        if not isinstance(group, FailedGroup):
-            self._failed = 0
-            return
-        self._failed += 1
-        if self._failed > self._most:
-            raise RunFailed(
-                f"{self._source} failed in {counted(self._failed, 'group')} one after another, "
-                f"the last time: {group.reasons[0]}; see to it, and resume the run"
-            )
-
-
 class EpisodeFailure(msgspec.Struct, frozen=True):
     """An environment failed in an episode of group `number`; with `again`, another one goes on with it."""
 
@@ -76,6 +55,7 @@ class EpisodeFailure(msgspec.Struct, frozen=True):
 
 
 OnFailure = Callable[[EpisodeFailure], None]
+OnResult = Callable[[Group | FailedGroup], None]
 
 
 class GameInPlay:
@@ -86,7 +66,7 @@ class GameInPlay:
         number: int,
         plays: Sequence[EpisodePlay],
         on_failure: OnFailure,
-        on_result: Callable[[Group | FailedGroup], None],
+        on_result: OnResult,
     ) -> None:
         self._number, self._plays = number, plays
         self._on_failure, self._on_result = on_failure, on_result
@@ -132,19 +112,23 @@ class GameInPlay:
 class EnvironmentGames:
     """The groups of a run, each from the seed of its number; `limit` is that of an episode's tokens.
 
-    `on_failure` is called with each failure. Groups that lose all their episodes, one group after another, raise
-    `RunFailed`.
+    `on_failure` is called with each failure of an environment, `on_result` with each group that is over.
     """
 
     def __init__(
-        self, source: SessionSource, codec: TextCodec, config: RunConfig, limit: int, on_failure: OnFailure
+        self,
+        source: SessionSource,
+        codec: TextCodec,
+        config: RunConfig,
+        limit: int,
+        on_failure: OnFailure,
+        on_result: OnResult = lambda group: None,
     ) -> None:
-        self._source, self._codec, self._on_failure = source, codec, on_failure
+        self._source, self._codec, self._on_failure, self._on_result = source, codec, on_failure, on_result
         self._environment, self._group, self._seed = config.environment, config.sampling.group, config.seed
         self._room = limit - config.sampling.max_new_tokens + 1
         # Whole groups at a time: parts of several could wait for each other.
         self._places = asyncio.Semaphore(places(config.environment) // self._group)
-        self._failures = FailuresInARow(f"environment {config.environment.name!r}", config)
 
     async def check(self) -> None:
         """Begin the first episode, and leave it. Raises `UnknownEnvironment` if it cannot be begun."""
@@ -174,7 +158,7 @@ class EnvironmentGames:
             try:
                 plays = [self._play(number, *each) for each in zip(sessions, seeds, strict=True)]
                 await asyncio.gather(*(each.begin() for each in plays))
-                yield GameInPlay(number, plays, self._on_failure, self._failures.count)
+                yield GameInPlay(number, plays, self._on_failure, self._on_result)
             finally:
                 await asyncio.gather(*(each.close() for each in sessions))
 

@@ -9,8 +9,14 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlencode, urlsplit
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.request import ProxyHandler, build_opener
 
+import msgspec
+
+from holdfast.comms.errors import HoldfastError, describe
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.environment.listen_address import choose_address
@@ -24,9 +30,8 @@ from holdfast.rl.environments.client import EnvironmentClient, websocket_url
 from holdfast.rl.environments.errors import EnvironmentFailed, UnknownEnvironment
 from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.registry import check_environment, environment_factory
-from holdfast.rl.environments.server import EnvironmentServer
+from holdfast.rl.environments.server import EnvironmentServer, ServerWork
 from holdfast.rl.environments.session_source import SessionSource
-from holdfast.rl.environments.work_channel import NoWorkChannel, ask_work
 from holdfast.rl.run.run_events import ProcessLost, ProcessStarted
 from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry
 from holdfast.rl.telemetry import WorkReport
@@ -39,6 +44,40 @@ LEASE_SECONDS = 3600.0
 _MARGIN = 2.0
 """Seconds by which a client waits longer than the server, which knows more of what hangs."""
 _LOOK_SECONDS = 1.0
+_MOST_BYTES = 4 << 20
+_direct = build_opener(ProxyHandler({}))
+
+
+class NoWorkToTell(HoldfastError):
+    """A server does not tell what it did: it is another program's, or one of another release."""
+
+    def __init__(self, url: str, why: str) -> None:
+        self.url, self.why = url, why
+        super().__init__(
+            f"server {url} does not tell what it did: {why}; to see it in the report, start a server of this release"
+        )
+
+
+async def ask_work(url: str, since: int | None, timeout: float = 2.0) -> ServerWork | None:
+    """What the server at `url` did since an answer with this `next`; None if it does not answer now.
+
+    Raises `NoWorkToTell`.
+    """
+    scheme, place, path, query, _ = urlsplit(websocket_url(url))
+    asked = [*filter(None, [query]), *([] if since is None else [f"since={since}"])]
+    address = urlunsplit((scheme.replace("ws", "http"), place, path.removesuffix("/ws") + "/work", "&".join(asked), ""))
+
+    def ask() -> bytes:
+        with _direct.open(address, timeout=timeout) as answer:
+            found: bytes = answer.read(_MOST_BYTES)
+            return found
+
+    try:
+        return msgspec.json.decode(await asyncio.wait_for(asyncio.to_thread(ask), timeout), type=ServerWork)
+    except (HTTPError, HTTPException, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NoWorkToTell(url, describe(error)) from error
+    except OSError:
+        return None
 
 
 @dataclass(slots=True)
@@ -77,7 +116,7 @@ class AddressedServers:
             if answer is not None and answer.server != server.mark:
                 # What another start did is not what was asked for: begin there.
                 answer = answer if server.since is None else await ask_work(server.url, None)
-        except NoWorkChannel:
+        except NoWorkToTell:
             server.silent = True
             return server.name, None
         if answer is None:

@@ -1,4 +1,7 @@
-"""`2048`: the sliding-tile game, as a text and as a board."""
+"""The sliding-tile game 2048, as a text and as a board.
+
+holdfast rl environment serve "python:examples/rl/game_2048.py:Game2048Environment?goal=64"
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Makes a program of ExecuTorch from a model and compares it with the model; runs in ExecuTorch's own environment.
 
-python -m holdfast.rl.export.executorch_program JOB     # an ExecutorchJob as JSON; prints an ExecutorchReport
+python program.py JOB     # an `ExecutorchJob` as JSON; what is found is written beside it
 """
 
 from __future__ import annotations
@@ -31,22 +31,6 @@ class ExecutorchJob(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[int, ...]
 
 
-class ExecutorchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found: the largest difference of a logit from eager torch, and the one that is allowed.
-
-    `delegated` is the share of the program's nodes that run in XNNPACK, `different` the prompts that it answers
-    otherwise than the model. `seconds` is how long the export took.
-    """
-
-    nbytes: int
-    difference: float
-    allowed: float
-    largest: float
-    different: tuple[int, ...]
-    delegated: float
-    seconds: float
-
-
 DIFFERENCE = 1e-6
 """The largest difference of a logit from eager torch that is always allowed."""
 
@@ -73,7 +57,7 @@ class _LogitsOf(torch.nn.Module):
         return logits
 
 
-def export(model: torch.nn.Module, length: int, vocabulary: int) -> tuple[bytes, float]:
+def make_program(model: torch.nn.Module, length: int, vocabulary: int) -> tuple[bytes, float]:
     """The program for 1 to `length` tokens, and the share of its nodes that XNNPACK runs. It runs all that it can."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.devtools.backend_debug import get_delegation_info
@@ -138,29 +122,29 @@ def compare(program: Logits, model: _LogitsOf, prompts: Sequence[Sequence[int]],
     return difference, max(DIFFERENCE, ROUNDING * rounding), max(float(each.abs().max()) for each in eager)
 
 
-def run(job: ExecutorchJob) -> ExecutorchReport:
+def run(job: ExecutorchJob) -> dict[str, Any]:
     """Do a job. The program is written whatever the comparison says."""
     from transformers import AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM
     model = _LogitsOf(make.from_pretrained(job.model, local_files_only=True, dtype=torch.float32).eval())
     began = time.perf_counter()
-    program, delegated = export(model, job.length, int(model.model.config.vocab_size))  # type: ignore[union-attr, arg-type]
+    program, delegated = make_program(model, job.length, int(model.model.config.vocab_size))  # type: ignore[union-attr, arg-type]
     seconds = time.perf_counter() - began
     path = Path(job.draft)
     path.write_bytes(program)
     logits = load(path)
     difference, allowed, largest = compare(logits, model, job.prompts, job.length)
     answers = [greedy(logits, each, job.max_new_tokens, job.stop) for each in job.prompts]
-    return ExecutorchReport(
-        nbytes=len(program),
-        difference=difference,
-        allowed=allowed,
-        largest=largest,
-        different=tuple(n for n, answer in enumerate(answers) if answer != job.answers[n]),
-        delegated=delegated,
-        seconds=seconds,
-    )
+    return {
+        "nbytes": len(program),
+        "difference": difference,
+        "allowed": allowed,
+        "largest": largest,
+        "different": [n for n, answer in enumerate(answers) if answer != job.answers[n]],
+        "delegated": delegated,
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":

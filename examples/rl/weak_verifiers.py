@@ -1,5 +1,10 @@
 """Several weak verifiers as one reward: the probability that an answer is right, given their votes.
 
+    holdfast rl train examples/rl/weak_verifiers.toml
+
+Copy this file beside your configuration, put your own verifiers and sampled answers at its end, right and wrong ones
+without labels, and name it in the configuration: kind = "python", function = "weak_verifiers.py:right".
+
 How good each verifier is comes from the votes alone: weak supervision by the method of moments.
 
 Weaver (Saad-Falcon et al. 2025, arXiv:2506.18203) weighs weak verifiers this way. With x_i the vote of verifier i,
@@ -16,18 +21,22 @@ left out of both, and verifiers that are linked by such pairs share one voice.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.rl.rewards.errors import NotIdentifiable, RewardFailed
-from holdfast.rl.rewards.reward import JudgedAnswer, Reward, Score, score_each
+from holdfast.comms.errors import HoldfastError
+from holdfast.rl.data import arithmetic
+from holdfast.rl.data.episode import Prompt
+from holdfast.rl.rewards.reward import JudgedAnswer
+
+Verifier = Callable[[JudgedAnswer], float]
+"""Votes for an answer by 0.5 or more."""
 
 Matrix = NDArray[np.float64]
 
@@ -36,6 +45,17 @@ _LEAST_SKILL = 0.05
 """Verifiers with a smaller correlation with the truth are dropped, as are those that always vote alike."""
 _DEPENDENT = 0.12
 """The correlation beyond the fit from which on two verifiers count as dependent; at least 4 standard errors."""
+
+
+class NotIdentifiable(HoldfastError):
+    """Votes without labels do not determine how good the verifiers are."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"the verifiers' weights cannot be estimated: {reason}; use more answers, or at least three verifiers that "
+            "are better than chance and not copies of each other"
+        )
 
 
 class VerifierWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,66 +197,63 @@ def _linked(apart: NDArray[np.bool_]) -> list[int]:
     return [int(row.sum()) for row in reached]
 
 
-@dataclass(frozen=True, slots=True)
-class Verifier:
-    """A reward that votes for an answer if its score is at least `threshold`."""
-
-    reward: Reward
-    threshold: float = 0.5
-
-
 class WeakVerifierEnsemble:
-    """The probability that an answer is right, given the verifiers' votes, which are the parts of the score.
+    """The probability that an answer is right, given the votes of verifiers on it.
 
-    The weights are fixed: an answer's reward does not depend on the answers before it. A verifier that fails makes the
-    ensemble fail for that answer.
+    The weights come from the votes on `answers`, which need no labels, and are fixed then: an answer's reward does not
+    depend on the answers before it. Raises `NotIdentifiable`.
     """
 
-    def __init__(
-        self, verifiers: Sequence[Verifier], weights: VerifierWeights, name: str = "ensemble", timeout: float = 60.0
-    ) -> None:
-        if len(verifiers) != len(weights.hits):
-            raise ValueError(f"{len(verifiers)} verifiers, and weights for {len(weights.hits)}")
-        self.name, self.weights = name, weights
-        self._verifiers, self._timeout = tuple(verifiers), timeout
+    def __init__(self, verifiers: Sequence[Verifier], answers: Sequence[JudgedAnswer]) -> None:
+        self._verifiers = tuple(verifiers)
+        self.weights = estimate([self.votes(each) for each in answers])
 
-    @classmethod
-    async def calibrated(
-        cls,
-        verifiers: Sequence[Verifier],
-        answers: Sequence[JudgedAnswer],
-        name: str = "ensemble",
-        timeout: float = 60.0,
-    ) -> WeakVerifierEnsemble:
-        """An ensemble with weights from the votes on `answers`, which need no labels.
+    def votes(self, answer: JudgedAnswer) -> list[bool]:
+        """The vote of each verifier. Raises what a verifier does: the reward fails for that answer."""
+        return [verifier(answer) >= 0.5 for verifier in self._verifiers]
 
-        Answers for which a verifier fails are left out. Raises `NotIdentifiable`.
-        """
-        rows = await _votes(verifiers, answers, timeout)
-        return cls(verifiers, estimate([each for each in rows if not isinstance(each, RewardFailed)]), name, timeout)
-
-    async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
-        """Probabilities. Raises `RewardFailed` of the first verifier that failed."""
-        scores = []
-        for votes in await _votes(self._verifiers, answers, self._timeout):
-            if isinstance(votes, RewardFailed):
-                raise RewardFailed(self.name, votes.number, str(votes)) from votes
-            parts = {each.reward.name: float(vote) for each, vote in zip(self._verifiers, votes, strict=True)}
-            scores.append(Score(self.weights.probability(votes), parts))
-        return scores
+    def __call__(self, answer: JudgedAnswer) -> float:
+        """The reward of an answer."""
+        return self.weights.probability(self.votes(answer))
 
 
-async def _votes(
-    verifiers: Sequence[Verifier], answers: Sequence[JudgedAnswer], timeout: float
-) -> list[list[bool] | RewardFailed]:
-    """A row of votes for each answer, or the failure of a verifier."""
-    columns = await asyncio.gather(*(score_each(each.reward, answers, timeout) for each in verifiers))
-    rows: list[list[bool] | RewardFailed] = []
-    for row in zip(*columns, strict=True):
-        failed = next((each for each in row if isinstance(each, RewardFailed)), None)
-        votes = [
-            isinstance(score, Score) and score.value >= each.threshold
-            for each, score in zip(verifiers, row, strict=True)
-        ]
-        rows.append(votes if failed is None else failed)
-    return rows
+# -- three verifiers of sums of three digits, none of which adds
+
+
+def _addends(answer: JudgedAnswer) -> list[int]:
+    return [int(each) for each in answer.prompt.text.rstrip("=").split("+")]
+
+
+def _said(answer: JudgedAnswer) -> int:
+    return int(answer.text) if answer.text.isdecimal() else -1
+
+
+def parity(answer: JudgedAnswer) -> float:
+    """Whether the answer is odd as it must be."""
+    return float(_said(answer) % 2 == sum(each % 2 for each in _addends(answer)) % 2)
+
+
+def size(answer: JudgedAnswer) -> float:
+    """Whether the answer is between thrice the smallest and thrice the largest number, and near their middle."""
+    addends = _addends(answer)
+    return float(abs(_said(answer) - 1.5 * (min(addends) + max(addends))) <= 3)
+
+
+def rest(answer: JudgedAnswer) -> float:
+    """Whether the answer leaves the right rest when it is divided by 9: that of the sum of all digits."""
+    return float(_said(answer) % 9 == sum(_addends(answer)) % 9)
+
+
+def sampled(count: int = 400) -> list[JudgedAnswer]:
+    """Answers as a policy draws them, about half of them right."""
+    dice, found = random.Random(0), []
+    for number in range(count):
+        problem = dice.choice(arithmetic.training())
+        text = problem.answer if dice.random() < 0.5 else f"{dice.randrange(28):02d}"
+        prompt = Prompt(number=number, tokens=(0,), text=problem.prompt, answer="")
+        found.append(JudgedAnswer(prompt=prompt, text=text, length=len(text)))
+    return found
+
+
+right = WeakVerifierEnsemble((parity, size, rest), sampled())
+"""The reward."""

@@ -1,0 +1,191 @@
+"""The episodes of a run: completions of prompts that a reward judges, episodes played in an environment, or both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.ft.console.units import counted
+from holdfast.rl.actors.engine import Engine
+from holdfast.rl.actors.service import ServiceStatus
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.data.episode import Completion, Group, Prompt
+from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
+from holdfast.rl.generators.errors import ModelMisfit
+from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.grpo.games import EnvironmentGames, EpisodeFailure, codec_of
+from holdfast.rl.grpo.loop import Generate, generate_episode, play_episodes
+from holdfast.rl.rewards.configured_reward import reward_of
+from holdfast.rl.rewards.errors import RewardFailed
+from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.run.environment_servers import EnvironmentServers, check_name
+from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.run.evaluation import HeldOutResult, play_games, play_prompts
+from holdfast.rl.run.policy import Task, in_policy_process, task_of, tokenizer_of, warm_up, warmed_up
+from holdfast.rl.run.run_events import EpisodeFailed
+from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.telemetry import WorkReport
+
+T = TypeVar("T")
+
+CHECK = "the check of the model"
+
+
+async def all_done(first: Awaitable[T], *others: Awaitable[object]) -> T:
+    """The result of `first` once all are done. If one raises, the others are cancelled, and its error raised."""
+    wanted = asyncio.ensure_future(first)
+    tasks: list[asyncio.Future[Any]] = [wanted, *(asyncio.ensure_future(each) for each in others)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return wanted.result()
+
+
+class FailuresInARow:
+    """Counts groups of `source` that failed one after another. Raises `RunFailed` for more than a batch of them."""
+
+    def __init__(self, source: str, config: RunConfig) -> None:
+        self._source, self._most, self._failed = source, max(8, config.algorithm.groups), 0
+
+    def count(self, group: Group | FailedGroup) -> None:
+        """Count a group that is over; one that did not fail begins the count anew."""
+        if not isinstance(group, FailedGroup):
+            self._failed = 0
+            return
+        self._failed += 1
+        if self._failed > self._most:
+            raise RunFailed(
+                f"{self._source} failed in {counted(self._failed, 'group')} one after another, "
+                f"the last time: {group.reasons[0]}; see to it, and resume the run"
+            )
+
+
+class RunEpisodes:
+    """Makes the groups of a run, each from its number. `prepare` and `start` it before use, and `close` it.
+
+    Of the groups a `share` is played in the environment, if there is one, and the others begin with prompts. Groups of
+    one kind that fail, one after another, raise `RunFailed`.
+    """
+
+    def __init__(self, config: RunConfig, engine: Engine, telemetry: RunTelemetry) -> None:
+        self._config, self._telemetry = config, telemetry
+        environment = config.environment
+        self._servers: EnvironmentServers | None = None
+        if environment.name:
+            self._servers = EnvironmentServers(environment, engine, telemetry, config.engine.hosts)
+        self._failures = FailuresInARow("the reward", config)
+        self._failed_games = FailuresInARow(f"environment {environment.name!r}", config)
+        self._judge: Judge | None = None
+        self._task: Task
+        self._games: EnvironmentGames
+
+    async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
+        """The policy to begin with; `start` may save it in `folder`. Raises what is wrong with the task."""
+        self._policy, self._folder = policy, folder
+        if self._config.has_prompts:
+            await self._prepare_prompts()
+        if self._servers is not None:
+            check = partial(check_name, self._config.environment)
+            await in_policy_process("the check of the environment", check, folder)
+            self._limit = self._config.environment.max_tokens or await self._longest()
+            tokenizer = await asyncio.to_thread(tokenizer_of, self._config)
+            self._codec = codec_of(tokenizer, beside_prompts=self._config.has_prompts)
+        return warmed_up(policy, self._config.model, folder)
+
+    async def start(self) -> None:
+        """Take the supervised steps, unless a driver before did, and start the servers. Raises `UnknownEnvironment`."""
+        await all_done(self._warm_up(), self._start_servers())
+
+    async def close(self) -> None:
+        """End the servers, and the processes of the reward. Idempotent."""
+        if self._servers is not None:
+            await self._servers.close()
+        if self._judge is not None:
+            await self._judge.close()
+
+    async def add_next(self, generate: Generate, buffer: ReplayBuffer) -> None:
+        """Begin the next group once the buffer admits it, and add it. See `generate_episode` and `play_episodes`."""
+        config, number = self._config, (await buffer.admit()).number
+        settings = (buffer, config.sampling, config.seed, config.objective.redraws)
+        if self._servers is not None and is_played(number, config.environment.share):
+            await play_episodes(number, generate, self._games, *settings)
+        else:
+            await generate_episode(self._task.train.prompt(number), generate, self._evaluate, *settings)
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are episodes for an evaluation."""
+        return not self._config.has_prompts or self._task.held_out is not None
+
+    async def play_held_out(self, generate: Generate, version: int) -> HeldOutResult:
+        """Answer held-out prompts greedily, or play held-out episodes if there are none, under exactly this version."""
+        sampling, wanted = self._config.sampling, self._config.evaluation.prompts
+        if not self._config.has_prompts:
+            return await play_games(generate, self._games, wanted, sampling, version)
+        source = self._task.held_out
+        assert source is not None and self._judge is not None
+        prompts = [source.prompt(number) for number in range(min(wanted or len(source), len(source)))]
+        return await play_prompts(generate, self._judge, prompts, sampling, version)
+
+    def status(self) -> tuple[ServiceStatus, ...]:
+        """The service of servers, if the run has started any. May be called from any thread."""
+        return () if self._servers is None else self._servers.status()
+
+    async def work(self) -> Mapping[str, WorkReport]:
+        """What each server did since the last call, without those that do not answer."""
+        return {} if self._servers is None else await self._servers.work()
+
+    async def _prepare_prompts(self) -> None:
+        config = self._config
+        self._task = task = await asyncio.to_thread(task_of, config)
+        longest = max(source.longest for source in (task.train, task.held_out) if source is not None)
+        if (tokens := longest + config.sampling.max_new_tokens) > (most := await self._longest()):
+            why = f"the longest prompt and sampling.max_new_tokens make {tokens} tokens, and it attends to {most}"
+            raise ModelMisfit(self._policy.name, why, "shorten the prompts, or lower sampling.max_new_tokens")
+        reward = reward_of(config, self._folder.with_name("rewards.log"))
+        self._judge = Judge(reward, task.tokenizer, self._answer_failed)
+        await self._judge.start()  # raises what is wrong with the code of the reward
+
+    async def _longest(self) -> int:
+        return await in_policy_process(CHECK, self._policy.longest_sequence, self._folder)
+
+    async def _warm_up(self) -> None:
+        config, folder = self._config, self._folder
+        if config.model.warmup_steps and not folder.exists():
+            task = self._task
+            warm = partial(warm_up, self._policy, config.model, task.problems, task.tokenizer, config.seed, folder)
+            await in_policy_process("the supervised steps", warm, folder)
+
+    async def _start_servers(self) -> None:
+        """Start the servers, and begin an episode."""
+        if self._servers is not None:
+            source = await self._servers.start()
+            self._games = EnvironmentGames(
+                source, self._codec, self._config, self._limit, self._game_failed, self._failed_games.count
+            )
+            await self._games.check()
+
+    async def _evaluate(self, prompt: Prompt, completions: Sequence[Completion]) -> Group | FailedGroup:
+        assert self._judge is not None, "`prepare` makes it"
+        group = await self._judge.evaluate(prompt, completions)
+        self._failures.count(group)
+        return group
+
+    def _answer_failed(self, failed: RewardFailed) -> None:
+        self._telemetry.emit(EpisodeFailed(time=self._telemetry.now(), prompt=failed.number, reason=str(failed)))
+
+    def _game_failed(self, failed: EpisodeFailure) -> None:
+        now = self._telemetry.now()
+        event = EpisodeFailed(time=now, prompt=failed.number, reason=failed.reason, again=failed.again)
+        self._telemetry.emit(event)
+
+
+def is_played(number: int, share: float) -> bool:
+    """Whether a group is one of the `share` that is played in an environment: these are spread evenly."""
+    return int((number + 1) * share) > int(number * share)
