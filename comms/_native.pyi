@@ -30,12 +30,6 @@ class Board:
     def raise_flag(self, value: int, flag: int, /) -> None:
         """Raise a flag of this rank, and wake sleeping ranks."""
 
-    def sleep_wait(self, rank: int, value: int, flag: int, /) -> bool:
-        """Sleep until `rank` (the size of the board: every other rank) has raised `flag` to `value`.
-
-        Returns whether that is so, after at most 2 ms, or as soon as `is_over`.
-        """
-
     def is_over(self) -> bool:
         """Whether another rank has aborted, so that no more ops can complete here."""
 
@@ -49,13 +43,12 @@ class Board:
         """Wake `rank` if it sleeps."""
 
     def wake_all(self) -> None: ...
-    def prepare_wait(self) -> None:
-        """Announce that this rank is about to sleep. `futex_wait` misses no wake-up from here on."""
+    def sleep_until(self, ready: Callable[[], bool], /) -> bool:
+        """Sleep until `ready()`, which is called after each wake-up.
 
-    def futex_wait(self) -> None:
-        """Sleep until another rank wakes this one, for at most 2 ms."""
+        Returns whether that is so, after at most 2 ms, or as soon as `is_over`.
+        """
 
-    def finish_wait(self) -> None: ...
     @property
     def number(self) -> int:
         """The number of the newest op that is complete."""
@@ -220,7 +213,7 @@ class Words:
     """8-byte words in `memory` that other processes or threads change too.
 
     A read is an acquire, a write a release: a reader that sees a word sees all that its writer wrote before. See
-    native/board/words.h.
+    native/board/words.c.
     """
 
     def __init__(self, memory: Any) -> None: ...
@@ -248,19 +241,16 @@ def copy_process(pid: int, writes: bool, most: int, /, *pieces: int) -> int:
 def diff_pieces(pieces: int, count: int, records: int, room: int, sizes: int, portable: bool, /) -> int:
     """Write what differs in `count` pieces as records, and their sizes; stop when `room` bytes may not suffice.
 
-    Returns how many pieces are done. The other numbers are addresses: native/kernels/element_diff.h describes the
+    Returns how many pieces are done. The other numbers are addresses: store/native/element_diff.c describes the
     memory there. `portable` uses no vector instructions.
     """
 
 def patch_pieces(pieces: int, count: int, sums: int, /) -> int:
     """Make pieces from their bases and records, and their checksums; stop before one whose record is not its own.
 
-    Returns how many pieces are done. `pieces` and `sums` are addresses, see native/kernels/element_diff.h. The
+    Returns how many pieces are done. `pieces` and `sums` are addresses, see store/native/element_diff.c. The
     records must not change meanwhile.
     """
-
-def pieces(address: int, nbytes: int, count: int, but: int = ..., /) -> tuple[int, ...]:
-    """Split memory into `count` pieces: (address, nbytes) of each, flat. Piece `but` has size 0."""
 
 def digest_copies(jobs: int, count: int, copies: int, sums: int, threads: int, /) -> None:
     """Copy pieces of memory, and compute the XXH3 checksum (64 bits) of each, by up to `threads` threads.

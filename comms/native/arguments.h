@@ -29,6 +29,14 @@ static inline int is_memory(uint64_t address, uint64_t nbytes) {
     return 0;
 }
 
+/* The end of the destructor of a type of this module. */
+static inline void free_object(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_(object);
+    Py_DECREF(type);
+}
+
 #define FAST(NAME, FUNCTION) {NAME, (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL, NULL}
 #define PLAIN(NAME, FUNCTION) {NAME, (PyCFunction)FUNCTION, METH_NOARGS, NULL}
 

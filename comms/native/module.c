@@ -4,20 +4,9 @@
  * rank means. Everything that may take longer than a microsecond releases the GIL. */
 
 #define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "module.h"
 
-#include "board/board_type.h"
-#include "board/words.h"
-#include "calls/fast_path.h"
-#include "calls/op_call.h"
-#include "calls/order.h"
-#include "calls/prepared_op.h"
-#include "calls/window.h"
-#include "digest_copy.h"
-#include "element_diff.h"
-#include "kernels/exact_sum.h"
-#include "kernels/float8_blocks.h"
-#include "process_copy.h"
+#include "board/run_op.h"
 
 /* -- without a board */
 
@@ -48,24 +37,6 @@ static PyObject *combine_(PyObject *module, PyObject *const *args, Py_ssize_t co
     combine((void *)(uintptr_t)a[1], (const void *)(uintptr_t)a[2], (const void *)(uintptr_t)a[3], a[4]);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
-}
-
-/* pieces(address, nbytes, count[, but]): a flat tuple of `count` adjacent pieces of `nbytes` each; piece
- * `but` is empty. */
-static PyObject *pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    uint64_t a[4] = {0, 0, 0, UINT64_MAX};
-    if (!parse_numbers(args, count, count == 4 ? 4 : 3, a))
-        return NULL;
-    PyObject *flat = PyTuple_New(2 * (Py_ssize_t)a[2]);
-    for (Py_ssize_t i = 0; flat && i < (Py_ssize_t)a[2]; i++) {
-        PyObject *address = PyLong_FromUnsignedLongLong(a[0] + (uint64_t)i * a[1]);
-        PyObject *nbytes = PyLong_FromUnsignedLongLong((uint64_t)i == a[3] ? 0 : a[1]);
-        if (!address || !nbytes || PyTuple_SetItem(flat, 2 * i, address) ||
-            PyTuple_SetItem(flat, 2 * i + 1, nbytes))
-            Py_CLEAR(flat);
-    }
-    return flat;
 }
 
 /* copy(into, from, nbytes): copy between two addresses of this process; nothing if they are equal. */
@@ -131,7 +102,6 @@ static PyMethodDef module_methods[] = {
     FAST("copy_process", copy_process),
     FAST("diff_pieces", diff_pieces),
     FAST("patch_pieces", patch_pieces),
-    FAST("pieces", pieces),
     FAST("digest_copies", digest_copies),
     FAST("float8_encode", float8_encode),
     FAST("float8_decode", float8_decode),

@@ -1,5 +1,8 @@
 #define PY_SSIZE_T_CLEAN
 #include "process_copy.h"
+#include "module.h"
+
+enum { MOST_PIECES = 8 };
 
 uint64_t copy_pieces(int pid, int writes, struct iovec *here, struct iovec *there, size_t count,
                      uint64_t most, int *failed) {
@@ -40,6 +43,8 @@ uint64_t copy_pieces(int pid, int writes, struct iovec *here, struct iovec *ther
     return done;
 }
 
+/* copy_process(pid, writes, most, here, there, nbytes, ...): see `copy_pieces`. OSError if nothing could be
+ * moved. */
 PyObject *copy_process(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     uint64_t a[3 + 3 * MOST_PIECES], wanted = 0, done;

@@ -5,26 +5,18 @@
 #ifndef HOLDFAST_PROCESS_COPY_H
 #define HOLDFAST_PROCESS_COPY_H
 
-#include <Python.h>
 #include <errno.h>
 #include <stdint.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "arguments.h"
-
 #define MOST_AT_ONCE 0x7ffff000u /* MAX_RW_COUNT of a kernel with pages of 4 KiB */
-enum { MOST_PIECES = 8 };
 
 /* Copy `count` pieces in order, the same sizes on both sides, from process `pid`, or to it if `writes`; at
  * most `most` bytes a system call. Returns the bytes moved. If that is not all, `failed` tells why: ESRCH,
  * EPERM, or EFAULT for memory that is not mapped. */
 uint64_t copy_pieces(int pid, int writes, struct iovec *here, struct iovec *there, size_t count,
                      uint64_t most, int *failed);
-
-/* copy_process(pid, writes, most, here, there, nbytes, ...): see `copy_pieces`. OSError if nothing could be
- * moved. */
-PyObject *copy_process(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 #endif

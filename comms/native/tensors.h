@@ -54,12 +54,6 @@ typedef struct {
     Py_ssize_t implementation; /* offset in the Python object of the pointer to the tensor's implementation */
 } tensors;
 
-/* The state of the module: the known tensor type, and types of its own. */
-typedef struct {
-    tensors known;
-    PyObject *board, *order, *fast_path;
-} state;
-
 /* Describe tensors of the type of `example` from now on. 0, or -1 with a Python error. */
 int learn_tensor_type(tensors *known, PyObject *example, uint64_t storage_nbytes, uint64_t storage_offset,
                       uint64_t scalar_type, PyObject *locate);

@@ -21,7 +21,7 @@ CHUNK_BYTES = 4 << 20
 LEAST_OF_THREAD = 4 << 20
 """Bytes for which another thread pays."""
 _SLACK = 2 * BLOCK + 64
-"""Bytes that the compiled code may write behind a record's limit before it gives the record up (element_diff.h)."""
+"""Bytes that the compiled code may write behind a record's limit before it gives the record up (element_diff.c)."""
 
 Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")

@@ -1,7 +1,6 @@
 #define PY_SSIZE_T_CLEAN
 #include "digest_copy.h"
-
-#include "arguments.h"
+#include "module.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

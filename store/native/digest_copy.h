@@ -7,7 +7,6 @@
 #ifndef HOLDFAST_DIGEST_COPY_H
 #define HOLDFAST_DIGEST_COPY_H
 
-#include <Python.h>
 #include <stdint.h>
 
 #define DIGEST_LEAST 241 /* bytes of the smallest piece that this computes */
@@ -15,7 +14,5 @@
 /* The checksum of `nbytes` (DIGEST_LEAST or more) bytes at `source`, which are copied to `target` unless that
  * is NULL. With `stream` the copy bypasses the caches. */
 uint64_t digest_copy_piece(const uint8_t *source, uint8_t *target, uint64_t nbytes, int stream);
-
-PyObject *digest_copies(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 #endif

@@ -1,13 +1,17 @@
-#define PY_SSIZE_T_CLEAN
-#include "element_diff.h"
+/* Elements that differ between two memories of equal size, by their bits: found, written as records, applied.
+ *
+ * Memory is cut into pieces, a piece into blocks of 65536 elements. The record of a piece has the number of
+ * changes of each block (32 bits each), then the places of all changes within their blocks (16 bits each,
+ * ascending), then the new elements; each of the three starts at a multiple of 8 bytes, after zeros. All
+ * numbers are little-endian. The format is that of holdfast/store/delta/records.py. */
 
-#include <Python.h>
+#define PY_SSIZE_T_CLEAN
+#include "digest_copy.h"
+#include "module.h"
+
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-
-#include "arguments.h"
-#include "digest_copy.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -41,43 +45,65 @@ static inline uint64_t record_bytes(uint64_t blocks, uint64_t changes, uint64_t 
 
 /* -- which of 64 elements differ, as a mask */
 
-typedef uint64_t (*group_diff)(const uint8_t *a, const uint8_t *b);
+#define INLINED static inline __attribute__((always_inline))
 
-#define PORTABLE_GROUP(BITS)                                                                                 \
-    static uint64_t differ_##BITS(const uint8_t *a, const uint8_t *b) {                                      \
-        uint##BITS##_t left[DIFF_GROUP], right[DIFF_GROUP];                                                  \
-        uint64_t mask = 0;                                                                                   \
-        if (!memcmp(a, b, sizeof left))                                                                      \
-            return 0;                                                                                        \
-        memcpy(left, a, sizeof left);                                                                        \
-        memcpy(right, b, sizeof right);                                                                      \
-        for (int i = 0; i < DIFF_GROUP; i++)                                                                 \
-            mask |= (uint64_t)(left[i] != right[i]) << i;                                                    \
-        return mask;                                                                                         \
+typedef uint64_t (*group_diff)(const uint8_t *a, const uint8_t *b, size_t itemsize);
+
+INLINED uint64_t differ(const uint8_t *a, const uint8_t *b, size_t itemsize) {
+    uint64_t mask = 0;
+    if (memcmp(a, b, DIFF_GROUP * itemsize))
+        for (int i = 0; i < DIFF_GROUP; i++, a += itemsize, b += itemsize)
+            mask |= (uint64_t)(memcmp(a, b, itemsize) != 0) << i;
+    return mask;
+}
+
+#if defined(__x86_64__)
+#define WITH_AVX2 __attribute__((target("avx2,bmi,popcnt")))
+#define EQUAL(BITS, number)                                                                                  \
+    _mm256_cmpeq_epi##BITS(_mm256_loadu_si256((const __m256i *)a + number),                                  \
+                           _mm256_loadu_si256((const __m256i *)b + number))
+
+/* A bit for each element of 64 bytes, set if they are equal. */
+WITH_AVX2 INLINED uint64_t equal_elements(const uint8_t *a, const uint8_t *b, size_t itemsize) {
+#define BITS_OF(MASK, BITS, count) (uint32_t)MASK(0, BITS) | (uint64_t)(uint32_t)MASK(1, BITS) << count
+#define BYTES(number, BITS) _mm256_movemask_epi8(EQUAL(BITS, number))
+#define FLOATS(number, BITS) _mm256_movemask_ps(_mm256_castsi256_ps(EQUAL(BITS, number)))
+#define DOUBLES(number, BITS) _mm256_movemask_pd(_mm256_castsi256_pd(EQUAL(BITS, number)))
+    switch (itemsize) {
+    case 1:
+        return BITS_OF(BYTES, 8, 32);
+    case 2: /* packed by lanes */
+        return (uint32_t)_mm256_movemask_epi8(
+            _mm256_permute4x64_epi64(_mm256_packs_epi16(EQUAL(16, 0), EQUAL(16, 1)), 0xd8));
+    case 4:
+        return BITS_OF(FLOATS, 32, 8);
+    default:
+        return BITS_OF(DOUBLES, 64, 4);
     }
+}
 
-PORTABLE_GROUP(8)
-PORTABLE_GROUP(16)
-PORTABLE_GROUP(32)
-PORTABLE_GROUP(64)
+WITH_AVX2 INLINED uint64_t differ_avx2(const uint8_t *a, const uint8_t *b, size_t itemsize) {
+    uint64_t equal = 0;
+#pragma GCC unroll 8
+    for (size_t i = 0; i < itemsize; i++)
+        equal |= equal_elements(a + 64 * i, b + 64 * i, itemsize) << 64 / itemsize * i;
+    return ~equal;
+}
+#endif
 
-/* Writes the places of all differing elements of a block to `places`; returns how many there are. */
-typedef size_t (*block_diff)(const uint8_t *a, const uint8_t *b, size_t elements, uint8_t *places);
-
-static inline __attribute__((always_inline)) uint8_t *put_place(uint8_t *places, size_t place) {
+INLINED uint8_t *put_place(uint8_t *places, size_t place) {
     uint16_t bits = (uint16_t)place;
     memcpy(places, &bits, 2);
     return places + 2;
 }
 
-static inline __attribute__((always_inline)) size_t diff_block_with(group_diff differ, size_t itemsize,
-                                                                    const uint8_t *a, const uint8_t *b,
-                                                                    size_t elements, uint8_t *places) {
+INLINED size_t diff_block_with(group_diff differ, size_t itemsize, const uint8_t *a, const uint8_t *b,
+                               size_t elements, uint8_t *places) {
     uint8_t *end = places;
     size_t done = 0;
     for (; done + DIFF_GROUP <= elements;
          done += DIFF_GROUP, a += DIFF_GROUP * itemsize, b += DIFF_GROUP * itemsize) {
-        uint64_t mask = differ(a, b);
+        uint64_t mask = differ(a, b, itemsize);
         uint8_t *next = end + 2 * __builtin_popcountll(mask);
         do { /* four at a time, wanted or not: a branch for each would often be mispredicted */
             for (int i = 0; i < 4; i++, mask &= mask - 1)
@@ -91,114 +117,62 @@ static inline __attribute__((always_inline)) size_t diff_block_with(group_diff d
     return (size_t)(end - places) / 2;
 }
 
-#define BLOCK_DIFF(NAME, DIFFER, ITEMSIZE, TARGET)                                                           \
-    TARGET static size_t NAME(const uint8_t *a, const uint8_t *b, size_t elements, uint8_t *places) {        \
-        return diff_block_with(DIFFER, ITEMSIZE, a, b, elements, places);                                    \
-    }
+/* CALL with the itemsize as a constant. */
+#define BY_ITEMSIZE(CALL)                                                                                    \
+    (itemsize == 1 ? CALL(1) : itemsize == 2 ? CALL(2) : itemsize == 4 ? CALL(4) : CALL(8))
 
-#define NO_TARGET
-BLOCK_DIFF(diff_block_8, differ_8, 1, NO_TARGET)
-BLOCK_DIFF(diff_block_16, differ_16, 2, NO_TARGET)
-BLOCK_DIFF(diff_block_32, differ_32, 4, NO_TARGET)
-BLOCK_DIFF(diff_block_64, differ_64, 8, NO_TARGET)
+/* Writes the places of all differing elements of a block to `places`; returns how many there are. */
+typedef size_t (*block_diff)(uint64_t itemsize, const uint8_t *a, const uint8_t *b, size_t elements,
+                             uint8_t *places);
+
+static size_t diff_block(uint64_t itemsize, const uint8_t *a, const uint8_t *b, size_t elements,
+                         uint8_t *places) {
+#define PORTABLE(ITEMSIZE) diff_block_with(differ, ITEMSIZE, a, b, elements, places)
+    return BY_ITEMSIZE(PORTABLE);
+}
 
 #if defined(__x86_64__)
-#define WITH_AVX2 __attribute__((target("avx2,bmi,popcnt")))
-#define VECTOR(address, number) _mm256_loadu_si256((const __m256i *)(address) + (number))
-
-WITH_AVX2 static inline uint64_t low_bits(int mask) { return (uint32_t)mask; }
-
-WITH_AVX2 static inline uint64_t differ_8_avx2(const uint8_t *a, const uint8_t *b) {
-    uint64_t equal = 0;
-    for (int i = 0; i < 2; i++)
-        equal |= low_bits(_mm256_movemask_epi8(_mm256_cmpeq_epi8(VECTOR(a, i), VECTOR(b, i)))) << 32 * i;
-    return ~equal;
+WITH_AVX2 static size_t diff_block_avx2(uint64_t itemsize, const uint8_t *a, const uint8_t *b,
+                                        size_t elements, uint8_t *places) {
+#define VECTORIZED(ITEMSIZE) diff_block_with(differ_avx2, ITEMSIZE, a, b, elements, places)
+    return BY_ITEMSIZE(VECTORIZED);
 }
-
-WITH_AVX2 static inline uint64_t differ_16_avx2(const uint8_t *a, const uint8_t *b) {
-    uint64_t equal = 0;
-    for (int i = 0; i < 2; i++) {
-        __m256i low = _mm256_cmpeq_epi16(VECTOR(a, 2 * i), VECTOR(b, 2 * i));
-        __m256i high = _mm256_cmpeq_epi16(VECTOR(a, 2 * i + 1), VECTOR(b, 2 * i + 1));
-        __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
-        equal |= low_bits(_mm256_movemask_epi8(both)) << 32 * i;
-    }
-    return ~equal;
-}
-
-WITH_AVX2 static inline uint64_t differ_32_avx2(const uint8_t *a, const uint8_t *b) {
-    uint64_t equal = 0;
-    for (int i = 0; i < 8; i++) {
-        __m256i same = _mm256_cmpeq_epi32(VECTOR(a, i), VECTOR(b, i));
-        equal |= low_bits(_mm256_movemask_ps(_mm256_castsi256_ps(same))) << 8 * i;
-    }
-    return ~equal;
-}
-
-WITH_AVX2 static inline uint64_t differ_64_avx2(const uint8_t *a, const uint8_t *b) {
-    uint64_t equal = 0;
-    for (int i = 0; i < 16; i++) {
-        __m256i same = _mm256_cmpeq_epi64(VECTOR(a, i), VECTOR(b, i));
-        equal |= low_bits(_mm256_movemask_pd(_mm256_castsi256_pd(same))) << 4 * i;
-    }
-    return ~equal;
-}
-
-BLOCK_DIFF(diff_block_8_avx2, differ_8_avx2, 1, WITH_AVX2)
-BLOCK_DIFF(diff_block_16_avx2, differ_16_avx2, 2, WITH_AVX2)
-BLOCK_DIFF(diff_block_32_avx2, differ_32_avx2, 4, WITH_AVX2)
-BLOCK_DIFF(diff_block_64_avx2, differ_64_avx2, 8, WITH_AVX2)
 #endif
 
-static block_diff block_diff_of(uint64_t itemsize, int portable) {
+static block_diff block_diff_of(int portable) {
 #if defined(__x86_64__)
     if (!portable && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi"))
-        return itemsize == 1   ? diff_block_8_avx2
-               : itemsize == 2 ? diff_block_16_avx2
-               : itemsize == 4 ? diff_block_32_avx2
-                               : diff_block_64_avx2;
+        return diff_block_avx2;
 #else
     (void)portable;
 #endif
-    return itemsize == 1   ? diff_block_8
-           : itemsize == 2 ? diff_block_16
-           : itemsize == 4 ? diff_block_32
-                           : diff_block_64;
+    return diff_block;
 }
 
 /* -- records */
 
-/* From `from` to `into`: `gather` takes elements at `places` to adjacent ones, the other way is `scatter`. */
-#define MOVE_ELEMENTS(ITEMSIZE)                                                                              \
-    static void gather_##ITEMSIZE(uint8_t *into, const uint8_t *from, const uint8_t *places, size_t count) { \
-        for (size_t i = 0; i < count; i++) {                                                                 \
-            uint16_t place;                                                                                  \
-            memcpy(&place, places + 2 * i, 2);                                                               \
-            memcpy(into + ITEMSIZE * i, from + (size_t)ITEMSIZE * place, ITEMSIZE);                          \
-        }                                                                                                    \
-    }                                                                                                        \
-    static void scatter_##ITEMSIZE(uint8_t *into, const uint8_t *from, const uint8_t *places,                \
-                                   size_t count) {                                                           \
-        for (size_t i = 0; i < count; i++) {                                                                 \
-            uint16_t place;                                                                                  \
-            memcpy(&place, places + 2 * i, 2);                                                               \
-            memcpy(into + (size_t)ITEMSIZE * place, from + ITEMSIZE * i, ITEMSIZE);                          \
-        }                                                                                                    \
+INLINED int move_elements(size_t itemsize, int gathers, uint8_t *into, const uint8_t *from,
+                          const uint8_t *places, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        uint16_t place;
+        memcpy(&place, places + 2 * i, 2);
+        memcpy(into + itemsize * (gathers ? i : place), from + itemsize * (gathers ? place : i), itemsize);
     }
-
-MOVE_ELEMENTS(1)
-MOVE_ELEMENTS(2)
-MOVE_ELEMENTS(4)
-MOVE_ELEMENTS(8)
-
-typedef void (*move_elements)(uint8_t *into, const uint8_t *from, const uint8_t *places, size_t count);
-
-static move_elements gather_of(uint64_t itemsize) {
-    return itemsize == 1 ? gather_1 : itemsize == 2 ? gather_2 : itemsize == 4 ? gather_4 : gather_8;
+    return 0;
 }
 
-static move_elements scatter_of(uint64_t itemsize) {
-    return itemsize == 1 ? scatter_1 : itemsize == 2 ? scatter_2 : itemsize == 4 ? scatter_4 : scatter_8;
+/* Copy the elements of `from` at `places` to adjacent ones. */
+static void gather(uint64_t itemsize, uint8_t *into, const uint8_t *from, const uint8_t *places,
+                   size_t count) {
+#define GATHER(ITEMSIZE) move_elements(ITEMSIZE, 1, into, from, places, count)
+    (void)BY_ITEMSIZE(GATHER);
+}
+
+/* Copy adjacent elements to `places` of `into`. */
+static void scatter(uint64_t itemsize, uint8_t *into, const uint8_t *from, const uint8_t *places,
+                    size_t count) {
+#define SCATTER(ITEMSIZE) move_elements(ITEMSIZE, 0, into, from, places, count)
+    (void)BY_ITEMSIZE(SCATTER);
 }
 
 static inline size_t elements_of_block(uint64_t elements, uint64_t block) {
@@ -214,13 +188,13 @@ static uint32_t diff_piece_into(const diff_piece *piece, uint64_t most, uint8_t 
     uint64_t itemsize = piece->itemsize, elements = piece->nbytes / itemsize, blocks = blocks_of(elements),
              total = 0;
     uint64_t head = to_eight(4 * blocks);
-    block_diff diff = block_diff_of(itemsize, portable);
+    block_diff diff = block_diff_of(portable);
     if (head > most)
         return memcmp(base, changed, piece->nbytes) ? TOO_MANY_CHANGES : 0;
     memset(record, 0, head);
     for (uint64_t block = 0; block < blocks; block++) {
         uint64_t start = block * DIFF_BLOCK * itemsize;
-        size_t found = diff(base + start, changed + start, elements_of_block(elements, block),
+        size_t found = diff(itemsize, base + start, changed + start, elements_of_block(elements, block),
                             record + head + 2 * total);
         uint32_t count = (uint32_t)found;
         memcpy(record + 4 * block, &count, 4);
@@ -236,7 +210,7 @@ static uint32_t diff_piece_into(const diff_piece *piece, uint64_t most, uint8_t 
     for (uint64_t block = 0; block < blocks; block++) {
         uint32_t count;
         memcpy(&count, record + 4 * block, 4);
-        gather_of(itemsize)(into, changed + block * DIFF_BLOCK * itemsize, places, count);
+        gather(itemsize, into, changed + block * DIFF_BLOCK * itemsize, places, count);
         places += 2 * (size_t)count;
         into += itemsize * count;
     }
@@ -311,7 +285,7 @@ static void apply_record(const patch_piece *piece) {
     for (uint64_t block = 0; block < blocks; block++) {
         uint32_t count;
         memcpy(&count, record + 4 * block, 4);
-        scatter_of(piece->itemsize)(into + block * DIFF_BLOCK * piece->itemsize, from, places, count);
+        scatter(piece->itemsize, into + block * DIFF_BLOCK * piece->itemsize, from, places, count);
         places += 2 * (size_t)count;
         from += (size_t)count * piece->itemsize;
     }
@@ -319,9 +293,13 @@ static void apply_record(const patch_piece *piece) {
 
 /* -- many pieces */
 
-static inline int is_whole_number(uint64_t nbytes, uint64_t itemsize) {
+/* Whether memory is a whole number of elements; if not, set a Python error. */
+static int is_piece(uint64_t nbytes, uint64_t itemsize) {
     int known = itemsize == 1 || itemsize == 2 || itemsize == 4 || itemsize == 8;
-    return known && nbytes % itemsize == 0 && nbytes <= (uint64_t)1 << 30;
+    if (known && nbytes % itemsize == 0 && nbytes <= (uint64_t)1 << 30)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "a piece is not a whole number of elements of 1, 2, 4 or 8 bytes");
+    return 0;
 }
 
 /* Write the records of pieces one after the other, and their sizes, as long as there is room for the next;
@@ -359,7 +337,7 @@ static uint64_t patch_pieces_into(const patch_piece *pieces, uint64_t count, uin
 
 /* -- for Python */
 
-/* diff_pieces(pieces, count, records, room, sizes, portable): see element_diff.h; all but the counts are
+/* diff_pieces(pieces, count, records, room, sizes, portable): see the types above; all but the counts are
  * addresses. */
 PyObject *diff_pieces(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
@@ -369,13 +347,9 @@ PyObject *diff_pieces(PyObject *module, PyObject *const *args, Py_ssize_t count)
         return NULL;
     const diff_piece *pieces = (const diff_piece *)(uintptr_t)a[0];
     for (uint64_t i = 0; i < a[1]; i++)
-        if (!is_whole_number(pieces[i].nbytes, pieces[i].itemsize) ||
-            !is_memory(pieces[i].base, pieces[i].nbytes) || !is_memory(pieces[i].changed, pieces[i].nbytes)) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError,
-                                "a piece is not a whole number of elements of 1, 2, 4 or 8 bytes");
+        if (!is_piece(pieces[i].nbytes, pieces[i].itemsize) || !is_memory(pieces[i].base, pieces[i].nbytes) ||
+            !is_memory(pieces[i].changed, pieces[i].nbytes))
             return NULL;
-        }
     Py_BEGIN_ALLOW_THREADS;
     done = diff_pieces_into(pieces, a[1], (uint8_t *)(uintptr_t)a[2], a[3], (uint32_t *)(uintptr_t)a[4],
                             (int)a[5]);
@@ -392,14 +366,9 @@ PyObject *patch_pieces(PyObject *module, PyObject *const *args, Py_ssize_t count
         return NULL;
     const patch_piece *pieces = (const patch_piece *)(uintptr_t)a[0];
     for (uint64_t i = 0; i < a[1]; i++)
-        if (!is_whole_number(pieces[i].nbytes, pieces[i].itemsize) ||
-            !is_memory(pieces[i].base, pieces[i].nbytes) || !is_memory(pieces[i].into, pieces[i].nbytes) ||
-            !is_memory(pieces[i].record, pieces[i].size)) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError,
-                                "a piece is not a whole number of elements of 1, 2, 4 or 8 bytes");
+        if (!is_piece(pieces[i].nbytes, pieces[i].itemsize) || !is_memory(pieces[i].base, pieces[i].nbytes) ||
+            !is_memory(pieces[i].into, pieces[i].nbytes) || !is_memory(pieces[i].record, pieces[i].size))
             return NULL;
-        }
     Py_BEGIN_ALLOW_THREADS;
     done = patch_pieces_into(pieces, a[1], (uint64_t *)(uintptr_t)a[2]);
     Py_END_ALLOW_THREADS;

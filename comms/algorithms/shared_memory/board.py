@@ -66,7 +66,6 @@ SENT, TAG, NBYTES, ADDRESS, DTYPE, TAKEN = 0, 1, 2, 3, 4, 5
 
 _NOT_READY = 1
 _ALL_BITS = (1 << 64) - 1
-_SLEEP_SECONDS = 0.002
 _SPINS, _CROWDED_SPINS = 10_000, 100
 """Checks before the first yield: with more ranks than cores, the others need the processor."""
 _YIELDS, _CROWDED_YIELDS = 400, 40
@@ -280,40 +279,22 @@ class Board:
                 return
             self.check()
             yield_cpu()
-        native = self.native
-
-        def sleep_wait() -> bool:
-            until = time.monotonic() + _SLEEP_SECONDS
-            while True:
-                native.prepare_wait()
-                if not ready() and self.error is None and not native.is_over():
-                    native.futex_wait()
-                native.finish_wait()
-                if ready():
-                    return True
-                if self.error is not None or native.is_over() or time.monotonic() >= until:
-                    return False
-
-        self._sleep_until(sleep_wait, missing, deadline, op, seq)
+        self._sleep_until(ready, missing, deadline, op, seq)
 
     def _sleep_for(self, ranks: Sequence[int], value: int, deadline: float, op: str, seq: int, flag: int) -> None:
-        """Wait until these ranks, one or all others, have raised a flag to `value`."""
+        """Wait until these ranks have raised a flag to `value`."""
         words, rows = self.words, self.rows
-        peer = ranks[0] if len(ranks) == 1 else self.size
-        self._sleep_until(
-            lambda: self.native.sleep_wait(peer, value, flag),
-            lambda: [rank for rank in ranks if words[rows[rank] + flag] < value],
-            deadline,
-            op,
-            seq,
-        )
+
+        def missing() -> list[int]:
+            return [rank for rank in ranks if words[rows[rank] + flag] < value]
+
+        self._sleep_until(lambda: not missing(), missing, deadline, op, seq)
 
     def _sleep_until(
-        self, sleep_wait: Callable[[], bool], missing: Callable[[], Sequence[int]], deadline: float, op: str, seq: int
+        self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], deadline: float, op: str, seq: int
     ) -> None:
-        """Wait until `sleep_wait`, which sleeps for a while, returns true."""
         began = time.monotonic()
-        while not sleep_wait():
+        while not self.native.sleep_until(ready):
             self.check()
             self.check_peers(missing)
             now = time.monotonic()

@@ -26,7 +26,6 @@ from typing import NoReturn
 import torch
 
 from holdfast.comms import arithmetic
-from holdfast.comms._native import pieces
 from holdfast.comms.algorithms.shared_memory.board import ABORTED, CLOSED, NOTE_BYTES, REPLACED, Board
 from holdfast.comms.algorithms.shared_memory.channels import Channels
 from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
@@ -160,7 +159,7 @@ class DirectTransport(Transport):
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
         given = arithmetic.prescale(tensor, op)
-        give = pieces(given.data_ptr(), output.nbytes, self.size)
+        give = _pieces(given.data_ptr(), output.nbytes, self.size)
         self._run("reduce_scatter", give, span(output), deadline, output.dtype, reduction=op)
         arithmetic.postscale(output, op, self.size)
 
@@ -172,7 +171,7 @@ class DirectTransport(Transport):
         self._run("all_gather", span(tensor), _spans(outputs), deadline, tensor.dtype)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
-        take = pieces(output.data_ptr(), tensor.nbytes, self.size)
+        take = _pieces(output.data_ptr(), tensor.nbytes, self.size)
         self._run("all_gather", span(tensor), take, deadline, tensor.dtype)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: float) -> None:
@@ -180,7 +179,7 @@ class DirectTransport(Transport):
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, deadline: float) -> None:
         nbytes = tensor.nbytes // self.size
-        give, take = (pieces(each.data_ptr(), nbytes, self.size) for each in (tensor, output))
+        give, take = (_pieces(each.data_ptr(), nbytes, self.size) for each in (tensor, output))
         self._run("all_to_all", give, take, deadline, tensor.dtype)
 
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, dst: int, deadline: float) -> None:
@@ -232,3 +231,8 @@ class DirectTransport(Transport):
 
 def _spans(tensors: Sequence[torch.Tensor]) -> Spans:
     return tuple(number for tensor in tensors for number in span(tensor))
+
+
+def _pieces(address: int, nbytes: int, count: int) -> Spans:
+    """Adjacent pieces of `nbytes` bytes each."""
+    return tuple(number for i in range(count) for number in (address + i * nbytes, nbytes))

@@ -1,5 +1,8 @@
 #define PY_SSIZE_T_CLEAN
-#include "board/board_type.h"
+#include "board/run_op.h"
+#include "module.h"
+
+#include <structmember.h>
 
 /* -- creation and release */
 
@@ -63,16 +66,13 @@ static PyObject *release(Board *self, PyObject *nothing) {
 
 static void board_dealloc(PyObject *object) {
     Board *self = (Board *)object;
-    PyTypeObject *type = Py_TYPE(object);
     if (self->memory.obj)
         PyBuffer_Release(&self->memory);
     PyMem_Free(self->p.give);
     PyMem_Free(self->p.take);
     PyMem_Free(self->p.scratch);
     PyMem_Free((void *)self->b.pids);
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 /* -- arguments */
@@ -113,25 +113,6 @@ static PyObject *board_raise(Board *self, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
-/* Convert a rank argument: the size of the board means every other rank (-1). Returns -2 with a Python error.
- */
-static int peer_argument(const Board *self, uint64_t rank) {
-    if (rank == (uint64_t)self->b.size && rank)
-        return -1;
-    return check_rank(self, rank) ? (int)rank : -2;
-}
-
-static PyObject *board_sleep_wait(Board *self, PyObject *const *args, Py_ssize_t count) {
-    uint64_t a[3];
-    int rank, missing;
-    if (!parse_numbers(args, count, 3, a) || (rank = peer_argument(self, a[0])) < -1)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    missing = sleep_wait(&self->b, rank, (int)a[2], a[1]);
-    Py_END_ALLOW_THREADS;
-    return PyBool_FromLong(missing < 0);
-}
-
 static PyObject *board_is_over(Board *self, PyObject *nothing) {
     (void)nothing;
     return PyBool_FromLong(is_over(&self->b));
@@ -168,30 +149,28 @@ static PyObject *board_wake_all(Board *self, PyObject *nothing) {
     Py_RETURN_NONE;
 }
 
-static PyObject *board_prepare_wait(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!check_rank(self, 0))
-        return NULL;
-    prepare_wait(&self->b);
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_futex_wait(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!check_rank(self, 0))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    futex_wait(&self->b, nanoseconds() + SLEEP_NANOSECONDS);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-static PyObject *board_finish_wait(Board *self, PyObject *nothing) {
-    (void)nothing;
-    if (!check_rank(self, 0))
-        return NULL;
-    finish_wait(&self->b);
-    Py_RETURN_NONE;
+/* sleep_until(ready): sleep until `ready()`; False after SLEEP_NANOSECONDS, or once the board is over.
+ * `ready` may release the board. */
+static PyObject *board_sleep_until(Board *self, PyObject *ready) {
+    board *b = &self->b;
+    uint64_t until = nanoseconds() + SLEEP_NANOSECONDS;
+    int done = 0, goes_on = 1;
+    while (goes_on && check_rank(self, 0)) {
+        prepare_wait(b);
+        PyObject *answer = PyObject_CallNoArgs(ready);
+        done = answer ? PyObject_IsTrue(answer) : -1;
+        Py_XDECREF(answer);
+        goes_on = !done && b->size && nanoseconds() < until &&
+                  !atomic_load_explicit(&b->stopped, memory_order_relaxed) && !is_over(b);
+        if (goes_on) {
+            Py_BEGIN_ALLOW_THREADS;
+            futex_wait(b, until);
+            Py_END_ALLOW_THREADS;
+        }
+        if (b->size)
+            finish_wait(b);
+    }
+    return done < 0 || PyErr_Occurred() ? NULL : PyBool_FromLong(done);
 }
 
 /* -- ops */
@@ -234,15 +213,12 @@ static PyObject *board_run(Board *self, PyObject *const *args, Py_ssize_t count)
 
 static PyMethodDef board_methods[] = {
     FAST("raise_flag", board_raise),
-    FAST("sleep_wait", board_sleep_wait),
     PLAIN("is_over", board_is_over),
     PLAIN("stop", board_stop),
     FAST("stop_spinning", board_stop_spinning),
     FAST("wake", board_wake),
     PLAIN("wake_all", board_wake_all),
-    PLAIN("prepare_wait", board_prepare_wait),
-    PLAIN("futex_wait", board_futex_wait),
-    PLAIN("finish_wait", board_finish_wait),
+    {"sleep_until", (PyCFunction)board_sleep_until, METH_O, NULL},
     FAST("run", board_run),
     PLAIN("release", release),
     {NULL, NULL, 0, NULL},

@@ -15,7 +15,6 @@
 
 #include "board/copy_mode.h"
 #include "board/core_locality.h"
-#include "board/in_place_read.h"
 #include "kernels/reductions.h"
 
 #define NEVER UINT64_MAX

@@ -1,6 +1,20 @@
 #define PY_SSIZE_T_CLEAN
 #include "board/run_op.h"
 
+/* `spin_wait`, then `sleep_wait`; without the GIL unless the first check succeeds. */
+static int wait_for(Board *self, int rank, int flag, uint64_t value) {
+    board *b = &self->b;
+    int missing = spin_wait(b, rank, flag, value, 0, 0);
+    if (missing >= 0 && b->spins + b->yields > 0) {
+        Py_BEGIN_ALLOW_THREADS;
+        missing = spin_wait(b, rank, flag, value, b->spins, b->yields);
+        if (missing >= 0)
+            missing = sleep_wait(b, rank, flag, value);
+        Py_END_ALLOW_THREADS;
+    }
+    return missing;
+}
+
 /* plan.py packs signatures: the collective in 4 bits, the reduction, the dtype, the root, the number of
  * elements. */
 static inline int root_of(uint64_t signature) { return (int)(signature >> ROOT_BIT & ROOT_MASK); }

@@ -7,8 +7,48 @@
 #ifndef HOLDFAST_RUN_OP_H
 #define HOLDFAST_RUN_OP_H
 
-#include "board/board_object.h"
-#include "collectives.h"
+#include <Python.h>
+
+#include "board/pipeline.h"
+#include "board/publication.h"
+
+/* The collectives, by the numbers that they have in signatures (comms/plan.py). */
+typedef enum {
+    ALL_REDUCE = 1,
+    REDUCE,
+    BROADCAST,
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    ALL_TO_ALL,
+    GATHER,
+    SCATTER,
+    BARRIER,
+    COLLECTIVES
+} collective;
+
+static inline int is_reduction(collective what) {
+    return what == ALL_REDUCE || what == REDUCE || what == REDUCE_SCATTER;
+}
+
+/* What keeps an op from its end: see the enumeration of ends. */
+typedef struct {
+    int why, rank;
+    uint64_t value, flag;
+} halted;
+
+/* What a `Board` of Python holds. */
+typedef struct {
+    PyObject_HEAD Py_buffer memory;
+    board b;
+    pipeline p;
+    halted halted;
+    uint64_t number;              /* the newest op that is complete */
+    uint64_t begun;               /* the newest op that was published */
+    const char *from;             /* address of its first input */
+    uint64_t signature;           /* what it was published as, without `roots` */
+    int copied;                   /* whether its inputs were copied into the slot */
+    uint64_t roots, roots_before; /* of all ops so far; of those before the newest one: see `with_roots` */
+} Board;
 
 enum { ROOT_BIT = 15, ROOT_MASK = 0xFFF };
 enum { ROOTED = 1 << REDUCE | 1 << BROADCAST | 1 << GATHER | 1 << SCATTER };

@@ -1,5 +1,21 @@
+/* The `Words` type of Python: 8-byte words that other processes or threads change, with the memory order that
+ * messages need.
+ *
+ * A read is an acquire: it happens after all earlier reads of this thread, and before all that follows. A
+ * write is a release: it happens after all earlier reads and writes of this thread, and before all its later
+ * writes. On x86 both are plain loads and stores. They leave one order open: a write followed by a read of
+ * another word. */
+
 #define PY_SSIZE_T_CLEAN
-#include "board/words.h"
+#include "module.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+typedef struct {
+    PyObject_HEAD Py_buffer memory;
+    Py_ssize_t count;
+} Words;
 
 static int words_init(PyObject *object, PyObject *args, PyObject *named) {
     Words *self = (Words *)object;
@@ -64,13 +80,10 @@ static PyObject *words_release(Words *self, PyObject *nothing) {
 }
 
 static void words_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     Words *self = (Words *)object;
     if (self->memory.obj)
         PyBuffer_Release(&self->memory);
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef words_methods[] = {PLAIN("release", words_release), {NULL, NULL, 0, NULL}};

@@ -363,7 +363,6 @@ static int fast_init(PyObject *object, PyObject *args, PyObject *named) {
 
 static void fast_dealloc(PyObject *object) {
     fast_path *self = (fast_path *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject *held[] = {(PyObject *)self->order,
                         (PyObject *)self->board,
                         self->planner,
@@ -381,9 +380,7 @@ static void fast_dealloc(PyObject *object) {
         Py_XDECREF(self->plans[i].detail);
         Py_XDECREF(self->plans[i].answer);
     }
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(self);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyType_Slot fast_slots[] = {

@@ -11,8 +11,7 @@
 
 #include "board/run_op.h"
 #include "calls/order.h"
-#include "collectives.h"
-#include "tensors.h"
+#include "module.h"
 
 /* The usual ops: their names, and the number of arguments with the reduction or the root, which is the last
  * one. */
@@ -66,7 +65,5 @@ typedef struct {
 
 /* Run an op of these arguments; if `unchanged`, `call` holds what was found out about them before. */
 int run_call(fast_path *self, fast_call *call, PyObject *const *args, int unchanged);
-
-extern PyType_Spec fast_spec;
 
 #endif

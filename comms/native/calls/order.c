@@ -1,5 +1,8 @@
 #define PY_SSIZE_T_CLEAN
 #include "calls/order.h"
+#include "module.h"
+
+#include <structmember.h>
 
 /* Whether this thread may issue an op now: no op is being issued, or this thread has begun one on a fast
  * path. */
@@ -52,11 +55,8 @@ static PyObject *order_idle(Order *self, void *nothing) {
 }
 
 static void order_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     Py_XDECREF(((Order *)object)->left);
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef order_methods[] = {

@@ -4,7 +4,6 @@
 #define HOLDFAST_ORDER_H
 
 #include <Python.h>
-#include <structmember.h>
 
 #include "arguments.h"
 #include "calls/when_left.h"
@@ -19,7 +18,5 @@ typedef struct {
     char over, queued;      /* no more ops can run; some are queued */
     char lost;              /* an op that was begun on a fast path was interrupted, and never completed */
 } Order;
-
-extern PyType_Spec order_spec;
 
 #endif

@@ -1,5 +1,22 @@
+/* The `PreparedOp` type of Python: one op with its arguments, to be started many times.
+ *
+ * On a fast path the tensors are checked in full once. Each start then only compares where they lie and how
+ * large they are. What the fast path does not take, and a start with options, goes to `general(async_op,
+ * timeout)`. */
+
 #define PY_SSIZE_T_CLEAN
-#include "calls/prepared_op.h"
+#include "calls/fast_path.h"
+#include "module.h"
+
+enum { MOST_ARGUMENTS = 3 };
+
+typedef struct {
+    PyObject_HEAD fast_path *path; /* NULL: all starts are general */
+    PyObject *args[MOST_ARGUMENTS];
+    PyObject *general, *done; /* done: what a start returns that is complete */
+    fast_call call;
+    int checked; /* whether `call` describes the arguments */
+} PreparedOp;
 
 static int prepared_init(PyObject *object, PyObject *args, PyObject *named) {
     PreparedOp *self = (PreparedOp *)object;
@@ -88,12 +105,9 @@ static int prepared_clear(PyObject *object) {
 }
 
 static void prepared_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     prepared_clear(object);
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef prepared_methods[] = {

@@ -1,5 +1,33 @@
+/* Types of Python that begin a call on a window: `ActiveCalls` counts the calls under way, `WindowBounds`
+ * checks that a transfer fits. The GIL guards both. */
+
 #define PY_SSIZE_T_CLEAN
-#include "calls/window.h"
+#include "calls/when_left.h"
+#include "module.h"
+
+#include <structmember.h>
+
+typedef struct {
+    PyObject_HEAD const tensors *known;
+    PyObject *refusal; /* makes the error of a call after the end */
+    PyObject *tensor;  /* the exposed tensor, or NULL; its address and size at first; `moved` makes the error
+                          if they change */
+    PyObject *moved;
+    char *address;
+    uint64_t nbytes;
+    Py_ssize_t running;
+    unsigned long entered_by; /* the thread whose call began last; 0 once that has ended */
+    PyObject *left;           /* see when_left.h; while calls run */
+    char over;
+} ActiveCalls;
+
+typedef struct {
+    PyObject_HEAD const tensors *known;
+    uint64_t *sizes; /* size of each rank's window in bytes */
+    Py_ssize_t ranks;
+    uint64_t itemsize;
+    int32_t dtype; /* as torch calls it */
+} WindowBounds;
 
 /* -- ActiveCalls: a context manager around each call; refuses calls after the end, or once the exposed tensor
  * has moved */
@@ -82,15 +110,12 @@ static PyObject *calls_when_left(ActiveCalls *self, PyObject *call) {
 }
 
 static void calls_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     ActiveCalls *self = (ActiveCalls *)object;
     Py_XDECREF(self->left);
     Py_XDECREF(self->refusal);
     Py_XDECREF(self->tensor);
     Py_XDECREF(self->moved);
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef calls_methods[] = {
@@ -167,11 +192,8 @@ static PyObject *bounds_byte_offset(WindowBounds *self, PyObject *const *args, P
 }
 
 static void bounds_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     PyMem_Free(((WindowBounds *)object)->sizes);
-    freefunc free_ = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    free_(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef bounds_methods[] = {FAST("byte_offset", bounds_byte_offset), {NULL, NULL, 0, NULL}};

@@ -1,13 +1,15 @@
-#define PY_SSIZE_T_CLEAN
-#include "kernels/float8_blocks.h"
+/* Rows of float32 as float8 (e4m3, finite and NaN) with a power of two as the scale of each block of a row.
+ *
+ * The format, and its bound, are those of holdfast/comms/codecs/float8_blocks.py. Blocks begin at the first
+ * element of a row. */
 
-#include <Python.h>
+#define PY_SSIZE_T_CLEAN
+#include "kernels/halves.h"
+#include "module.h"
+
 #include <float.h>
 #include <stdint.h>
 #include <string.h>
-
-#include "arguments.h"
-#include "kernels/halves.h"
 
 #define FLOAT8_LARGEST 448.0
 #define FLOAT8_NAN 0x7f
@@ -16,20 +18,8 @@
 #define SIGN_BIT 0x80000000u
 #define MOST_EXPONENT 250
 
-static inline float float_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t bits_of_float(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
 /* 2**exponent, for -126 to 127. */
-static inline float power_of_two(int exponent) { return float_of_bits((uint32_t)(exponent + 127) << 23); }
+static inline float power_of_two(int exponent) { return float_of((uint32_t)(exponent + 127) << 23); }
 
 /* 2**exponent as two factors, because it may be too large or too small for one. */
 static inline void split_power(int exponent, float factors[2]) {
@@ -56,10 +46,10 @@ static inline uint32_t choose(int which, uint32_t yes, uint32_t no) {
 /* The code of a number, rounded to nearest even; 448 for larger ones. */
 static inline uint32_t float8_code(float value) {
     const uint32_t magic = 141u << 23; /* adding it rounds a denormal of float8 to its last place */
-    uint32_t bits = bits_of_float(value), sign = bits & SIGN_BIT;
+    uint32_t bits = bits_of(value), sign = bits & SIGN_BIT;
     uint32_t size = bits ^ sign;
     size = size < LARGEST_BITS ? size : LARGEST_BITS;
-    uint32_t denormal = bits_of_float(float_of_bits(size) + float_of_bits(magic)) - magic;
+    uint32_t denormal = bits_of(float_of(size) + float_of(magic)) - magic;
     uint32_t normal = (size + 0x7ffff + ((size >> 20) & 1) - (120u << 23)) >> 20;
     return choose(size < (121u << 23), denormal, normal) | sign >> 24;
 }
@@ -73,10 +63,10 @@ FOR_EACH_CPU static int float8_encode_block(const uint32_t *source, uint8_t *cod
         size = choose(size < INFINITE_BITS, size, 0);
         most = size > most ? size : most;
     }
-    int exponent = block_exponent(float_of_bits(most));
+    int exponent = block_exponent(float_of(most));
     split_power(-exponent, by);
     for (int i = 0; i < count; i++) {
-        uint32_t code = float8_code(float_of_bits(source[i]) * by[0] * by[1]);
+        uint32_t code = float8_code(float_of(source[i]) * by[0] * by[1]);
         codes[i] = (uint8_t)choose((source[i] & ~SIGN_BIT) < INFINITE_BITS, code, FLOAT8_NAN);
     }
     return exponent;
@@ -86,7 +76,7 @@ static void float8_numbers(float into[256]) {
     for (int code = 0; code < 256; code++) {
         int power = code >> 3 & 15, rest = code & 7;
         float size = power ? (float)(8 + rest) * power_of_two(power - 10) : (float)rest * power_of_two(-9);
-        into[code] = (code & 127) == FLOAT8_NAN ? float_of_bits(0x7fc00000u) : code & 128 ? -size : size;
+        into[code] = (code & 127) == FLOAT8_NAN ? float_of(0x7fc00000u) : code & 128 ? -size : size;
     }
 }
 

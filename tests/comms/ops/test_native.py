@@ -182,7 +182,7 @@ def test_a_board_refuses_memory_that_is_too_small() -> None:
         _native.Board(bytearray(16384), 0, 2, 0, **SIZES, spins=0, yields=0, pids=(1,))
     board = _native.Board(bytearray(16384), 0, 2, 0, **SIZES, spins=0, yields=0, pids=())
     with pytest.raises(ValueError, match="no such rank"):
-        board.sleep_wait(3, 1, 0)
+        board.wake(3)
     board.release()
     with pytest.raises(ValueError, match="released"):
         board.raise_flag(1, 0)
@@ -196,18 +196,33 @@ def boards_of_two_ranks(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _nat
 
 
 def test_a_sleeper_is_woken_by_the_flag_that_it_waits_for() -> None:
-    first, second, _ = boards_of_two_ranks()
-    assert not first.sleep_wait(1, 7, 0), "no flag was raised for 2 ms"
+    first, second, words = boards_of_two_ranks()
+    assert not first.sleep_until(lambda: words[ROW_WORDS] >= 7), "no flag was raised for 2 ms"
     came = []
-    sleeps = threading.Thread(target=lambda: came.append(any(first.sleep_wait(1, 7, 0) for _ in range(5_000))))
+    sleeps = threading.Thread(
+        target=lambda: came.append(any(first.sleep_until(lambda: words[ROW_WORDS] >= 7) for _ in range(5_000)))
+    )
     sleeps.start()
     second.raise_flag(6, 0)
     assert sleeps.is_alive()
     second.raise_flag(7, 0)
     sleeps.join(10.0)
     assert came == [True]
-    assert first.sleep_wait(2, 7, 0), "every other rank"
-    assert not second.sleep_wait(0, 1, 0)
+
+
+def test_an_error_ends_a_sleep_and_so_does_the_end_of_the_board() -> None:
+    first, _, words = boards_of_two_ranks()
+    asleep = 8
+    with pytest.raises(ZeroDivisionError):
+        first.sleep_until(lambda: 1 / 0 > 0)
+    assert words[asleep] == 0
+    words.release()
+
+    def release() -> bool:
+        first.release()
+        return False
+
+    assert not first.sleep_until(release)
 
 
 def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
@@ -219,8 +234,8 @@ def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
     words[ROW_WORDS + epoch] = 6
     assert first.is_over()
     assert not second.is_over(), "a rank's own row does not count"
-    assert timeit.timeit(lambda: first.sleep_wait(1, 7, 0), number=20) < timeit.timeit(
-        lambda: second.sleep_wait(0, 7, 0), number=20
+    assert timeit.timeit(lambda: first.sleep_until(bool), number=20) < timeit.timeit(
+        lambda: second.sleep_until(bool), number=20
     )
 
 
