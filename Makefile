@@ -190,8 +190,7 @@ figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figure
 
 .PHONY: figures-data figures-bench figures-recovery figures-chaos figures-growth figures-gate figures-store figures-blame
 figures-store: $(STAMP) $(if $(HOLDFAST_TORCHSTORE),store-peers)
-	$(BIN)/holdfast bench store --peers all --starts 1 --rounds 6 --json --markdown $(FIGURES)/store.md --plot $(FIGURES)/store.svg \
-	  > $(FIGURES)/store.json
+	$(BIN)/holdfast bench store --peers all --starts 1 --rounds 6 --json > $(FIGURES)/store.json
 figures-bench:
 	mkdir -p $(FIGURES)/bench
 	for op in $(BENCH_FIGURES); do $(BIN)/holdfast bench $$op --backends shm -n 2,4 --sizes 4K:64M:4 \
@@ -199,12 +198,13 @@ figures-bench:
 	$(BIN)/holdfast bench all_reduce --backends shm -n 2,4 --sizes 8:4K:4 --peer torch-gloo,openmpi,mpich \
 	  --json > $(FIGURES)/bench/small.json
 figures-recovery:
-	$(BIN)/holdfast bench recovery -n 4 --kills 50 --peers --json > $(FIGURES)/recovery.json
+	$(BIN)/python docs/experiments/recovery_ulfm.py --kills 50 --json > $(FIGURES)/recovery.json
 figures-chaos:
 	$(BIN)/holdfast chaos run kill-rank --seed 7 --report $(FIGURES)/chaos
 	rm -f $(FIGURES)/chaos/run.json
 figures-growth:
 	$(BIN)/python docs/experiments/growth.py $(FIGURES)/simulate
+	$(BIN)/python docs/experiments/false_evictions.py $(FIGURES)/simulate
 figures-blame: $(STAMP)
 	$(BIN)/python -m pytest tests/ft/operations/test_blame.py -k comes_first
 figures-gate:

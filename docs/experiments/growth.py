@@ -1,4 +1,4 @@
-"""How do the protocol's costs grow with the job, and how often does it evict a healthy rank? Simulated.
+"""How do the protocol's costs grow with the job? Simulated.
 
 `python docs/experiments/growth.py FOLDER` fits and draws both. It also simulates how the members of a view exchange
 what they build its communicator from: the tree and the relays are those of production. A batch stands for the keys of
@@ -24,14 +24,10 @@ from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.rendezvous.relay import TreeRelay
 from holdfast.harness.report.plot import Chart, light
 from holdfast.harness.simulate.core.schedule import NetworkModel
-from holdfast.harness.simulate.scale.scale import ScaleResult, measure
+from holdfast.harness.simulate.search.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.scenarios import RANKS_A_HOST, scenario
-from holdfast.harness.simulate.search.soak import Soak, soak
 
 SIZES = (1_000, 10_000, 100_000)
-BURSTS = ((0.05, 0.0), (0.02, 0.0), (0.01, 0.1))
-"""Pairs: the mean length of a burst of loss, and the share of loss that hits all paths of a node at once."""
-
 
 # The exchange before a communicator ---------------------------------------------------------------------------------
 
@@ -164,17 +160,15 @@ class Study(msgspec.Struct, frozen=True):
     crash: tuple[ScaleResult, ...]
     exchanges: tuple[ExchangeResult, ...]
     fits: tuple[Fit, ...]
-    soaks: tuple[Soak, ...]
 
 
-def study(seed: int, sizes: Sequence[int], hours: float) -> Study:
+def study(seed: int, sizes: Sequence[int]) -> Study:
     """Do all measurements. Takes minutes for the largest size."""
     done: dict[str, list[ScaleResult]] = {"host-loss": [], "crash": []}
     for ranks in sizes:
         for name, scales in done.items():
             scales.append(measure(scenario(name, ranks, ranks // RANKS_A_HOST, seed)))
     exchanges = [exchange(ranks, seed) for ranks in sizes]
-    soaks = tuple(soak(hours, burst=burst, shared=shared, seed=seed) for burst, shared in BURSTS)
     losses = done["host-loss"]
     fits = (
         _fit("seconds from first evidence to the last installation", sizes, [s.recovery() or 0.0 for s in losses]),
@@ -186,7 +180,7 @@ def study(seed: int, sizes: Sequence[int], hours: float) -> Study:
         _fit("seconds of the exchange before a communicator", sizes, [e.seconds for e in exchanges]),
         _fit("messages of the busiest rank in it", sizes, [float(e.messages_max) for e in exchanges]),
     )
-    return Study(tuple(losses), tuple(done["crash"]), tuple(exchanges), fits, soaks)
+    return Study(tuple(losses), tuple(done["crash"]), tuple(exchanges), fits)
 
 
 def _fit(what: str, sizes: Sequence[int], values: Sequence[float]) -> Fit:
@@ -200,15 +194,10 @@ def sentences(result: Study) -> Iterator[str]:
     """The results in words."""
     for fit in result.fits:
         yield f"{fit.what}: {fit.constant:.4g} {fit.slope:+.4g} * log10(ranks), within {fit.error:.1%}"
-    for one in result.soaks:
-        yield (
-            f"{one.false_evictions} false evictions in {one.hours:.3g} node-hours at {one.loss:.1%} loss in bursts of "
-            f"{1e3 * one.burst:.0f} ms, {one.shared:.0%} of it on all paths of a node ({one.suspicions:,} suspicions)"
-        )
 
 
 def draw(result: Study, directory: Path) -> None:
-    """Write plots as SVG files: recovery, messages, bytes, detection and false alarms."""
+    """Write plots as SVG files: recovery, messages, bytes and detection."""
     sizes = [scale.ranks for scale in result.host_loss]
 
     def values(scales: Sequence[ScaleResult], name: str, factor: float = 1.0) -> list[float]:
@@ -254,7 +243,6 @@ def draw(result: Study, directory: Path) -> None:
         },
         "KiB a rank, loss of a host",
     )
-    _bars(directory / "simulate-false-evictions.svg", result.soaks)
 
 
 def _plot(path: Path, sizes: Sequence[int], curves: dict[str, list[float]], label: str) -> None:
@@ -274,32 +262,14 @@ def _plot(path: Path, sizes: Sequence[int], curves: dict[str, list[float]], labe
     path.write_text(chart.svg(label, standalone=True) + "\n", encoding="utf-8")
 
 
-def _bars(path: Path, soaks: Sequence[Soak]) -> None:
-    chart = Chart(560, 320)
-    axes = chart.axes
-    names = [f"bursts of {1e3 * one.burst:.0f} ms,\n{one.shared:.0%} on all paths" for one in soaks]
-    places = np.arange(len(soaks))
-    label = "suspicions, where three paths were silent at once"
-    axes.bar(places - 0.2, [one.suspicions for one in soaks], 0.4, label=label, color=light("s0"))
-    evicted = [one.false_evictions for one in soaks]
-    bars = axes.bar(places + 0.2, evicted, 0.4, label="false evictions", color=light("s1"))
-    axes.bar_label(bars)
-    axes.set_xticks(places, names)
-    axes.set_yscale("symlog")
-    axes.set_title(f"{soaks[0].hours:.0e} simulated node-hours, {soaks[0].loss:.0%} of heartbeats lost", fontsize=11)
-    axes.legend(fontsize=10, frameon=False)
-    path.write_text(chart.svg("false evictions", standalone=True) + "\n", encoding="utf-8")
-
-
 def main() -> None:
     """Print the results, and write them and their plots to a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for simulate.json and the plots")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of ranks, two or more")
-    parser.add_argument("--hours", type=float, default=1e6, help="node-hours of heartbeats under loss")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    result = study(asked.seed, asked.sizes, asked.hours)
+    result = study(asked.seed, asked.sizes)
     print(*sentences(result), sep="\n")
     asked.folder.mkdir(parents=True, exist_ok=True)
     (asked.folder / "simulate.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

@@ -1,12 +1,16 @@
-"""Collectives: time by backend, speed beside other libraries, what the algorithms send, what a call executes."""
+"""Collectives: time by backend, speed beside other libraries, what a call executes."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ClassVar
 
 from holdfast.harness.asv.common import RankTimes, SpeedUp, need, profile
 
 KIB, MIB = 1 << 10, 1 << 20
+WARM_UP = 50
 
 
 class Collectives(RankTimes):
@@ -43,66 +47,41 @@ class BesidePeers(SpeedUp):
         return self.speed_up("shm", peer, op, ranks, size)
 
 
-class Messages:
-    """Messages and bytes in one op of the rank that sends most, over a transport that only passes messages."""
-
-    params: ClassVar = (
-        profile(["all_reduce", "all_to_all"], ["all_reduce", "all_gather", "broadcast", "all_to_all"]),
-        profile([8], [2, 3, 4, 8, 16]),
-        profile([8, MIB], [8, 64 * KIB, MIB]),
-    )
-    param_names: ClassVar = ["op", "ranks", "size"]
-
-    def track_messages(self, op: str, ranks: int, size: int) -> int:
-        from holdfast.harness.bench.collectives.counting import count_traffic
-
-        return max(each.messages for each in count_traffic(op, ranks, size))
-
-    def track_bytes(self, op: str, ranks: int, size: int) -> int:
-        from holdfast.harness.bench.collectives.counting import count_traffic
-
-        return max(each.nbytes for each in count_traffic(op, ranks, size))
-
-    track_messages.unit = "messages"  # type: ignore[attr-defined]
-    track_bytes.unit = "bytes"  # type: ignore[attr-defined]
-
-
 class Instructions:
     """Bytecodes that one all_reduce of 8 bytes executes on one rank, from the call to the transport and back."""
 
     def track_bytecodes(self) -> int:
         import torch
+        import torch.distributed as dist
 
-        from holdfast.harness.asv.counters import bytecodes, one_rank
+        from holdfast import comms
 
         tensor = torch.ones(2)
-        with one_rank() as comm:
+        with comms.connect("inproc", rank=0, size=1, rendezvous=dist.HashStore(), timeout=60.0) as comm:
             return bytecodes(lambda: comm.all_reduce(tensor))
 
     track_bytecodes.unit = "bytecodes"  # type: ignore[attr-defined]
 
 
-class ProcessorInstructions:
-    """The same in processor instructions; skipped where the machine does not count them."""
+def bytecodes(op: Callable[[], object]) -> int:
+    """Bytecode instructions that one `op` executes in this thread when it is warm, by the interpreter's own trace."""
+    for _ in range(WARM_UP):
+        op()
+    count = 0
 
-    unit = "instructions"
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
 
-    def setup(self) -> None:
-        from holdfast.harness.asv.counters import CountersUnavailable, instructions
-
-        try:
-            instructions(lambda: None)
-        except CountersUnavailable as error:
-            raise NotImplementedError(str(error)) from error
-
-    def track_instructions(self) -> int:
-        import torch
-
-        from holdfast.harness.asv.counters import instructions, one_rank
-
-        tensor = torch.ones(2)
-        with one_rank() as comm:
-            return instructions(lambda: comm.all_reduce(tensor))
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        op()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 class Memory:

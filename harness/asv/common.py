@@ -13,7 +13,7 @@ import statistics
 from abc import ABC, abstractmethod
 from typing import Any, Literal, TypeVar
 
-from holdfast.harness.bench.collectives.contestants import RunningContestant, missing, start
+from holdfast.harness.bench.collectives.contestants import ContestantGroup, missing
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.run import BenchPlan, Collective, TimedLibrary, run
 from holdfast.harness.measure.workers import WorkerFailed
@@ -44,16 +44,16 @@ class Ranks:
     """The groups of ranks of this process, each started at its first use."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[str, int], RunningContestant] = {}
+        self._groups: dict[tuple[str, int], ContestantGroup] = {}
         self._workloads: dict[tuple[str, int, int], Collective] = {}
 
-    def group(self, contestant: str, ranks: int) -> RunningContestant:
+    def group(self, contestant: str, ranks: int) -> ContestantGroup:
         """The running group; starts it if needed. Raises NotImplementedError if it cannot run here."""
         need(contestant)
         if not self._groups:
             atexit.register(self.close)
         if (contestant, ranks) not in self._groups:
-            self._groups[contestant, ranks] = start(contestant, ranks)
+            self._groups[contestant, ranks] = ContestantGroup(contestant, ranks)
         return self._groups[contestant, ranks]
 
     def seconds(self, contestant: str, op: str, ranks: int, nbytes: int, times: int) -> float:

@@ -1,4 +1,4 @@
-"""Windows and memory planes: time of an op, and speed beside UCX's own benchmark."""
+"""Windows and memory planes: time of an op, and speed beside a copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast.harness.asv.common import RankTimes, SpeedUp, need, profile
+from holdfast.harness.asv.common import RankTimes, profile
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator
@@ -32,19 +32,6 @@ class Atomics(RankTimes):
 
     params: ClassVar = (profile(["shm"], ["shm", "ucx", "inproc"]), ["fetch_add", "compare_swap", "signal"], [2])
     param_names: ClassVar = ["backend", "op", "ranks"]
-
-
-class BesideUcx(SpeedUp):
-    """How many times as fast as ucx_perftest over the same transports, in turns in one run."""
-
-    params: ClassVar = (profile(["get"], ["get", "put"]), profile([8], [8, 64 * MIB]))
-    param_names: ClassVar = ["op", "size"]
-
-    def setup(self, op: str, size: int) -> None:
-        need("ucx_perftest", "holdfast:ucx")
-
-    def track_speed_up(self, op: str, size: int) -> float:
-        return self.speed_up("ucx", "ucx_perftest", op, 2, size)
 
 
 class PlaneMemory:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from holdfast.harness.asv.common import profile
 
 if TYPE_CHECKING:
-    from holdfast.harness.simulate.scale.scale import ScaleResult
+    from holdfast.harness.simulate.search.scale import ScaleResult
 
 
 class Simulation:
@@ -44,7 +44,7 @@ class Simulation:
 
 def _measure(name: str, ranks: int) -> ScaleResult:
     """Simulate the scenario. Raises ArithmeticError if an invariant is broken."""
-    from holdfast.harness.simulate.scale.scale import measure
+    from holdfast.harness.simulate.search.scale import measure
     from holdfast.harness.simulate.search.scenarios import scenario
 
     found = measure(scenario(name, ranks, ranks // 8, seed=7))

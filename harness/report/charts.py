@@ -1,4 +1,4 @@
-"""The charts of reports: learning curve, rates, progress, histograms, recovery times; lines and bars of benches."""
+"""The charts of reports: learning curve, rates, progress, histograms, recovery times; lines of benches."""
 
 from __future__ import annotations
 
@@ -248,33 +248,3 @@ def draw_lines_on(
         for x, y in each.points:
             dot = axes.scatter([x], [y], s=22, color=each.paint, clip_on=False, zorder=3)
             chart.mark(dot, f"{each.name}, {show_x(x)}: {show_y(y)}")
-
-
-@dataclass(frozen=True, slots=True)
-class PercentileBar:
-    """One of several in a row: median, p90 and p99 of something, in the unit of the axis."""
-
-    name: str
-    median: float
-    p90: float
-    p99: float
-    colour: int
-
-
-def draw_bars(heading: str, bars: Sequence[PercentileBar], show: Callable[[float], str]) -> Chart:
-    """Horizontal bars on a linear axis from 0: solid to the median, paler to p90, palest to p99."""
-    chart = Chart(WIDTH, 76 + 46.0 * len(bars))
-    axes = chart.axes
-    axes.set_title(heading, weight="bold", loc="left")
-    axes.set_xlim(0, 1.1 * max(bar.p99 for bar in bars))
-    axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_yticks(range(len(bars)), [bar.name for bar in bars], color=light("ink"))
-    axes.xaxis.set_major_formatter(lambda value, _: show(value))
-    axes.grid(axis="x")
-    for index, bar in enumerate(bars):
-        for value, alpha in ((bar.p99, 0.18), (bar.p90, 0.35), (bar.median, 1.0)):
-            (drawn,) = axes.barh(index, value, 0.56, color=light(f"s{bar.colour % SERIES}"), alpha=alpha, linewidth=0)
-            words = f"{bar.name}: median {show(bar.median)}, p90 {show(bar.p90)}, p99 {show(bar.p99)}"
-            chart.mark(drawn, words, "bar")
-        axes.annotate(show(bar.median), (bar.p99, index), (8, 0), textcoords="offset points", va="center", size=12.5)
-    return chart

@@ -18,9 +18,9 @@ from holdfast.harness.simulate.core.trace import TraceWriter
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS, KnownBug
 from holdfast.harness.simulate.known_bugs.reproduce import Sighting
 from holdfast.harness.simulate.known_bugs.run_all import run_all
-from holdfast.harness.simulate.scale.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import SimulationResult, simulate
+from holdfast.harness.simulate.search.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, RANKS_A_HOST, SCENARIOS
 from holdfast.harness.simulate.search.scenarios import scenario as make_scenario
 from holdfast.harness.simulate.search.shrink import shrink as make_smaller

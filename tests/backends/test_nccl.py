@@ -45,7 +45,7 @@ from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
-from holdfast.harness.bench.collectives.counting import run_in_threads
+from support.threads import run_in_threads
 from support.waiting import PATIENCE, eventually
 
 Tensor = torch.Tensor
@@ -245,7 +245,7 @@ def test_each_movement_calls_its_counterpart_of_torchs_group(size: int) -> None:
 def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(
     stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 of them cost 22 us beside torch's 14 on an H100 (`holdfast bench layer nccl --stand-in` has the time)."""
+    """20 of them cost 22 us beside torch's 14 on an H100 (docs/experiments/layers.py has the time)."""
     monkeypatch.setenv("HOLDFAST_CHECK", "0")
     with comms.connect("nccl-stand-in", rank=0, size=1, rendezvous=dist.HashStore()) as comm:
         tensor, entered = torch.ones(2), list[str]()

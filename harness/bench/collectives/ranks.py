@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,8 +26,6 @@ from holdfast.harness.measure.worker import serve
 
 HOLDFAST = "holdfast:"
 """Prefix of the names of our own contestants; the backend follows."""
-LAYERED, OBSERVED = "layered:", "observed:"
-"""Prefixes of several contestants in the same processes: a library and ours over it; ours with observers or without."""
 MEMCPY, GLOO = "memcpy", "torch-gloo"
 WARM_UP = 2
 """Untimed ops at the start of each turn: the rank was asleep during the turns of others."""
@@ -36,8 +34,7 @@ WARM_UP = 2
 class Measure(msgspec.Struct, frozen=True):
     """Run an op: `singles` times alone, then `blocks` times `block` in a row, with `c` elements in a block.
 
-    `fresh`: each rank writes its input anew before each op, within the timing. `library` is the one of a rank's
-    libraries; "" if it has one. `cpu`: the timings are CPU times of the rank's thread.
+    `fresh`: each rank writes its input anew before each op, within the timing.
     """
 
     op: str
@@ -48,8 +45,6 @@ class Measure(msgspec.Struct, frozen=True):
     blocks: int
     block: int
     fresh: bool = False
-    library: str = ""
-    cpu: bool = False
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -100,13 +95,7 @@ class Bound:
 
 
 def time_ops(
-    bound: Bound,
-    call: Callable[[], object],
-    seed: int,
-    barrier: WorkerBarrier,
-    times: int,
-    block: int,
-    clock: Callable[[], int] = time.perf_counter_ns,
+    bound: Bound, call: Callable[[], object], seed: int, barrier: WorkerBarrier, times: int, block: int
 ) -> list[tuple[int, int]]:
     """Entry and exit times (ns) of `times` timings of `block` calls each. Filling buffers is not timed."""
     timings = []
@@ -114,37 +103,35 @@ def time_ops(
     for _ in range(times):
         bound.make_ready(block, seed)
         barrier.wait()
-        start = clock()
+        start = time.perf_counter_ns()
         for _ in repeats:
             call()
-        timings.append((start, clock()))
+        timings.append((start, time.perf_counter_ns()))
     return timings
 
 
 class Rank:
-    """What a worker serves: one rank of a library, or of several in one process."""
+    """What a worker serves: one rank of a library."""
 
-    def __init__(self, drivers: Mapping[str, LibraryDriver], barrier: WorkerBarrier) -> None:
-        self._drivers, self._barrier = drivers, barrier
-        self._bound: dict[str, Bound] = {}
+    def __init__(self, driver: LibraryDriver, barrier: WorkerBarrier) -> None:
+        self._driver, self._barrier = driver, barrier
+        self._bound: Bound | None = None
 
     def measure(self, order: Measure) -> Measurement:
         """Time the op, and check its last result and that of one more on other data."""
-        operation = OPERATIONS[order.op]
-        bound = self._bound.get(order.library)
+        operation, bound = OPERATIONS[order.op], self._bound
         if bound is None or (bound.operation, bound.c, bound.dtype) != (operation, order.c, order.dtype):
-            self._release(order.library)
-            bound = Bound(self._drivers[order.library], operation, order.c, order.dtype)
-            self._bound[order.library] = bound
-        seed, barrier, clock = order.seed, self._barrier, time.thread_time_ns if order.cpu else time.perf_counter_ns
+            self._release()
+            bound = self._bound = Bound(self._driver, operation, order.c, order.dtype)
+        seed, barrier = order.seed, self._barrier
         bound.fill(seed)
         run = bound.fresh() if order.fresh else bound.call.run
         bound.make_ready(WARM_UP, seed)
         barrier.wait()
         for _ in range(WARM_UP):
             run()
-        singles = time_ops(bound, run, seed, barrier, order.singles, 1, clock)
-        blocks = time_ops(bound, run, seed, barrier, order.blocks, order.block, clock)
+        singles = time_ops(bound, run, seed, barrier, order.singles, 1)
+        blocks = time_ops(bound, run, seed, barrier, order.blocks, order.block)
         barrier.wait()
         wrong = bound.wrong(seed) if not operation.once else 0
         bound.fill(seed + 1)
@@ -153,28 +140,14 @@ class Rank:
         barrier.wait()
         return Measurement(singles, blocks, wrong + bound.wrong(seed + 1))
 
-    def _release(self, library: str) -> None:
-        if (bound := self._bound.pop(library, None)) is not None:
-            bound.call.close()
+    def _release(self) -> None:
+        if self._bound is not None:
+            self._bound.call.close()
+            self._bound = None
 
     def close(self) -> None:
-        for library, driver in self._drivers.items():
-            self._release(library)
-            driver.close()
-
-
-def _drivers(contestant: str, folder: Path, rank: int, ranks: int) -> Mapping[str, LibraryDriver]:
-    """The libraries of a rank, by their names in orders."""
-    kind, _, backend = contestant.rpartition(":")
-    if f"{kind}:" == LAYERED:
-        from holdfast.harness.bench.drivers.layered import layered_drivers
-
-        return layered_drivers(backend, folder, rank, ranks)
-    if f"{kind}:" == OBSERVED:
-        from holdfast.harness.bench.drivers.observed import observed_drivers
-
-        return observed_drivers(backend, folder, rank, ranks)
-    return {"": _driver(contestant, folder, rank, ranks)}
+        self._release()
+        self._driver.close()
 
 
 def _driver(contestant: str, folder: Path, rank: int, ranks: int) -> LibraryDriver:
@@ -208,10 +181,9 @@ def be_rank(
 
     Raises what connecting raises.
     """
-    drivers = _drivers(contestant, folder, rank, ranks)
-    driver = next(iter(drivers.values()))
+    driver = _driver(contestant, folder, rank, ranks)
     barrier = WorkerBarrier(folder / "barrier", driver.rank, driver.ranks, give_way)
-    service = Rank(drivers, barrier)
+    service = Rank(driver, barrier)
     try:
         serve(folder / "socket", service, contestant, driver.rank, driver.detail)
     finally:
@@ -231,7 +203,7 @@ def be_threads(contestant: str, folder: Path, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1].startswith((HOLDFAST, LAYERED, OBSERVED)):
+    if sys.argv[1].startswith(HOLDFAST):
         import torch
 
         torch.set_num_threads(1)

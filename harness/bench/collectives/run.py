@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.collectives.contestants import MEMCPY, RunningContestant, missing, start
+from holdfast.harness.bench.collectives.contestants import MEMCPY, ContestantGroup, missing
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, SIZELESS, SMALL, Operation
 from holdfast.harness.bench.collectives.ranks import Measure, Measurement
 from holdfast.harness.bench.output.results import Bench, BenchRow, OpFailure, ratios
@@ -41,7 +40,6 @@ class BenchPlan:
 
     Each library has `seconds` of timing at each size, spread over `rounds` turns; `iterations` fixes the
     ops timed one by one in a turn instead. `fresh`: ranks write their inputs anew before each op, in the time taken.
-    `cpu`: times are CPU times of the ranks.
     """
 
     operations: tuple[str, ...]
@@ -54,7 +52,6 @@ class BenchPlan:
     seconds: float = 1.0
     iterations: int | None = None
     fresh: bool = False
-    cpu: bool = False
     command: str = ""
 
 
@@ -62,7 +59,7 @@ class BenchPlan:
 class TimedLibrary:
     """A library at one op and size: it times `singles` ops alone, and `blocks` of `block` in a row."""
 
-    running: RunningContestant
+    running: ContestantGroup
     singles: int = 5
     blocks: int = 0
     block: int = 1
@@ -111,7 +108,6 @@ class Collective(Workload[TimedLibrary]):
             blocks=contestant.blocks,
             block=contestant.block,
             fresh=self.plan.fresh,
-            cpu=self.plan.cpu,
         )
         answers = contestant.running.measure(order, LONGEST_TURN)
         wrong = [answer.wrong for answer in answers] + [_early(answers) if name == "barrier" else 0]
@@ -153,17 +149,6 @@ class Collective(Workload[TimedLibrary]):
         )
 
 
-def complete(bench: Bench) -> Bench:
-    """The bench, if every contestant has measured everything, and nothing was wrong. Raises `HoldfastError`."""
-    for name, reason in bench.skipped.items():
-        raise HoldfastError(f"{name}: {reason}")
-    for failure in (*bench.failures, *bench.unmeasured):
-        raise HoldfastError(f"{failure.op} of {failure.nbytes} bytes over {failure.contestant}: {failure.reason}")
-    if bench.wrong:
-        raise HoldfastError(f"{bench.wrong} elements came out wrong")
-    return bench
-
-
 class _Results:
     """What a run has found so far."""
 
@@ -173,7 +158,7 @@ class _Results:
         self.failures: list[OpFailure] = []
         self.unmeasured: list[OpFailure] = []
 
-    def measure(self, workload: Collective, running: dict[str, RunningContestant]) -> None:
+    def measure(self, workload: Collective, running: dict[str, ContestantGroup]) -> None:
         """All rounds of one op at one size. A library whose workers fail is ended, and leaves `running`."""
         libraries = {name: TimedLibrary(each) for name, each in running.items()}
 
@@ -195,12 +180,8 @@ def expected_seconds(plan: BenchPlan) -> float:
     return (2 * plan.seconds * measured + START_SECONDS) * len(plan.contestants) * len(plan.ranks)
 
 
-def run(
-    plan: BenchPlan,
-    progress: Progress = lambda text: None,
-    start: Callable[[str, int], RunningContestant] = start,
-) -> Bench:
-    """Run the whole plan; `start` starts so many ranks of a contestant.
+def run(plan: BenchPlan, progress: Progress = lambda text: None) -> Bench:
+    """Run the whole plan.
 
     Libraries that cannot run here, or cannot start, are in `skipped` with the reason.
     """
@@ -210,10 +191,10 @@ def run(
         names = [name for name in plan.contestants if name not in skipped]
         progress(f"starting {counted(ranks, 'rank')} of {', '.join(names)}")
         with ExitStack() as ends:
-            running: dict[str, RunningContestant] = {}
+            running: dict[str, ContestantGroup] = {}
             for name in names:
                 try:
-                    running[name] = start(name, ranks)
+                    running[name] = ContestantGroup(name, ranks)
                     ends.callback(running[name].close)
                 except WorkerFailed as error:
                     skipped[name] = str(error)

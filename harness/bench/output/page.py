@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.contestants import MEMCPY
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.ranks import HOLDFAST
-from holdfast.harness.bench.output.results import Bench, BenchRow, Compared
+from holdfast.harness.bench.output.results import Bench, BenchRow
 from holdfast.harness.measure.show import show_time
 from holdfast.harness.report.charts import WIDTH, Series, draw_lines, draw_lines_on
 from holdfast.harness.report.plot import SERIES, Chart, light
@@ -125,7 +125,7 @@ def plot(bench: Bench, path: Path) -> None:
     chart.save(path)
 
 
-def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> str:
+def render(bench: Bench, when: str = "") -> str:
     """The page. Raises ModuleNotFoundError, naming what to install, without jinja2."""
     templates = environment(Path(__file__).parent)
     templates.filters |= {"counted": counted, "size": format_bytes, "time": show_time, "short": short}
@@ -140,14 +140,13 @@ def render(bench: Bench, compared: Sequence[Compared] = (), when: str = "") -> s
         charts=[(name, Markup(chart.svg(name))) for name, chart in charts],
         pairs=list(dict.fromkeys((row.op, row.ranks) for row in bench.rows)),
         operations=OPERATIONS,
-        compared=compared,
     )
     return page + "\n"
 
 
-def write(bench: Bench, folder: Path, compared: Sequence[Compared] = ()) -> Path:
-    """Write report.html and bench.json (which `--against` reads) into `folder`; returns the path of the page."""
-    page = render(bench, compared)
+def write(bench: Bench, folder: Path) -> Path:
+    """Write report.html and bench.json into `folder`; returns the path of the page."""
+    page = render(bench)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(bench.json() + "\n", encoding="utf-8")
     (folder / "report.html").write_text(page, encoding="utf-8")

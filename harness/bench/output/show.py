@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,7 +16,6 @@ from holdfast.harness.bench.output.results import Bench, BenchRow, OpRatio
 from holdfast.harness.measure.show import figures, others, show_machine, show_time
 
 if TYPE_CHECKING:
-    from holdfast.harness.bench.output.results import Compared
     from holdfast.harness.bench.recovery.recovery import RecoveryBench
 
 
@@ -85,33 +83,6 @@ def show(bench: Bench, out: Console) -> None:
             styled("failed", "bold red") + f": {failure.contestant}, {failure.op}, {counted(failure.ranks, 'rank')}, "
             f"{format_bytes(failure.nbytes)}: {failure.reason}"
         )
-
-
-def show_compared(compared: Sequence[Compared], differing: Sequence[str], out: Console) -> None:
-    """Print this run beside the stored one."""
-    for words in differing:
-        out.print(styled("another machine", "yellow") + f": {words}")
-    table = figures(
-        "beside the stored run",
-        ("op", "ranks", "size", "library", "then", "now", "then / now", ""),
-        names=("op", "library", ""),
-        caption="changed: all turns of one run lie beyond all turns of the other; `holdfast gate` finds small changes",
-        drop=("then / now", "then", "ranks"),
-    )
-    styles = {"slower": "bold red", "faster": "green"}
-    for each in compared:
-        table.add_row(
-            each.op,
-            str(each.ranks),
-            format_bytes(each.nbytes),
-            _short(each.contestant),
-            show_time(each.then),
-            show_time(each.now),
-            f"{each.ratio:.2f}",
-            each.change,
-            style=styles.get(each.change),
-        )
-    out.print(table)
 
 
 def show_recovery(bench: RecoveryBench, out: Console) -> None:

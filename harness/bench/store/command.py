@@ -34,8 +34,6 @@ class StoreOptions:
         typer.Option(envvar="HOLDFAST_TORCHSTORE", help="A checkout of torchstore's main branch; make store-peers."),
     ] = None
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file (.png, .svg).")] = None
-    markdown: Annotated[Path | None, typer.Option(help="Write Markdown tables to this file.")] = None
 
 
 @with_options(StoreOptions)
@@ -56,17 +54,11 @@ def store(options: StoreOptions) -> None:
     Exit status: 0 only if every tensor was right and holdfast took part in every workload; 1 if not; 2 for bad options.
     """
     from holdfast.ft.console.console import console, styled, working
-    from holdfast.ft.console.outputs import check_file, writing
     from holdfast.harness.bench.store import drivers, show
     from holdfast.harness.bench.store.run import StorePlan, run
     from holdfast.harness.bench.store.workloads import WORKLOADS
-    from holdfast.harness.report.plot import check_plot
 
     try:
-        if options.plot is not None:
-            check_plot(options.plot)
-            check_file(options.plot, "--plot")
-        check_file(options.markdown, "--markdown")
         plan = StorePlan(
             workloads=_named("workloads", options.workloads, [each.name for each in WORKLOADS], "all"),
             peers=_named("peers", options.peers, drivers.PEERS, ""),
@@ -91,16 +83,6 @@ def store(options: StoreOptions) -> None:
         notes.print(
             styled("not all is well", "bold red") + f": {bench.wrong} wrong tensors, {len(broken)} failures of holdfast"
         )
-    with writing("holdfast bench store"):
-        if options.markdown is not None:
-            options.markdown.write_text(show.markdown(bench) + "\n", encoding="utf-8")
-            notes.print(f"tables: {options.markdown}")
-        if options.plot is not None:
-            try:
-                show.plot(bench, options.plot)
-                notes.print(f"plot: {options.plot}")
-            except ValueError as error:
-                notes.print(f"no plot: {error}")
     raise typer.Exit(1 if bench.wrong or broken else 0)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from holdfast.harness.measure.results import ContestantFailure, Ratio, Row, Run, wrong_in
 from holdfast.harness.measure.stats import pairwise
 
@@ -37,16 +35,6 @@ class StoreRatio(Ratio, frozen=True, kw_only=True):
     figure: str
 
 
-class GoalResult(msgspec.Struct, frozen=True):
-    """What was to be reached, in words, and what was."""
-
-    workload: str
-    figure: str
-    goal: str
-    reached: str
-    met: bool
-
-
 class StoreFailure(ContestantFailure, frozen=True, kw_only=True):
     """A contestant that failed in a workload."""
 
@@ -63,7 +51,6 @@ class StoreBench(Run, frozen=True, kw_only=True):
     workloads: dict[str, str]
     rows: tuple[StoreRow, ...]
     ratios: tuple[StoreRatio, ...]
-    goals: tuple[GoalResult, ...]
     failures: tuple[StoreFailure, ...]
 
     @property

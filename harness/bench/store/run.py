@@ -11,7 +11,6 @@ from pathlib import Path
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.store.data import bytes_of
 from holdfast.harness.bench.store.drivers import HOLDFAST
-from holdfast.harness.bench.store.goals import check
 from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreFailure, StoreRow, ratios
 from holdfast.harness.bench.store.teams import Team, TeamPlan, missing
 from holdfast.harness.bench.store.workloads import WORKLOADS, StoreBenchWorkload
@@ -50,10 +49,6 @@ def run(plan: StorePlan, progress: Progress = lambda text: None) -> StoreBench:
     for workload in chosen:
         names = [name for name in there if name in workload.contestants]
         rows += _measure(plan, workload, names, details, failures, progress)
-    found = ratios(rows, HOLDFAST)
-    ours = {(row.workload, row.figure): row for row in rows if row.contestant == HOLDFAST}
-    by_peer = {(each.workload, each.figure, each.peer): each for each in found}
-    checked = (check(each.name, goal, ours, by_peer) for each in chosen for goal in each.goals)
     return StoreBench(
         machine=Machine.here(noise),
         command=plan.command,
@@ -65,8 +60,7 @@ def run(plan: StorePlan, progress: Progress = lambda text: None) -> StoreBench:
         contestants=details,
         skipped=skipped,
         rows=tuple(rows),
-        ratios=found,
-        goals=tuple(each for each in checked if each is not None),
+        ratios=ratios(rows, HOLDFAST),
         failures=tuple(failures),
     )
 

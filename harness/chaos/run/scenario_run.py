@@ -163,8 +163,9 @@ class ScenarioRun:
         with contextlib.ExitStack() as undo:
             gate = undo.enter_context(PointGate(self._directory))
             links = undo.enter_context(Links(self._seed)) if scenario.job.links else None
-            server = serve(scenario.job, self._directory)
-            register = undo.enter_context(server).url if server is not None else None
+            serving = serve(scenario.job, self._directory)
+            server = None if serving is None else undo.enter_context(serving)
+            register = None if server is None else server.url
             processes, network = self._process_set(undo, self._gate_environ(gate), links, register)
             undo.callback(processes.close)
             log = undo.enter_context(contextlib.closing(EventLog("chaos", processes.events_directory)))

@@ -25,7 +25,7 @@ from holdfast.ft.registers import RegisterAway
 from holdfast.harness import chaos
 from holdfast.harness.chaos.command import _ids
 from holdfast.harness.chaos.outcome.checks import RegisterAwayBreaksNothing
-from holdfast.harness.chaos.run.registers import EtcdServer, TcpServer
+from holdfast.harness.chaos.run.registers import etcd_server, tcp_server
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.fault_type import fault_types
 from holdfast.harness.chaos.scenario.planning import encoded, schedule
@@ -431,7 +431,7 @@ def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
 
 def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
     view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
-    with TcpServer(tmp_path) as server, Register.open(server.url) as register:
+    with tcp_server(tmp_path) as server, Register.open(server.url) as register:
         following = ViewCache(Register.open(server.url))
         try:
             assert register.compare_and_set(0, view)
@@ -447,7 +447,7 @@ def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
 
 
 def test_a_register_is_away_once_its_server_is_closed(tmp_path: Path) -> None:
-    with TcpServer(tmp_path) as server:
+    with tcp_server(tmp_path) as server:
         register = Register.open(server.url)
     with register, pytest.raises(RegisterAway):
         register.read()
@@ -455,7 +455,7 @@ def test_a_register_is_away_once_its_server_is_closed(tmp_path: Path) -> None:
 
 def test_a_leader_of_etcd_that_was_killed_comes_back(etcd: None, tmp_path: Path) -> None:
     view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
-    with EtcdServer(3, tmp_path) as server, Register.open(server.url) as register:
+    with etcd_server(3, tmp_path) as server, Register.open(server.url) as register:
         server.kill_leader()()
         assert register.compare_and_set(0, view)
         server.kill_leader()

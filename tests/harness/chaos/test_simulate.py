@@ -51,12 +51,11 @@ from holdfast.harness.simulate.core.world import World
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
 from holdfast.harness.simulate.known_bugs.reproduce import reproduce
 from holdfast.harness.simulate.known_bugs.run_all import run_all
-from holdfast.harness.simulate.scale.scale import measure
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import simulate as run
+from holdfast.harness.simulate.search.scale import measure
 from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, SCENARIOS, scenario
 from holdfast.harness.simulate.search.shrink import shrink
-from holdfast.harness.simulate.search.soak import soak
 from holdfast.harness.simulate.story import RunSummary
 
 PACKAGE = Path(simulate.__file__).parent
@@ -64,7 +63,7 @@ TRACES = """
 import sys
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import simulate
-from holdfast.harness.simulate.scale.scale import measure
+from holdfast.harness.simulate.search.scale import measure
 from holdfast.harness.simulate.search.scenarios import scenario
 for seed in (3, 10, 21):
     print(simulate(draw(seed)).trace)
@@ -217,17 +216,6 @@ def test_the_load_of_a_rank_does_not_grow_with_the_number_of_ranks() -> None:
 def test_a_run_without_faults_has_one_epoch() -> None:
     result = measure(scenario("quiet", 256, 32, 1))
     assert (result.epochs, result.detected, result.messages_max) == (1, None, 0)
-
-
-def test_lost_heartbeats_evict_no_healthy_node() -> None:
-    result = soak(hours=20_000, burst=0.05, seed=1)
-    assert result.false_evictions == 0
-    assert result.windows > 50 and result.suspicions > 10
-
-
-@pytest.mark.thorough
-def test_the_soak_evicts_a_node_that_no_peer_hears() -> None:
-    assert soak(hours=10, burst=0.2, shared=0.5, seed=1).false_evictions > 0
 
 
 ONCE_BROKEN = {

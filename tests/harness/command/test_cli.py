@@ -121,10 +121,6 @@ def test_each_command_has_examples_and_is_guarded(command: tuple[str, ...]) -> N
     ("arguments", "status", "message"),
     [
         (("gate", "nosuch"), 2, "nosuch is neither a commit"),
-        (("bench", "overhead", "--backend", "nosuch"), 1, "known are"),
-        (("bench", "overhead", "--backend", "inproc"), 1, "use 'shm'"),
-        (("bench", "layer", "shm"), 1, "ask for one of 'gloo', 'mpi', 'nccl'"),
-        (("bench", "layer", "gloo", "--stand-in"), 2, "gloo needs none"),
         (("bench", "copy", "--plot", "picture.xyz"), 2, "does not say what to write"),
         (("bench", "copy", "--plot", "no/such/folder.png"), 2, "there is no folder"),
         (("run", "--logs", "/dev/null/logs", __file__), 2, "Not a directory"),
@@ -172,8 +168,8 @@ def test_an_unexpected_exception_ends_without_a_verdict(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("holdfast.harness.bench.overhead.imports.measure", fail)
-    done = said("bench", "imports")
+    monkeypatch.setattr("holdfast.harness.bench.collectives.run.run", fail)
+    done = said("bench", "copy")
     assert done.exit_code == status
     assert str(error) in done.stderr
     assert ("Traceback" in done.stderr) == (status == INTERNAL_ERROR)

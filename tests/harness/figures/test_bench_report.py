@@ -1,4 +1,4 @@
-"""The output of a bench: its page with the roofline, the comparison with a stored run, standalone pictures."""
+"""The output of a bench: its page with the roofline, standalone pictures."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from holdfast.ft.console.console import console
 from holdfast.harness.bench.command import app
-from holdfast.harness.bench.output import page, results, show
+from holdfast.harness.bench.output import page, show
 from holdfast.harness.bench.output.results import Bench, BenchRow, OpFailure, ratios
 from holdfast.harness.measure.results import Machine
 from holdfast.harness.measure.stats import Timing
 from holdfast.harness.report import charts
 from holdfast.harness.report.plot import Chart
+from support.programs.figures import PercentileBar, draw_bars
 
 MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
 NAMES = ("holdfast:shm", "openmpi", "memcpy")
@@ -97,8 +99,8 @@ def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
 
 
 def test_bars_are_drawn_to_their_percentiles() -> None:
-    bars = [charts.PercentileBar("ours", 5.0, 8.0, 10.0, 0), charts.PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
-    chart = charts.draw_bars("recovery", bars, lambda value: f"{value:g} ms")
+    bars = [PercentileBar("ours", 5.0, 8.0, 10.0, 0), PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
+    chart = draw_bars("recovery", bars, lambda value: f"{value:g} ms")
     assert [round(patch.get_width()) for patch in chart.axes.patches] == [10, 8, 5, 40, 30, 20]  # type: ignore[attr-defined]
     assert set(tips(drawn(chart))) == {
         "ours: median 5 ms, p90 8 ms, p99 10 ms",
@@ -125,42 +127,17 @@ def test_the_tables_of_a_bench_fit_a_terminal(columns: int, monkeypatch: pytest.
     monkeypatch.setattr("sys.stdout", stream)
     out = console()
     show.show(bench(), out)
-    show.show_compared(results.compare(bench(slower=1.5), bench()), (), out)
     lines = stream.getvalue().splitlines()
     assert not any(line.startswith(("p50: ", "size: 8", "library: ", "now: ")) for line in lines), "a line a figure"
     assert "not shown at this width: " in stream.getvalue()
-    assert sum("all_reduce" in line for line in lines) > 2
+    assert sum("all_reduce" in line for line in lines) == 2
     assert max(map(len, (line for line in lines if line[:1] in "\u2502\u2503"))) <= columns
 
 
-# A stored run ----------------------------------------------------------------------------------------------------
-
-
-def test_a_run_is_compared_with_a_stored_one(tmp_path: Path) -> None:
-    stored = tmp_path / "stored"
-    page.write(bench(), stored)
-    then = results.load(stored / "bench.json")
-    changes = results.compare(bench(slower=1.5), then)
-    assert {change.change for change in changes} == {"slower"}
-    assert {round(change.ratio, 3) for change in changes} == {0.667}
-    assert {change.change for change in results.compare(bench(), then)} == {"as before"}
-    assert results.compare(bench(ranks=(8,)), then) == ()
-    assert "Beside the stored run" in page.render(bench(slower=0.5), changes)
-
-
-def test_a_file_that_is_no_stored_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "not.json").write_text('{"rows": 1}')
-    refused = CliRunner().invoke(app, ["copy", "--against", str(tmp_path / "not.json")])
-    assert refused.exit_code == 2
-    assert "not the JSON of a bench" in re.sub(r"[\s│]+", " ", refused.stderr)
-
-
-def test_the_command_writes_the_report_and_compares(tmp_path: Path) -> None:
+def test_the_command_writes_the_report_and_its_data(tmp_path: Path) -> None:
     asked = ["copy", "-n", "1:2", "--sizes", "8,1K", "--iters", "3", "--rounds", "2", "--report", str(tmp_path)]
     first = CliRunner().invoke(app, asked)
     assert first.exit_code == 0, first.output
     assert "1 KiB" in first.stdout and "#wrong" in first.stdout
     assert "Pictures" in (tmp_path / "report.html").read_text()
-    again = CliRunner().invoke(app, [*asked, "--against", str(tmp_path / "bench.json")])
-    assert again.exit_code == 0, again.output
-    assert "beside the stored run" in again.stdout
+    assert msgspec.json.decode((tmp_path / "bench.json").read_bytes(), type=Bench).wrong == 0

@@ -1,20 +1,35 @@
-"""UCX's own benchmark, `ucx_perftest`, as a contestant: one-sided ops and messages of libucp, measured by itself.
+"""How near do one-sided ops come to UCX's own benchmark? `python docs/experiments/ucx_perftest.py get put`.
 
-It is a program in C, so it shows what UCX can do without Python. A client and a server are started anew for each turn.
-It reports averages over a turn, and does not check the bytes that it moves.
+`ucx_perftest` is a program in C, so it shows what UCX can do without Python. It takes turns with the bench of ours, as
+one more contestant. A client and a server are started anew for each turn. It reports averages over a turn, and does not
+check the bytes that it moves.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import subprocess
 import time
 from pathlib import Path
+from typing import cast
 
+import msgspec
+
+from holdfast.ft.console.console import console, print_json
+from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.torch_environment import ReservedPort
-from holdfast.harness.bench.collectives.definitions import SMALL
+from holdfast.ft.processes.zygote_client import zygote_pid
+from holdfast.harness.bench.collectives.contestants import ContestantGroup
+from holdfast.harness.bench.collectives.definitions import OPERATIONS, SMALL, parse_sizes
 from holdfast.harness.bench.collectives.ranks import Measure, Measurement
+from holdfast.harness.bench.collectives.run import BenchPlan, Collective, TimedLibrary
+from holdfast.harness.bench.output.results import BenchRow
+from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.rounds import take_turns
+from holdfast.harness.measure.show import figures, others, show_time
+from holdfast.harness.measure.stats import pairwise
 from holdfast.harness.measure.workers import WorkerFailed
 
 UCX_PERFTEST = "ucx_perftest"
@@ -45,33 +60,20 @@ def program() -> Path | None:
     return path if path.exists() else None
 
 
-def missing() -> str | None:
-    """Why it cannot run here and what to install; None if it can."""
-    return None if program() is not None else f"there is no ucx_perftest; {INSTALL}"
-
-
 class Perftest:
     """The two processes of a turn. Between orders there are none."""
 
     contestant = UCX_PERFTEST
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self) -> None:
         path = program()
         if path is None:
-            raise WorkerFailed(str(missing()))
-        if ranks != 2:
-            raise WorkerFailed(f"ucx_perftest has two ranks, not {ranks}")
-        self.ranks = ranks
+            raise WorkerFailed(f"there is no ucx_perftest; {INSTALL}")
         home = path.parents[1]
         libraries = f"{home / 'lib'}:{home.parent / 'libucx_cu12.libs'}"
         self._environment = {"UCX_TLS": SAME_HOST} | os.environ | {"LD_LIBRARY_PATH": libraries}
         self._command = [str(path)] if os.access(path, os.X_OK) else [_LINKER, str(path)]
         self._running: list[subprocess.Popen[str]] = []
-
-    @property
-    def detail(self) -> str:
-        """The library, and its transports."""
-        return f"ucx_perftest over {self._environment['UCX_TLS']}; averages of a turn; bytes not checked"
 
     def measure(self, order: Measure, timeout: float) -> list[Measurement]:
         """One turn. Raises NotImplementedError for an op that it does not have, `WorkerFailed`."""
@@ -84,7 +86,7 @@ class Perftest:
             raise NotImplementedError(f"{order.op} is not measured by ucx_perftest")
         ops = max(10, order.singles, order.blocks * order.block)
         microseconds = self._run(test, nbytes, ops, timeout) * ways
-        return [Measurement([(0, round(1e3 * microseconds))], [], None)] * self.ranks
+        return [Measurement([(0, round(1e3 * microseconds))], [], None)] * 2
 
     def _run(self, test: str, nbytes: int, ops: int, timeout: float) -> float:
         """Microseconds of one op, on average."""
@@ -138,3 +140,55 @@ def _average(words: str) -> float:
     """The overall latency in microseconds, from the CSV that it prints."""
     names, values = [line.split(",") for line in words.strip().splitlines()[-2:]]
     return float(dict(zip(names, values, strict=True))["overall_lat"])
+
+
+class UcxComparison(msgspec.Struct, frozen=True):
+    """Ours and UCX's at one op and size; `speed` is how many times as fast ours was, the median over rounds."""
+
+    ours: BenchRow
+    theirs: BenchRow
+    speed: float
+
+
+def compare(ops: list[str], sizes: tuple[int, ...], rounds: int, seconds: float) -> list[UcxComparison]:
+    """Measure in turns. Raises `WorkerFailed`, NotImplementedError."""
+    plan = BenchPlan(tuple(ops), (), (), (2,), sizes, rounds=rounds, seconds=seconds)
+    found, theirs = [], Perftest()
+    with ContestantGroup("holdfast:ucx", 2) as ours:
+        libraries = {each.contestant: TimedLibrary(cast(ContestantGroup, each)) for each in (ours, theirs)}
+        for op in ops:
+            for nbytes in sizes:
+                workload = Collective(plan, OPERATIONS[op], nbytes, 2)
+                turns = take_turns(workload, libraries, range(rounds), _raise)
+                one, other = (workload.row(libraries[name], turns[name]) for name in libraries)
+                found.append(UcxComparison(one, other, pairwise(one.turns, other.turns).median))
+    return found
+
+
+def _raise(name: str, error: Exception) -> None:
+    raise error
+
+
+def main() -> None:
+    """Print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="+", choices=[*_ONE_WAY, *_ROUND_TRIP])
+    parser.add_argument("--sizes", type=parse_sizes, default="8,64M")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timing of each at each size, in all")
+    parser.add_argument("--json", action="store_true")
+    asked, noise = parser.parse_args(), Noise(zygote_pid)
+    found = compare(asked.ops, asked.sizes, asked.rounds, asked.seconds)
+    if asked.json:
+        print_json(found)
+        return
+    columns = ("op", "size", "ours", "least", UCX_PERFTEST, "times as fast")
+    table = figures("over ucx, 2 ranks", columns, names=("op",), caption=others(noise.cpus()))
+    for each in found:
+        times = (each.ours.timing.p50, each.ours.timing.min, each.theirs.timing.p50)
+        table.add_row(each.ours.op, format_bytes(each.ours.nbytes), *map(show_time, times), f"{each.speed:.3g}")
+    console().print(table)
+
+
+if __name__ == "__main__":
+    main()

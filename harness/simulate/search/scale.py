@@ -64,24 +64,18 @@ class ScaleResult(msgspec.Struct, frozen=True):
 class _RecoveryTimes:
     """Records the first and last times of events after the fault."""
 
-    def __init__(self, checks: InvariantChecks) -> None:
-        self._checks = checks
+    def __init__(self) -> None:
         self.struck: float | None = None
         self.detected: float | None = None
         self.installed = 0.0
 
     def observe(self, event: Event) -> None:
-        self._checks.observe(event)
         if isinstance(event, events.FaultInjected) and self.struck is None:
             self.struck = event.time
-        elif (
-            isinstance(event, events.MemberSuspected | events.DeathsDetected)
-            and self.detected is None
-            and self.struck is not None
-        ):
-            self.detected = event.time
         elif isinstance(event, events.ViewInstalled):
             self.installed = event.time
+        elif isinstance(event, events.MemberSuspected | events.DeathsDetected) and self.struck is not None:
+            self.detected = event.time if self.detected is None else self.detected
 
 
 def measure(
@@ -106,9 +100,9 @@ def measure(
 @without_log()
 def _measure(schedule: Schedule, trace: TraceWriter | None, progress: Callable[[float, int], None]) -> ScaleResult:
     began, cpu_began = time.perf_counter(), time.process_time()
-    checks = InvariantChecks(Bounds(operation=1e6, progress=1e6))
-    clock = _RecoveryTimes(checks)
-    world = World(schedule, clock.observe, trace, quiet=True)
+    clock = _RecoveryTimes()
+    checks = InvariantChecks(Bounds(operation=1e6, progress=1e6), clock.observe)
+    world = World(schedule, checks.observe, trace, quiet=True)
     agreed: list[float] = []
     sweep = world.register.on_write
 

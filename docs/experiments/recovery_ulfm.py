@@ -1,13 +1,14 @@
-"""Recovery by MPI's own fault tolerance, for comparison: Open MPI's ULFM, called as its users call it.
+"""How fast is recovery beside MPI's own fault tolerance? `python docs/experiments/recovery_ulfm.py`.
 
-Ranks under mpirun do nothing but Allreduce. One is killed; each survivor revokes the communicator at its first error,
-shrinks it, and reduces again on the rest. What counts is the time from just before the signal to the end of the last
-survivor's first correct Allreduce, as in `holdfast.harness.bench.recovery.recovery`. Run as a program it is one of the
-ranks.
+First `holdfast bench recovery` is measured, then Open MPI's ULFM, called as its users call it: ranks under mpirun do
+nothing but Allreduce. One is killed; each survivor revokes the communicator at its first error, shrinks it, and reduces
+again on the rest. What counts is the time from just before the signal to the end of the last survivor's first correct
+Allreduce, as in the bench. With `--rank` the program is one of the ranks.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import time
@@ -19,9 +20,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
-from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered
+from holdfast.harness.bench.output.show import show_recovery
+from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered, RecoveryPlan
+from holdfast.harness.bench.recovery.recovery import run as run_bench
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Spread
 from holdfast.harness.measure.worker import serve
@@ -74,7 +78,7 @@ class UlfmRank:
 
 def _start(ranks: int, nbytes: int, place: Place) -> Sequence[StartedWorker]:
     how = launcher(OPENMPI, ranks, place.shared)
-    module = [sys.executable, "-m", "holdfast.harness.bench.recovery.peer", str(place.address), str(nbytes)]
+    module = [sys.executable, sys.argv[0], "--rank", str(place.address), str(nbytes)]
     return [
         WorkerProgram(
             place, [*how.words, "--with-ft", "ulfm", *module], {**how.environment, "TMPDIR": str(place.folder)}
@@ -99,9 +103,7 @@ def _kill_one(ranks: int, nbytes: int, victim: int, wait: float) -> tuple[str, f
         raise NotRecovered(f"ranks of Open MPI did not come, or not back: {error}") from error
 
 
-def run(
-    ranks: int, kills: int, nbytes: int = 64 * 1024, seed: int = 0, progress: Callable[[str], None] = lambda text: None
-) -> PeerRecovery:
+def run(ranks: int, kills: int, nbytes: int, seed: int, progress: Callable[[str], None]) -> PeerRecovery:
     """Kill one of `ranks` ranks in each of `kills` jobs.
 
     Raises RuntimeError without Open MPI, `NotRecovered` if more jobs hang than recover.
@@ -129,5 +131,32 @@ def _be_a_rank(address: str, nbytes: int) -> None:
     serve(Path(address), UlfmRank(comm, nbytes), "rank", comm.rank, f"{library} ULFM")
 
 
+def main() -> None:
+    """Print both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--backend", default="shm")
+    parser.add_argument("--seed", type=int, default=0, help="chooses who is killed, and when")
+    parser.add_argument("--json", action="store_true")
+    asked, notes = parser.parse_args(), console(stderr=True)
+    plan = RecoveryPlan(asked.backend, asked.ranks, asked.kills, seed=asked.seed)
+    ours = run_bench(plan, notes.print)
+    peer = run(plan.ranks, plan.kills, plan.nbytes, plan.seed, notes.print)
+    if asked.json:
+        print_json({"holdfast": ours, "peer": peer})
+        return
+    show_recovery(ours, console())
+    spread = peer.total
+    console().print(
+        f"{peer.library}, {counted(peer.ranks, 'rank')}, {counted(len(peer.kills), 'kill')}: "
+        f"median {spread.median:.2f} ms, p90 {spread.p90:.2f}, p99 {spread.p99:.2f}, max {spread.max:.2f}; "
+        f"{counted(peer.hung, 'job')} did not come back; others used {peer.others:.2f} CPUs"
+    )
+
+
 if __name__ == "__main__":
-    _be_a_rank(sys.argv[1], int(sys.argv[2]))
+    if sys.argv[1:2] == ["--rank"]:
+        _be_a_rank(sys.argv[2], int(sys.argv[3]))
+    else:
+        main()

@@ -1,8 +1,8 @@
-"""`holdfast bench overhead`: the cost of observation and fault tolerance while nothing fails.
+"""What do observation and fault tolerance cost while nothing fails? `python docs/experiments/overhead.py`.
 
-Ops: the same all_reduce of the same ranks over three communicators, which are contestants of the bench of ops and take
-turns: one bare, one with the flight recorder, one with recorder and metrics. They are timed by the clock, which
-includes disturbance by other processes, and by the CPU time of a rank that is alone, which does not.
+Ops: the same all_reduce of the same ranks over three communicators, which take turns in the same processes: one bare,
+one with the flight recorder, one with recorder and metrics. They are timed by the clock, which includes disturbance by
+other processes, and by the CPU time of a rank that is alone, which does not.
 
 Steps: blocks of steps under `ft.Session`, each committed, between blocks of the same work and the same all_reduce over
 a bare communicator. Both kinds of blocks run in the same processes, so the cost of the session's threads (heartbeats,
@@ -11,8 +11,10 @@ register) is in both; it is measured separately, by their CPU time.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,25 +22,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
 
-from holdfast.comms.errors import BackendUnavailable
-from holdfast.comms.plugins.registry import registry
+from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.collectives.contestants import shared
-from holdfast.harness.bench.collectives.ranks import OBSERVED
-from holdfast.harness.bench.collectives.run import BenchPlan, complete
-from holdfast.harness.bench.collectives.run import run as run_bench
-from holdfast.harness.bench.drivers.observed import VARIANTS, another
+from holdfast.harness.bench.collectives.definitions import parse_size
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.rounds import TimedTurn, Workload, take_turns
 from holdfast.harness.measure.show import figures, others
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator
+    from holdfast.comms.journal import Recorder
     from holdfast.ft import Session
 
+VARIANTS = ("bare", "recorder", "recorder and metrics")
+TIMEOUT = 60.0
 TURN_SECONDS = 0.04
 
 
@@ -84,21 +84,11 @@ class Overhead(msgspec.Struct, frozen=True):
     others: float
 
 
-def run(
-    backend: str = "shm",
-    ranks: int = 2,
-    nbytes: int = 8,
-    rounds: int = 40,
-    work_ms: float = 20.0,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Overhead:
-    """Measure; takes about half a minute."""
+def run(backend: str, ranks: int, nbytes: int, rounds: int, work_ms: float) -> Overhead:
+    """Measure; takes about half a minute. Raises the errors of `LocalCluster`."""
     noise = Noise(zygote_pid)
-    if (missing := registry().backend(backend).missing) is not None:
-        raise BackendUnavailable(backend, missing.reason, missing.install_hint)
-    times = _ops(backend, ranks, nbytes, rounds, progress, cpu=False)
-    alone = _ops(backend, 1, nbytes, rounds, progress, cpu=True)
-    progress("steps")
+    times = _ops(backend, ranks, nbytes, rounds, time.perf_counter)
+    alone = _ops(backend, 1, nbytes, rounds, time.thread_time)
     steps = _steps_of(backend, ranks, max(4, rounds // 2), work_ms / 1e3, time.perf_counter)
     step_alone = _steps_of(backend, 1, max(4, rounds), 0.0, time.thread_time)
     step = _step_cost(steps, step_alone[0], work_ms)
@@ -108,22 +98,85 @@ def run(
 # Ops ------------------------------------------------------------------------------------------------------------------
 
 
-def _ops(
-    backend: str, ranks: int, nbytes: int, rounds: int, progress: Callable[[str], None], *, cpu: bool
-) -> list[tuple[float, ...]]:
+def _ops(backend: str, ranks: int, nbytes: int, rounds: int, clock: Callable[[], float]) -> list[list[float]]:
     """By variant, the microseconds of an op in each round: of the slowest rank."""
-    plan = BenchPlan(
-        operations=("all_reduce",),
-        contestants=VARIANTS,
-        ours=(),
-        ranks=(ranks,),
-        sizes=(nbytes,),
-        rounds=rounds,
-        seconds=rounds * TURN_SECONDS,
-        cpu=cpu,
-    )
-    bench = complete(run_bench(plan, progress, shared(f"{OBSERVED}{backend}")))
-    return [row.turns for row in bench.rows]
+    quiet = {"HOLDFAST_CHECK": "0"}
+    with (
+        LocalCluster(ranks, backend, environ=quiet, threads=1, echo=False, timeout=300.0) as cluster,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        by_rank = cluster.run(_observed_ops, nbytes, rounds, clock, Path(folder))
+    return [[1e6 * max(each) for each in zip(*(rank[name] for rank in by_rank), strict=True)] for name in VARIANTS]
+
+
+def _observed_ops(
+    comm: Communicator, nbytes: int, rounds: int, clock: Callable[[], float], folder: Path
+) -> dict[str, list[float]]:
+    """The body of a rank: by variant, the seconds of an op in each round."""
+    from holdfast.ft.telemetry.flight import FlightRecorder
+    from holdfast.ft.telemetry.metrics import OpTally
+
+    def recorder(number: int) -> FlightRecorder:
+        return FlightRecorder(folder / f"overhead-{comm.rank}-{number}.flight", f"bench-{number}", "bench")
+
+    recorders: tuple[Recorder | None, ...] = (None, recorder(1), OpTally(recorder(2)))
+    variants = {
+        name: another(comm, folder, f"variant-{number}", each)
+        for number, (name, each) in enumerate(zip(VARIANTS, recorders, strict=True))
+    }
+    turns = take_turns(_ObservedOps(nbytes, clock), variants, range(rounds), _raise)
+    for variant in variants.values():
+        variant.close()
+    return {name: [turn.seconds["op"][0] for turn in each] for name, each in turns.items()}
+
+
+class _ObservedOps(Workload["Communicator"]):
+    """Ops in a row that fill a turn, after the check of one."""
+
+    name = "all_reduce"
+
+    def __init__(self, nbytes: int, clock: Callable[[], float]) -> None:
+        import torch
+
+        self._tensor, self._clock, self._ops = torch.empty(max(1, nbytes // 4)), clock, 0
+
+    def set_up(self, contestant: Communicator) -> None:
+        self._tensor.fill_(contestant.rank + 1.0)
+        contestant.all_reduce(self._tensor)
+        if not bool((self._tensor == contestant.size * (contestant.size + 1) / 2).all()):
+            raise ArithmeticError(f"the sum is {self._tensor}")
+        self._tensor.zero_()
+        taken = [_timed(lambda: contestant.all_reduce(self._tensor)) for _ in range(20)]
+        if not self._ops:
+            self._ops = contestant.broadcast_object(max(3, int(TURN_SECONDS / statistics.median(taken))), 0)
+
+    def turn(self, contestant: Communicator, number: int) -> TimedTurn:
+        tensor, all_reduce, repeats = self._tensor, contestant.all_reduce, range(self._ops)
+        all_reduce(tensor)
+        contestant.barrier()
+        began = self._clock()
+        for _ in repeats:
+            all_reduce(tensor)
+        return TimedTurn({"op": [(self._clock() - began) / self._ops]}, wrong=None)
+
+
+def _raise(name: str, error: Exception) -> None:
+    raise error
+
+
+def another(comm: Communicator, folder: Path, name: str, recorder: Recorder | None) -> Communicator:
+    """A communicator of the same ranks, with a recorder of its own."""
+    import torch.distributed as dist
+
+    from holdfast.comms.connect import KnownMembers, connect_members
+    from holdfast.comms.execution.executor import OpSettings
+    from holdfast.comms.transport.base import Peer
+    from holdfast.comms.transport.liveness import this_process
+
+    peers = [msgspec.convert(each, Peer) for each in comm.all_gather_object(msgspec.to_builtins(this_process()))]
+    store = dist.PrefixStore(name, dist.FileStore(str(folder / f"overhead-{comm.epoch}-{name}"), comm.size))
+    members = KnownMembers(rank=comm.rank, peers=peers, store=store, epoch=0, name=name)
+    return connect_members(comm.backend, members, settings=OpSettings(TIMEOUT, recorder=recorder))
 
 
 def _op_costs(times_of: Sequence[Sequence[float]], alone: Sequence[Sequence[float]]) -> tuple[OpCost, ...]:
@@ -242,8 +295,9 @@ def _step_cost(by_rank: Sequence[_Steps], alone: _Steps, work_ms: float) -> Step
     )
 
 
-def show(cost: Overhead, out: Console) -> None:
+def show(cost: Overhead) -> None:
     """Print the costs of ops and of steps."""
+    out = console()
     here = f"{cost.backend}, {counted(cost.ranks, 'rank')}, {counted(os.cpu_count() or 1, 'CPU')}"
     columns = ("observed by", "time", "more", "ratio", "CPU time alone", "more of it")
     ops = figures(f"an all_reduce of {format_bytes(cost.nbytes)}: {here}", columns, names=("observed by",))
@@ -264,3 +318,24 @@ def show(cost: Overhead, out: Console) -> None:
     steps.add_row("bare", f"{step.bare_ms:.2f} ms", "", "")
     steps.add_row("under ft.Session", f"{step.session_ms:.2f} ms", f"{step.extra_us:+.0f} us", f"{step.share:+.2%}")
     out.print(steps)
+
+
+def main() -> None:
+    """Print the costs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--backend", default="shm", help="one whose ranks are processes")
+    parser.add_argument("--size", type=parse_size, default="8", help="bytes of the all_reduce")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each variant")
+    parser.add_argument("--work", type=float, default=20.0, help="milliseconds of work in a step")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    cost = run(asked.backend, asked.ranks, asked.size, asked.rounds, asked.work)
+    if asked.json:
+        print_json(cost)
+    else:
+        show(cost)
+
+
+if __name__ == "__main__":
+    main()

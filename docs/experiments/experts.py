@@ -1,12 +1,14 @@
-"""`holdfast bench experts`: an exchange for experts by `comms.experts` beside one by `all_to_all_single`, in one run.
+"""What does an exchange for experts cost that outlives a rank? `python docs/experiments/experts.py`.
 
-Both route the same tokens, to experts that return them as they are, and add them up by weight; the results are compared
-with the tokens. The contestants take turns. A second part kills random ranks, between dispatch and combine and at any
-moment, checks each survivor's results, and measures from the SIGKILL to the last survivor's combined result.
+One by `comms.experts` takes turns with one by `all_to_all_single`. Both route the same tokens, to experts that return
+them as they are, and add them up by weight; the results are compared with the tokens. A second part kills random ranks,
+between dispatch and combine and at any moment, checks each survivor's results, and measures from the SIGKILL to the
+last survivor's combined result.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -22,10 +24,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from rich.console import Console
 
 from holdfast.comms.errors import BackendUnavailable, HoldfastError
 from holdfast.comms.experts import Switch
+from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.cluster.local_cluster import LocalCluster
@@ -43,7 +45,8 @@ _STEPS_BEFORE_KILL = 8
 _SECONDS_BEFORE_KILL = 0.05
 
 
-class ExpertLoad(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
     """What each rank sends in a step."""
 
     tokens: int = 256
@@ -98,8 +101,9 @@ def run(
     rounds: int,
     steps: int,
     kills: int,
-    kill_backend: str = "shm",
-    progress: Callable[[str], None] = lambda text: None,
+    kill_backend: str,
+    seed: int,
+    progress: Callable[[str], None],
 ) -> ExpertsBench:
     """Measure contestants, named as "switch:shm" or "all_to_all:gloo", in turns; then kill so often."""
     noise, absent = Noise(zygote_pid), list[str]()
@@ -120,7 +124,7 @@ def run(
     for name, taken in turns.items():
         median = statistics.median(seconds for turn in taken for seconds in turn.seconds["step"])
         exchanges.append(ExchangeTime(name, 1e3 * median, moved / median / 1e9))
-    died = kill_again_and_again(kill_backend, ranks, kills, progress=progress) if kills else None
+    died = kill_again_and_again(kill_backend, ranks, kills, seed, progress) if kills else None
     return ExpertsBench(ranks, load, tuple(exchanges), died, tuple(absent), noise.cpus())
 
 
@@ -198,9 +202,7 @@ def exchange_by_collective(comm: Communicator, tokens: Tensor, chosen: Tensor, w
     return torch.bmm(weights[:, None, :], result.view(len(tokens), top_k, -1)).squeeze(1)
 
 
-def kill_again_and_again(
-    backend: str, ranks: int, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda text: None
-) -> KillTime:
+def kill_again_and_again(backend: str, ranks: int, kills: int, seed: int, progress: Callable[[str], None]) -> KillTime:
     """Kill a random rank so often: between dispatch and combine of a random step, and at any moment, in turns.
 
     Raises HoldfastError if a survivor has a wrong result, or if survivors disagree about the step of the death.
@@ -260,8 +262,9 @@ def _outlive(comm: Communicator, victim: int, moment: int | float, place: Path) 
     return masked_in, end
 
 
-def show(bench: ExpertsBench, out: Console) -> None:
+def show(bench: ExpertsBench) -> None:
     """Print the times of the contestants, and what the kills cost."""
+    out = console()
     columns = ("contestant", "a step", "GB/s a rank")
     table = figures(f"{counted(bench.ranks, 'rank')}", columns, names=("contestant",), caption=others(bench.others))
     for exchange in bench.exchanges:
@@ -274,3 +277,33 @@ def show(bench: ExpertsBench, out: Console) -> None:
             f"{counted(died.kills, 'kill')} over {died.backend}, all results right; SIGKILL to the survivors' combined "
             f"result: median {died.median_ms:.1f} ms, {died.best_ms:.1f} to {died.worst_ms:.1f}"
         )
+
+
+def main() -> None:
+    """Print the results; an error if a result is wrong or survivors disagree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    everyone = [f"{SWITCH}:shm", f"{SWITCH}:gloo", *(f"{COLLECTIVE}:{backend}" for backend in ("shm", "gloo", "mpi"))]
+    parser.add_argument("--contestants", nargs="*", default=everyone, help="switch:BACKEND, all_to_all:BACKEND")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=256, help="of a rank in a step")
+    parser.add_argument("--hidden", type=int, default=1024, help="floats of a token")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each")
+    parser.add_argument("--steps", type=int, default=20, help="of a turn")
+    parser.add_argument("--kills", type=int, default=20, help="then kill a rank so often, at random")
+    parser.add_argument("--kill-backend", default="shm")
+    parser.add_argument("--seed", type=int, default=0, help="chooses whom to kill, and when")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    load, notes = ExpertLoad(asked.tokens, asked.hidden, 4 * asked.ranks), console(stderr=True)
+    bench = run(
+        asked.contestants, asked.ranks, load, asked.rounds, asked.steps, asked.kills, asked.kill_backend, asked.seed,
+        notes.print,
+    )  # fmt: skip
+    if asked.json:
+        print_json(bench)
+    else:
+        show(bench)
+
+
+if __name__ == "__main__":
+    main()

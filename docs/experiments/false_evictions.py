@@ -1,4 +1,4 @@
-"""Measures how often a healthy node is evicted by mistake, over years of heartbeats under bursts of loss.
+"""How often is a healthy rank evicted by mistake? `python docs/experiments/false_evictions.py FOLDER`.
 
 Heartbeats are lost in bursts: each path between a node and one of its observers loses everything for a while, again and
 again. A suspicion needs a burst that loses several heartbeats in a row, an eviction most of a node's observers at once.
@@ -8,9 +8,11 @@ heartbeats sent one by one, through the production detectors and core.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,9 +25,12 @@ from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
+from holdfast.harness.report.plot import Chart, light
 
 HOSTS = 128
 NODES = 1000
+BURSTS = ((0.05, 0.0), (0.02, 0.0), (0.01, 0.1))
+"""Pairs: the mean length of a burst of loss, and the share of loss that hits all paths of a node at once."""
 AROUND = 1.0
 LOOKS = 0.025
 
@@ -58,14 +63,7 @@ Burst = tuple[float, float, int]
 Bursts = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]
 
 
-def soak(
-    hours: float = 1e6,
-    loss: float = 0.01,
-    burst: float = 0.05,
-    shared: float = 0.0,
-    timeouts: Timeouts = Timeouts(suspect=0.4),  # noqa: B008  (frozen)
-    seed: int = 0,
-) -> Soak:
+def soak(hours: float, loss: float, burst: float, shared: float, timeouts: Timeouts, seed: int) -> Soak:
     """Simulate `hours` node-hours. Every node has the same number of observers, each on a path of its own."""
     rng = np.random.default_rng(seed)
     bench = _SoakNode(timeouts, seed)
@@ -162,3 +160,52 @@ class _SoakNode:
                 if self._node.id in head.evidence.lost:
                     return suspicions, 1
         return suspicions, 0
+
+
+def draw(path: Path, soaks: Sequence[Soak]) -> None:
+    """Write the picture."""
+    chart = Chart(560, 320)
+    axes = chart.axes
+    names = [f"bursts of {1e3 * one.burst:.0f} ms,\n{one.shared:.0%} on all paths" for one in soaks]
+    places = np.arange(len(soaks))
+    label = "suspicions, where three paths were silent at once"
+    axes.bar(places - 0.2, [one.suspicions for one in soaks], 0.4, label=label, color=light("s0"))
+    evicted = [one.false_evictions for one in soaks]
+    bars = axes.bar(places + 0.2, evicted, 0.4, label="false evictions", color=light("s1"))
+    axes.bar_label(bars)
+    axes.set_xticks(places, names)
+    axes.set_yscale("symlog")
+    axes.set_title(f"{soaks[0].hours:.0e} simulated node-hours, {soaks[0].loss:.0%} of heartbeats lost", fontsize=11)
+    axes.legend(fontsize=10, frameon=False)
+    path.write_text(chart.svg("false evictions", standalone=True) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Print the results, and write them and a picture to a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for false-evictions.json and the picture")
+    parser.add_argument("--hours", type=float, default=1e6, help="node-hours of heartbeats")
+    parser.add_argument("--loss", type=float, default=0.01, help="the share of heartbeats that is lost")
+    parser.add_argument("--bursts", type=float, nargs="+", help="mean lengths of bursts, if not those of the figure")
+    parser.add_argument(
+        "--shared", type=float, default=0.0, help="with --bursts: the share of loss on all paths at once"
+    )
+    parser.add_argument("--suspect", type=float, default=0.4, help="seconds of silence before a member is suspected")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    bursts = [(burst, asked.shared) for burst in asked.bursts] if asked.bursts else BURSTS
+    timeouts = Timeouts(suspect=asked.suspect)
+    soaks = [soak(asked.hours, asked.loss, burst, shared, timeouts, asked.seed) for burst, shared in bursts]
+    for one in soaks:
+        print(
+            f"{one.false_evictions} false evictions in {one.hours:.3g} node-hours at {one.loss:.1%} loss in bursts of "
+            f"{1e3 * one.burst:.0f} ms, {one.shared:.0%} of it on all paths of a node ({one.suspicions:,} suspicions)"
+        )
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    found = msgspec.json.format(msgspec.json.encode(soaks), indent=2)
+    (asked.folder / "false-evictions.json").write_bytes(found + b"\n")
+    draw(asked.folder / "simulate-false-evictions.svg", soaks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""`holdfast bench layer`, `overhead` and `imports`: what holdfast adds."""
