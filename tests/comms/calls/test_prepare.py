@@ -14,6 +14,7 @@ import torch
 from holdfast.comms import Communicator, PreparedOp, Recv, ReduceOp, Revoked, Send, Unsupported, UsedAfterFork, Work
 from holdfast.comms.execution.prepared import OPS
 from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.helpers import on_each_rank
 
 RANKS = 2
 
@@ -55,7 +56,8 @@ def arguments(op: str, rank: int) -> tuple[list[Any], Callable[[], list[list[flo
     return given[op], lambda: [each.tolist() for each in (mine, whole, *parts)]
 
 
-def same_as_the_plain_calls(comm: Communicator) -> None:
+@on_each_rank
+def test_a_prepared_op_does_what_the_plain_call_does(comm: Communicator) -> None:
     for op in OPS:
         if op in ("send", "recv"):
             op = ("send", "recv")[comm.rank]
@@ -69,11 +71,8 @@ def same_as_the_plain_calls(comm: Communicator) -> None:
             assert isinstance(work, Work) and prepared() == plain(), op
 
 
-def test_a_prepared_op_does_what_the_plain_call_does(ranks: LocalCluster) -> None:
-    ranks.run(same_as_the_plain_calls)
-
-
-def runs_on_what_the_tensor_is_now(comm: Communicator) -> None:
+@on_each_rank
+def test_it_runs_on_the_tensor_as_it_is_then(comm: Communicator) -> None:
     tensor = torch.ones(2)
     summed, gathered = comm.prepare("all_reduce", tensor), comm.prepare("reduce", tensor, dst=0)
     for count in (2, 3, 3, 1000):
@@ -91,10 +90,6 @@ def runs_on_what_the_tensor_is_now(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_it_runs_on_the_tensor_as_it_is_then(ranks: LocalCluster) -> None:
-    ranks.run(runs_on_what_the_tensor_is_now)
-
-
 def numbers_are_those_of_plain_calls(comm: Communicator) -> list[int]:
     handle, before = comm.prepare("barrier"), comm.progress[0]
     seen = []
@@ -108,7 +103,8 @@ def test_each_start_has_a_number_as_an_op_has(ranks: LocalCluster) -> None:
     assert ranks.run(numbers_are_those_of_plain_calls) == [[1, 2, 3]] * RANKS
 
 
-def refused_after_the_end(comm: Communicator) -> None:
+@on_each_rank
+def test_a_handle_of_a_communicator_that_is_over_raises_as_its_ops_do(comm: Communicator) -> None:
     for end in (Communicator.close, Communicator.abort):
         with comm.split([0, 1]) as part:
             handles = [part.prepare("barrier"), part.prepare("reduce", torch.ones(1), 0)]
@@ -120,10 +116,6 @@ def refused_after_the_end(comm: Communicator) -> None:
             with pytest.raises(Revoked):
                 part.prepare("barrier")()
         comm.barrier()
-
-
-def test_a_handle_of_a_communicator_that_is_over_raises_as_its_ops_do(ranks: LocalCluster) -> None:
-    ranks.run(refused_after_the_end)
 
 
 def alone(body: Callable[[Communicator], None], backend: str = "inproc") -> None:

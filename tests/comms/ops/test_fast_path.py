@@ -21,6 +21,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.comms.tensors.packing import DTYPES
 from holdfast.harness import LocalCluster
+from holdfast.harness.conformance.helpers import on_each_rank
 
 T = TypeVar("T")
 OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")
@@ -163,7 +164,8 @@ def test_unusual_calls_take_the_slow_path(ranks: LocalCluster) -> None:
         assert not any(said)
 
 
-def every_dtype(comm: Communicator) -> None:
+@on_each_rank
+def test_both_paths_give_the_same_bits_for_every_dtype(comm: Communicator) -> None:
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64):
         for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.premul_sum(2.0)):
             if dtype == torch.bool and op.name in ("avg", "premul_sum"):
@@ -175,10 +177,6 @@ def every_dtype(comm: Communicator) -> None:
             comm.all_reduce(quick, op)
             comm.all_reduce(slow, op, timeout=30.0)
             assert torch.equal(quick, slow), (dtype, op)
-
-
-def test_both_paths_give_the_same_bits_for_every_dtype(ranks: LocalCluster) -> None:
-    ranks.run(every_dtype)
 
 
 SIBLINGS = [
@@ -347,7 +345,8 @@ def test_the_journal_gets_the_error_that_ended_an_op(ranks: LocalCluster) -> Non
     assert pair(ranks, recorded_to_the_end) == [["NoneType", "Revoked"], ["NoneType"]]
 
 
-def in_order(comm: Communicator) -> None:
+@on_each_rank
+def test_an_op_does_not_overtake_those_before_it(comm: Communicator) -> None:
     """The fast path waits until earlier asynchronous ops are done."""
     for turn in range(20):
         value = torch.tensor([1])
@@ -355,10 +354,6 @@ def in_order(comm: Communicator) -> None:
         comm.all_reduce(value)
         work.wait()
         assert value.item() == comm.size**2, turn
-
-
-def test_an_op_does_not_overtake_those_before_it(ranks: LocalCluster) -> None:
-    ranks.run(in_order)
 
 
 def aborted(comm: Communicator) -> float:
