@@ -2,16 +2,186 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.comms import Communicator, Recv, ReduceOp, Send, Unsupported
 from holdfast.harness import LocalCluster
-from support.samples import programs
+
+Tensor = torch.Tensor
+
+DTYPES = (
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
+    "float64", "complex64", "complex128",
+)  # fmt: skip
+REDUCTIONS = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_sum", "reproducible")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
+MOVING = (
+    "broadcast", "all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather", "scatter", "ring",
+    "pair", "object", "barrier",
+)  # fmt: skip
+LAYOUTS = ("plain", "transposed", "strided", "offset")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op. `counts` are rows by rank, for ops that take uneven parts."""
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    reduction: str
+    layout: str
+    root: int
+    counts: tuple[int, ...]
+    later: bool
+    seed: int
+
+
+def shapes() -> st.SearchStrategy[tuple[int, ...]]:
+    """0-d to 5-d; empty ones, and a few that no single message of a small slot holds."""
+    small = st.lists(st.integers(0, 4), max_size=5).map(tuple)
+    return st.one_of(small, small, st.sampled_from([(1,), (0, 3), (1025,), (3, 700), (20_000,), (2, 1, 3, 1, 2)]))
+
+
+def programs(size: int, steps: int = 6) -> st.SearchStrategy[list[Step]]:
+    """Programs for `size` ranks."""
+    step = st.builds(
+        Step,
+        op=st.sampled_from(REDUCING + MOVING),
+        dtype=st.sampled_from(DTYPES),
+        shape=shapes(),
+        reduction=st.sampled_from(REDUCTIONS),
+        layout=st.sampled_from(LAYOUTS),
+        root=st.integers(0, size - 1),
+        counts=st.lists(st.integers(0, 3), min_size=size, max_size=size).map(tuple),
+        later=st.booleans(),
+        seed=st.integers(0, 1000),
+    )
+    return st.lists(step, min_size=1, max_size=steps)
+
+
+def run(comm: Communicator, program: list[Step]) -> list[Any]:
+    """Run a program; the result of each step on this rank: checksums of bytes, or "unsupported"."""
+    return [_outcome(comm, step, number) for number, step in enumerate(program)]
+
+
+def _outcome(comm: Communicator, step: Step, number: int) -> Any:
+    try:
+        return [_checksum(tensor) for tensor in _step(comm, step, number)]
+    except Unsupported:
+        return "unsupported"
+
+
+def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], int]:
+    data = tensor.clone(memory_format=torch.contiguous_format).view(-1)
+    return tuple(tensor.shape), zlib.crc32(bytes(data.view(torch.uint8).numpy()) if data.numel() else b"")
+
+
+def _laid_out(values: Tensor, layout: str) -> Tensor:
+    """A tensor of equal numbers in another layout: transposed, with gaps, or in the middle of something larger."""
+    if layout == "transposed" and values.dim() > 1:
+        backwards = tuple(reversed(range(values.dim())))
+        return values.permute(backwards).contiguous().permute(backwards)
+    if layout == "strided" and values.dim():
+        wide = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
+        wide[..., ::2] = values
+        return wide[..., ::2]
+    if layout == "offset":
+        wide = values.new_empty(values.numel() + 3)
+        wide[1 : 1 + values.numel()] = values.reshape(-1)
+        return wide[1 : 1 + values.numel()].view(values.shape)
+    return values.clone()
+
+
+def _numbers(step: Step, shape: tuple[int, ...], rank: int) -> Tensor:
+    count = 1
+    for length in shape:
+        count *= length
+    values = (torch.arange(count) * 7 + step.seed + rank) % 3
+    dtype: torch.dtype = getattr(torch, step.dtype)
+    if step.reduction == "product":
+        values = values % 2 + 1
+    return _laid_out(values.to(dtype).view(shape), step.layout)
+
+
+def _step(comm: Communicator, step: Step, number: int) -> list[Tensor]:
+    rank, size, root = comm.rank, comm.size, step.root
+    mine = _numbers(step, step.shape, rank)
+    width = step.shape[:2]
+    rows = [_numbers(step, (count, *width), rank) for count in step.counts]
+    taken = [torch.zeros_like(row) for row in rows]
+    exact = step.reduction == "reproducible"
+    op = ReduceOp.premul_sum(0.5) if step.reduction == "premul_sum" else ReduceOp("sum" if exact else step.reduction)  # type: ignore[arg-type]
+    match step.op:
+        case "all_reduce":
+            comm.all_reduce(mine, op, async_op=step.later, reproducible=exact).wait()
+            return [mine]
+        case "reduce":
+            comm.reduce(mine, root, op, async_op=step.later).wait()
+            return [mine]
+        case "reduce_scatter":
+            comm.reduce_scatter(taken[rank], rows, op, async_op=step.later).wait()
+            return [taken[rank]]
+        case "reduce_scatter_single":
+            whole = _numbers(step, (size, *step.shape), rank)
+            comm.reduce_scatter_single(mine, whole, op, async_op=step.later).wait()
+            return [mine]
+        case "broadcast":
+            comm.broadcast(mine, root, async_op=step.later).wait()
+            return [mine]
+        case "all_gather":
+            comm.all_gather(taken, rows[rank], async_op=step.later).wait()
+            return taken
+        case "all_gather_single":
+            whole = _laid_out(torch.zeros((size, *step.shape), dtype=mine.dtype), step.layout)
+            comm.all_gather_single(whole, mine, async_op=step.later).wait()
+            return [whole]
+        case "all_to_all":
+            given = [_numbers(step, (step.counts[rank] * step.counts[r], *width), rank + r) for r in range(size)]
+            taken = [torch.zeros_like(each) for each in given]
+            comm.all_to_all(taken, given, async_op=step.later).wait()
+            return taken
+        case "all_to_all_single":
+            to_me = [step.counts[(r + rank) % size] for r in range(size)]
+            whole = _numbers(step, (sum(to_me), *width), rank)
+            output = _laid_out(torch.zeros_like(whole), step.layout)
+            comm.all_to_all_single(output, whole, to_me, to_me, async_op=step.later).wait()
+            return [output]
+        case "gather":
+            comm.gather(rows[rank], taken if rank == root else None, root, async_op=step.later).wait()
+            return taken
+        case "scatter":
+            comm.scatter(taken[rank], rows if rank == root else None, root, async_op=step.later).wait()
+            return [taken[rank]]
+        case "ring" if size > 1:
+            other = _laid_out(torch.zeros_like(mine), step.layout)
+            right, left = (rank + 1) % size, (rank - 1) % size
+            comm.batch_send_recv([Send(mine, right, 5), Recv(other, left, 5)], async_op=step.later).wait()
+            return [other]
+        case "pair" if size > 1:
+            other = (root + 1) % size
+            if rank == root:
+                comm.send(mine, other, tag=number)
+            elif rank == other:
+                comm.recv(mine, root, tag=number)
+            return [mine]
+        case "object":
+            said = [comm.broadcast_object({"seed": step.seed + rank}, root), comm.all_gather_object(step.counts[rank])]
+            return [torch.frombuffer(bytearray(repr(said).encode()), dtype=torch.uint8)]
+        case _:
+            comm.barrier(async_op=step.later).wait()
+            return []
+
 
 PROGRAMS = 4
 """How many programs one communicator runs, since connecting takes longer than most programs."""
@@ -19,7 +189,7 @@ PROGRAMS = 4
 quick = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
-Outcome = Callable[[str, int, list[list[programs.Step]]], list[object]]
+Outcome = Callable[[str, int, list[list[Step]]], list[object]]
 
 
 @pytest.fixture
@@ -31,14 +201,14 @@ def outcome() -> Iterator[Outcome]:
         def cluster(backend: str, size: int) -> LocalCluster:
             return opened.enter_context(LocalCluster(size, backend, timeout=90.0))
 
-        def run(backend: str, size: int, several: list[list[programs.Step]]) -> list[object]:
-            return list(cluster(backend, size).run(lambda comm: [programs.run(comm, each) for each in several]))
+        def run_all(backend: str, size: int, several: list[list[Step]]) -> list[object]:
+            return list(cluster(backend, size).run(lambda comm: [run(comm, each) for each in several]))
 
-        yield run
+        yield run_all
 
 
-def several(size: int) -> st.SearchStrategy[list[list[programs.Step]]]:
-    return st.lists(programs.programs(size), min_size=1, max_size=PROGRAMS)
+def several(size: int) -> st.SearchStrategy[list[list[Step]]]:
+    return st.lists(programs(size), min_size=1, max_size=PROGRAMS)
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.thorough), 3])
@@ -56,7 +226,7 @@ def test_any_program_gives_the_same_on_every_backend(
 @settings(quick, max_examples=2)
 @given(given_programs=several(8))
 def test_any_program_gives_the_same_with_eight_processes(
-    process_backend: str, outcome: Outcome, given_programs: list[list[programs.Step]]
+    process_backend: str, outcome: Outcome, given_programs: list[list[Step]]
 ) -> None:
     expected = outcome("inproc", 8, given_programs)
     assert outcome(process_backend, 8, given_programs) == expected
