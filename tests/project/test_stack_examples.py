@@ -38,7 +38,7 @@ def run(extra: str, *command: str | Path) -> str:
     """The output of a program in a system's own environment."""
     python = ROOT / ".venv" / "extras" / extra / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"{extra} is not installed: make extra-{extra}")
+        pytest.skip(f"{extra} is not installed: make {'vllm-newest' if extra == 'vllm-0.33' else f'extra-{extra}'}")
     done = subprocess.run([python, *command], capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -66,6 +66,13 @@ def test_trl_over_holdfast_is_equal_to_gloo_though_a_rank_is_killed() -> None:
 @pytest.mark.parametrize("system", ["lightning", "openenv", "ray", "torchft", "verl"])
 def test_the_example_of_a_system_finds_what_the_table_says(system: str) -> None:
     run(system, STACK / system / "show.py")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("environment", ["vllm", "vllm-0.33"])
+def test_vllm_reads_versions_from_the_store_and_its_tokens_are_transformers(environment: str) -> None:
+    run(environment, STACK / "vllm" / "in_one_process.py")
 
 
 @pytest.mark.thorough

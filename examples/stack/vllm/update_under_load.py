@@ -1,6 +1,7 @@
 """Update a vLLM replica twenty times while it draws, kill it half-way, and compare its tokens with transformers'.
 
-`make vllm` runs it, in this project's environment; the replica runs in that of `make extra-vllm`.
+`make vllm` runs it, in this project's environment; the replica runs in that of `make extra-vllm`, or another one's
+interpreter: update_under_load.py [PYTHON].
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from typing import Any
@@ -84,8 +86,8 @@ def change(model: torch.nn.Module, version: int) -> None:
         each.add_(torch.randn_like(each) * 0.02)
 
 
-async def main() -> None:
-    model, python = SOURCE.build(), extra_python("vllm")
+async def main(interpreter: str) -> None:
+    model, python = SOURCE.build(), extra_python("vllm", interpreter)
     rows: list[tuple[str, str]] = []
     with tempfile.TemporaryDirectory() as folder, WeightStore(f"sqlite://{folder}/weights.sqlite", replicas=1) as store:
         store.publish(0, model.state_dict())
@@ -142,4 +144,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main("".join(sys.argv[1:2])))

@@ -44,6 +44,7 @@ ENVIRONMENT = {
 ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # compilation costs 20 s at the start
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, the threads of all replicas would share the first core
+    "VLLM_TARGET_DEVICE": "cpu",  # else vLLM's wheel for GPUs finds no platform
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else even one worker is a process below the engine's, which starts too
 }
 
