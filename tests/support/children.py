@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import torch
 
 from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.harness.cluster.job import Job
-from support.waiting import becomes_true
+from support.waiting import PATIENCE, becomes_true
 
 
 class Child:
@@ -37,7 +36,7 @@ class Child:
     def tell(self, message: Any) -> None:
         self.pipe.send(message)
 
-    def hear(self, timeout: float = 20.0) -> Any:
+    def hear(self, timeout: float = 2 * PATIENCE) -> Any:
         """The next message from the child; fails the test if none comes."""
         assert self.pipe.poll(timeout), f"child {self.pid} said nothing for {timeout} s"
         return self.pipe.recv()
@@ -60,15 +59,16 @@ class Child:
 
     def end(self) -> None:
         """Wait for the body to return; fails the test if it does not, or raised."""
-        deadline = time.monotonic() + 20.0
-        while time.monotonic() < deadline:
+        ends: list[int] = []
+
+        def has_ended() -> bool:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._gone = True
-                assert status == 0, f"child {self.pid} failed: wait status {status}"
-                return
-            time.sleep(0.005)
-        raise AssertionError(f"child {self.pid} does not end")
+            ends.extend([status] if pid else [])
+            return bool(ends)
+
+        assert becomes_true(has_ended, 2 * PATIENCE, interval=0.005), f"child {self.pid} does not end"
+        self._gone = True
+        assert ends == [0], f"child {self.pid} failed: wait status {ends[0]}"
 
 
 def _live(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ the cell could have answered so, continue from there, and backtrack at a dead en
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -108,12 +109,12 @@ class OperationRecorder:
         self.history.append(RegisterOperation("write", expected, value, began, time.monotonic(), done))
         return done
 
-    def work(self, name: str, seconds: float, most: int = 300) -> None:
-        """Read, and try to write the next version, for `seconds` but at most `most` times."""
+    def work(self, name: str, seconds: float, most: int = 300, over: threading.Event | None = None) -> None:
+        """Read, and try to write the next version, for `seconds`, until `over`, and at most `most` times."""
         deadline = time.monotonic() + seconds
         for number in range(most):
             version = self.read()
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or (over is not None and over.is_set()):
                 return
             if version is None:
                 time.sleep(0.01)

@@ -22,10 +22,11 @@ from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.register_client import RegisterClient
 from holdfast.ft.node.register_threads import RegisterThreads
-from holdfast.ft.registers import RegisterBusy
+from holdfast.ft.registers import RegisterBusy, sqlite
 from holdfast.ft.rendezvous.table import RendezvousTable
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
+from support.waiting import PATIENCE
 
 TIMES = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
 VIEW = View(1, "forming", (Member("p1", "x:1", Peer("here", 1, 0)),), Job("j", 1, 1, 1, ("shm",)), "it begins")
@@ -74,24 +75,19 @@ def asking(path: Path, patience: float, answers: list[Any]) -> Iterator[Register
 
 def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
-    ticks = 0
 
     async def propose() -> None:
-        nonlocal ticks
         with asking(tmp_path / "job.sqlite", 10.0, answers) as client:
             with held(tmp_path / "job.sqlite"):
-                began = time.monotonic()
                 client.propose(0, VIEW)
-                while time.monotonic() - began < 0.3:
+                for _ in range(10):
                     await asyncio.sleep(0.01)
-                    ticks += 1
-                assert answers == []
+                    assert answers == []
             while not answers:
                 await asyncio.sleep(0.01)
 
     asyncio.run(propose())
     assert answers == [CasWon(VIEW)]
-    assert ticks > 5
 
 
 def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path: Path) -> None:
@@ -126,6 +122,7 @@ def test_a_view_that_another_process_writes_is_shown_at_once_while_the_job_is_fo
 
 def stop_in_the_lock() -> None:
     """Arm this process: the first one that is about to propose a view stops, holding the register's lock."""
+    sqlite.BUSY_SECONDS = 2 * PATIENCE  # if a member waited for the lock, it would take that long
     directory = Path(os.environ["HOLDFAST_LOG_DIR"]).parent
 
     def fault(point: str, step: int, rank: int, epoch: int) -> None:
@@ -144,10 +141,13 @@ def stop_in_the_lock() -> None:
 
 
 def count(session: Session) -> int:
+    """Do steps; the one after seven is done once a member has died."""
     for attempt in session.steps(40):
         with attempt:
-            time.sleep(0.01)
             attempt.comm.barrier()
+            while attempt.step == 7 and attempt.comm.size == 4:
+                time.sleep(0.01)
+                attempt.comm.barrier()
     return session.step
 
 
@@ -164,7 +164,7 @@ def test_a_member_stopped_while_it_holds_the_lock_is_fenced_and_the_others_conti
     assert len({event["member"] for event in fenced}) == 1, "nobody else was silent"
     resumed = min(event["time"] for event in events if event["kind"] == "committed" and event["time"] > stopped)
     print(f"resumed {resumed - stopped:.3f} s after the stop")
-    assert resumed - stopped < 3.5, "suspect is 1 s; a register that is waited for costs 5 s"
+    assert resumed - stopped < PATIENCE
 
 
 # -- the rendezvous table

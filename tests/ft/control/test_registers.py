@@ -29,7 +29,7 @@ from holdfast.ft.registers import etcd as etcd_register
 from holdfast.harness.testbed.etcd import EtcdCluster
 from support.children import children
 from support.linearizability import OperationRecorder, RegisterOperation, unexplained
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, eventually
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -228,27 +228,38 @@ def test_writers_in_processes_are_linearizable(url: str) -> None:
 def test_etcd_stays_linearizable_while_its_leaders_die(tmp_path: Path) -> None:
     """Three nodes; the leader is killed, the next one stopped, both return. Unanswered writes may count."""
     with EtcdCluster(3, tmp_path) as nodes, cells(f"{nodes.url}/job", *["view"] * 3) as handles:
-        users = [OperationRecorder(handle) for handle in handles]
+        users, over = [OperationRecorder(handle) for handle in handles], threading.Event()
         threads = [
-            threading.Thread(target=user.work, args=(f"thread{number}", 4.5, 2000)) for number, user in enumerate(users)
+            threading.Thread(target=user.work, args=(f"thread{number}", 2 * PATIENCE, 2000, over))
+            for number, user in enumerate(users)
         ]
+
+        def writes(count: int) -> None:
+            """Wait until so many more writes are done."""
+            wanted = count + sum(map(written, users))
+            eventually(lambda: sum(map(written, users)) >= wanted)
+
+        def written(user: OperationRecorder) -> int:
+            return sum(each.kind == "write" and each.done is True for each in user.history.copy())
+
         for thread in threads:
             thread.start()
-        time.sleep(0.3)
+        writes(10)
         first = nodes.leader()
         nodes.kill(first)
         second = nodes.leader()
+        writes(10)
         nodes.start(first)
-        time.sleep(0.5)
         nodes.pause(second)
-        time.sleep(1.2)
+        writes(10)
         nodes.resume(second)
+        writes(10)
+        over.set()
         for thread in threads:
             thread.join()
         users[0].read()
     history = [each for user in users for each in user.history]
     assert unexplained(history) is None
-    assert sum(each.kind == "write" and each.done is True for each in history) > 50
 
 
 # The checker itself.

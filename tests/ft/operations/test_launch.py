@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.comms.system.environment import flag
-from holdfast.ft.launch import guardian, run_report
+from holdfast.ft.launch import run_report
 from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.local_launcher import Launcher, LaunchPlan, launch, python_command
 from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ranks, table, whereabouts
@@ -317,18 +317,6 @@ def test_a_missing_command_is_an_error_that_names_it(tmp_path: Path) -> None:
     with guarded([str(tmp_path / "nothing")]) as process:
         assert b"cannot run" in process.output.read()
         assert process.reap() == 127
-
-
-def test_descendants_are_found_whatever_their_session() -> None:
-    child = subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True)
-    try:
-        becomes_true(lambda: len(guardian.descendants(child.pid)) > 0, 10.0)
-        found = guardian.descendants(child.pid)
-        assert len(found) == 1
-        assert {child.pid, *found} <= set(guardian.descendants(os.getpid()))
-    finally:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait(PATIENCE)
 
 
 def test_a_hangup_that_nohup_ignores_does_not_end_a_job(tmp_path: Path) -> None:

@@ -280,22 +280,6 @@ def hear_until(child: Child, wanted: Callable[[Any], bool]) -> Any:
     return message
 
 
-def test_a_late_joiner_grows_the_job_and_gets_its_state(contract: dict[str, Any], tmp_path: Path) -> None:
-    gate = str(tmp_path / "gate")
-    options = {"size": 3, "min_size": 2}
-    with children() as start:
-        first = [start(work, contract, 10, gate, options) for _ in range(2)]
-        hear_until(first[0], lambda m: m[0] == "step" and m[1] == 4)
-        joiner = start(work, contract, 10, gate, options)
-        ends = [hear_until(child, lambda m: m[0] == "end") for child in (*first, joiner)]
-        for child in (*first, joiner):
-            child.end()
-    assert sorted(end[1] for end in ends) == [0, 1, 2]
-    assert ends[2][1] == 2, "who joins comes last"
-    assert ends[0][2] == [2] * 5 + [3] * 5 and ends[2][2] == [3] * 5
-    assert ends[0][3] == ends[1][3] == ends[2][3]
-
-
 def step_until_three(pipe: Any, contract: dict[str, Any], gate: str, tells: bool) -> None:
     """Do steps, once the file `gate` exists, until three members have done one."""
     with Session(**contract, size=3, min_size=2) as session:

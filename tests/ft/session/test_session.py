@@ -38,12 +38,19 @@ from support.hosts import be_alone_on_host
 from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, expected, tally_up
 from support.waiting import PATIENCE, eventually
 
+BACKENDS = ["ucx", "gloo", "mpi"]
 
-def start_with_spares(ranks: LocalCluster, steps: int = STEPS, pause: float = 0.01) -> Job:
-    """Start the job, and let it continue past step 3 once all spares are there."""
+
+def start_with_spares(
+    ranks: LocalCluster, steps: int = STEPS, pause: float = 0.01, strike: Callable[[Job], object] | None = None
+) -> Job:
+    """Start the job, and let it continue past step 3 once all spares are there and `strike` has struck it."""
     gate = ranks.logs / "gate"
     job = ranks.start(tally_up, steps, pause, str(gate))
     job.wait_for_spares()
+    if strike is not None:
+        job.wait_for("committed", step=2)
+        strike(job)
     gate.touch()
     return job
 
@@ -97,20 +104,22 @@ def test_all_ranks_start_from_the_state_of_the_first() -> None:
 
 def test_survivors_continue_without_a_killed_rank(process_backend: str) -> None:
     with cluster(3, process_backend) as ranks:
-        job = ranks.start(tally_up)
-        job.wait_for("committed", step=5)
-        job.kill(1)
+        job = start_with_spares(ranks, strike=lambda job: job.kill(1))
         results = job.results()
         assert_exact(job, results, 2)
     assert {result["size"] for result in results} == {2}
 
 
-def test_a_spare_takes_the_place_of_a_killed_rank_and_its_state(process_backend: str) -> None:
-    with cluster(3, process_backend, spares=1) as ranks:
-        job = start_with_spares(ranks)
-        job.wait_for("committed", step=5)
-        before = [job.pid(rank) for rank in range(3)]
+@pytest.mark.parametrize("backend", ["shm", *(pytest.param(other, marks=pytest.mark.thorough) for other in BACKENDS)])
+def test_a_spare_takes_the_place_of_a_killed_rank_and_its_state(backend: str) -> None:
+    before: list[int] = []
+
+    def strike(job: Job) -> None:
+        before.extend(job.pid(rank) for rank in range(3))
         job.kill(0)
+
+    with cluster(3, backend, spares=1) as ranks:
+        job = start_with_spares(ranks, strike=strike)
         results = job.results()
         assert_exact(job, results, 3)
     pids = [result["pid"] for result in results]
@@ -120,10 +129,7 @@ def test_a_spare_takes_the_place_of_a_killed_rank_and_its_state(process_backend:
 
 def test_the_job_survives_two_kills_at_once() -> None:
     with cluster(4, spares=1) as ranks:
-        job = start_with_spares(ranks)
-        job.wait_for("committed", step=5)
-        job.kill(2)
-        job.kill(1)
+        job = start_with_spares(ranks, strike=lambda job: (job.kill(2), job.kill(1)))
         assert_exact(job, job.results(), 3)
 
 
@@ -133,17 +139,19 @@ def test_survivors_adopt_the_next_view_before_its_message_arrives() -> None:
     The member that won with its proposal learns of the next death before its own core has heard of the win.
     """
 
-    def written_to_late(session: Session, steps: int) -> dict[str, Any]:
+    def written_to_late(session: Session, steps: int, hurry: str) -> dict[str, Any]:
         node.ANNOUNCED_SECONDS = node.WON_SECONDS = 2 * PATIENCE
-        return tally_up(session, steps)
+        return tally_up(session, steps, 0.1, hurry=hurry)
 
     slow = Timeouts(heartbeat=4.0, suspect=15.0, operation=50.0, rebuild=30.0, join=40.0)
     with cluster(4, timeouts=slow) as ranks:
-        job = ranks.start(written_to_late, 150)
+        hurry = ranks.logs / "hurry"
+        job = ranks.start(written_to_late, 150, str(hurry))
         first = job.wait_for("committed", step=5)["epoch"]
         job.kill(3)
         job.wait_for("committed", epoch=first + 1)
         job.kill(1)
+        hurry.touch()
         results = job.results()
         assert_exact(job, results, 2, 150)
         events = job.events()
@@ -155,14 +163,13 @@ def test_survivors_adopt_the_next_view_before_its_message_arrives() -> None:
 
 def test_a_stopped_rank_is_fenced_and_replaced() -> None:
     timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=2 * PATIENCE, rebuild=10.0, join=15.0)
+    paused: list[tuple[int, float]] = []
     with cluster(3, spares=1, timeouts=timeouts) as ranks:
-        job = start_with_spares(ranks, 100)
-        job.wait_for("committed", step=5)
-        began = time.monotonic()
-        pid = job.pause(1)
+        job = start_with_spares(ranks, strike=lambda job: paused.append((job.pause(1), time.monotonic())))
         fenced = job.wait_for("fenced")
         results = job.results()
-        assert_exact(job, results, 3, 100)
+        assert_exact(job, results, 3)
+    ((pid, began),) = paused
     assert 0.3 < fenced["time"] - began < PATIENCE, "not when an op times out"
     assert "stopped at each of" in fenced["reason"]
     assert pid not in [result["pid"] for result in results]
@@ -174,18 +181,20 @@ def test_ranks_that_lose_their_pidfds_still_fence_a_stopped_rank_and_see_a_dead_
     def refused(*_: object) -> Any:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    def without_pidfds(session: Session, steps: int) -> dict[str, Any]:
+    def without_pidfds(session: Session, steps: int, hurry: str) -> dict[str, Any]:
         os.pidfd_open = signal.pidfd_send_signal = refused
-        return tally_up(session, steps)
+        return tally_up(session, steps, 0.1, hurry=hurry)
 
     with cluster(4, "gloo") as ranks:
-        job = ranks.start(without_pidfds, 300)
+        hurry = ranks.logs / "hurry"
+        job = ranks.start(without_pidfds, 150, str(hurry))
         first = job.wait_for("committed", step=5)["epoch"]
         job.pause(1)
         fenced = job.wait_for("fenced")
         job.wait_for("committed", epoch=first + 1)
         job.kill(2)
-        assert_exact(job, job.results(), 2, 300)
+        hurry.touch()
+        assert_exact(job, job.results(), 2, 150)
         events = job.events()
     assert "stopped at each of" in fenced["reason"]
     lost = [event for event in events if event["kind"] == "detector_lost"]
@@ -244,9 +253,6 @@ REBUILD = [
     "rebuild.after_votes:7:0:4",
     "rebuild.before_connect:-1:1:4",
 ]
-
-
-BACKENDS = ["ucx", "gloo", "mpi"]
 
 
 def each_way(points: list[str], ways: list[tuple[Any, ...]]) -> list[Any]:
@@ -431,26 +437,17 @@ def test_a_connection_that_is_reset_in_a_rebuild_costs_no_member() -> None:
 # -- too few members
 
 
-def test_a_job_below_min_size_waits_and_then_says_why_it_ends() -> None:
-    timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=20.0, rebuild=2.0, join=1.0)
-    with cluster(2, min_size=2, timeouts=timeouts) as ranks:
-        job = ranks.start(tally_up)
-        job.wait_for("committed", step=5)
-        job.kill(1)
-        with pytest.raises(HoldfastError, match="1 are left of the 2 needed, and nobody came within 1 s"):
-            job.results()
-
-
 def test_a_spare_without_members_ends_with_the_reason() -> None:
-    with cluster(2, spares=1) as ranks:
-        job = start_with_spares(ranks)
-        job.wait_for("committed", step=5)
+    def strike(job: Job) -> None:
         pids = {job.pid(0), job.pid(1)}
         spare = next(process for process in job.processes if process.pid not in pids)
         os.kill(spare.pid, 19)  # it must not be promoted
         job.kill(0)
         job.kill(1)
         os.kill(spare.pid, 18)
+
+    with cluster(2, spares=1) as ranks:
+        job = start_with_spares(ranks, strike=strike)
         with pytest.raises(HoldfastError, match=r"every member died|no process that is left holds the state"):
             job.results()
 
@@ -520,17 +517,18 @@ def test_only_the_late_rank_is_ended_when_all_last_reported_an_older_step() -> N
 
 def test_a_register_that_is_away_delays_a_rebuild_and_breaks_no_running_epoch() -> None:
     with cluster(3) as ranks:
-        job = ranks.start(tally_up, 120)
+        hurry = ranks.logs / "hurry"
+        job = ranks.start(tally_up, 120, 0.1, hurry=str(hurry))
         job.wait_for("committed", step=5)
         path = next(ranks.logs.glob("**/register.sqlite"))
         victim = job.processes[0]
         path.rename(path.with_suffix(".away"))
-        step = max(e["step"] for e in job.events() if e["kind"] == "committed")
-        job.wait_for("committed", step=step + 20)
+        goes_on(job)
         victim.signal(9)
         away = job.wait_for("register_away")
         time.sleep(0.3)
         path.with_suffix(".away").rename(path)
+        hurry.touch()
         results = job.results()
         assert_exact(job, results, 2, 120)
         installed = max(e["time"] for e in job.events() if e["kind"] == "installed")
@@ -577,9 +575,7 @@ def goes_on(job: Job, steps: int = 5) -> None:
 
 def test_a_job_over_tcp_survives_a_death_and_ends_well(tmp_path: Path) -> None:
     with tcp.serving() as server, cluster(3, register=f"{server}/job", timeouts=TIMES) as ranks:
-        job = ranks.start(tally_up)
-        job.wait_for("committed", step=5)
-        job.kill(1)
+        job = start_with_spares(ranks, strike=lambda job: job.kill(1))
         assert_exact(job, job.results(), 2)
 
 
@@ -616,17 +612,19 @@ def job_epoch(job: Job) -> int:
 
 def test_a_register_that_is_away_delays_a_rebuild_and_breaks_nothing(tmp_path: Path) -> None:
     with EtcdCluster(1, tmp_path / "etcd") as etcd, cluster(3, register=f"{etcd.url}/job", timeouts=TIMES) as ranks:
-        job = ranks.start(tally_up, 150, 0.01)
+        hurry = tmp_path / "hurry"
+        job = ranks.start(tally_up, 150, 0.1, hurry=str(hurry))
         job.wait_for("committed", step=5)
         pid, epoch = job.pid(2), job_epoch(job)
         etcd.pause(0)
-        goes_on(job, 30)
+        goes_on(job)
         os.kill(pid, signal.SIGKILL)
         job.wait_for("revoked", epoch=epoch)
         time.sleep(0.5)
         assert job_epoch(job) == epoch
         etcd.resume(0)
         job.wait_for("rebuilt", epoch=epoch + 1)
+        hurry.touch()
         assert_exact(job, job.results(), 2, 150)
 
 

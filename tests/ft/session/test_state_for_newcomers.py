@@ -319,7 +319,7 @@ def alone(steps: int) -> dict[str, Any]:
     return {"weights": [p.tolist() for p in model.parameters()], "lr": 0.05 * (1 + math.cos(steps / 50 * math.pi))}
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_a_spare_takes_over_schedulers_and_random_numbers(backend: str) -> None:
     options = {"timeouts": QUICK}
     wanted = alone(12)
@@ -376,7 +376,7 @@ def start_with_unsendable_state(
     return results, job.events(), str(refused.value)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_survivors_that_cannot_send_their_state_continue_without_the_newcomer(backend: str) -> None:
     with LocalCluster(3, backend, spares=1, session={"timeouts": QUICK}) as ranks:
         results, events, words = start_with_unsendable_state(ranks, lambda job: job.kill(2))

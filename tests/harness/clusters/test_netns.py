@@ -122,12 +122,6 @@ class Hosts:
             f"all {size} work together",
         )
 
-    def until_steps(self, host: int, steps: int, since: float) -> None:
-        """Wait until a host has committed so many steps."""
-        self.until(
-            lambda: len([e for e in self.events("committed", host) if e["time"] > since]) >= steps, "steps go on"
-        )
-
     def story(self) -> str:
         quiet = ("attempt", "prepared", "committed")
         return "\n".join(json.dumps(e) for e in map(to_record, self._contract.events()) if e["kind"] not in quiet)[

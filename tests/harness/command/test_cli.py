@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
@@ -66,10 +65,12 @@ def _commands(group: typer.core.TyperGroup, above: tuple[str, ...] = ()) -> Iter
 
 
 def _documented() -> Iterator[tuple[str, list[str]]]:
-    """Where each `holdfast ...` of a shell block, of help and of the Makefile stands, and its arguments."""
+    """Where each `holdfast ...` of a shell block, of help, of the figures and of the Makefile stands; its arguments."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = [(page.name, block.text) for page in pages for block in blocks(page) if block.language == "bash"]
     texts += [(" ".join(command), inspect.getdoc(_found(command).callback) or "") for command in _commands(COMMANDS)]
+    figures = re.sub(r"\s+|[][]", " ", (ROOT / "docs/performance.md").read_text()).replace(" OP ", " all_reduce ")
+    texts += [("performance.md", line) for line in re.findall(r"`[^`]*?(holdfast [^`]* -[^`]*)`", figures)]
     texts.append(("Makefile", (ROOT / "Makefile").read_text().replace("$(BIN)/", "")))
     for where, text in texts:
         for line in text.replace("\\\n", " ").splitlines():
@@ -193,28 +194,6 @@ def test_outputs_are_tried_before_anything_is_measured(arguments: tuple[str, ...
     done = said(*arguments)
     assert done.exit_code == CANNOT_BEGIN
     assert "/dev/null" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "module", "install"),
-    [
-        (("chaos", "run", "kill-rank"), "jinja2", "holdfast[report]"),
-        (("bench", "copy", "--report", "report"), "jinja2", "holdfast[report]"),
-        (("demo",), "transformers", "holdfast[rl]"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_optional_modules_are_tried_before_anything_is_measured(
-    arguments: tuple[str, ...], module: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == module else find(name, *more))
-    monkeypatch.chdir(tmp_path)
-    done = said(*arguments)
-    assert done.exit_code == CANNOT_BEGIN
-    assert module in done.stderr
-    assert install in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_trying_an_output_leaves_no_file_and_removes_none(tmp_path: Path) -> None:

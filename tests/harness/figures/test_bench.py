@@ -415,15 +415,6 @@ def test_a_recovery_without_a_trace_is_an_error() -> None:
         recovery.analyse([], 0, killed=100.0, epoch=1, survivors={1})
 
 
-@pytest.mark.thorough
-def test_recovery_with_spares_is_measured_on_real_kills() -> None:
-    bench = recovery.run(recovery.RecoveryPlan(ranks=3, kills=2, spares=2))
-    assert len(bench.kills) == 2
-    assert all(0 < kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
-    assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / 2)
-    show.show_recovery(bench, console())
-
-
 def test_a_job_has_recovered_once_none_of_the_lost_is_a_member() -> None:
     """Of two ranks killed at once, the second may still be a member of the next epoch."""
     events = [
@@ -436,19 +427,24 @@ def test_a_job_has_recovered_once_none_of_the_lost_is_a_member() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("proposer", [False, True])
-def test_recovery_from_the_loss_of_several_is_measured(proposer: bool) -> None:
-    bench = recovery.run(recovery.RecoveryPlan(ranks=4, kills=1, together=1 if proposer else 2, proposer=proposer))
-    (kill,) = bench.kills
-    assert 0 < kill.detect <= kill.total
-
-
-@pytest.mark.thorough
-def test_recovery_from_a_rank_that_stops_is_measured() -> None:
-    bench = recovery.run(recovery.RecoveryPlan(ranks=3, kills=1, stopped=True))
-    (stop,) = bench.kills
-    silent = Timeouts().suspect - Timeouts().heartbeat  # its last heartbeat was before it stopped
-    assert 1e3 * silent <= stop.detect <= stop.total
+@pytest.mark.parametrize(
+    "plan",
+    [
+        recovery.RecoveryPlan(ranks=3, kills=2, spares=2),
+        recovery.RecoveryPlan(ranks=4, kills=1, together=2),
+        recovery.RecoveryPlan(ranks=4, kills=1, proposer=True),
+        recovery.RecoveryPlan(ranks=3, kills=1, stopped=True),
+    ],
+    ids=["spares", "two at once", "the proposer", "stopped"],
+)
+def test_recovery_is_measured_on_real_faults(plan: recovery.RecoveryPlan) -> None:
+    bench = recovery.run(plan)
+    assert len(bench.kills) == plan.kills
+    silent = Timeouts().suspect - Timeouts().heartbeat  # the last heartbeat was before the stop
+    least = 1e3 * silent * plan.stopped
+    assert all(least <= kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
+    assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / plan.kills)
+    show.show_recovery(bench, console())
 
 
 def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
