@@ -133,7 +133,7 @@ def run(
     from holdfast.ft.console.outputs import check_folder, check_modules, writing
     from holdfast.ft.processes.zygote_start import start_early
 
-    check_modules("report", "the report", "jinja2")
+    check_modules("report", "the report", "jinja2", "matplotlib")
     check_folder(report, "--report", "report.html", "run.json")
     start_early()
     from holdfast.comms.errors import HoldfastError
@@ -186,7 +186,7 @@ def compare(
     from holdfast.harness.chaos.show import comparison
 
     if report is not None:
-        check_modules("report", "--report", "jinja2")
+        check_modules("report", "--report", "jinja2", "matplotlib")
     check_folder(report, "--report", "compare.html")
     try:
         reports = load_report(before), load_report(after)

@@ -63,7 +63,7 @@ def demo(
     from holdfast.harness.training import preload
 
     check_modules("rl", "the demo", "transformers", "monarch")
-    check_modules("report", "the report", "jinja2")
+    check_modules("report", "the report", "jinja2", "matplotlib")
     check_folder(report, "--report", "report.html", "run.json")
     start_early(*preload.PRELOAD, preload.DRIVER)
     from holdfast.comms.errors import HoldfastError

@@ -165,7 +165,7 @@ def report(
     from holdfast.ft.console.outputs import check_folder, check_modules
     from holdfast.harness.training.command import write_pages
 
-    check_modules("report", "the report", "jinja2")
+    check_modules("report", "the report", "jinja2", "matplotlib")
     check_folder(output, "--output", "report.html", "episodes.html")
     pages = write_pages(directory, output)
     for page in (pages.report, pages.episodes):

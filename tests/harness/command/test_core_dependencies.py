@@ -18,10 +18,11 @@ pytestmark = pytest.mark.timeout(300)
 COMMANDS = {
     "backends": 0,
     "bench all_reduce --backends inproc -n 2 --sizes 8 --json": 0,
+    "bench copy --report figures": CANNOT_BEGIN,
     "bench store --workloads model --size 1M --starts 1 --rounds 1": CANNOT_BEGIN,
     "blame nowhere": 1,
     "chaos list": 0,
-    "chaos run rank-killed --report here": CANNOT_BEGIN,
+    "chaos run kill-rank --report here": CANNOT_BEGIN,
     "conformance --backend shm": CANNOT_BEGIN,
     "demo": CANNOT_BEGIN,
     "gate HEAD~1 HEAD": CANNOT_BEGIN,
@@ -98,6 +99,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
         timeout=280,
         check=True,
     )
+    assert not (folder / "figures").exists(), "it is said before anything is measured or written"
     texts = [(folder / f"{number}.txt").read_text() for number in range(len(COMMANDS))]
     return dict(zip(COMMANDS, zip(map(int, done.stdout.split()), texts, strict=True), strict=True))
 
