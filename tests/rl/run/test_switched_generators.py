@@ -58,7 +58,7 @@ def publish(store: WeightStore, version: int, words: int = 11) -> None:
 async def drawn_with(generators: Generators, seed: int = 0) -> int:
     """The version that a request without one is served with."""
     asked = SamplingRequest(prompts=((1, 2),), samples=1, seeds=(seed,), max_new_tokens=3, temperature=1.0)
-    found: list[Completion] = list(await generators.generate.route(asked))
+    found: list[Completion] = list(await generators.generate(asked))
     (version,) = set(found[0].versions)
     return version
 
