@@ -158,7 +158,9 @@ class Window:
         deadline = self._deadline(timeout)
         for key in list(self._lanes):
             self._wait_turn(key, "deregister", deadline)
-        self._memory.flush(None, deadline)  # what this rank has put is in the tensors of the others before they leave
+        for rank in range(len(self._elements)):  # what was put arrives before the tensors are withdrawn
+            with contextlib.suppress(RegionGone):  # a rank that has left takes nothing more
+                self._memory.flush(rank, deadline)
         self._meet(max(deadline - time.monotonic(), 0.0))
         self._end_exposure()
         self._exposure = None

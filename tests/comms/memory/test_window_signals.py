@@ -1,4 +1,4 @@
-"""A signal that was delivered is received, whatever its rank does next."""
+"""A signal that was delivered is received, whatever its rank does next, and what was put arrives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from holdfast.comms import OpTimeout, RegionGone
 from holdfast.comms.transport.window_memory import WindowMemory, closed_there
+from holdfast.comms.window import Exposure, Window, WindowInfo
 
 Tensor = torch.Tensor
 
@@ -77,6 +78,27 @@ def test_each_wait_consumes_one_signal() -> None:
 def test_a_wait_ends_at_its_deadline() -> None:
     with pytest.raises(OpTimeout, match="wait_signal"):
         OneSignaller(lambda window: None).wait_signal(0, time.monotonic())
+
+
+def test_what_was_put_arrives_before_the_ranks_meet_to_withdraw_their_tensors() -> None:
+    """Also where one rank has left before."""
+    happened: list[object] = []
+
+    class Posting(OneSignaller):
+        sizes = (8, 8, 8)
+
+        def flush(self, rank: int | None, deadline: float) -> None:
+            happened.append(rank)
+            if rank == 1:
+                raise closed_there(1)
+
+    info = WindowInfo((2,) * 3, ((2,),) * 3, torch.float32, torch.device("cpu"), "messages", atomics=False)
+    exposure = Exposure(Posting(lambda window: None), info)
+    window = Window(lambda tensor, timeout: exposure, lambda timeout: happened.append("all meet"), 0, 10.0, None)
+    window.register(torch.zeros(2))
+    window.deregister()
+    assert happened == [0, 1, 2, "all meet"]
+    window.close()
 
 
 def test_no_backend_waits_for_signals_in_its_own_way(window_memories: list[type[WindowMemory]]) -> None:
