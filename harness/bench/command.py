@@ -63,7 +63,6 @@ class OpsOptions:
     bound: Annotated[bool, typer.Option("--bound", help="Copy as many bytes in turn: what memory allows.")] = False
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each library at each size.")] = 5
     seconds: Annotated[float, typer.Option(min=0.01, help="Timing of each library at each size, in all.")] = 1.0
-    iterations: Annotated[int | None, typer.Option("--iters", min=1, help="Ops a turn, instead of by time.")] = None
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Write inputs anew before each op, as programs do; in the time taken.")
     ] = False
@@ -95,7 +94,6 @@ class OpsOptions:
             dtype=self.dtype,
             rounds=self.rounds,
             seconds=self.seconds,
-            iterations=self.iterations,
             fresh=self.fresh,
             command=shlex.join(["holdfast", *sys.argv[1:]]),
         )

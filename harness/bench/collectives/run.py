@@ -38,8 +38,8 @@ class BenchPlan:
     `MEMCPY` is not a library: whatever the op, each of its ranks copies S bytes in its own memory. Most ops must read
     and write that much on every rank, so it is their bound.
 
-    Each library has `seconds` of timing at each size, spread over `rounds` turns; `iterations` fixes the
-    ops timed one by one in a turn instead. `fresh`: ranks write their inputs anew before each op, in the time taken.
+    Each library has `seconds` of timing at each size, spread over `rounds` turns. `fresh`: ranks write their inputs
+    anew before each op, in the time taken.
     """
 
     operations: tuple[str, ...]
@@ -50,7 +50,6 @@ class BenchPlan:
     dtype: str = "float32"
     rounds: int = 5
     seconds: float = 1.0
-    iterations: int | None = None
     fresh: bool = False
     command: str = ""
 
@@ -123,10 +122,10 @@ class Collective(Workload[TimedLibrary]):
         if self.nbytes <= SMALL:
             most = self.operation.in_a_row(self.ranks)
             contestant.block = int(min(256, most, max(4, math.ceil(1e-3 / estimate))))
-            contestant.singles = self.plan.iterations or min(1000, max(3, int(turn / 2 / estimate)))
+            contestant.singles = min(1000, max(3, int(turn / 2 / estimate)))
             contestant.blocks = min(200, max(3, int(turn / 2 / (estimate * contestant.block))))
         else:
-            contestant.singles = self.plan.iterations or min(1000, max(3, int(turn / estimate)))
+            contestant.singles = min(1000, max(3, int(turn / estimate)))
 
     def row(self, library: TimedLibrary, turns: Sequence[TimedTurn]) -> BenchRow:
         singles, blocks = ([each for turn in turns for each in turn.seconds[way]] for way in ("single", "block"))

@@ -5,8 +5,6 @@ All times are seconds since the run began; durations are seconds.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from holdfast.harness.invariants import CheckResult
@@ -107,7 +105,6 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     configuration: dict[str, str] = {}
     repeat: str = ""
     output: str = ""
-    extra: dict[str, Any] = {}
 
     @property
     def injected(self) -> tuple[FaultRecord, ...]:

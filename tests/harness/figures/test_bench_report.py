@@ -135,7 +135,7 @@ def test_the_tables_of_a_bench_fit_a_terminal(columns: int, monkeypatch: pytest.
 
 
 def test_the_command_writes_the_report_and_its_data(tmp_path: Path) -> None:
-    asked = ["copy", "-n", "1:2", "--sizes", "8,1K", "--iters", "3", "--rounds", "2", "--report", str(tmp_path)]
+    asked = ["copy", "-n", "1:2", "--sizes", "8,1K", "--seconds", "0.02", "--rounds", "2", "--report", str(tmp_path)]
     first = CliRunner().invoke(app, asked)
     assert first.exit_code == 0, first.output
     assert "1 KiB" in first.stdout and "#wrong" in first.stdout
