@@ -22,6 +22,7 @@ from holdfast.backends.common.torch_group import options, wait_for_ranks
 from holdfast.backends.gloo.errors import meaning_of
 from holdfast.backends.gloo.sockets import find_sockets, refuse_connections, shut_down
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, again
+from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
@@ -206,11 +207,8 @@ class _Attempt:
         if late:
             context.store.set(self._prefix + "over", "")
         until = min(context.deadline, now + _GRACE_SECONDS)
-        while not self._is_over():
-            self._look()
-            if time.monotonic() >= until:
-                raise PeerFailed((), f"connecting lost a connection: {str(error).splitlines()[0]}") from error
-            time.sleep(_LOOK_SECONDS)
+        if not Wait(yields=0, sleep_seconds=_LOOK_SECONDS).reaches(self._is_over, until, self._look):
+            raise PeerFailed((), f"connecting lost a connection: {str(error).splitlines()[0]}") from error
 
 
 def _device(context: Context) -> Any:

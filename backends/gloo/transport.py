@@ -44,6 +44,7 @@ from holdfast.comms.plugins.spec import (
     hookimpl,
 )
 from holdfast.comms.system import forks
+from holdfast.comms.system.cpu_wait import POLL
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.local_causes import local_cause
@@ -263,8 +264,8 @@ class GlooTransport(TorchGroup):
         """Translate a failure of gloo: this rank's abort, the end of a peer, a timeout, or a broken connection."""
         meaning = "connection" if isinstance(error, _ConnectionsLost) else meaning_of(error)
         until = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        while self._error is None and time.monotonic() < until and meaning == "connection":
-            time.sleep(0.001)
+        if meaning == "connection":
+            POLL.reaches(lambda: self._error is not None, until)
         if self._error is not None:
             return self._error.again()
         if meaning == "connection" and (ended := self._reason_of_another()) is not None:

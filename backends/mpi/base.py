@@ -29,7 +29,7 @@ from holdfast.comms.onesided.host_window import try_window
 from holdfast.comms.onesided.mapped import MappedWindow
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.request_window import RequestService
-from holdfast.comms.system.cpu_wait import yield_cpu
+from holdfast.comms.system.cpu_wait import POLL, yield_cpu
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.transport.window_memory import WindowMemory
@@ -256,21 +256,25 @@ class MpiMessages(MessageTransport):
         """Translate an error of MPI: this rank's abort, that of another, a death, or ranks that disagree."""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             return Mismatch(f"{op}: another rank sent more than this one takes; all must pass the same shape and dtype")
-        until = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < until:
-            if self._error is not None:
-                return self._error.again()
-            if (verdict := self._look(1 << 62, range(self.size))) is not None:
-                return verdict
-            failed = self._comm.Get_failed()
-            ranks = failed.Translate_ranks(None, self._comm.Get_group()) if failed.size else []
-            failed.Free()
-            if ranks:
-                return PeerFailed(sorted(ranks), "MPI says that the process has failed")
-            time.sleep(0.001)
+        cause: HoldfastError | None = None
+
+        def explained() -> bool:
+            nonlocal cause
+            own = self._error
+            cause = self._look(1 << 62, range(self.size)) or self._failed() if own is None else own.again()
+            return cause is not None
+
+        if POLL.reaches(explained, time.monotonic() + _GRACE_SECONDS) and cause is not None:
+            return cause
         if error.Get_error_class() == MPI.ERR_REVOKED:
             return Revoked(self._epoch, "another rank aborted it")
         return PeerFailed((), f"{op} (op {seq}): {error.Get_error_string()}")
+
+    def _failed(self) -> PeerFailed | None:
+        failed = self._comm.Get_failed()
+        ranks = failed.Translate_ranks(None, self._comm.Get_group()) if failed.size else []
+        failed.Free()
+        return PeerFailed(sorted(ranks), "MPI says that the process has failed") if ranks else None
 
     # -- windows
 

@@ -20,6 +20,7 @@ from mpi4py import MPI
 from holdfast.backends.mpi.world import bounded
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed
 from holdfast.comms.rendezvous import fetch_as
+from holdfast.comms.system.cpu_wait import POLL
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 
@@ -105,9 +106,6 @@ def _fetch_process(context: Context, rank: int, liveness: Liveness) -> _MpiProce
 
 
 def _explain(error: MPI.Exception, liveness: Liveness) -> HoldfastError:
-    until = time.monotonic() + 0.2
-    while time.monotonic() < until:
-        if dead := liveness.dead():
-            return PeerFailed(dead, "its process ended while the ranks connected")
-        time.sleep(0.001)
+    if POLL.reaches(lambda: bool(liveness.dead()), time.monotonic() + 0.2):
+        return PeerFailed(liveness.dead(), "its process ended while the ranks connected")
     return PeerFailed((), f"a process of the MPI job failed while the ranks connected: {error.Get_error_string()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -12,10 +13,11 @@ from typing import Any
 
 import torch
 
+from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.work import Work
 
 LONGEST_SECONDS = 1e8
-_LOOK_SECONDS = 0.0005
+_LOOKS = Wait(yields=0, sleep_seconds=0.0005)
 _cuda: Any = torch.cuda  # streams and events have no types
 Event = Any
 
@@ -40,12 +42,8 @@ class StreamWork(Work):
         _cuda.current_stream(self._device).wait_event(self._event)
         if timeout is None:
             return
-        until = time.monotonic() + timeout
-        while not self._event.query():
-            self._failed()
-            if time.monotonic() >= until:
-                raise TimeoutError(f"{self._name} is still running after {timeout} s of waiting; it goes on")
-            time.sleep(_LOOK_SECONDS)
+        if not wait_for(self._event, time.monotonic() + timeout, self._failed):
+            raise TimeoutError(f"{self._name} is still running after {timeout} s of waiting; it goes on")
 
     def done(self) -> bool:
         return bool(self._event.query())
@@ -57,8 +55,7 @@ class StreamWork(Work):
             threading.Thread(target=self._call_back_when_done, name="holdfast-callbacks", daemon=True).start()
 
     def _call_back_when_done(self) -> None:
-        while not self.done() and self.exception() is None:
-            time.sleep(_LOOK_SECONDS)
+        _LOOKS.reaches(lambda: self.done() or self.exception() is not None, math.inf)
         self._call_back()
 
     def exception(self) -> BaseException | None:
@@ -114,12 +111,7 @@ def passed(device: torch.device) -> Event:
 
 def wait_for(event: Event, deadline: float, failed: Callable[[], None]) -> bool:
     """Block until the device has passed `event`; False at the deadline. Raises what `failed` raises."""
-    while not event.query():
-        failed()
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_LOOK_SECONDS)
-    return True
+    return _LOOKS.reaches(event.query, deadline, failed)
 
 
 def until(deadline: float) -> timedelta:

@@ -36,6 +36,7 @@ from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
+from holdfast.comms.system.cpu_wait import POLL
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
@@ -157,9 +158,7 @@ class NcclTransport(TorchGroup):
 
     def _explain(self, op: str, error: RuntimeError) -> HoldfastError:
         """Translate a failure of torch's group: this rank's abort, a peer's end, a timeout, or an error of NCCL."""
-        end = time.monotonic() + _GRACE_SECONDS
-        while self._error is None and time.monotonic() < end:
-            time.sleep(0.001)
+        POLL.reaches(lambda: self._error is not None, time.monotonic() + _GRACE_SECONDS)
         if self._error is not None:
             return self._error.again()
         return self._reason_of_another() or PeerFailed((), f"{op} (op {self._seq}): {str(error).splitlines()[0]}")

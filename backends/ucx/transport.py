@@ -31,6 +31,7 @@ from holdfast.comms.journal import Journal
 from holdfast.comms.onesided.host_window import make_window
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.request_window import RequestService
+from holdfast.comms.system.cpu_wait import yield_cpu
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import Liveness, this_host
@@ -246,7 +247,7 @@ class UcxTransport(MessageTransport):
             if turn >= patience:
                 self.sleep(min(look_at, deadline) - time.monotonic())
             elif turn >= self._spins:
-                os.sched_yield()
+                yield_cpu()
 
     def sleep(self, seconds: float) -> None:
         """Sleep until there is work for `progress`, or an abort; for at most `seconds`. The lock is held."""

@@ -55,6 +55,7 @@ from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.spec import OpEvent
 from holdfast.comms.quantities import seconds
 from holdfast.comms.system import forks
+from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
 from holdfast.comms.tensors.packing import dlpack_device
@@ -69,7 +70,7 @@ Prepare = Callable[[], Body]
 """Makes the body of an op when its turn has come. It moves no byte, so its errors leave the communicator usable."""
 
 _CLOSE_SECONDS = 10.0
-_LOOK_SECONDS = 0.0005
+_LOOKS = Wait(yields=0, sleep_seconds=0.0005)
 """How often `close` checks whether the op that it aborted has ended."""
 
 
@@ -460,9 +461,7 @@ class Executor:
         if self._released:
             return
         self._released = True
-        until = time.monotonic() + _CLOSE_SECONDS
-        while not (idle := self._order.idle) and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+        idle = _LOOKS.reaches(lambda: self._order.idle, time.monotonic() + _CLOSE_SECONDS)
         if self._worker is not None:  # it ends after the ops before it, which the abort has ended
             self._queue.put(None)
             self._worker.join(_CLOSE_SECONDS)

@@ -133,9 +133,8 @@ class RequestWindow(WindowMemory):
         with self._issuing:  # a signal follows the puts that it counts
             owner.issued += posts and kind == PUT
             first = owner.issued if kind == SIGNAL else int(posts)
-            pending = self._requests.begin(
-                owner, kind, self._number, offset=offset, nbytes=len(body), first=first, body=body
-            )
+            head = Head(kind, self._number, offset=offset, nbytes=len(body), first=first)
+            pending = self._requests.begin(owner, head, body)
             if posts:
                 owner.posted.append(pending)
         if posts:
@@ -194,17 +193,13 @@ class RequestWindow(WindowMemory):
         self, kind: int, rank: int, offset: int, dtype: torch.dtype, first: int, second: int, deadline: float
     ) -> int:
         self.check_live(rank)
-        width = dtype.itemsize
+        request = Head(kind, self._number, 0, dtype.itemsize, offset, 0, first, second)
         if rank == self._rank:
-            request = Head(kind, self._number, 0, width, offset, 0, first, second)
             with self._mine.lock:
                 return self._mine.carry_out(rank, request, b"")[0]
         owner = self._ranks[rank]
         self._settle(owner, deadline, "atomic")
-        pending = self._requests.begin(
-            owner, kind, self._number, detail=width, offset=offset, first=first, second=second
-        )
-        return self._requests.finish(pending, deadline, "atomic")
+        return self._requests.finish(self._requests.begin(owner, request), deadline, "atomic")
 
     def signal(self, rank: int, deadline: float) -> None:
         self.check_live(rank)
@@ -232,15 +227,16 @@ class RequestWindow(WindowMemory):
             return
         self._requests.withdraw(self._number)
         notices, deadline = [], time.monotonic() + _LEAVE_SECONDS
+        closed = Head(CLOSED, self._number)
         for rank, owner in enumerate(self._ranks):
             for pending in owner.posted:
                 self._requests.forget(pending)
             if rank == self._rank:
                 continue
             if self._posted_bytes >= 0 and not self._mine.closed[rank]:
-                notices.append(self._requests.begin(owner, CLOSED, self._number))
+                notices.append(self._requests.begin(owner, closed))
             else:
-                self._requests.channel.send(rank, Head(CLOSED, self._number).encode())
+                self._requests.channel.send(rank, closed.encode())
         for notice in notices:
             with contextlib.suppress(HoldfastError):  # the rank is stopped or gone
                 self._requests.finish(notice, deadline, "closing a window")

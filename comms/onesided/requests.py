@@ -217,23 +217,15 @@ class Requests:
     def begin(
         self,
         owner: Owner,
-        kind: int,
-        region: int,
-        *,
-        detail: int = 0,
-        offset: int = 0,
-        nbytes: int = 0,
-        first: int = 0,
-        second: int = 0,
+        head: Head,
         body: bytes | memoryview = b"",
         into: int = 0,
         keep: object = None,
     ) -> Pending:
-        """Send a request."""
-        pending = Pending(owner, next(self._numbers), nbytes, into, keep, self.channel.bell())
+        """Send a request, which gets a number."""
+        pending = Pending(owner, next(self._numbers), head.nbytes, into, keep, self.channel.bell())
         self._pending[pending.number] = pending
-        head = HEAD.pack(kind, region, pending.number, detail, offset, nbytes, first, second)
-        self.channel.send(owner.to, head, body)
+        self.channel.send(owner.to, HEAD.pack(head.kind, head.region, pending.number, *head[3:]), body)
         return pending
 
     def wait(self, pending: Pending, deadline: float, op: str) -> int:
@@ -266,7 +258,7 @@ class Requests:
 
         def begin(start: int, length: int) -> Pending:
             at = address + start if length else 0
-            return self.begin(owner, GET, region, offset=offset + start, nbytes=length, into=at, keep=keep)
+            return self.begin(owner, Head(GET, region, offset=offset + start, nbytes=length), b"", at, keep)
 
         self._in_pieces(nbytes, begin, deadline, op)
 
@@ -277,8 +269,8 @@ class Requests:
         data = memory_at(*source, keep)
 
         def begin(start: int, length: int) -> Pending:
-            body = data[start : start + length]
-            return self.begin(owner, PUT, region, offset=offset + start, nbytes=length, body=body)
+            head = Head(PUT, region, offset=offset + start, nbytes=length)
+            return self.begin(owner, head, data[start : start + length])
 
         self._in_pieces(source[1], begin, deadline, op)
 

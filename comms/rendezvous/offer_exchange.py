@@ -19,6 +19,7 @@ from holdfast.comms.rendezvous.meeting_place import MeetingPlace
 from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreLost, StoreSilent
 from holdfast.comms.rendezvous.offers import Offer, decode_offer
 from holdfast.comms.rendezvous.seal import Seal
+from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.transport.liveness import is_gone, this_process
 
 T = TypeVar("T")
@@ -296,9 +297,7 @@ class OfferExchange:
         store.deadline = now + max(min(left, _LINGER_SECONDS), _LATE_SECONDS)
         store.stop_checking()
         with contextlib.suppress(HoldfastError, RuntimeError):
-            gone = store.add(_LEFT, 1)
-            while isinstance(error, HoldfastError) and self.place.served and gone < self.place.size:
-                if time.monotonic() >= store.deadline:
-                    return
-                time.sleep(_PAUSE)
-                gone = store.add(_LEFT, 0)
+            store.add(_LEFT, 1)
+            if isinstance(error, HoldfastError) and self.place.served:
+                wait = Wait(yields=0, sleep_seconds=_PAUSE)
+                wait.reaches(lambda: store.add(_LEFT, 0) >= self.place.size, store.deadline)

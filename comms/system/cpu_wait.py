@@ -32,24 +32,34 @@ class Wait:
 
         `done` may have effects, such as taking a lock: after it has returned true it is not called again.
         """
-        began, looks = time.monotonic(), 0
+        began = time.monotonic()
+        if not self.reaches(done, deadline, look):
+            raise late(time.monotonic() - began)
+
+    def reaches(self, done: Callable[[], bool], deadline: float, look: Callable[[], object] = lambda: None) -> bool:
+        """Whether `done()` by the deadline. Raises as `until`."""
+        looks = 0
         while True:
             for _ in range(self.spins):
                 if done():
-                    return
+                    return True
             try:
                 look()
             except HoldfastError:
                 if done():  # it came between the two looks, before the peer ended
-                    return
+                    return True
                 raise
-            if (now := time.monotonic()) >= deadline:
-                raise late(now - began)
+            if time.monotonic() >= deadline:
+                return False
             looks += 1
             if looks <= self.yields:
                 yield_cpu()
             else:
                 time.sleep(self.sleep_seconds)
+
+
+POLL = Wait(yields=0, sleep_seconds=0.001)
+"""For what takes milliseconds, such as the news of a peer's death."""
 
 
 def change(address: int, itemsize: int, add: bool, first: int, second: int) -> int:

@@ -429,7 +429,9 @@ def test_a_body_that_is_longer_than_its_head_says_is_refused_and_overruns_nothin
                 )
                 with mock.patch.object(onesided, "_LENGTH", lie):
                     for nbytes in (8192, 5000):
-                        pending = asked.begin(owner, requests.PUT, region, nbytes=nbytes, body=b"1" * 8_000_000)
+                        pending = asked.begin(
+                            owner, requests.Head(requests.PUT, region, nbytes=nbytes), body=b"1" * 8_000_000
+                        )
                         with pytest.raises(HoldfastError) as caught:
                             asked.finish(pending, time.monotonic() + 10.0, "put")
                         refused = str(caught.value)
@@ -462,15 +464,15 @@ def test_window_requests_that_are_wrong_are_refused_and_the_thread_goes_on(two: 
                 asked.channel._comm.Send([b"short", MPI.BYTE], 0, onesided.TAG)  # type: ignore[attr-defined]
                 world.Send([b"own", MPI.BYTE], 0, onesided.TAG)
                 for pending in (
-                    asked.begin(owner, 99, region),
-                    asked.begin(owner, requests.GET, region, nbytes=33),
-                    asked.begin(owner, requests.GET, region, offset=(1 << 64) - 8, nbytes=8),
-                    asked.begin(owner, requests.PUT, region, offset=24, nbytes=8),
-                    asked.begin(owner, requests.PUT, region, nbytes=1 << 40),
-                    asked.begin(owner, requests.PUT, region, nbytes=9000, body=bytes(9000)),
-                    asked.begin(owner, requests.ADD, region, offset=32, detail=8),
-                    asked.begin(owner, requests.ADD, region, detail=3),
-                    asked.begin(owner, requests.GET, region + 1, nbytes=8),
+                    asked.begin(owner, requests.Head(99, region)),
+                    asked.begin(owner, requests.Head(requests.GET, region, nbytes=33)),
+                    asked.begin(owner, requests.Head(requests.GET, region, offset=(1 << 64) - 8, nbytes=8)),
+                    asked.begin(owner, requests.Head(requests.PUT, region, offset=24, nbytes=8)),
+                    asked.begin(owner, requests.Head(requests.PUT, region, nbytes=1 << 40)),
+                    asked.begin(owner, requests.Head(requests.PUT, region, nbytes=9000), body=bytes(9000)),
+                    asked.begin(owner, requests.Head(requests.ADD, region, offset=32, detail=8)),
+                    asked.begin(owner, requests.Head(requests.ADD, region, detail=3)),
+                    asked.begin(owner, requests.Head(requests.GET, region + 1, nbytes=8)),
                 ):
                     with pytest.raises((HoldfastError, RegionGone)) as refused:
                         asked.finish(pending, time.monotonic() + 10.0, "get")

@@ -27,6 +27,7 @@ from holdfast.comms.onesided.requests import (
     SIGNAL,
     SWAP,
     Exposed,
+    Head,
     Owner,
     Pending,
     Requests,
@@ -96,9 +97,11 @@ def test_bytes_within_a_region_are_moved_and_no_others(
     owner.memory.copy_(torch.arange(SIZE))
     before, mine = owner.memory.clone(), torch.full((2 * SIZE,), 200, dtype=torch.uint8)
     if writing:
-        pending = owner.requests.begin(owner, PUT, region, offset=offset, nbytes=nbytes, body=bytes([200]) * nbytes)
+        pending = owner.requests.begin(
+            owner, Head(PUT, region, offset=offset, nbytes=nbytes), body=bytes([200]) * nbytes
+        )
     else:
-        pending = owner.requests.begin(owner, GET, region, offset=offset, nbytes=nbytes, into=mine.data_ptr())
+        pending = owner.requests.begin(owner, Head(GET, region, offset=offset, nbytes=nbytes), into=mine.data_ptr())
     outcome = owner.outcome(pending)
     assert outcome == expected(region, offset, nbytes, writing)
     if outcome == DONE and writing:
@@ -121,7 +124,7 @@ def test_an_integer_is_added_to_and_swapped_as_in_a_model(
 ) -> None:
     owner.memory.zero_()
     first, second = values
-    pending = owner.requests.begin(owner, kind, region, detail=width, offset=offset, first=first, second=second)
+    pending = owner.requests.begin(owner, Head(kind, region, detail=width, offset=offset, first=first, second=second))
     outcome = owner.outcome(pending)
     if width not in (4, 8) and region != NO_REGION:
         assert outcome == REFUSED
@@ -146,21 +149,23 @@ def test_spoilt_messages_change_nothing(owner: Itself, number: int, header: byte
     at = int(ffi.cast("uintptr_t", source))
     request = call.ucp_am_send_nbx(owner.to, number, header, len(header), at, len(payload), params)
     owner.worker.finish(request, 5.0)
-    assert owner.outcome(owner.requests.begin(owner, GET, REGION, nbytes=8)) == DONE, "valid requests are answered"
+    assert owner.outcome(owner.requests.begin(owner, Head(GET, REGION, nbytes=8))) == DONE, (
+        "valid requests are answered"
+    )
     assert torch.equal(owner.memory, torch.arange(SIZE, dtype=torch.uint8))
 
 
 def test_a_signal_to_memory_that_is_no_window_is_refused(owner: Itself) -> None:
     for kind in (SIGNAL, CLOSED, 99):
-        assert owner.outcome(owner.requests.begin(owner, kind, REGION)) == REFUSED
+        assert owner.outcome(owner.requests.begin(owner, Head(kind, REGION))) == REFUSED
 
 
 def test_a_late_answer_writes_nowhere(owner: Itself) -> None:
     into = torch.zeros(8, dtype=torch.uint8)
     owner.memory.fill_(1)
-    owner.requests.forget(owner.requests.begin(owner, GET, REGION, nbytes=8, into=into.data_ptr()))
+    owner.requests.forget(owner.requests.begin(owner, Head(GET, REGION, nbytes=8), into=into.data_ptr()))
     other = torch.zeros(8, dtype=torch.uint8)
-    assert owner.outcome(owner.requests.begin(owner, GET, REGION, nbytes=8, into=other.data_ptr())) == DONE
+    assert owner.outcome(owner.requests.begin(owner, Head(GET, REGION, nbytes=8), into=other.data_ptr())) == DONE
     assert (other == 1).all()
     assert (into == 0).all()
 
@@ -168,7 +173,7 @@ def test_a_late_answer_writes_nowhere(owner: Itself) -> None:
 def test_a_withdrawn_region_is_not_touched(owner: Itself) -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
     owner.requests.expose(11, Exposed(ExposedMemory(memory)))
-    under_way = owner.requests.begin(owner, PUT, 11, nbytes=8, body=bytes([1] * 8))
+    under_way = owner.requests.begin(owner, Head(PUT, 11, nbytes=8), body=bytes([1] * 8))
     arrived = under_way.answered
     owner.requests.withdraw(11)
     assert owner.outcome(under_way) == (DONE if arrived else GONE)
