@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -31,6 +31,9 @@ from holdfast.comms.plugins.spec import (
     Unavailable,
 )
 from holdfast.comms.transport.base import Link
+
+if TYPE_CHECKING:
+    from holdfast.comms.hooks.hooks import Hooks
 
 GROUP = "holdfast"
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -58,12 +61,6 @@ class Backend:
         return status if isinstance(status, Unavailable) and not status.needs_launcher else None
 
 
-class PluginObserver(Protocol):
-    """Learns that plugins were added or removed."""
-
-    def plugins_changed(self) -> None: ...
-
-
 class Registry:
     """All plugins of this process. `load` adds the installed ones, `register` adds one by hand."""
 
@@ -77,7 +74,7 @@ class Registry:
         self._broken: dict[str, str] = {}
         self.observed = False
         """True while any plugin observes ops."""
-        self._observers: weakref.WeakSet[PluginObserver] = weakref.WeakSet()
+        self._observers: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
     @property
     def backends(self) -> Mapping[str, BackendInfo]:
@@ -150,7 +147,7 @@ class Registry:
         for observer in list(self._observers):
             observer.plugins_changed()
 
-    def follow(self, observer: PluginObserver) -> None:
+    def follow(self, observer: Hooks) -> None:
         """Call `observer.plugins_changed()` after each change of the plugins, while it lives."""
         self._observers.add(observer)
 
