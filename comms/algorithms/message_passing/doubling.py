@@ -6,8 +6,6 @@ the largest one send their input to a partner first, and receive the result from
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from holdfast.comms.algorithms.message_passing.exchange import Exchange
@@ -20,56 +18,58 @@ def all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> None:
 
     Both partners compute the same sum of the same two values in the same order, so all ranks get equal bits.
     """
-
-    def body(rank: int, ranks: int) -> None:
-        arriving = torch.empty_like(flat)
-        distance = 1
-        while distance < ranks:
-            partner = rank ^ distance
-            exchange.swap(flat, partner, arriving, partner)
-            combine(flat, arriving, op, other_first=partner < rank)
-            distance *= 2
-
-    _on_power_of_two(exchange, flat, op, body)
+    rank, ranks = exchange.rank, _fold(exchange, flat, op)
+    if rank >= ranks:
+        return
+    arriving = torch.empty_like(flat)
+    distance = 1
+    while distance < ranks:
+        partner = rank ^ distance
+        exchange.swap(flat, partner, arriving, partner)
+        combine(flat, arriving, op, other_first=partner < rank)
+        distance *= 2
+    _unfold(exchange, flat, ranks)
 
 
 def halving_all_reduce(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> None:
     """Rabenseifner's: recursive halving to reduce, doubling to gather, in place. 2 log2 n messages, 2 b bytes."""
+    rank, ranks = exchange.rank, _fold(exchange, flat, op)
+    if rank >= ranks:
+        return
+    start, stop = 0, flat.numel()
+    arriving = torch.empty((stop + 1) // 2, dtype=flat.dtype, device="cpu")
+    spans: list[tuple[int, int, int, int, int]] = []
+    distance = ranks // 2
+    while distance:
+        partner = rank ^ distance
+        middle = (start + stop) // 2
+        keep, give = ((start, middle), (middle, stop)) if rank < partner else ((middle, stop), (start, middle))
+        incoming = arriving[: keep[1] - keep[0]]
+        exchange.swap(flat[give[0] : give[1]], partner, incoming, partner)
+        combine(flat[keep[0] : keep[1]], incoming, op)
+        spans.append((partner, *keep, *give))
+        start, stop = keep
+        distance //= 2
+    for partner, keep_start, keep_stop, give_start, give_stop in reversed(spans):
+        exchange.swap(flat[keep_start:keep_stop], partner, flat[give_start:give_stop], partner)
+    _unfold(exchange, flat, ranks)
 
-    def body(rank: int, ranks: int) -> None:
-        start, stop = 0, flat.numel()
-        arriving = torch.empty((stop + 1) // 2, dtype=flat.dtype, device="cpu")
-        spans: list[tuple[int, int, int, int, int]] = []
-        distance = ranks // 2
-        while distance:
-            partner = rank ^ distance
-            middle = (start + stop) // 2
-            keep, give = ((start, middle), (middle, stop)) if rank < partner else ((middle, stop), (start, middle))
-            incoming = arriving[: keep[1] - keep[0]]
-            exchange.swap(flat[give[0] : give[1]], partner, incoming, partner)
-            combine(flat[keep[0] : keep[1]], incoming, op)
-            spans.append((partner, *keep, *give))
-            start, stop = keep
-            distance //= 2
-        for partner, keep_start, keep_stop, give_start, give_stop in reversed(spans):
-            exchange.swap(flat[keep_start:keep_stop], partner, flat[give_start:give_stop], partner)
 
-    _on_power_of_two(exchange, flat, op, body)
-
-
-def _on_power_of_two(exchange: Exchange, flat: torch.Tensor, op: ReduceOp, body: Callable[[int, int], None]) -> None:
-    """Run `body(rank, ranks)` on a power of two of ranks, after folding in the inputs of the others."""
+def _fold(exchange: Exchange, flat: torch.Tensor, op: ReduceOp) -> int:
+    """Fold in the inputs of the ranks above a power of two, which is returned; those ranks have the result then."""
     rank, size = exchange.rank, exchange.size
     ranks = 1 << (size.bit_length() - 1)
     if rank >= ranks:
         exchange.send(flat, rank - ranks)
         exchange.recv(flat, rank - ranks)
-        return
-    above = rank + ranks
-    if above < size:
+    elif rank + ranks < size:
         arriving = torch.empty_like(flat)
-        exchange.recv(arriving, above)
+        exchange.recv(arriving, rank + ranks)
         combine(flat, arriving, op)
-    body(rank, ranks)
-    if above < size:
-        exchange.send(flat, above)
+    return ranks
+
+
+def _unfold(exchange: Exchange, flat: torch.Tensor, ranks: int) -> None:
+    """Send the result to the rank whose input was folded in."""
+    if exchange.rank + ranks < exchange.size:
+        exchange.send(flat, exchange.rank + ranks)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 Posted = object
 """A message under way; only the transport knows its type."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True):
     """Sends and receives between this rank and the others, all under one tag."""
 
     post_send: Callable[[torch.Tensor, int, int], Posted]
@@ -35,14 +34,16 @@ class Exchange:
         self.complete(posted, self.deadline, self.op, self.seq)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
-        self.finish(self.begin_send(tensor, dst))
+        self.finish(self.post_send(tensor, dst, self.tag))
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
-        self.finish(self.begin_recv(tensor, src))
+        self.finish(self.post_recv(tensor, src, self.tag))
 
     def swap(self, given: torch.Tensor, dst: int, taken: torch.Tensor, src: int) -> None:
         """Send `given` to `dst` and receive `taken` from `src`, at once."""
-        self.finish(self.begin_recv(taken, src), self.begin_send(given, dst))
+        tag = self.tag
+        posted = self.post_recv(taken, src, tag), self.post_send(given, dst, tag)
+        self.complete(posted, self.deadline, self.op, self.seq)
 
 
 def bounds(count: int, parts: int) -> list[int]:

@@ -7,7 +7,7 @@ algorithms are in `ring`, `doubling`, `tree`, `bruck` and `pairwise`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,15 @@ Tensor = torch.Tensor
 _OP_TAGS = 1 << 20
 """The number of tags for collectives, one an op, from `TAGS` on; the tags below are the user's."""
 
+_MOST_CHOICES = 256
+"""The ops and sizes for which a transport remembers the algorithm."""
+
+_ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
+    "all_reduce": {"doubling": doubling.all_reduce, "halving": doubling.halving_all_reduce, "ring": ring.all_reduce},
+    "broadcast": {"binomial": tree.broadcast, "pipeline": tree.pipelined_broadcast},
+    "all_gather": {"bruck": bruck.all_gather, "ring": ring.all_gather},
+}
+
 
 class MessageTransport(Transport):
     """A transport over tagged messages between pairs of ranks."""
@@ -31,7 +40,8 @@ class MessageTransport(Transport):
     def __init__(self, context: Context, link: Link) -> None:
         self.rank, self.size = context.rank, context.size
         self._link = self._agree(context, link)
-        self._algorithm = context.hints.get(cost.ALGORITHM.name)
+        self._hinted = context.hints.get(cost.ALGORITHM.name)
+        self._algorithms: dict[tuple[str, int, str | None], Callable[..., None]] = {}
         self._op = 0
         self._rounds = 0
         self._journal = context.journal
@@ -67,12 +77,20 @@ class MessageTransport(Transport):
             self._post_send, self._post_recv, self._complete, self.rank, self.size, tag, op, self._op, deadline
         )
 
-    def _choose(self, op: str, costs: Mapping[str, float]) -> str:
-        """The algorithm that a hint names, else the cheapest."""
-        if (asked := self.op_hints.get(cost.ALGORITHM.name)) is not None and asked not in costs:
-            raise Unsupported(f"{op} by the algorithm {asked!r}", f"it has {', '.join(costs)}")
-        named: str = asked or self._algorithm or ""
-        return named if named in costs else cost.choose(costs)
+    def _algorithm(self, op: str, nbytes: int) -> Callable[..., None]:
+        """The algorithm that a hint names, else the cheapest; chosen once for each op and size."""
+        asked = self.op_hints.get(cost.ALGORITHM.name)
+        key = op, nbytes, asked
+        if (algorithm := self._algorithms.get(key)) is None:
+            costs = cost.OPS[op](self._link, self.size, nbytes)
+            if asked is not None and asked not in costs:
+                raise Unsupported(f"{op} by the algorithm {asked!r}", f"it has {', '.join(costs)}")
+            named: str = asked or self._hinted or ""
+            if len(self._algorithms) >= _MOST_CHOICES:
+                self._algorithms.clear()
+            algorithm = _ALGORITHMS[op][named if named in costs else cost.choose(costs)]
+            self._algorithms[key] = algorithm
+        return algorithm
 
     # -- reductions
 
@@ -82,9 +100,7 @@ class MessageTransport(Transport):
         if scaled is not tensor:
             tensor.copy_(scaled)
         if tensor.numel() and self.size > 1:
-            algorithm = self._choose("all_reduce", cost.all_reduce(self._link, self.size, tensor.nbytes))
-            run = {"doubling": doubling.all_reduce, "halving": doubling.halving_all_reduce, "ring": ring.all_reduce}
-            run[algorithm](exchange, tensor.view(-1), op)
+            self._algorithm("all_reduce", tensor.nbytes)(exchange, tensor.view(-1), op)
         arithmetic.postscale(tensor, op, self.size)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
@@ -109,19 +125,14 @@ class MessageTransport(Transport):
 
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
         exchange = self._exchange("broadcast", deadline)
-        if tensor.numel() == 0:
-            return
-        algorithm = self._choose("broadcast", cost.broadcast(self._link, self.size, tensor.nbytes))
-        run = {"binomial": tree.broadcast, "pipeline": tree.pipelined_broadcast}
-        run[algorithm](exchange, tensor.view(-1), src)
+        if tensor.numel():
+            self._algorithm("broadcast", tensor.nbytes)(exchange, tensor.view(-1), src)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         exchange = self._exchange("all_gather", deadline)
         pairwise.copy_own(outputs[self.rank], tensor)
         flats = [output.view(-1) for output in outputs]
-        largest = max(flat.nbytes for flat in flats)
-        algorithm = self._choose("all_gather", cost.all_gather(self._link, self.size, largest))
-        {"bruck": bruck.all_gather, "ring": ring.all_gather}[algorithm](exchange, flats)
+        self._algorithm("all_gather", max(flat.nbytes for flat in flats))(exchange, flats)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         pairwise.all_to_all(self._exchange("all_to_all", deadline), outputs, inputs)
