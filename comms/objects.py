@@ -190,7 +190,7 @@ def _decoded(message: bytes, rank: int) -> Any:
     try:
         return decode_object(message[1:])
     except msgspec.DecodeError as error:
-        raise CorruptData(f"rank {rank} sent {len(message) - 1} bytes that are no object: {error}") from error
+        raise CorruptData(f"rank {rank} sent {len(message) - 1} bytes that are not an object: {error}") from error
 
 
 def _decoded_all(messages: Sequence[bytes]) -> list[Any]:

@@ -41,7 +41,7 @@ class ReduceOp:
         """
         if isinstance(factor, torch.Tensor):
             if factor.numel() != 1 or factor.is_complex():
-                raise ValueError(f"a factor has one real element, not {tuple(factor.shape)} of {factor.dtype}")
+                raise ValueError(f"a factor must have one real element, not {tuple(factor.shape)} of {factor.dtype}")
             return ReduceOp("premul_sum", factor)
         return ReduceOp("premul_sum", float(factor))
 

@@ -49,7 +49,7 @@ def sum_contributions(
         if tensor.shape != output.shape or tensor.dtype != output.dtype or tensor.device != output.device:
             raise ValueError(
                 f"a contribution is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, output {output.dtype} "
-                f"{tuple(output.shape)} on {output.device}; they must be alike"
+                f"{tuple(output.shape)} on {output.device}; pass one dtype, shape and device"
             )
 
     def body(deadline: float) -> None:

@@ -471,7 +471,7 @@ class Window:
         least, most = _RANGES[self.dtype]
         for value in numbers:
             if not least <= value <= most:
-                raise ValueError(f"{value} is no {self.dtype}")
+                raise ValueError(f"{value} does not fit in {self.dtype}")
         return rank, index * self._itemsize, numbers
 
 

@@ -218,9 +218,7 @@ class HeldUntil:
 def check_size(handle: Handle, nbytes: int) -> None:
     """Raise `CorruptData` unless a handle has the size of its region."""
     if handle.nbytes != nbytes:
-        raise CorruptData(
-            f"a forged handle: it says {handle.nbytes} bytes, and its region has {nbytes}; ask the owner for it again"
-        )
+        raise forged(f"it names {handle.nbytes} bytes, and its region has {nbytes}")
 
 
 def sealed(body: bytes) -> bytes:
@@ -231,10 +229,13 @@ def sealed(body: bytes) -> bytes:
 def unsealed(data: bytes) -> bytes:
     """What `sealed` got. Raises `CorruptData` for anything else."""
     if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
-        raise CorruptData(
-            "the checksum of a handle's address is wrong: it was damaged or forged; ask the owner for the handle again"
-        )
+        raise forged("the checksum of its address is wrong")
     return data[8:]
+
+
+def forged(why: object) -> CorruptData:
+    """The error of a handle that no owner of a region can have made."""
+    return CorruptData(f"the handle of a region is forged or damaged: {why}; ask the owner for it again")
 
 
 def thread_count(nbytes: int) -> int:

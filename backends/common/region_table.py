@@ -26,8 +26,9 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.backends.common.block_copy import forged
 from holdfast.comms._native import Words
-from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.onesided.region_owner import gone
 from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.descriptors import OwnedDescriptor
@@ -73,7 +74,7 @@ class TableAddress(msgspec.Struct, frozen=True, array_like=True):
         try:
             address = _addresses.decode(data)
         except msgspec.DecodeError as error:
-            raise CorruptData(f"not the address of a region: {error}") from error
+            raise forged(error) from error
         plausible = (
             0 < address.owner.pid < 1 << 31
             and 0 <= address.descriptor < 1 << 31
@@ -83,7 +84,7 @@ class TableAddress(msgspec.Struct, frozen=True, array_like=True):
             and (address.memory is None or all(0 <= each < 1 << 62 for each in address.memory))
         )
         if not plausible:
-            raise CorruptData(f"not the address of a region: {address}")
+            raise forged(address)
         return address
 
 

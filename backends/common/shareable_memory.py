@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from holdfast.backends.common.block_copy import SHARE_BYTES, run_in_threads, thread_count
+from holdfast.backends.common.block_copy import SHARE_BYTES, forged, run_in_threads, thread_count
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
-from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
+from holdfast.comms.errors import BackendUnavailable, RegionGone
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.mappings import SHAREABLE_MEMORY
 from holdfast.comms.system.signal_safety import shared_lock
@@ -155,7 +155,7 @@ class OpenMemory:
             if start_time(owner.pid) != owner.started:
                 raise RegionGone(gone)
             if not fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise CorruptData(f"process {owner.pid} offers memory that may shrink: a forged handle")
+                raise forged(f"process {owner.pid} offers memory that may shrink")
         except ProcessLookupError:
             self._descriptor.close()
             raise RegionGone(gone) from None
@@ -239,7 +239,7 @@ class MappedMemory:
 def check_range(offset: int, nbytes: int, there: int) -> None:
     """Raise `CorruptData` unless there are `nbytes` at `offset` of memory of size `there`."""
     if not 0 <= offset <= offset + nbytes <= there:
-        raise CorruptData(f"{nbytes} bytes at {offset} are not in the memory that a handle names: a forged handle")
+        raise forged(f"{nbytes} bytes at {offset} are not in the memory that it names")
 
 
 def _map(descriptor: int, offset: int, nbytes: int, kind: int) -> ctypes.Array[ctypes.c_uint8]:

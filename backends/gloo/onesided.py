@@ -175,7 +175,7 @@ class _Link:
         if self._body is None:
             (nbytes,) = _BODY.unpack_from(self._prefix)
             if nbytes > PIECE_BYTES:
-                raise CorruptData(f"a window message of {nbytes} bytes")
+                raise CorruptData(f"rank {self.rank} sent a window message of {nbytes} bytes, more than {PIECE_BYTES}")
             head = bytes(self._prefix[_BODY.size :])
             self._body = requests.room(self.rank, head, nbytes) or bytearray(nbytes)
             if nbytes:

@@ -14,7 +14,7 @@ import threading
 import msgspec
 import torch
 
-from holdfast.backends.common.block_copy import BlockCopyPlane, HeldRegion, RegionAccess, contiguous_address
+from holdfast.backends.common.block_copy import BlockCopyPlane, HeldRegion, RegionAccess, contiguous_address, forged
 from holdfast.backends.common.shareable_memory import (
     OpenMemory,
     allocate_shareable,
@@ -22,7 +22,7 @@ from holdfast.backends.common.shareable_memory import (
     is_lent,
     move_to_huge_pages,
 )
-from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.errors import Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.region_owner import closed
 from holdfast.comms.tensors.exposed import ExposedMemory
@@ -123,7 +123,7 @@ class InprocPlane(BlockCopyPlane):
         try:
             address = msgspec.msgpack.decode(handle.address, type=InprocAddress)
         except msgspec.DecodeError as error:
-            raise CorruptData(f"not the address of a region: {error}") from error
+            raise forged(error) from error
         if address.owner != _process(os.getpid()):
             raise Unsupported(
                 f"the inproc plane cannot reach process {address.owner.pid}",

@@ -168,7 +168,7 @@ class NcclTransport(TorchGroup):
         try:
             kind = "SUCCESS" if state is None or self._ended else state().name
         except RuntimeError as error:
-            return PeerFailed((), f"torch cannot say how the group is: {str(error).splitlines()[0]}")
+            return PeerFailed((), f"torch cannot report the state of its group: {str(error).splitlines()[0]}")
         if kind == "SUCCESS":
             return None
         if kind == "TIMEOUT":

@@ -21,11 +21,11 @@ from functools import partial
 import msgspec
 import torch
 
-from holdfast.backends.common.block_copy import HeldUntil, check_size, sealed, unsealed
+from holdfast.backends.common.block_copy import HeldUntil, check_size, forged, sealed, unsealed
 from holdfast.backends.common.host_plane import HostPlane, Withdraw
 from holdfast.backends.common.region_table import TableAddress, held_open, open_table, slot_address
 from holdfast.backends.nixl.agent import NixlAgent, Registered, Transfer
-from holdfast.comms.errors import CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.region_owner import RegionOwner, closed
 from holdfast.comms.system import forks
@@ -75,9 +75,9 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
             unpacker = zlib.decompressobj()
             metadata = unpacker.decompress(address.metadata, _MOST_METADATA_BYTES)
         except (msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
-            raise CorruptData(f"not the address of a region: {error}") from error
+            raise forged(error) from error
         if not unpacker.eof:
-            raise CorruptData("not the address of a region: what describes its agent is too long")
+            raise forged("what describes its agent is too long")
         return address, TableAddress.decode(address.place), metadata
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from holdfast.backends.common.block_copy import HeldUntil, check_size, sealed, unsealed
+from holdfast.backends.common.block_copy import HeldUntil, check_size, forged, sealed, unsealed
 from holdfast.backends.common.host_plane import HostPlane, Withdraw
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.region_table import TableAddress
@@ -24,7 +24,7 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided import UcxChannel
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.worker import Transports, UcxWorker
-from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.region_owner import RegionOwner, closed
 from holdfast.comms.onesided.requests import GONE, Exposed, Owner, Requests
@@ -62,7 +62,7 @@ class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
         try:
             return _addresses.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptData(f"not the address of a region: {error}") from error
+            raise forged(error) from error
 
 
 _addresses = msgspec.msgpack.Decoder(UcxAddress)
@@ -122,7 +122,7 @@ class _Region(Owner):
         pid = self.connection.pid
         if outcome == GONE:
             return closed(pid)
-        return CorruptData(f"process {pid} refuses a {op}, since its region has no such bytes: a forged handle")
+        return forged(f"process {pid} refuses a {op}, since its region has no such bytes")
 
     def late(self, op: str, seconds: float) -> OpTimeout:
         return OpTimeout(op, 0, seconds)
@@ -164,7 +164,8 @@ class _Messenger:
         check_size(handle, address.nbytes)
         if not address.worker:
             raise Unsupported(
-                f"reaching process {place.owner.pid} over {self.worker.over.tls}", "set one UCX_TLS for both processes"
+                f"reaching process {place.owner.pid} over {self.worker.over.tls}",
+                "set the same UCX_TLS for both",
             )
         connection = self._connections.get(address.worker)
         if connection is None:

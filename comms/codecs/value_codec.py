@@ -99,13 +99,13 @@ def decode_value(node: ValueNode) -> Any:
             return complex(real, imag)
         case Dtype(name):
             if name not in _DTYPES:
-                raise CorruptData(f"{name[:80]!r} is no dtype of torch {torch.__version__}")
+                raise CorruptData(f"{name[:80]!r} is not a dtype of torch {torch.__version__}")
             return _DTYPES[name]
         case Size(sizes):
             return torch.Size(sizes)
         case NumpyNumber(name, data):
             if name not in _NUMPY_NUMBERS or np.dtype(name).itemsize != len(data):
-                raise CorruptData(f"{len(data)} bytes are no number of numpy's type {name[:80]!r}")
+                raise CorruptData(f"{len(data)} bytes are not a number of numpy's type {name[:80]!r}")
             return np.frombuffer(data, name)[0]
 
 
@@ -113,4 +113,4 @@ def _integer(digits: str) -> int:
     try:
         return int(digits, 16)
     except ValueError as error:
-        raise CorruptData(f"{digits[:80]!r} is no hexadecimal integer") from error
+        raise CorruptData(f"{digits[:80]!r} is not a hexadecimal integer") from error

@@ -152,7 +152,7 @@ class ArgumentChecks:
             raise ValueError(f"{what} has {len(items)} tensors; it needs one for each of {self._size} ranks")
         for item in items:
             if item.dtype != dtype:
-                raise ValueError(f"{what} holds {item.dtype}, the other tensors {dtype}; they must be alike")
+                raise ValueError(f"{what} holds {item.dtype}, the other tensors {dtype}; pass one dtype")
 
     def of_root(self, items: Sequence[Tensor] | None, what: str, root: int, tensor: Tensor) -> None:
         """Raise ValueError unless the root passes one tensor for each rank, and the other ranks pass none."""
@@ -168,7 +168,7 @@ class ArgumentChecks:
     def same_dtype(self, tensor: Tensor, checked: Tensor) -> None:
         """Raise ValueError unless `tensor` has the dtype of `checked`, which was checked before."""
         if tensor.dtype != checked.dtype:
-            raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; they must be alike")
+            raise ValueError(f"one tensor is {tensor.dtype}, the other {checked.dtype}; pass one dtype")
 
     def same_count(self, tensor: Tensor, count: int, what: str, meaning: str) -> None:
         if tensor.numel() != count:

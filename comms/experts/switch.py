@@ -104,7 +104,7 @@ class Switch:
         if comm.device.type != "cpu":
             raise Unsupported(f"experts on {comm.device}", "use a communicator of a CPU device")
         if dtype not in DTYPES:
-            raise ValueError(f"{dtype} is no dtype of tokens: use one of {', '.join(map(str, DTYPES))}")
+            raise ValueError(f"tokens cannot be {dtype}; use one of {', '.join(map(str, DTYPES))}")
         if silence not in ("raise", "mask"):
             raise ValueError(f"silence={silence!r}: it is 'raise' or 'mask'")
         self.rank, self.size, self.epoch = comm.rank, comm.size, comm.epoch

@@ -46,7 +46,7 @@ class Mesh:
         try:
             return self._along[name]
         except KeyError:
-            raise KeyError(f"{name!r} is no dimension of this mesh; it has {', '.join(self.names)}") from None
+            raise KeyError(f"{name!r} is not a dimension of this mesh; it has {', '.join(self.names)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -91,7 +91,7 @@ def mesh(
     if len(names) != len(sizes) or len(set(names)) != len(names) or not sizes:
         raise ValueError(f"shape {sizes} needs one name for each dimension, all different; names are {list(names)}")
     if comm is not None and connecting:
-        raise ValueError(f"{', '.join(connecting)}: arguments for connecting, where comm is connected already")
+        raise ValueError(f"{', '.join(connecting)}: pass these to connect; comm is connected already")
     left = time_left(seconds(timeout))
     with contextlib.ExitStack() as made:
         whole = comm

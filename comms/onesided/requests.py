@@ -67,7 +67,7 @@ class Head(NamedTuple):
         """What is wrong with a request that has `body_bytes` on this memory; "" if nothing is."""
         room = exposed.memory.nbytes
         if not PUT <= self.kind <= SIGNAL or (self.kind == SIGNAL and not exposed.signalled):
-            return f"{self.kind} is no kind of request"
+            return f"{self.kind} is not a kind of request"
         if self.kind in (ADD, SWAP) and self.detail not in (4, 8):
             return f"an integer of {self.detail} bytes"
         if self.kind in (PUT, ADD, SWAP) and not exposed.writable:

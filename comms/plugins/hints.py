@@ -51,7 +51,7 @@ class Hint:
         """`value` as one of this hint's type, read from text if it is one. Raises ValueError."""
         parsed = self._parsed(value)
         if parsed is None:
-            raise ValueError(f"hint {self.name!r} is {self.range}, not {value!r:.80}")
+            raise ValueError(f"hint {self.name!r} must be {self.range}, not {value!r:.80}")
         return parsed
 
     def _parsed(self, value: object) -> Value | None:
@@ -103,7 +103,7 @@ def malformed(hint: object) -> str | None:
     if not isinstance(hint, Hint):
         return f"hints must be Hint objects, not {type(hint).__name__}"
     if not isinstance(hint.name, str) or not _NAME.fullmatch(hint.name):
-        return f"{hint.name!r} is no name of a hint: lower-case letters, digits and '_'"
+        return f"{hint.name!r} is not the name of a hint; use lower-case letters, digits and '_'"
     if hint.kind not in (bool, int, float, str):
         return f"hint {hint.name!r}: kind must be bool, int, float or str"
     if not hint.description:

@@ -234,7 +234,7 @@ def _check_detector(info: Any) -> None:
 
 def _check_name_and_version(kind: str, name: Any, api: Any) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidPlugin(f"{name!r} is no {kind} name: lower-case letters, digits, '-' and '_'")
+        raise InvalidPlugin(f"{name!r} is not a {kind} name; use lower-case letters, digits, '-' and '_'")
     major, minor = API_VERSION
     if not isinstance(api, tuple) or len(api) != 2:
         raise InvalidPlugin(f"{kind} {name!r}: api must be (major, minor), not {api!r}")

@@ -37,7 +37,7 @@ def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | Non
             if isinstance(error, dist.DistNetworkError):
                 raise PeerFailed((), f"the store of {key!r} is gone: {first_line(error)}") from error
             if liveness is not None and (dead := liveness.dead()):
-                raise PeerFailed(dead, f"its process ended before it gave {key!r}") from error
+                raise PeerFailed(dead, f"its process ended before it published {key!r}") from error
             if time.monotonic() >= deadline:
                 raise TimeoutError(str(error)) from error
         else:

@@ -122,7 +122,7 @@ def parse_members(handles: Sequence[str] | Set[str], own: str) -> Members:
     common = tuple(name for name in members[0].backends if all(name in member.backends for member in members))
     if not common:
         offered = "; ".join(f"rank {rank}: {', '.join(member.backends)}" for rank, member in enumerate(members))
-        raise BackendUnavailable("auto", f"the members have none in common ({offered})")
+        raise BackendUnavailable("auto", f"the members have no backend in common ({offered})")
     return Members(tuple(members), members.index(mine), common)
 
 
@@ -143,13 +143,13 @@ def _text(handle: object) -> str:
     if isinstance(handle, bytes):
         handle = handle.decode(errors="replace")
     if not isinstance(handle, str):
-        raise TypeError(f"reconfigure: a handle is a text, not {type(handle).__name__}")
+        raise TypeError(f"reconfigure: a handle must be a text, not {type(handle).__name__}")
     return handle
 
 
 def _decoded(text: str) -> ProcessHandle:
     if len(text) > _MOST_BYTES:
-        raise ValueError(f"reconfigure: a text of {len(text)} characters is no handle of a process")
+        raise ValueError(f"reconfigure: a text of {len(text)} characters is not the handle of a process")
     try:
         version = msgspec.json.decode(text, type=_Version).version
         if version != VERSION:
@@ -162,7 +162,7 @@ def _decoded(text: str) -> ProcessHandle:
         if not 0 < port < 1 << 16 or not (0 < handle.peer.pid < 1 << 31) or len(handle.peer.host) > 500:
             raise ValueError("it names no process")
     except (msgspec.MsgspecError, ValueError, UnicodeError) as error:
-        raise ValueError(f"reconfigure: {text[:80]!r} is no handle of a process: {error}") from error
+        raise ValueError(f"reconfigure: {text[:80]!r} is not the handle of a process: {error}") from error
     return handle
 
 

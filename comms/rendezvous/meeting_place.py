@@ -102,7 +102,7 @@ def _place(rendezvous: str | dist.Store, rank: int, size: int, timeout: float) -
         return _at_port(host, number, rank, size, timeout)
     if scheme == "file":
         return _in_file(path_of(rendezvous, "file", _FILE), rank, size)
-    raise ValueError(f"rendezvous {rendezvous!r} is none of env://, tcp://host:port, file:///path or a Store")
+    raise ValueError(f"rendezvous {rendezvous!r} is not env://, tcp://host:port, file:///path or a Store")
 
 
 def _run_scope() -> str:
@@ -169,7 +169,7 @@ def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Meet
         return MeetingPlace(rank, size, tcp.dial(host, port, min(timeout, _OWN_PORT_SECONDS)), key, address)
     except tcp.NoAnswer as error:
         raise HoldfastError(
-            f"rank 0 cannot serve the rendezvous at {address}: the port is in use, by something that is no store of "
+            f"rank 0 cannot serve the rendezvous at {address}: the port is in use, by something that is not a store of "
             f"torch's ({error}); choose another port"
         ) from error
 

@@ -202,7 +202,7 @@ class OfferExchange:
                 if holder.peer == this_process() and holder.nonce not in connected_nonces:
                     raise _MeetingOver  # this process was here before, through another store object
                 raise Mismatch(self._taken_by(holder))
-        raise CorruptData(f"strangers keep writing to {key!r} at {self.place.where}; meet where they cannot")
+        raise CorruptData(f"other programs write to {key!r} at {self.place.where}; pass another rendezvous")
 
     def _taken_by(self, holder: Offer) -> str:
         rank, where, pid = self.place.rank, self.place.where, holder.peer.pid

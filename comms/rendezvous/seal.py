@@ -27,7 +27,7 @@ class Seal:
         """The value in `data`. Raises `CorruptData` unless its MAC fits the job's key, this meeting and `name`."""
         if not data.startswith(MAGIC):
             raise CorruptData(
-                f"{name!r} at the rendezvous was written without this job's key: a stranger writes there, or a rank "
+                f"{name!r} at the rendezvous was written without this job's key: another program wrote it, or a rank "
                 "was started without HOLDFAST_KEY_FILE"
             )
         given, value = data[len(MAGIC) :][:_MAC_BYTES], data[len(MAGIC) + _MAC_BYTES :]

@@ -147,7 +147,7 @@ class HoldfastTransport(_Base):  # type: ignore[misc]  # a class of torch 2.15
         """Connect to a bound peer. Raises `CorruptData`, and `Mismatch` for a peer with another plane."""
         self._check_open()
         if not peer_url.startswith(_URL):
-            raise CorruptData(f"{peer_url[:60]!r} is no connection URL of this transport")
+            raise CorruptData(f"{peer_url[:60]!r} is not a connection URL of this transport")
         theirs = peer_url.removeprefix(_URL).decode(errors="replace")
         if theirs != self._plane.name:
             raise Mismatch(f"the peer's plane is {theirs[:60]!r}, this one's {self._plane.name!r}; pass both the same")

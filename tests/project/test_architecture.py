@@ -77,7 +77,11 @@ TEXTS_THAT_DECIDE = {
 """Files that may ask what a text says, and why."""
 
 
-RIDDLES = re.compile(r"\b(nobody|somebody|whoever|whom|(is|are) needed(,|$))\b", re.IGNORECASE)
+RIDDLES = re.compile(
+    r"\b(nobody|somebody|whoever|whom|strangers?|be alike|none of|"
+    r"(is|are) needed(,|$)|(?<!there )(is|are) no (?!longer))",
+    re.IGNORECASE,
+)
 """Words of errors that do not say what was expected, or of whom."""
 
 

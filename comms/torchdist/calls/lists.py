@@ -25,7 +25,7 @@ def of_one_type(op: str, tensors: Tensors) -> None:
     some(op, tensors)
     for index, tensor in enumerate(tensors):
         if tensor.dtype != tensors[0].dtype:
-            raise ValueError(f"{op}: tensor {index} is {tensor.dtype}, tensor 0 {tensors[0].dtype}; they must be alike")
+            raise ValueError(f"{op}: tensor {index} is {tensor.dtype}, tensor 0 {tensors[0].dtype}; pass one dtype")
 
 
 def of_one_size(op: str, tensors: Tensors) -> None:
@@ -34,7 +34,7 @@ def of_one_size(op: str, tensors: Tensors) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.numel() != tensors[0].numel():
             sizes = f"{tuple(tensor.shape)}, another {tuple(tensors[0].shape)}"
-            raise ValueError(f"{op}: tensor {index} has the shape {sizes}; they must be alike")
+            raise ValueError(f"{op}: tensor {index} has the shape {sizes}; pass one shape")
 
 
 def alike(op: str, tensors: Tensors) -> None:
@@ -43,7 +43,7 @@ def alike(op: str, tensors: Tensors) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.shape != tensors[0].shape:
             sizes = f"{tuple(tensor.shape)}, tensor 0 {tuple(tensors[0].shape)}"
-            raise ValueError(f"{op}: tensor {index} has the shape {sizes}; they must be alike")
+            raise ValueError(f"{op}: tensor {index} has the shape {sizes}; pass one shape")
     if overlap(list({tensor.data_ptr(): tensor for tensor in tensors if tensor.layout == torch.strided}.values())):
         raise ValueError(f"{op}: two of the tensors overlap; pass tensors with memory of their own")
 

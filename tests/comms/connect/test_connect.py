@@ -117,7 +117,7 @@ def test_the_error_of_an_unknown_backend_lists_the_known_ones(tmp_path: Path) ->
         ({"rank": 2, "size": 2}, "out of range"),
         ({"rank": -1, "size": 2}, "out of range"),
         ({"rank": 0, "size": 0}, "out of range"),
-        ({"rank": 0, "size": 1, "rendezvous": "carrier://pigeon"}, "none of env://"),
+        ({"rank": 0, "size": 1, "rendezvous": "carrier://pigeon"}, "is not env://"),
         ({"rank": 0, "size": 1, "rendezvous": "tcp://nowhere"}, "host and a port"),
         ({"rank": 0, "size": 1, "rendezvous": "file://relative"}, "absolute path"),
         ({"rank": 0, "size": 1, "rendezvous": "env://"}, "MASTER_ADDR"),

@@ -46,7 +46,7 @@ def test_values_may_be_texts_as_in_a_file_of_settings(given: Mapping[str, Any], 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"spins": -1}, "hint 'spins' is an integer from 0 to 100, not -1"),
+        ({"spins": -1}, "hint 'spins' must be an integer from 0 to 100, not -1"),
         ({"spins": 101}, "from 0 to 100"),
         ({"spins": 1.5}, "integer"),
         ({"spins": True}, "integer"),

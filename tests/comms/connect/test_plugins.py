@@ -73,7 +73,7 @@ def test_a_plugin_can_be_registered_and_unregistered() -> None:
     ("info", "said"),
     [
         ("mine", "must return BackendInfo"),
-        (dataclasses.replace(GOOD, name="My Backend"), "no backend name"),
+        (dataclasses.replace(GOOD, name="My Backend"), "not a backend name"),
         (dataclasses.replace(GOOD, api=(0, 9)), "too old"),
         (dataclasses.replace(GOOD, api=(API_VERSION[0], API_VERSION[1] + 1)), "too new"),
         (dataclasses.replace(GOOD, api=(API_VERSION[0] + 1, 0)), "too new"),
@@ -87,7 +87,7 @@ def test_a_plugin_can_be_registered_and_unregistered() -> None:
         (dataclasses.replace(GOOD, links=(1e-6,)), "Link objects"),  # type: ignore[arg-type]
         (dataclasses.replace(GOOD, hints=["spins"]), "tuple of Hint objects"),  # type: ignore[arg-type]
         (dataclasses.replace(GOOD, hints=("spins",)), "hints must be Hint objects, not str"),  # type: ignore[arg-type]
-        (dataclasses.replace(GOOD, hints=(Hint("No", int, "x"),)), "no name of a hint"),
+        (dataclasses.replace(GOOD, hints=(Hint("No", int, "x"),)), "not the name of a hint"),
         (dataclasses.replace(GOOD, hints=(Hint("a", int, "x"), Hint("a", int, "x"))), "'a' twice"),
         (dataclasses.replace(GOOD, hints=(Hint("a", int, "x", 7, most=5),)), "its default does not fit"),
     ],

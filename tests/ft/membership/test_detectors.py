@@ -424,7 +424,7 @@ def test_a_plugin_adds_a_detector_and_takes_it_out_again() -> None:
     ("offered", "words"),
     [
         (("smoke",), "must return DetectorInfo"),
-        ((info(name="Smoke!"),), "no detector name"),
+        ((info(name="Smoke!"),), "not a detector name"),
         ((info(api=(9, 0)),), "too new"),
         ((info(evidence="rumour"),), "evidence must be"),
         ((info(make=None),), "make must be callable"),

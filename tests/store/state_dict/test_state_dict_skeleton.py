@@ -96,7 +96,7 @@ def test_forged_trees_are_refused_or_usable(nodes: list[Any]) -> None:
         (["d", ["a"], [["=", "b", 0]]], "'a' is tied to 'b', which is no tensor"),
         (["d", ["a"], [["T", 4]]], "not the skeleton"),
         (["d", ["a"], [["e", "enum:Enum", "X"]]], "outside of a subclass"),
-        (["d", ["a"], [["y", "torch.nonsense"]]], "no dtype"),
+        (["d", ["a"], [["y", "torch.nonsense"]]], "not a dtype"),
         (["d", ["a"], [["w", "torch:Tensor", ["p"], [["v", 1]], ["v", 1], [2], [1], 0]]], "no tensor"),
         (["d", ["a"], [["w", "torch:Tensor", ["p"], [["T", 0]], ["T", 0], [2], [1], 0]]], "a tensor in the context"),
         (["d", ["a"], [["w", "torch:Tensor", ["p"], [["T", 0]], ["v", 1], [2], [], 0]]], "impossible shape"),
