@@ -14,9 +14,10 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import torch
 import xxhash
 
@@ -34,6 +35,33 @@ BLOCK_BYTES = 2 << 20
 
 SHARE_BYTES = 8 << 20
 """The least bytes of a large read for each thread that shares it: a thread costs 0.1 ms."""
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Bytes to copy from a region to the memory at `address`, or the other way if `writing`.
+
+    `look()` raises if the plane was closed or the time is over.
+    """
+
+    handle: Handle
+    address: int
+    offset: int
+    nbytes: int
+    deadline: float
+    writing: bool
+    look: Callable[[], None]
+
+    def part(self, start: int, nbytes: int) -> BlockCopy:
+        """The copy of `nbytes` of the bytes, from number `start` on."""
+        if nbytes == self.nbytes:
+            return self
+        address, offset = self.address + start, self.offset + start
+        return BlockCopy(self.handle, address, offset, nbytes, self.deadline, self.writing, self.look)
+
+    def blocks(self, most: int) -> Iterator[BlockCopy]:
+        """The copies of its blocks, of at most so many bytes; one if it has no bytes."""
+        for start in range(0, self.nbytes, most) or (0,):
+            yield self.part(start, min(most, self.nbytes - start))
 
 
 class RegionAccess(ABC):
@@ -103,7 +131,7 @@ class BlockCopyPlane(MemoryPlane):
                 raise OpTimeout(op, seq, time.monotonic() - began)
 
         def body() -> None:
-            self._in_blocks(handle, address, offset, nbytes, deadline, writing, look)
+            self._in_blocks(BlockCopy(handle, address, offset, nbytes, deadline, writing, look))
             if not writing and nbytes and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
 
@@ -115,34 +143,20 @@ class BlockCopyPlane(MemoryPlane):
     def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
         """Open the region of a handle of this plane. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
 
-    def _in_blocks(
-        self,
-        handle: Handle,
-        address: int,
-        offset: int,
-        nbytes: int,
-        deadline: float,
-        writing: bool,
-        look: Callable[[], None],
-    ) -> None:
-        """Copy block by block; `look()`, called before each, raises if the plane was closed or the time is over."""
-        run_in_threads(
-            nbytes,
-            1 if writing else thread_count(nbytes),
-            lambda _, at, piece: self._copy_share(handle, address + at, offset + at, piece, writing, look),
-        )
+    def _in_blocks(self, copy: BlockCopy) -> None:
+        """Copy block by block; `copy.look()` is called before each."""
+        threads = 1 if copy.writing else thread_count(copy.nbytes)
+        run_in_threads(copy.nbytes, threads, lambda _, at, nbytes: self._copy_share(copy.part(at, nbytes)))
 
-    def _copy_share(
-        self, handle: Handle, address: int, offset: int, nbytes: int, writing: bool, look: Callable[[], None]
-    ) -> None:
-        region = self._open_region(handle, writing)
+    def _copy_share(self, copy: BlockCopy) -> None:
+        region = self._open_region(copy.handle, copy.writing)
         unharmed = False
         try:
-            check_size(handle, region.nbytes)
-            move = region.push if writing else region.pull
-            for start in range(0, nbytes, BLOCK_BYTES) or (0,):
-                look()
-                move(address + start, offset + start, min(BLOCK_BYTES, nbytes - start))
+            check_size(copy.handle, region.nbytes)
+            move = region.push if copy.writing else region.pull
+            for block in copy.blocks(BLOCK_BYTES):
+                copy.look()
+                move(block.address, block.offset, block.nbytes)
             unharmed = True
         finally:
             region.release(unharmed)
@@ -197,19 +211,19 @@ _own: weakref.WeakValueDictionary[tuple[int, str, bytes], HeldRegion] = weakref.
 
 
 class HeldUntil:
-    """Hold a lock, which another copy may hold for long; `look` raises `OpTimeout` if it is not free by `deadline`.
+    """Hold a lock, which another copy may hold for long; `copy.look` raises if it is not free by the deadline.
 
     A class, since it is entered for each block.
     """
 
-    __slots__ = ("_deadline", "_lock", "_look")
+    __slots__ = ("_copy", "_lock")
 
-    def __init__(self, lock: threading.RLock, deadline: float, look: Callable[[], None]) -> None:
-        self._lock, self._deadline, self._look = lock, deadline, look
+    def __init__(self, lock: threading.RLock, copy: BlockCopy) -> None:
+        self._lock, self._copy = lock, copy
 
     def __enter__(self) -> None:
-        while not self._lock.acquire(timeout=max(self._deadline - time.monotonic(), 0.001)):
-            self._look()
+        while not self._lock.acquire(timeout=max(self._copy.deadline - time.monotonic(), 0.001)):
+            self._copy.look()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

@@ -67,13 +67,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-class Transfer:
-    """A transfer between a local and a remote range, which may be posted any number of times."""
-
-    __slots__ = ("handle", "owner")
-
-    def __init__(self, handle: Any, owner: str) -> None:
-        self.handle, self.owner = handle, owner
+Transfer = Any
+"""A transfer between a local and a remote range, which may be posted any number of times: NIXL's handle."""
 
 
 class NixlAgent:
@@ -143,7 +138,7 @@ class NixlAgent:
         local = self._api.get_xfer_descs([(here, nbytes, 0)], "DRAM")
         remote = self._api.get_xfer_descs([(there, nbytes, 0)], "DRAM")
         try:
-            return Transfer(self._api.initialize_xfer(kind, local, remote, name), name)
+            return self._api.initialize_xfer(kind, local, remote, name)
         except Exception as error:
             raise RegionGone(f"NIXL cannot reach the process that exposed this region any more: {error}") from error
 
@@ -152,20 +147,20 @@ class NixlAgent:
 
         A transfer that has not ended may still be carried out: it is kept, with the `memory` that it uses.
         """
-        handle, last, failure = transfer.handle, "PROC", None
+        last, failure = "PROC", None
 
         def ended() -> bool:
             nonlocal last, failure
             if not self.local:
                 time.sleep(_SLEEP_SECONDS)
             try:
-                last = self._api.check_xfer_state(handle)
+                last = self._api.check_xfer_state(transfer)
             except Exception as error:
                 last, failure = "ERR", error
             return last != "PROC"
 
         try:
-            last = self._api.transfer(handle)
+            last = self._api.transfer(transfer)
         except Exception as error:
             last, failure = "ERR", error
         if last == "PROC":
@@ -188,4 +183,4 @@ class NixlAgent:
         forks.never_destroy((transfer, memory))
 
     def release(self, transfer: Transfer) -> None:
-        self._api.release_xfer_handle(transfer.handle)
+        self._api.release_xfer_handle(transfer)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
 import torch
 
-from holdfast.backends.common.block_copy import HeldUntil, check_size, forged, sealed, unsealed
+from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, check_size, forged, sealed, unsealed
 from holdfast.backends.common.host_plane import HostPlane, Withdraw
 from holdfast.backends.common.region_table import TableAddress, held_open, open_table, slot_address
 from holdfast.backends.nixl.agent import NixlAgent, Registered, Transfer
@@ -162,55 +161,45 @@ class NixlPlane(HostPlane):
 
     # -- reading and writing
 
-    def _in_blocks(
-        self,
-        handle: Handle,
-        address: int,
-        offset: int,
-        nbytes: int,
-        deadline: float,
-        writing: bool,
-        look: Callable[[], None],
-    ) -> None:
-        for start in range(0, nbytes, BLOCK_BYTES) or (0,):
-            with HeldUntil(self._lock, deadline, look):
-                look()
-                self._move(handle, address + start, offset + start, min(BLOCK_BYTES, nbytes - start), deadline, writing)
+    def _in_blocks(self, copy: BlockCopy) -> None:
+        for block in copy.blocks(BLOCK_BYTES):
+            with HeldUntil(self._lock, block):
+                block.look()
+                self._move(block)
 
-    def _move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+    def _move(self, block: BlockCopy) -> None:
         """Move one block. The lock is held."""
         if self._stage is None and self._remote:  # a read timed out: the known regions go, before one is used
             self._staging(STAGE_BYTES if self._started().local else BLOCK_BYTES)
-        region = self._remote.get(handle) or self._find(handle)
+        region = self._remote.get(block.handle) or self._find(block.handle)
         try:
             region.check()
-            if writing:
-                self._push(region, address, offset, nbytes, deadline)
+            if block.writing:
+                self._push(region, block)
             else:
-                if nbytes:
-                    self._transfer(region, address, offset, nbytes, deadline, writing=False)
-                region.check_open(deadline)
+                if block.nbytes:
+                    self._transfer(region, block)
+                region.check_open(block.deadline)
         except (RegionGone, OpTimeout):
             self._forget(region)
             raise
 
-    def _push(self, region: _RemoteRegion, address: int, offset: int, nbytes: int, deadline: float) -> None:
+    def _push(self, region: _RemoteRegion, block: BlockCopy) -> None:
         """Write a block while `close` of the owner waits."""
         if not region.address.writable:
             raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
         if not region.here:
             raise Unsupported("writing to memory of another host over nixl", "let its owner read, or use ucx")
-        with open_table(self.name, region.place) as (descriptor, _), held_open(descriptor, region.place.slot, deadline):
+        place, deadline = region.place, block.deadline
+        with open_table(self.name, place) as (descriptor, _), held_open(descriptor, place.slot, deadline):
             region.check_open(deadline)
-            if nbytes:
-                self._transfer(region, address, offset, nbytes, deadline, writing=True)
+            if block.nbytes:
+                self._transfer(region, block)
             region.check_open(deadline)
 
-    def _transfer(
-        self, region: _RemoteRegion, address: int, offset: int, nbytes: int, deadline: float, writing: bool
-    ) -> None:
-        agent = self._started()
-        there, name = region.address.memory + offset, region.address.agent
+    def _transfer(self, region: _RemoteRegion, block: BlockCopy) -> None:
+        agent, address, nbytes, writing = self._started(), block.address, block.nbytes, block.writing
+        there, name = region.address.memory + block.offset, region.address.agent
         op = "memory write" if writing else "memory read"
         direct = agent.local and nbytes > STAGE_BYTES
         memory = agent.register(address, nbytes) if direct else self._staging(nbytes)
@@ -219,7 +208,7 @@ class NixlPlane(HostPlane):
             ctypes.memmove(here, address, nbytes)
         transfer = agent.prepare("WRITE" if writing else "READ", here, there, nbytes, name)
         try:
-            agent.run(transfer, deadline, op, region.suspect, self._stage_memory)
+            agent.run(transfer, block.deadline, op, region.suspect, self._stage_memory)
         except (RegionGone, OpTimeout):
             self._stage = None  # the transfer may still write to it
             raise

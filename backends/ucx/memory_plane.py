@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
 
-from holdfast.backends.common.block_copy import HeldUntil, check_size, forged, sealed, unsealed
+from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, check_size, forged, sealed, unsealed
 from holdfast.backends.common.host_plane import HostPlane, Withdraw
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.region_table import TableAddress
@@ -104,12 +103,13 @@ class _Region(Owner):
         self.connection, self.to = connection, connection.endpoint
         self._number, self._writable, self._requests = number, writable, requests
 
-    def move(self, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
-        """Copy one block between the memory at `address` and the region. Raises `RegionGone`, `OpTimeout`."""
-        if not writing:
-            self._requests.read(self, self._number, offset, (address, nbytes), None, deadline, "memory read")
+    def move(self, block: BlockCopy) -> None:
+        """Copy one block between memory of this process and the region. Raises `RegionGone`, `OpTimeout`."""
+        memory, deadline = (block.address, block.nbytes), block.deadline
+        if not block.writing:
+            self._requests.read(self, self._number, block.offset, memory, None, deadline, "memory read")
         elif self._writable:
-            self._requests.write(self, self._number, offset, (address, nbytes), None, deadline, "memory write")
+            self._requests.write(self, self._number, block.offset, memory, None, deadline, "memory write")
         else:
             raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
 
@@ -143,13 +143,13 @@ class _Messenger:
         self._found: dict[Handle, _Region] = {}
         self._progress = ProgressThread(self.worker, self.lock, eager=len(os.sched_getaffinity(0)) > 1)
 
-    def move(self, handle: Handle, address: int, offset: int, nbytes: int, deadline: float, writing: bool) -> None:
+    def move(self, block: BlockCopy) -> None:
         """Move one block, over a new connection if the existing one is broken."""
         for attempt in range(1, ATTEMPTS + 1):
             region = None
             try:
-                region = self._found.get(handle) or self._find(handle)
-                region.move(address, offset, nbytes, deadline, writing)
+                region = self._found.get(block.handle) or self._find(block.handle)
+                region.move(block)
             except (RegionGone, OpTimeout) as error:
                 if region is not None:
                     self._forget(region.connection)
@@ -233,24 +233,14 @@ class UcxPlane(HostPlane):
     def _place(self, handle: Handle) -> TableAddress:
         return TableAddress.decode(UcxAddress.decode(handle.address).place)
 
-    def _in_blocks(
-        self,
-        handle: Handle,
-        address: int,
-        offset: int,
-        nbytes: int,
-        deadline: float,
-        writing: bool,
-        look: Callable[[], None],
-    ) -> None:
+    def _in_blocks(self, copy: BlockCopy) -> None:
         if (messenger := self._messenger()) is None:
-            super()._in_blocks(handle, address, offset, nbytes, deadline, writing, look)
+            super()._in_blocks(copy)
             return
-        for start in range(0, nbytes, BLOCK_BYTES) or (0,):
-            with HeldUntil(messenger.lock, deadline, look):
-                look()
-                piece = min(BLOCK_BYTES, nbytes - start)
-                messenger.move(handle, address + start, offset + start, piece, deadline, writing)
+        for block in copy.blocks(BLOCK_BYTES):
+            with HeldUntil(messenger.lock, block):
+                block.look()
+                messenger.move(block)
 
     def _release(self) -> None:
         super()._release()

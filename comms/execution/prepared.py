@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from holdfast.comms import plan
 from holdfast.comms._native import PreparedOp
 from holdfast.comms.ops import Recv, Send
 from holdfast.comms.tensors.memory import held_bytes
@@ -23,23 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OPS", "PreparedOp", "prepare"]
 
-OPS = (
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "broadcast",
-    "all_gather",
-    "all_gather_single",
-    "all_to_all",
-    "all_to_all_single",
-    "gather",
-    "scatter",
-    "barrier",
-    "send",
-    "recv",
-    "batch_send_recv",
-)
+SINGLES = ("reduce_scatter_single", "all_gather_single", "all_to_all_single")
+OPS = (*plan.OPS, *SINGLES, "send", "recv", "batch_send_recv")
 _FAST = {
     "all_reduce": ("tensor", "op"),
     "reduce_scatter_single": ("output", "tensor", "op"),

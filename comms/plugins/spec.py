@@ -15,6 +15,7 @@ import torch
 
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plan import OPS
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.tensors.packing import names
 from holdfast.comms.transport.base import Context, Link, Transport
@@ -52,21 +53,7 @@ class Unavailable:
     needs_launcher: bool = False
 
 
-COLLECTIVES = frozenset(
-    [
-        "all_reduce",
-        "reduce",
-        "broadcast",
-        "all_gather",
-        "reduce_scatter",
-        "all_to_all",
-        "gather",
-        "scatter",
-        "barrier",
-        "send",
-        "recv",
-    ]
-)
+COLLECTIVES = frozenset([*OPS, "send", "recv"])
 
 
 _EIGHT_BIT_FLOATS = names(EIGHT_BIT_FLOATS)
