@@ -188,7 +188,7 @@ def bad_handles(own: str) -> list[tuple[Any, type[BaseException], str]]:
         ([own, "x" * 10_000], ValueError, "10000 characters"),
         ([own, changed(own, at="nowhere")], ValueError, "not the handle of a process"),
         ([own, changed(own, more=1)], ValueError, "not the handle of a process"),
-        ([own, 7], TypeError, "a handle is a text"),
+        ([own, 7], TypeError, "a handle must be a text"),
         (own, TypeError, "a list or a set"),
         ([own, changed(other, version=2)], Mismatch, "version 2, this process reads 1"),
         ([own, changed(other, job="another")], Mismatch, r"rank 1 is of another job .*HOLDFAST_KEY_FILE"),
