@@ -307,7 +307,7 @@ def test_the_error_tells_what_torchs_watchdog_found_or_that_it_cannot_be_asked(m
         found = over(Recording(get_error=lambda kind=kind: SimpleNamespace(name=kind)))._own_failure()
         assert type(found) is error
     assert over(Recording(get_error=lambda: SimpleNamespace(name="SUCCESS")))._own_failure() is None
-    assert "cannot say" in str(over(Recording(get_error=fail))._own_failure())
+    assert "cannot report" in str(over(Recording(get_error=fail))._own_failure())
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("WithoutGetError", (), {}), raising=False)
     assert not nccl.capabilities().finds_failures
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("With", (), {"get_error": None}), raising=False)
