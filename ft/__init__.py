@@ -13,8 +13,7 @@ from holdfast.ft.on_demand import on_demand
 if TYPE_CHECKING:
     from holdfast.ft.attempt import Attempt
     from holdfast.ft.error_history import StepFailed
-    from holdfast.ft.membership.step_error import StepError
-    from holdfast.ft.membership.view import Job, Member, View
+    from holdfast.ft.membership.view import Job, Member, StepError, View
     from holdfast.ft.session import Session
     from holdfast.ft.settings import AlreadyJoined
     from holdfast.ft.state.gradients import ShardSums
@@ -47,7 +46,7 @@ __getattr__ = on_demand(
         "ShardSums": "holdfast.ft.state.gradients",
         "Sharded": "holdfast.ft.state.sharded",
         "StateNotGiven": "holdfast.ft.state.transfer",
-        "StepError": "holdfast.ft.membership.step_error",
+        "StepError": "holdfast.ft.membership.view",
         "StepFailed": "holdfast.ft.error_history",
         "Timeouts": "holdfast.ft.timeouts",
         "View": "holdfast.ft.membership.view",

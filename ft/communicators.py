@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,13 @@ from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.comms.execution.executor import OpSettings
 from holdfast.comms.journal import Recorder
-from holdfast.ft.control.channel import split_address
+from holdfast.ft.control.interface import split_address
 from holdfast.ft.membership.view import View
 from holdfast.ft.settings import Settings
 from holdfast.ft.step_protocol import FIELDS, Vote
+
+if TYPE_CHECKING:
+    from holdfast.comms.torchdist.session_group import SessionProcessGroup
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -92,6 +96,33 @@ class CommunicatorManager:
         """Close all communicators. Idempotent."""
         self.retire()
         self.close_retired()
+
+
+class DefaultGroup:
+    """torch.distributed's default group in a session: made at the first use in each epoch."""
+
+    def __init__(self) -> None:
+        self._group: SessionProcessGroup | None = None
+
+    def over(self, comm: Communicator, store: dist.Store, timeout: float) -> SessionProcessGroup:
+        """The group over `comm`; its subgroups meet at `store`. `timeout` (seconds) is that of its ops.
+
+        Raises HoldfastError if torch has another default group in this process.
+        """
+        from holdfast.comms.torchdist.default_group import install
+
+        if self._group is None or self._group.communicator is not comm:
+            self.drop()
+            self._group = install(comm, dist.PrefixStore("torch", store), timeout)
+        return self._group
+
+    def drop(self) -> None:
+        """Take the group from torch: its epoch is over. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            from holdfast.comms.torchdist.default_group import remove
+
+            remove(group)
 
 
 def collect_votes(comm: Communicator, mine: Vote, timeout: float) -> list[Vote]:

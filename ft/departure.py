@@ -13,8 +13,7 @@ from holdfast.ft import error_history
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.control.errors import KeyTimeout
 from holdfast.ft.membership.events import LocalFailed, LocalFinished
-from holdfast.ft.membership.step_error import StepError
-from holdfast.ft.membership.view import View
+from holdfast.ft.membership.view import StepError, View
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.runtime import Runtime
 from holdfast.ft.registers import RegisterAway

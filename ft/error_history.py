@@ -10,7 +10,7 @@ import traceback
 import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError
-from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.membership.view import StepError
 from holdfast.ft.registers import open_cell
 
 CELL = "errors"

@@ -25,10 +25,17 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     usual_level: ClassVar[int] = logging.DEBUG
     shared: ClassVar[bool] = False
     then: ClassVar[str] = ""
+    counter: ClassVar[str] = ""
+    """The counter of metrics to which it adds one, or one for each of its `members`."""
+    says: ClassVar[str] = ""
+    """The sentence, in which `{self.FIELD}` stands for a field, unless the kind makes its own."""
 
     time: float = -1.0
     process: str = ""
     pid: int = 0
+
+    def __str__(self) -> str:
+        return self.says.format(self=self)
 
     @property
     def level(self) -> int:
@@ -55,10 +62,9 @@ def stamped(event: E, process: str, pid: int, at: float | None = None) -> E:
 class JoinRequested(Event, frozen=True, tag="joined"):
     """The process asks for a place in the job."""
 
-    address: str = ""
+    says = "this process asks to join the job (it listens at {self.address})"
 
-    def __str__(self) -> str:
-        return f"this process asks to join the job (it listens at {self.address})"
+    address: str = ""
 
 
 class SpareWaits(Event, frozen=True, tag="spare"):
@@ -66,21 +72,18 @@ class SpareWaits(Event, frozen=True, tag="spare"):
 
     usual_level = logging.INFO
     then = "it takes a place when a member is lost"
+    says = "this process waits as a spare of epoch {self.epoch}"
 
     epoch: int
     to: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"this process waits as a spare of epoch {self.epoch}"
 
 
 class SpareWelcomed(Event, frozen=True, tag="welcomed"):
     """A member knows of a waiting spare."""
 
-    spare: str
+    says = "{self.spare} waits as a spare"
 
-    def __str__(self) -> str:
-        return f"{self.spare} waits as a spare"
+    spare: str
 
 
 class ViewInstalled(Event, frozen=True, tag="installed"):
@@ -125,12 +128,10 @@ class EpochRevoked(Event, frozen=True, tag="revoked"):
     shared = True
     usual_level = logging.INFO
     then = "its pending ops end, and the next view decides who goes on"
+    says = "epoch {self.epoch} is over: {self.reason}"
 
     epoch: int
     reason: str = ""
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch} is over: {self.reason}"
 
 
 class WasEvicted(Event, frozen=True, tag="evicted"):
@@ -138,12 +139,10 @@ class WasEvicted(Event, frozen=True, tag="evicted"):
 
     usual_level = logging.WARNING
     then = "it can do nothing more in this job"
+    says = "epoch {self.epoch} begins without this process: {self.reason}"
 
     epoch: int
     reason: str = ""
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch} begins without this process: {self.reason}"
 
 
 class ResignedItself(Event, frozen=True, tag="resigned"):
@@ -151,11 +150,9 @@ class ResignedItself(Event, frozen=True, tag="resigned"):
 
     usual_level = logging.WARNING
     then = "the others replace it"
+    says = "this process leaves the job: {self.evidence}"
 
     evidence: str
-
-    def __str__(self) -> str:
-        return f"this process leaves the job: {self.evidence}"
 
 
 class LostMajority(Event, frozen=True, tag="cut_off"):
@@ -163,11 +160,9 @@ class LostMajority(Event, frozen=True, tag="cut_off"):
 
     usual_level = logging.WARNING
     then = "it stops until it is heard again or replaced"
+    says = "this process is cut off: {self.evidence}"
 
     evidence: str
-
-    def __str__(self) -> str:
-        return f"this process is cut off: {self.evidence}"
 
 
 class RegisterUnreachable(Event, frozen=True, tag="register_away"):
@@ -175,11 +170,10 @@ class RegisterUnreachable(Event, frozen=True, tag="register_away"):
 
     usual_level = logging.WARNING
     then = "this rank tries again; steps go on without the register, recoveries wait for it"
+    counter = "register_away"
+    says = "the register cannot be reached: {self.reason}"
 
     reason: str
-
-    def __str__(self) -> str:
-        return f"the register cannot be reached: {self.reason}"
 
 
 # Failures of members ------------------------------------------------------------------------------------------------
@@ -190,6 +184,7 @@ class DeathsDetected(Event, frozen=True, tag="detected"):
 
     usual_level = logging.INFO
     shared = True
+    counter = "failures_detected"
     then = "the survivors end the epoch and go on without"
 
     members: tuple[str, ...]
@@ -207,13 +202,12 @@ class MemberSuspected(Event, frozen=True, tag="suspected"):
     usual_level = logging.INFO
     shared = True
     then = "it is lost once most of its observers agree"
+    counter = "suspicions"
+    says = "{self.member} is suspected: {self.evidence}"
 
     member: str
     evidence: str = ""
     of: int | UnsetType = UNSET
-
-    def __str__(self) -> str:
-        return f"{self.member} is suspected: {self.evidence}"
 
 
 class SuspicionCleared(Event, frozen=True, tag="cleared"):
@@ -221,11 +215,9 @@ class SuspicionCleared(Event, frozen=True, tag="cleared"):
 
     usual_level = logging.INFO
     shared = True
+    says = "{self.member} is heard again"
 
     member: str
-
-    def __str__(self) -> str:
-        return f"{self.member} is heard again"
 
 
 class MemberUnreachable(Event, frozen=True, tag="condemned"):
@@ -234,12 +226,11 @@ class MemberUnreachable(Event, frozen=True, tag="condemned"):
     usual_level = logging.INFO
     shared = True
     then = "the next epoch begins without it"
+    counter = "failures_detected"
+    says = "{self.member} counts as failed: {self.evidence}"
 
     member: str
     evidence: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.member} counts as failed: {self.evidence}"
 
 
 class MemberStalled(Event, frozen=True, tag="stalled"):
@@ -247,12 +238,10 @@ class MemberStalled(Event, frozen=True, tag="stalled"):
 
     usual_level = logging.INFO
     then = "it is ended by SIGKILL"
+    says = "{self.member} does not run: {self.evidence}"
 
     member: str
     evidence: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.member} does not run: {self.evidence}"
 
 
 class MemberLate(Event, frozen=True, tag="late"):
@@ -260,13 +249,11 @@ class MemberLate(Event, frozen=True, tag="late"):
 
     usual_level = logging.INFO
     shared = True
+    says = "{self.member} holds up op {self.op}: {self.evidence}"
 
     member: str
     op: int
     evidence: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.member} holds up op {self.op}: {self.evidence}"
 
 
 class MemberFenced(Event, frozen=True, tag="fenced"):
@@ -274,12 +261,10 @@ class MemberFenced(Event, frozen=True, tag="fenced"):
 
     usual_level = logging.INFO
     then = "its death is awaited"
+    says = "{self.member} is ended by SIGKILL: {self.reason}"
 
     member: str
     reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.member} is ended by SIGKILL: {self.reason}"
 
 
 class FenceFailed(Event, frozen=True, tag="fence_failed"):
@@ -287,26 +272,23 @@ class FenceFailed(Event, frozen=True, tag="fence_failed"):
 
     usual_level = logging.WARNING
     then = "this is tried again"
+    says = "{self.member} cannot be ended: {self.error} (to end it because {self.reason})"
 
     member: str
     reason: str = ""
     error: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.member} cannot be ended: {self.error} (to end it because {self.reason})"
-
 
 class DetectorLost(Event, frozen=True, tag="detector_lost"):
     """A failure detector is missing or has failed; `instead` is the evidence in its place."""
+
+    says = "detector {self.detector!r} is lost ({self.reason}); in its place: {self.instead}"
 
     # `watch` logs it, with the traceback: the level here is DEBUG
 
     detector: str
     reason: str = ""
     instead: str = ""
-
-    def __str__(self) -> str:
-        return f"detector {self.detector!r} is lost ({self.reason}); in its place: {self.instead}"
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -315,21 +297,19 @@ class DetectorLost(Event, frozen=True, tag="detector_lost"):
 class StepBegun(Event, frozen=True, tag="attempt"):
     """The process begins an attempt at a step."""
 
+    says = "step {self.step} begins"
+
     step: int
     epoch: int
-
-    def __str__(self) -> str:
-        return f"step {self.step} begins"
 
 
 class StepPrepared(Event, frozen=True, tag="prepared"):
     """The process has its results of the step."""
 
+    says = "this rank's part of step {self.step} is done"
+
     step: int
     epoch: int
-
-    def __str__(self) -> str:
-        return f"this rank's part of step {self.step} is done"
 
 
 class StepCommitted(Event, frozen=True, tag="committed"):
@@ -358,12 +338,11 @@ class StepAborted(Event, frozen=True, tag="aborted_step"):
     usual_level = logging.INFO
     shared = True
     then = "it comes again"
+    counter = "steps_aborted"
+    says = "step {self.step} was not complete on all ranks and is undone"
 
     step: int
     epoch: int
-
-    def __str__(self) -> str:
-        return f"step {self.step} was not complete on all ranks and is undone"
 
 
 class CommunicatorBuilt(Event, frozen=True, tag="rebuilt"):
@@ -408,11 +387,9 @@ class StepsFinished(Event, frozen=True, tag="finished"):
 
     usual_level = logging.INFO
     shared = True
+    says = "the job is finished after step {self.step}"
 
     step: int = -1
-
-    def __str__(self) -> str:
-        return f"the job is finished after step {self.step}"
 
 
 class SessionFailed(Event, frozen=True, tag="error"):
@@ -420,11 +397,9 @@ class SessionFailed(Event, frozen=True, tag="error"):
 
     usual_level = logging.INFO
     then = "it leaves the job"
+    says = "this process ends with an error: {self.error}"
 
     error: str = ""
-
-    def __str__(self) -> str:
-        return f"this process ends with an error: {self.error}"
 
 
 class OpEnded(Event, frozen=True, tag="op"):
@@ -523,26 +498,22 @@ class StateRefused(Event, frozen=True, tag="state_refused"):
 
     usual_level = logging.ERROR
     then = "the others go on without the newcomer"
+    says = "this rank cannot give its state to newcomers: {self.reason}"
 
     step: int
     epoch: int
     reason: str
-
-    def __str__(self) -> str:
-        return f"this rank cannot give its state to newcomers: {self.reason}"
 
 
 class StateUnfit(Event, frozen=True, tag="state_unfit"):
     """Something attached has become a thing that newcomers cannot be given."""
 
     usual_level = logging.WARNING
+    says = "what is attached as {self.name!r} cannot be given to newcomers any more: {self.reason}"
 
     step: int
     name: str
     reason: str
-
-    def __str__(self) -> str:
-        return f"what is attached as {self.name!r} cannot be given to newcomers any more: {self.reason}"
 
 
 # About the record itself ---------------------------------------------------------------------------------------------
@@ -552,11 +523,9 @@ class MetricsServed(Event, frozen=True, tag="metrics"):
     """Where the process serves its metrics."""
 
     usual_level = logging.INFO
+    says = "metrics are served at {self.url}"
 
     url: str
-
-    def __str__(self) -> str:
-        return f"metrics are served at {self.url}"
 
 
 class EventsDropped(Event, frozen=True, tag="events_dropped"):
@@ -574,22 +543,20 @@ class EventsDropped(Event, frozen=True, tag="events_dropped"):
 class SamplesTaken(Event, frozen=True, tag="samples"):
     """The shards that a rank works on in an attempt."""
 
+    says = "step {self.step} works on shards {self.shards}"
+
     step: int
     epoch: int
     shards: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"step {self.step} works on shards {self.shards}"
 
 
 class StateDigested(Event, frozen=True, tag="state"):
     """A checksum of the state that the process holds after a step."""
 
+    says = "the state after step {self.step} has digest {self.digest}"
+
     step: int
     digest: str
-
-    def __str__(self) -> str:
-        return f"the state after step {self.step} has digest {self.digest}"
 
 
 class ResourcesUsed(Event, frozen=True, tag="resources"):
@@ -620,19 +587,17 @@ class FaultInjected(Event, frozen=True, tag="fault"):
 class FaultHealed(Event, frozen=True, tag="healed"):
     """A fault is over."""
 
-    number: int
+    says = "fault {self.number} is over"
 
-    def __str__(self) -> str:
-        return f"fault {self.number} is over"
+    number: int
 
 
 class ProcessDied(Event, frozen=True, tag="died"):
     """The harness or the simulator ended a process."""
 
-    why: str = ""
+    says = "this process is killed: {self.why}"
 
-    def __str__(self) -> str:
-        return f"this process is killed: {self.why}"
+    why: str = ""
 
 
 class ProcessStopped(Event, frozen=True, tag="stopped"):
@@ -647,19 +612,17 @@ class ProcessStopped(Event, frozen=True, tag="stopped"):
 class RoleLost(Event, frozen=True, tag="process_lost"):
     """A process of a training run ended."""
 
-    role: str
+    says = "this {self.role} is lost"
 
-    def __str__(self) -> str:
-        return f"this {self.role} is lost"
+    role: str
 
 
 class RoleReplaced(Event, frozen=True, tag="process_replaced"):
     """A process of a training run takes the place of another."""
 
-    role: str
+    says = "this {self.role} takes the place of a lost one"
 
-    def __str__(self) -> str:
-        return f"this {self.role} takes the place of a lost one"
+    role: str
 
 
 class SimulationBegun(Event, frozen=True, tag="simulated"):
@@ -684,10 +647,9 @@ class SimulationEnds(Event, frozen=True, tag="horizon"):
 class CoreBroken(Event, frozen=True, tag="broken"):
     """The membership core of a process raised."""
 
-    error: str
+    says = "the membership core raised: {self.error}"
 
-    def __str__(self) -> str:
-        return f"the membership core raised: {self.error}"
+    error: str
 
 
 class VersionEvent(Event, frozen=True):
@@ -699,48 +661,42 @@ class VersionEvent(Event, frozen=True):
 class VersionPublished(VersionEvent, frozen=True, tag="published"):
     """Readers may see the version from now on."""
 
-    def __str__(self) -> str:
-        return f"version {self.version} is published"
+    says = "version {self.version} is published"
 
 
 class VersionFetched(VersionEvent, frozen=True, tag="fetched"):
     """The process read the version."""
 
-    def __str__(self) -> str:
-        return f"version {self.version} is fetched"
+    says = "version {self.version} is fetched"
 
 
 class VersionRetired(VersionEvent, frozen=True, tag="retired"):
     """The version may be removed from now on."""
 
-    def __str__(self) -> str:
-        return f"version {self.version} is retired"
+    says = "version {self.version} is retired"
 
 
 class VersionLost(VersionEvent, frozen=True, tag="lost"):
     """No holder has the version any more."""
 
-    def __str__(self) -> str:
-        return f"version {self.version} is lost: no holder has it"
+    says = "version {self.version} is lost: no holder has it"
 
 
 class ReplicaMade(VersionEvent, frozen=True, tag="replica_made"):
     """A holder has copied a part of a version."""
 
-    part: int = 0
+    says = "part {self.part} of version {self.version} is copied here"
 
-    def __str__(self) -> str:
-        return f"part {self.part} of version {self.version} is copied here"
+    part: int = 0
 
 
 class ReplicaCorrupt(VersionEvent, frozen=True, tag="replica_corrupt"):
     """A copy of a part of a version is not what was published."""
 
+    says = "the copy of part {self.part} of version {self.version} at {self.holder} is corrupt"
+
     part: int = 0
     holder: str = ""
-
-    def __str__(self) -> str:
-        return f"the copy of part {self.part} of version {self.version} at {self.holder} is corrupt"
 
 
 class HoldersDied(Event, frozen=True, tag="holders_died"):
@@ -755,11 +711,10 @@ class HoldersDied(Event, frozen=True, tag="holders_died"):
 class HostAway(Event, frozen=True, tag="host_away"):
     """A host of holders does not answer."""
 
+    says = "host {self.host} does not answer"
+
     host: str = ""
     hosts: int = 0
-
-    def __str__(self) -> str:
-        return f"host {self.host} does not answer"
 
 
 class HolderReady(Event, frozen=True, tag="holding"):
@@ -781,19 +736,17 @@ class ReadsEnded(Event, frozen=True, tag="read"):
 class EpochReduced(Event, frozen=True, tag="first_op"):
     """A rank of a benchmark completed its first op of an epoch, at the time `completed`."""
 
+    says = "the first op of epoch {self.epoch} is complete"
+
     epoch: int
     rank: int
     completed: float
-
-    def __str__(self) -> str:
-        return f"the first op of epoch {self.epoch} is complete"
 
 
 class VersionWrong(VersionEvent, frozen=True, tag="wrong"):
     """The process read other bytes than were published."""
 
-    def __str__(self) -> str:
-        return f"version {self.version} has wrong bytes"
+    says = "version {self.version} has wrong bytes"
 
 
 def _some(names: tuple[str, ...]) -> str:

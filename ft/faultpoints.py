@@ -1,21 +1,101 @@
-"""Named points where a process can be killed, so that tests kill it at every step of a protocol.
+"""Named points where a process can be killed, or held while a fault is injected, at every step of a protocol.
 
 `HOLDFAST_FAULT="point:step:rank"` (several separated by `;`) makes the process that is `rank` end itself with SIGKILL
-when it reaches `point` in `step`. A fourth part restricts it to one epoch: a spare that takes the dead rank's place has
-the same environment. Tests may `arm` any callable instead.
+when it reaches `point` in `step` (-1 for both: any). A fourth part restricts it to one epoch: a spare that takes the
+dead rank's place has the same environment. Tests may `arm` any callable instead.
+
+`HOLDFAST_FAULT_GATE` is a `GateAddress` in JSON: the Unix socket of a harness, and the points at which to ask it. The
+process waits there until the harness has injected a fault, or lets it go on.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
-from holdfast.ft import fault_gate
+from holdfast.comms.system.paths import connect_unix
+
+GATE_VARIABLE = "HOLDFAST_FAULT_GATE"
+
+HELD_SECONDS = 10.0
+"""The longest that a process waits at a point."""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A process is at a point. `rank` is -1 where it has none."""
+
+    pid: int
+    point: str
+    step: int
+    rank: int
+    epoch: int
+
+
+class PointFilter(msgspec.Struct, frozen=True):
+    """The arrivals to ask the harness about: at `point`, in the given step, rank and epoch, -1 for any.
+
+    `since` leaves out those in earlier steps.
+    """
+
+    point: str
+    step: int = -1
+    rank: int = -1
+    epoch: int = -1
+    since: int = -1
+
+    def fits(self, arrival: Arrival) -> bool:
+        """Whether this is one of them."""
+        wanted = ((self.step, arrival.step), (self.rank, arrival.rank), (self.epoch, arrival.epoch))
+        fits = self.point == arrival.point and arrival.step >= self.since
+        return fits and all(want in (-1, have) for want, have in wanted)
+
+
+class GateAddress(msgspec.Struct, frozen=True):
+    """Where the harness listens, and for which arrivals."""
+
+    path: str
+    filters: tuple[PointFilter, ...]
+
+    def environ(self) -> dict[str, str]:
+        """The variable that makes a process ask at these points."""
+        return {GATE_VARIABLE: msgspec.json.encode(self).decode()}
+
+
+class GateAgent:
+    """The process's side. `reach` is safe to call from any thread."""
+
+    def __init__(self, address: GateAddress, before: Callable[[], None] = lambda: None) -> None:
+        """`before` is called before the harness hears of an arrival, since it may kill this process then."""
+        self._before = before
+        self._filters = address.filters
+        self._points = {each.point for each in address.filters}
+        self._turn = threading.Lock()
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connect_unix(self._line, Path(address.path))
+        self._line.settimeout(HELD_SECONDS)
+
+    def reach(self, point: str, step: int, rank: int, epoch: int) -> None:
+        """Wait at a point if a fault may be injected there."""
+        if point not in self._points:
+            return
+        here = Arrival(os.getpid(), point, step, rank, epoch)
+        if not any(each.fits(here) for each in self._filters):
+            return
+        self._before()
+        with self._turn:
+            try:
+                self._line.send(msgspec.json.encode(here))
+                self._line.recv(1)
+            except OSError:
+                return
+
 
 VARIABLE = "HOLDFAST_FAULT"
 
@@ -78,23 +158,6 @@ def _prepare_kill() -> None:
         act()
 
 
-@dataclass(frozen=True, slots=True)
-class KillAtPoint:
-    """SIGKILL this process at `point` of `step` if it is `rank` (-1 for both: any), in `epoch` (None: any)."""
-
-    point: str
-    step: int
-    rank: int
-    epoch: int | None = None
-
-    def __call__(self, point: str, step: int, rank: int, epoch: int) -> None:
-        if point != self.point or self.step not in (-1, step) or self.rank not in (-1, rank):
-            return
-        if self.epoch in (None, epoch):
-            _prepare_kill()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def reach(point: str, step: int, rank: int, epoch: int) -> None:
     """Report that `point` is reached; an armed fault may end the process here."""
     if _armed is not None:
@@ -114,7 +177,7 @@ def arm(fault: Fault | None) -> None:
 
 def parse(text: str) -> Fault | None:
     """The fault in the environment variable's text; None for none. Raises ValueError for invalid text."""
-    kills = []
+    filters = []
     for part in filter(None, text.split(";")):
         point, *numbers = part.split(":")
         if point not in POINTS and point not in WORKLOAD_POINTS:
@@ -122,15 +185,14 @@ def parse(text: str) -> Fault | None:
             raise ValueError(f"{VARIABLE}: no fault point {point!r}; there are {known}")
         if len(numbers) not in (2, 3):
             raise ValueError(f"{VARIABLE}: {part!r} is not point:step:rank or point:step:rank:epoch")
-        kills.append(KillAtPoint(point, *map(int, numbers)))
-    if not kills:
-        return None
+        filters.append(PointFilter(point, *map(int, numbers)))
 
-    def fault(point: str, step: int, rank: int, epoch: int) -> None:
-        for kill in kills:
-            kill(point, step, rank, epoch)
+    def kill(point: str, step: int, rank: int, epoch: int) -> None:
+        if any(each.fits(Arrival(os.getpid(), point, step, rank, epoch)) for each in filters):
+            _prepare_kill()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    return fault
+    return kill if filters else None
 
 
 def arm_from_environment() -> None:
@@ -138,10 +200,10 @@ def arm_from_environment() -> None:
     global _gate
     if text := os.environ.get(VARIABLE):
         arm(parse(text))
-    elif (text := os.environ.get(fault_gate.VARIABLE)) and _gate != (os.getpid(), text):
+    elif (text := os.environ.get(GATE_VARIABLE)) and _gate != (os.getpid(), text):
         try:
-            address = msgspec.json.decode(text, type=fault_gate.GateAddress)
+            address = msgspec.json.decode(text, type=GateAddress)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"{fault_gate.VARIABLE}: {error}") from None
-        arm(fault_gate.GateAgent(address, _prepare_kill).reach)
+            raise ValueError(f"{GATE_VARIABLE}: {error}") from None
+        arm(GateAgent(address, _prepare_kill).reach)
         _gate = os.getpid(), text

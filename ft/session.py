@@ -24,6 +24,7 @@ import torch
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, StaleEpoch
+from holdfast.comms.journal import Recorder
 from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
@@ -31,26 +32,27 @@ from holdfast.comms.system.signal_safety import OwnSteps
 from holdfast.ft import departure, error_history, event_lines, events, faultpoints, settings
 from holdfast.ft import step_protocol as protocol
 from holdfast.ft.attempt import Attempt, profiled
-from holdfast.ft.communicators import CommunicatorManager, collect_votes
+from holdfast.ft.communicators import CommunicatorManager, DefaultGroup, collect_votes
 from holdfast.ft.departure import OnError
 from holdfast.ft.membership.events import EpochBroken, LocalFinished
 from holdfast.ft.membership.view import OnDeath, View
 from holdfast.ft.node.epoch_guard import EpochEventLogger, EpochGuard
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime, new_identity
-from holdfast.ft.state.attachments import Attachments
 from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.state.sharded import Build, Shape, Sharded
 from holdfast.ft.state.transfer import Stateful
 from holdfast.ft.step_protocol import NEWCOMER, CommitState, Vote
-from holdfast.ft.telemetry import event_logger, telemetry
+from holdfast.ft.telemetry import event_logger, otel
 from holdfast.ft.telemetry.event_log import EventLog, flush_all
+from holdfast.ft.telemetry.flight import FlightRecorder, open_recorder
+from holdfast.ft.telemetry.metrics import PORT, Metrics, OpTally, ports
 from holdfast.ft.termination import TerminationRequest
 from holdfast.ft.timeouts import Timeouts
-from holdfast.ft.torch_default_group import DefaultGroup
 
 if TYPE_CHECKING:
     from holdfast.comms.torchdist.session_group import SessionProcessGroup
+
 
 _READABLE = ("identity", "view", "epoch", "rank", "size", "step")
 """Attributes that a forked child can still read of its parent's session."""
@@ -122,7 +124,7 @@ class Session:
         if on_error not in ("raise", "replace"):
             raise ValueError(f"on_error={on_error!r} is neither 'raise' nor 'replace'")
         self._on_error = on_error
-        self._metrics = telemetry.asked_for(metrics)
+        self._metrics = asked_for(metrics)
         self._settings = settings.settle(
             backend=backend,
             size=size,
@@ -141,7 +143,7 @@ class Session:
         try:
             settings.candidate_job(self._settings, self._register.read())
             settings.check_single(self._settings)
-            if self._register.lasts:
+            if self._register.cell.lasts:
                 self._register.close()
         except BaseException:
             self._register.close()
@@ -152,10 +154,9 @@ class Session:
         event_logger.log_events(self._events)
         self._epoch_guard = EpochGuard(self._identity, EpochEventLogger(self._identity, self._events))
         self._runtime: Runtime | None = None
-        self._telemetry: telemetry.Telemetry | None = None
+        self._telemetry: Telemetry | None = None
         over = self._epoch_guard.why_over
         self._replicator = StateReplicator(self._settings.timeouts, self._events, over, self._reach)
-        self._attachments = Attachments(self._replicator, self._settings.size)
         self._group = DefaultGroup()
         self._comms = CommunicatorManager(self._settings)
         self._view: View | None = None
@@ -227,7 +228,7 @@ class Session:
 
         Raises TypeError at once if `thing` has no state_dict and load_state_dict, or its state cannot be sent.
         """
-        self._attachments.attach(name, thing)
+        self._replicator.attach(name, thing)
 
     @_in_own_steps
     def attach_sharded(self, build: Build, *, copies: int = 1, mesh: Shape | None = None) -> Sharded:
@@ -245,7 +246,7 @@ class Session:
                 f"on_death={self._settings.on_death!r} with attach_sharded(), whose copies are made by all ranks at "
                 'each commit; use on_death="rebuild", or attach() what all ranks have'
             )
-        return self._attachments.attach_sharded(build, copies=copies, mesh=mesh)
+        return self._replicator.attach_sharded(build, copies, mesh, self._settings.size)
 
     @_in_own_steps
     def checkpoints(self, directory: str | os.PathLike[str], *, every: int, last: int | None = None) -> None:
@@ -256,7 +257,7 @@ class Session:
         TypeError, OSError for arguments that cannot work; the steps raise `Mismatch`, before the first one, if the
         ranks do not share the directory.
         """
-        self._attachments.checkpoints(directory, every=every, last=last)
+        self._replicator.keep_checkpoints(directory, every, last)
 
     def rebuild(self) -> None:
         """End a degraded epoch at the next boundary between two steps: build a communicator, and let spares in.
@@ -274,7 +275,7 @@ class Session:
                 'nothing outlives a member here: make the session with on_death="finish_step" or "go_on"'
             )
         if self._comms.lasting is None:
-            self._epoch_guard.bind_lasting(self._comms.make_lasting())
+            self._epoch_guard.bind(self._comms.make_lasting(), lasting=True)
         assert self._comms.lasting is not None
         return self._comms.lasting
 
@@ -298,10 +299,10 @@ class Session:
             raise ValueError(f"steps({total}): how many must be a whole number, 0 or more")
         if self._runtime is None:
             raise HoldfastError("the session is not open: write `with Session(...) as session:`")
-        if self._attachments.closed:
+        if self._replicator.closed:
             raise HoldfastError("steps() can be called once: a job is one run of steps")
         self._replicator.check()
-        self._attachments.closed = True
+        self._replicator.closed = True
         self._commit_state.total = total
         self._handlers = self._handlers_of(self._runtime)
         return self._steps()
@@ -312,7 +313,7 @@ class Session:
         if self._runtime is not None:
             raise HoldfastError("a session can be entered once; make another one")
         with contextlib.ExitStack() as undo:  # each is closed whatever the others raise, the last one first
-            self._telemetry = telemetry.Telemetry(
+            self._telemetry = Telemetry(
                 self._identity,
                 self._settings.name,
                 self._events,
@@ -374,7 +375,7 @@ class Session:
     def _ends_job(self, runtime: Runtime, error: BaseException | None) -> bool:
         """Whether this process's leave ends the job: all members leave their steps, or an exception ends it."""
         view, rank, done = self._living, self.rank, self._commit_state.done
-        if not self._attachments.closed or view is None or rank is None or self._commit_state.standing == NEWCOMER:
+        if not self._replicator.closed or view is None or rank is None or self._commit_state.standing == NEWCOMER:
             return False
         if error is None:
             why = f"all members stopped after {done} of {self._commit_state.total} steps"
@@ -561,3 +562,45 @@ class Session:
         if where is not None and faultpoints.armed():
             rank = where.rank_of(self._identity)
             faultpoints.reach(point, self._commit_state.done, -1 if rank is None else rank, where.epoch)
+
+
+def asked_for(metrics: str | int | None) -> str:
+    """The ports for metrics ("": no metrics), from the argument or HOLDFAST_METRICS_PORT. Raises ValueError."""
+    asked = os.environ.get(PORT, "") if metrics is None else str(metrics)
+    if asked:
+        ports(asked)
+    return asked
+
+
+class Telemetry:
+    """The flight recording of a session, its metrics if they are turned on, and what goes to OpenTelemetry."""
+
+    def __init__(
+        self, identity: str, job: str, events: EventLog, metrics: str, missed_heartbeats: Callable[[], int]
+    ) -> None:
+        """`metrics` is the result of `asked_for`. Raises `HoldfastError` if metrics cannot be served."""
+        self._flight: FlightRecorder | None = open_recorder(identity, job)
+        self.recorder: Recorder | None = self._flight
+        self._metrics: Metrics | None = None
+        self._end_export = otel.export(events, job)
+        if metrics:
+            self.recorder = tally = OpTally(self._flight)
+            try:
+                self._metrics = Metrics(metrics, job, events, tally, missed_heartbeats)
+            except BaseException as error:
+                self.close(error)
+                raise
+
+    def at_step(self, step: int) -> None:
+        """Record ops as ops of `step` from now on."""
+        if self._flight is not None:
+            self._flight.at_step(step)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the recording and the metrics: the process leaves the job, in order or by `error`."""
+        with contextlib.ExitStack() as closing:
+            if self._flight is not None:
+                closing.callback(self._flight.close, None if error is None else f"{type(error).__name__}: {error}")
+            if self._metrics is not None:
+                closing.callback(self._metrics.close)
+            closing.callback(self._end_export)

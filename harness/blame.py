@@ -12,8 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from holdfast.ft.diagnosis.evidence import JobEvidence
-    from holdfast.ft.diagnosis.finding import Finding
+    from holdfast.ft.diagnosis.evidence import Finding, JobEvidence
 
 
 def blame(
@@ -52,7 +51,7 @@ def blame(
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json
     from holdfast.ft.diagnosis.analyse import analyse
-    from holdfast.ft.diagnosis.gathering import gather
+    from holdfast.ft.diagnosis.evidence import gather
     from holdfast.ft.diagnosis.jobs import locate
 
     try:
@@ -92,7 +91,7 @@ def render(evidence: JobEvidence, findings: list[Finding], limit: int) -> Render
 
     from holdfast.ft.console.console import FoldingTable
     from holdfast.ft.console.units import counted
-    from holdfast.ft.diagnosis.finding import MEANING
+    from holdfast.ft.diagnosis.evidence import MEANING
 
     lines: list[RenderableType] = []
     if findings:

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
-from holdfast.ft.launch.torch_environment import ReservedPort
+from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.processes import zygote_client as processes
 from holdfast.harness import LocalCluster
 from support.children import Child, children

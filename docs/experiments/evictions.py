@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from holdfast.ft import Session, Timeouts
-from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.ft.processes.zygote_start import die_with_parent
 from holdfast.harness.cluster.local_cluster import LocalCluster
 
 EVICTIONS = ("fenced", "evicted", "condemned", "stalled", "cut_off")

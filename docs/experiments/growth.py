@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.rendezvous.relay import TreeRelay
+from holdfast.ft.node.table_sharing import ARITY, TreeRelay, neighbour_ranks
 from holdfast.harness.report.plot import Chart, light
 from holdfast.harness.simulate.core.schedule import NetworkModel
 from holdfast.harness.simulate.search.scale import ScaleResult, measure
@@ -64,8 +63,8 @@ class _Exchange:
         self._view = _view_of(ranks)
         self._dice = random.Random(seed)
         self._network = NetworkModel()
-        self._neighbours = [relay_tree.neighbours(self._view, rank) for rank in range(ranks)]
-        pauses = ranks > relay_tree.ARITY + 1
+        self._neighbours = [neighbour_ranks(self._view, rank) for rank in range(ranks)]
+        pauses = ranks > ARITY + 1
         self._relays: list[TreeRelay[int]] = [TreeRelay(map(str, each), pauses) for each in self._neighbours]
         self._events: list[tuple[float, int, int, str | None, int]] = []
         """(time, number, rank, neighbour, count): keys of `count` members arrive, or if 0 the relay is to send."""

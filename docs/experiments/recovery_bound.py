@@ -25,7 +25,7 @@ import threading
 import time
 from pathlib import Path
 
-from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.ft.processes.zygote_start import die_with_parent
 
 LIMIT = 10.0
 """Seconds after which a job that has not recovered never will."""

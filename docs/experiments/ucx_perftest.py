@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import format_bytes
-from holdfast.ft.launch.torch_environment import ReservedPort
+from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.collectives.contestants import ContestantGroup
 from holdfast.harness.bench.collectives.definitions import OPERATIONS, SMALL, parse_sizes

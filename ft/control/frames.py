@@ -37,8 +37,8 @@ from holdfast.ft.control.errors import (
 )
 
 VERSION = 1
-DEFAULT_LIMIT = 1 << 20
-"""The most bytes in the payload of one frame, by default."""
+FRAME_LIMIT = 1 << 20
+"""The most bytes in the payload of one frame."""
 HANDSHAKE_LIMIT = 1024
 MAC_BYTES = 16
 MIN_KEY_BYTES = 16
@@ -135,20 +135,20 @@ class AuthenticatedSession:
     Sending and receiving share nothing, so one thread may do each.
     """
 
-    __slots__ = ("_buffer", "_limit", "_receive_key", "_received", "_send_key", "_sent", "peer")
+    __slots__ = ("_buffer", "_receive_key", "_received", "_send_key", "_sent", "peer")
 
-    def __init__(self, peer: str, send_key: bytes, receive_key: bytes, buffer: FrameBuffer, limit: int) -> None:
+    def __init__(self, peer: str, send_key: bytes, receive_key: bytes, buffer: FrameBuffer) -> None:
         self.peer = peer
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
-        self._buffer, self._limit = buffer, limit
-        buffer.limit = limit + MAC_BYTES
+        self._buffer = buffer
+        buffer.limit = FRAME_LIMIT + MAC_BYTES
 
     def seal(self, payload: bytes) -> bytes:
         """The frame that carries `payload`. Raises `FrameTooLarge` and leaves the session unchanged."""
         size = len(payload)
-        if size > self._limit:
-            raise FrameTooLarge(size, self._limit)
+        if size > FRAME_LIMIT:
+            raise FrameTooLarge(size, FRAME_LIMIT)
         data = _HEADER.pack(1 + size + MAC_BYTES, VERSION) + payload
         mac = hmac.digest(self._send_key, _NUMBER.pack(self._sent) + data, "sha256")
         self._sent += 1
@@ -180,45 +180,56 @@ class AuthenticatedSession:
         self._buffer.end()
 
 
-def _check_arguments(key: bytes, job: str, identity: str) -> None:
-    if len(key) < MIN_KEY_BYTES:
-        raise ValueError(f"a job key of {len(key)} bytes is too short: at least {MIN_KEY_BYTES}")
-    if not job:
-        raise ValueError("the job needs a name")
-    if not 0 < len(identity) <= MAX_IDENTITY:
-        raise ValueError(f"identity {identity!r} must have 1 to {MAX_IDENTITY} characters")
-
-
 def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
     return mac(key, b"control " + label, *parts)
 
 
-class DiallerHandshake:
-    """The handshake of the side that connects. Send `hello`, then what `receive` returns, until `session` is set."""
+class _Handshake:
+    """One side, until `session` is set. If `receive` raises, send the `farewell`, and drop the connection."""
 
-    def __init__(self, key: bytes, job: str, identity: str, limit: int = DEFAULT_LIMIT) -> None:
-        _check_arguments(key, job, identity)
-        self._key, self._limit = key, limit
+    def __init__(self, key: bytes, job: str, identity: str) -> None:
+        if len(key) < MIN_KEY_BYTES:
+            raise ValueError(f"a job key of {len(key)} bytes is too short: at least {MIN_KEY_BYTES}")
+        if not job:
+            raise ValueError("the job needs a name")
+        if not 0 < len(identity) <= MAX_IDENTITY:
+            raise ValueError(f"identity {identity!r} must have 1 to {MAX_IDENTITY} characters")
+        self._key, self._job, self._identity = key, job, identity
         self._buffer = FrameBuffer(HANDSHAKE_LIMIT)
-        nonce = os.urandom(32)
-        self._hello = _encode(Hello(nonce, _mac(key, b"job", nonce, job.encode()), identity))
-        self._challenge = b""
+        self._hello = self._challenge = b""
+        self.farewell = b""
+        """What tells an honest dialler why it is refused."""
         self.session: AuthenticatedSession | None = None
 
-    def hello(self) -> bytes:
-        return frame(self._hello)
-
     def receive(self, data: bytes) -> bytes:
-        """Handle bytes from the listener; returns the bytes to answer with. After an error, drop the connection.
+        """Handle bytes from the other side; returns the bytes to answer with.
 
-        Raises `WrongKey`, `WrongJob`, `Busy`, `UnknownVersion`, `FrameTooLarge`, `BadFrame`. Bytes that follow the
-        handshake are kept: `session.receive(b"")` returns them.
+        Raises `WrongKey`, `WrongJob`, `UnknownVersion`, `FrameTooLarge`, `BadFrame`; on a dialler also `Busy`. Bytes
+        that follow the handshake are kept: `session.receive(b"")` returns them.
         """
         self._buffer.feed(data)
         answer = b""
         while self.session is None and (body := self._buffer.next()) is not None:
             answer += self._take(body)
         return answer
+
+    def _take(self, body: bytes) -> bytes:
+        raise NotImplementedError
+
+    def _authenticated(self, peer: str, send_key: bytes, receive_key: bytes) -> None:
+        self.session = AuthenticatedSession(peer, send_key, receive_key, self._buffer)
+
+
+class DiallerHandshake(_Handshake):
+    """The handshake of the side that connects. Send `hello`, then what `receive` returns."""
+
+    def __init__(self, key: bytes, job: str, identity: str) -> None:
+        super().__init__(key, job, identity)
+        nonce = os.urandom(32)
+        self._hello = _encode(Hello(nonce, _mac(key, b"job", nonce, job.encode()), identity))
+
+    def hello(self) -> bytes:
+        return frame(self._hello)
 
     def _take(self, body: bytes) -> bytes:
         message = _parse(body)
@@ -232,45 +243,22 @@ class DiallerHandshake:
             if not hmac.compare_digest(_mac(self._key, b"listener", *transcript), message.mac):
                 raise WrongKey("the listener could not prove that it has this job's key; nothing was sent to it")
             to_listener, to_dialler = (_mac(self._key, name, *transcript) for name in _DIRECTIONS)
-            self.session = AuthenticatedSession(message.identity, to_listener, to_dialler, self._buffer, self._limit)
+            self._authenticated(message.identity, to_listener, to_dialler)
             return b""
         raise BadFrame(f"{type(message).__name__} out of place in the handshake")
 
-    def end(self) -> None:
-        """The stream has ended during the handshake. Raises `TruncatedFrame` if that was inside a frame."""
-        self._buffer.end()
 
+class ListenerHandshake(_Handshake):
+    """The handshake of the side that accepts. Send what `receive` returns."""
 
-class ListenerHandshake:
-    """The handshake of the side that accepts. Send what `receive` returns until `session` is set.
-
-    If it raises, send `farewell` (it tells an honest dialler why) and drop the connection.
-    """
-
-    def __init__(self, key: bytes, job: str, identity: str, limit: int = DEFAULT_LIMIT) -> None:
-        _check_arguments(key, job, identity)
-        self._key, self._job, self._identity, self._limit = key, job, identity, limit
-        self._buffer = FrameBuffer(HANDSHAKE_LIMIT)
-        self._hello = self._challenge = b""
-        self._claim: Hello | None = None
-        self.farewell = b""
-        self.session: AuthenticatedSession | None = None
+    _claim: Hello | None = None
 
     def receive(self, data: bytes) -> bytes:
-        """Handle bytes from the dialler; returns the bytes to answer with. After an error, drop the connection.
-
-        Raises `WrongKey`, `WrongJob`, `UnknownVersion`, `FrameTooLarge`, `BadFrame`. Bytes that follow the handshake
-        are kept: `session.receive(b"")` returns them.
-        """
-        self._buffer.feed(data)
-        answer = b""
         try:
-            while self.session is None and (body := self._buffer.next()) is not None:
-                answer += self._take(body)
+            return super().receive(data)
         except ControlError as error:
             self.farewell = refusal(_reason(error))
             raise
-        return answer
 
     def _take(self, body: bytes) -> bytes:
         message = _parse(body)
@@ -287,15 +275,9 @@ class ListenerHandshake:
                 raise WrongJob(f"{self._claim.identity!r} has the key but is not of job {self._job!r}")
             transcript = (self._hello, self._challenge, self._identity.encode())
             to_listener, to_dialler = (_mac(self._key, name, *transcript) for name in _DIRECTIONS)
-            self.session = AuthenticatedSession(
-                self._claim.identity, to_dialler, to_listener, self._buffer, self._limit
-            )
+            self._authenticated(self._claim.identity, to_dialler, to_listener)
             return frame(_encode(Welcome(self._identity, _mac(self._key, b"listener", *transcript))))
         raise BadFrame(f"{type(message).__name__} out of place in the handshake")
-
-    def end(self) -> None:
-        """The stream has ended during the handshake. Raises `TruncatedFrame` if that was inside a frame."""
-        self._buffer.end()
 
 
 _DIRECTIONS = (b"to listener", b"to dialler")

@@ -1,4 +1,4 @@
-"""Checks the interface that a process listens on: one of this machine, never all of them."""
+"""Addresses of processes, and checks of the interface that one listens on: one of this machine, never all of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,20 @@ LONGEST = 253
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
+
+
+def join_address(host: str, port: int) -> str:
+    """The address "host:port", with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port"; ValueError if it is not one."""
+    host, separator, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not a control address: write host:port")
+    return host, int(port)
 
 
 def check_interface(host: object) -> str:

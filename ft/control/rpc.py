@@ -1,220 +1,125 @@
-"""Remote calls in asyncio. A connection is symmetric: once it is made, either side may call the other."""
+"""Authenticated connections for remote calls, in asyncio: `AsyncRpcServer` and `dial_rpc` give `RpcConnection`s.
+
+Addresses are "host:port". A server listens on one interface (loopback unless said otherwise), never on all.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
+import random
+import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from typing import cast
 
-from holdfast.ft.control.channel import HANDSHAKE_SECONDS, MAX_PENDING, Listener, dial
-from holdfast.ft.control.connection import Connection
-from holdfast.ft.control.errors import CallTimeout, ControlError, FrameTooLarge, RemoteError
-from holdfast.ft.control.frames import DEFAULT_LIMIT
-from holdfast.ft.control.messages import Cancel, Failure, Notice, Reply, RpcRequest, decode, encode
-
-Handler = Callable[[str, bytes], Awaitable[bytes] | bytes]
-"""(peer's identity, body) -> body. Runs in the event loop; a handler that does not return at once must be async."""
-
-_MESSAGE_CHARACTERS = 4000  # of a failed handler's error, at most
+from holdfast.comms.system import forks
+from holdfast.comms.system.local_causes import local_cause
+from holdfast.ft.control.bounded_listener import BoundedListener, Departure
+from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE, Handler, RpcConnection
+from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, cannot_connect
+from holdfast.ft.control.frames import DiallerHandshake, ListenerHandshake, refusal
+from holdfast.ft.control.interface import check_interface, join_address, split_address
 
 _log = logging.getLogger(__name__)
 
+HANDSHAKE_SECONDS = 5.0
+MAX_PENDING = 256
+"""The most unauthenticated connections that a server holds; when one more comes, the oldest is dropped."""
 
-class RpcConnection:
-    """Remote calls over one authenticated connection; belongs to one event loop.
+UNACKNOWLEDGED_SECONDS = 4
+"""How long the other host may leave bytes unacknowledged before the connection is given up.
 
-    `peer` is the other side's identity, `lost` the error that ended the connection (None while it is open).
-    """
+The kernel would wait for many minutes, and after a cable is plugged in again for as long as it had been out.
+"""
 
-    def __init__(self, connection: Connection, handlers: Mapping[str, Handler]) -> None:
-        self.peer = connection.peer
-        self._connection, self._handlers = connection, handlers
-        self._calls: dict[int, tuple[str, asyncio.Future[bytes]]] = {}
-        self._made = 0
-        self._serving: dict[int, asyncio.Task[None]] = {}
-        self._notices: set[asyncio.Task[None]] = set()
-        self._on_lost: list[Callable[[RpcConnection, ControlError], None]] = []
-        connection.on_lost(self._ended)
-        connection.on_message(self._take)
+_CLOSE_SECONDS = 0.5  # that connections get to send what is pending, and once more to end
+_MAX_DROPS = 5  # in a row, before a dialler gives up on a listener that drops it without a word
 
-    @property
-    def lost(self) -> ControlError | None:
-        return self._connection.lost
 
-    def on_lost(self, receiver: Callable[[RpcConnection, ControlError], None]) -> None:
-        """Call `receiver` in the event loop, once, when the connection ends; at once if it has ended."""
-        if self.lost is None:
-            self._on_lost.append(receiver)
+class _Wire(asyncio.Protocol):
+    """One socket: the handshake, and then what its `connection` receives."""
+
+    def __init__(
+        self,
+        handshake: DiallerHandshake | ListenerHandshake,
+        handlers: Mapping[str, Handler],
+        established: Callable[[_Wire, RpcConnection], None],
+        ended: Callable[[_Wire, ControlError], None],
+        address: str,
+    ) -> None:
+        self._handshake, self._handlers = handshake, handlers
+        self._established, self._ended, self._address = established, ended, address
+        self.connection: RpcConnection | None = None
+        self.transport: asyncio.Transport | None = None
+        self._failed = False
+        self._number = -1
+
+    def fileno(self) -> int:
+        """The socket's number while it is open; -1 otherwise."""
+        return self._number
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        if self._failed:
+            self.transport.abort()
+            return
+        sock = self.transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_SECONDS)
+        self._number = sock.fileno()
+        forks.release_socket_in_children(self)
+        if isinstance(self._handshake, DiallerHandshake):
+            self.transport.write(self._handshake.hello())
+
+    def data_received(self, data: bytes) -> None:
+        if self.connection is not None:
+            self.connection.take(data)
+        elif not self._failed and self.transport is not None:
+            try:
+                self.transport.write(self._handshake.receive(data))
+            except ControlError as error:
+                self._fail(error, self._handshake.farewell)
+                return
+            if self._handshake.session is not None:
+                self.connection = RpcConnection(self._handshake.session, self.transport, self._handlers)
+                self._established(self, self.connection)
+                self.connection.take(b"")
+
+    def _fail(self, error: ControlError, farewell: bytes = b"") -> None:
+        """Give up the handshake."""
+        if self._failed or self.connection is not None:
+            return
+        self._failed = True
+        if self.transport is not None:
+            self.transport.write(farewell)
+            self.transport.close()
+        self._ended(self, error)
+
+    def turn_away(self, why: Departure) -> None:
+        """Give up the handshake with a dialler."""
+        if why == "full":
+            self._fail(Busy("turned away for newer connections"), refusal("busy"))
+        elif why == "late":
+            self._fail(ConnectionLost("a dialler", f"did not authenticate within {HANDSHAKE_SECONDS:g} s"))
         else:
-            receiver(self, self.lost)
+            self._fail(ConnectionLost("a dialler", CLOSED_HERE))
 
-    async def call(self, method: str, body: bytes = b"", timeout: float = 30.0) -> bytes:
-        """The answer of the other side's handler.
-
-        Raises `RemoteError` if the handler failed; `lost`, at once, when the connection is or gets lost; `CallTimeout`
-        (an `OpTimeout`) after `timeout` seconds (the handler is then cancelled); `FrameTooLarge` if nothing was sent.
-        """
-        self._made += 1
-        call, started = self._made, time.monotonic()
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._connection.post(encode(RpcRequest(call, method, body)))
-        self._calls[call] = (method, answer)
-        try:
-            async with asyncio.timeout(timeout):
-                return await answer
-        except TimeoutError as error:
-            self._give_up(call)
-            raise CallTimeout(method, self.peer, time.monotonic() - started) from error
-        except asyncio.CancelledError:
-            self._give_up(call)
-            raise
-        finally:
-            self._calls.pop(call, None)
-
-    def notify(self, method: str, body: bytes = b"") -> None:
-        """Call without waiting and without an answer. Raises `lost` if the connection is lost."""
-        self._connection.post(encode(Notice(method, body)))
-
-    def close(self) -> None:
-        """End the connection: pending calls fail, running handlers are cancelled. Idempotent."""
-        self._connection.close()
-
-    def abort(self) -> None:
-        """Like `close`, without sending what is pending."""
-        self._connection.abort()
-
-    async def wait_closed(self) -> None:
-        """Wait until the socket is closed."""
-        await self._connection.wait_closed()
-
-    def _give_up(self, call: int) -> None:
-        if self.lost is None:
-            with contextlib.suppress(ControlError):
-                self._connection.post(encode(Cancel(call)))
-
-    def _take(self, payload: bytes) -> None:
-        try:
-            message = decode(payload)
-        except ControlError as error:
-            self._connection.drop(error)
-            return
-        match message:
-            case RpcRequest():
-                self._serve(message)
-            case Notice():
-                self._notice(message)
-            case Cancel():
-                task = self._serving.get(message.id)
-                if task is not None:
-                    task.cancel()
-            case Reply() | Failure():
-                self._answered(message)
-
-    def _answered(self, message: Reply | Failure) -> None:
-        method, answer = self._calls.get(message.id, ("", None))
-        if answer is None or answer.done():
-            return
-        if isinstance(message, Reply):
-            answer.set_result(message.body)
+    def connection_lost(self, error: Exception | None) -> None:
+        self._number = -1
+        if self.connection is not None:
+            self.connection.socket_closed(error)
+            self._ended(self, self.connection.lost or ConnectionLost(self._address, CLOSED_THERE))
         else:
-            answer.set_exception(RemoteError(self.peer, method, message.kind, message.message))
-
-    def _serve(self, request: RpcRequest) -> None:
-        try:
-            result = self._handler(request.method)(self.peer, request.body)
-        except Exception as error:
-            self._fail(request.id, error)
-            return
-        if inspect.isawaitable(result):
-            task = asyncio.ensure_future(self._serve_later(request.id, result))
-            self._serving[request.id] = task
-            task.add_done_callback(lambda _: self._serving.pop(request.id, None))
-        else:
-            self._reply(request.id, result)
-
-    async def _serve_later(self, call: int, result: Awaitable[bytes]) -> None:
-        try:
-            body = await result
-        except Exception as error:
-            self._fail(call, error)
-        else:
-            self._reply(call, body)
-
-    def _notice(self, notice: Notice) -> None:
-        try:
-            result = self._handler(notice.method)(self.peer, notice.body)
-        except Exception:
-            _log.exception("notice %s from %s failed", notice.method, self.peer)
-            return
-        if inspect.isawaitable(result):
-            task = asyncio.ensure_future(self._notice_later(notice.method, result))
-            self._notices.add(task)
-            task.add_done_callback(self._notices.discard)
-
-    async def _notice_later(self, method: str, result: Awaitable[bytes]) -> None:
-        try:
-            await result
-        except Exception:
-            _log.exception("notice %s from %s failed", method, self.peer)
-
-    def _handler(self, method: str) -> Handler:
-        handler = self._handlers.get(method)
-        if handler is None:
-            raise LookupError(f"no handler for {method!r}")
-        return handler
-
-    def _reply(self, call: int, body: bytes) -> None:
-        if self.lost is not None:
-            return
-        if not isinstance(body, bytes):
-            self._fail(call, TypeError(f"the handler gave {type(body).__name__}, not bytes"))
-            return
-        try:
-            self._connection.post(encode(Reply(call, body)))
-        except FrameTooLarge as error:
-            self._fail(call, error)
-        except ControlError:
-            pass  # the caller's own side of the connection reports the loss
-
-    def _fail(self, call: int, error: Exception) -> None:
-        if self.lost is None:
-            with contextlib.suppress(ControlError):
-                self._connection.post(encode(Failure(call, type(error).__name__, str(error)[:_MESSAGE_CHARACTERS])))
-
-    def _ended(self, reason: ControlError) -> None:
-        for _, answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(reason)
-        for task in [*self._serving.values(), *self._notices]:
-            task.cancel()
-        for receiver in self._on_lost:
-            receiver(self, reason)
-        self._on_lost.clear()
-
-
-async def dial_rpc(
-    address: str,
-    *,
-    key: bytes,
-    job: str,
-    identity: str,
-    handlers: Mapping[str, Handler] | None = None,
-    limit: int = DEFAULT_LIMIT,
-    timeout: float = HANDSHAKE_SECONDS,
-) -> RpcConnection:
-    """Connect to an `AsyncRpcServer`; `handlers` serve its calls to this side. Raises what `dial` does."""
-    connection = await dial(address, key=key, job=job, identity=identity, limit=limit, timeout=timeout)
-    return RpcConnection(connection, handlers or {})
+            self._fail(Dropped(self._address, f"{CLOSED_THERE} during the handshake"))
 
 
 class AsyncRpcServer:
-    """Serves remote calls in the running event loop.
+    """Serves remote calls in the running event loop, to diallers that authenticate in time.
 
-    `on_connect` and `on_disconnect` are called in the loop for each connection. `connections` are the open ones:
-    through them the server can call or notify its clients.
+    `on_connect` is called in the loop for each connection. `connections` are the open ones: through them the server can
+    call or notify its clients. `address` is the "host:port" to dial; "" before `start`.
     """
 
     def __init__(
@@ -225,50 +130,112 @@ class AsyncRpcServer:
         identity: str,
         handlers: Mapping[str, Handler],
         on_connect: Callable[[RpcConnection], None] | None = None,
-        on_disconnect: Callable[[RpcConnection, ControlError], None] | None = None,
-        limit: int = DEFAULT_LIMIT,
-        handshake_timeout: float = HANDSHAKE_SECONDS,
-        max_pending: int = MAX_PENDING,
     ) -> None:
-        self.connections: set[RpcConnection] = set()
-        self._handlers = handlers
-        self._on_connect, self._on_disconnect = on_connect, on_disconnect
-        self._listener = Listener(
-            self._connected,
-            key=key,
-            job=job,
-            identity=identity,
-            limit=limit,
-            handshake_timeout=handshake_timeout,
-            max_pending=max_pending,
-        )
+        ListenerHandshake(key, job, identity)  # says at once what is wrong with the arguments
+        self.address = ""
+        self._key, self._job, self._identity = key, job, identity
+        self._handlers, self._on_connect = handlers, on_connect
+        self._open: dict[_Wire, RpcConnection] = {}
+        self._listener = BoundedListener(self._accept, most=MAX_PENDING, seconds=HANDSHAKE_SECONDS)
+
+    @property
+    def connections(self) -> set[RpcConnection]:
+        return {connection for connection in self._open.values() if connection.lost is None}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; `address` is known afterwards. Raises ValueError or OSError for an interface that cannot be used."""
-        await self._listener.start(host, port)
+        """Bind and listen; port 0 takes a free one.
 
-    @property
-    def address(self) -> str:
-        """The "host:port" to dial; "" before `start`."""
-        return self._listener.address
+        Raises TypeError and ValueError for a host that is not one interface, OSError if it cannot be bound.
+        """
+        check_interface(host)
+        self.address = join_address(*await self._listener.start(host, port))
 
-    @property
-    def refused(self) -> int:
-        """The number of connections that did not authenticate."""
-        return self._listener.refused
+    def _accept(self) -> _Wire:
+        handshake = ListenerHandshake(self._key, self._job, self._identity)
+        return _Wire(handshake, self._handlers, self._established, self._ended, self.address)
+
+    def _established(self, wire: _Wire, connection: RpcConnection) -> None:
+        self._listener.admit(wire)
+        self._open[wire] = connection
+        if self._on_connect is not None:
+            self._on_connect(connection)
+
+    def _ended(self, wire: _Wire, error: ControlError) -> None:
+        self._listener.admit(wire)
+        if self._open.pop(wire, None) is None:
+            _log.debug("%s turned away a connection: %s", self._identity, error)
 
     async def close(self) -> None:
         """Stop listening, end every connection and cancel its running handlers. Idempotent."""
-        await self._listener.close()
+        self._listener.close()
+        connections = list(self._open.values())
+        for connection in connections:
+            connection.close()
+        if connections:
+            closing = [asyncio.ensure_future(connection.wait_closed()) for connection in connections]
+            await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
+            for connection in connections:
+                connection.abort()
+            await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
 
-    def _connected(self, connection: Connection) -> None:
-        rpc = RpcConnection(connection, self._handlers)
-        self.connections.add(rpc)
-        rpc.on_lost(self._disconnected)
-        if self._on_connect is not None:
-            self._on_connect(rpc)
 
-    def _disconnected(self, rpc: RpcConnection, reason: ControlError) -> None:
-        self.connections.discard(rpc)
-        if self._on_disconnect is not None:
-            self._on_disconnect(rpc, reason)
+async def dial_rpc(
+    address: str,
+    *,
+    key: bytes,
+    job: str,
+    identity: str,
+    handlers: Mapping[str, Handler] | None = None,
+    timeout: float = HANDSHAKE_SECONDS,
+) -> RpcConnection:
+    """Connect to an `AsyncRpcServer`; `handlers` serve its calls to this side.
+
+    Raises, as soon as it is known and after `timeout` seconds at the latest: `WrongKey`, `WrongJob`, `UnknownVersion`
+    or another `BadFrame` if the server is not one of this job (it then has learnt nothing but our identity);
+    `ConnectionLost` if no process listens; `Busy` if the server dropped it for other connections until the end;
+    `CallTimeout` (an `OpTimeout`) if there was no answer; ValueError for an invalid address.
+    """
+    split_address(address)
+    started, drops = time.monotonic(), 0
+    deadline = started + timeout
+    while True:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await _dial_once(address, DiallerHandshake(key, job, identity), handlers or {})
+        except TimeoutError as error:
+            raise CallTimeout("the handshake", address, time.monotonic() - started) from error
+        except (Busy, Dropped) as error:
+            drops += 1
+            pause = random.uniform(0.005, 0.05)
+            if (isinstance(error, Dropped) and drops > _MAX_DROPS) or time.monotonic() + pause > deadline:
+                raise
+            await asyncio.sleep(pause)
+
+
+async def _dial_once(address: str, handshake: DiallerHandshake, handlers: Mapping[str, Handler]) -> RpcConnection:
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[RpcConnection] = loop.create_future()
+    result.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may never be awaited
+
+    def established(wire: _Wire, connection: RpcConnection) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):
+            result.set_result(connection)
+
+    def ended(wire: _Wire, error: ControlError) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):
+            result.set_exception(error)
+
+    wire = _Wire(handshake, handlers, established, ended, address)
+    try:
+        await loop.create_connection(lambda: wire, *split_address(address))
+        return await result
+    except OSError as error:
+        if isinstance(error, TimeoutError):
+            raise
+        if (cause := local_cause(error, f"a connection to {address}")) is not None:
+            raise cause from error
+        raise cannot_connect(address, error) from error
+    except asyncio.CancelledError:
+        if wire.transport is not None:
+            wire.transport.abort()
+        raise

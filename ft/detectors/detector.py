@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft import events
+from holdfast.ft.detectors.heartbeat_page import OpPosition
 from holdfast.ft.detectors.process_watch import HostProcesses, Processes
-from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.events import Event
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.timeouts import Timeouts
@@ -36,6 +36,9 @@ class Time(Protocol):
 
     def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> Timer:
         """Call `callback(*args)` after `delay` seconds, in the thread of the node."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], /, *args: Any) -> object:
+        """Call `callback(*args)` in the thread of the node. RuntimeError once that has ended."""
 
 
 def _no_receiver(*words: object) -> None:

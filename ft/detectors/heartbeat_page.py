@@ -10,13 +10,13 @@ import contextlib
 import mmap
 import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
-from holdfast.ft.detectors.stragglers import OpPosition
 
 _BYTES = mmap.PAGESIZE
 _PAGE = struct.Struct("<8sQdQQ?")  # magic, version, time of the beat, epoch, ops entered, inside
@@ -27,6 +27,15 @@ _TRIES = 8
 _NAME = "holdfast-pulse"
 
 
+@dataclass(frozen=True, slots=True)
+class OpPosition:
+    """The number of ops that a process has entered in `epoch`, and whether it is `inside` of the last one."""
+
+    epoch: int
+    entered: int
+    inside: bool
+
+
 class HeartbeatPage:
     """The page of this process. Others need `number` to open it."""
 
@@ -35,11 +44,7 @@ class HeartbeatPage:
         os.ftruncate(self.fd, _BYTES)
         self._page = map_file(self.fd, _BYTES)
         self._version = 0
-
-    @property
-    def number(self) -> int:
-        """The number by which the others open it."""
-        return int(self.fd)
+        self.number = int(self.fd)
 
     def beat(self, now: float, place: OpPosition) -> None:
         """Record that this process runs. The version is odd while the rest is being written."""

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from holdfast.comms.plugins.kernel_calls import refused
 from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, Unavailable, hookimpl
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 
-
-def _pidfd(context: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.pidfd import PidfdDetector
-
-    return PidfdDetector(context)
+Probe = Callable[[], Available | Unavailable]
 
 
-def _heartbeat(context: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.heartbeat import HeartbeatDetector
+def _made_by(name: str) -> Callable[[DetectorContext], Detector]:
+    """Makes the detector `MODULE.CLASS` of this folder, which is imported only then."""
+    module, _, kind = name.partition(".")
 
-    return HeartbeatDetector(context)
+    def make(context: DetectorContext) -> Detector:
+        made: Detector = getattr(importlib.import_module(f"holdfast.ft.detectors.{module}"), kind)(context)
+        return made
 
-
-def _observers(context: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.observers import ObserversDetector
-
-    return ObserversDetector(context)
-
-
-def _transport(context: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.transport_errors import TransportErrorsDetector
-
-    return TransportErrorsDetector(context)
-
-
-def _progress(context: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.progress import ProgressDetector
-
-    return ProgressDetector(context)
-
-
-def _nccl_ras(context: DetectorContext) -> Detector:
-    from holdfast.ft.detectors.nccl_ras import NcclRasDetector
-
-    return NcclRasDetector(context)
-
-
-def _available() -> Available:
-    return Available()
+    return make
 
 
 def _kernel() -> Available | Unavailable:
@@ -68,48 +44,29 @@ def _shared_memory() -> Available | Unavailable:
 
 @hookimpl
 def holdfast_detectors() -> list[DetectorInfo]:
+    def info(name: str, about: str, kind: Literal["proof", "suspicion"], probe: Probe, made: str) -> DetectorInfo:
+        return DetectorInfo(name, API_VERSION, about, kind, probe, _made_by(made))
+
+    silence = "heartbeats in shared memory on this host; a silent process is inspected, and killed if it is stopped"
+    between = "heartbeats between hosts; a majority of a member's observers must agree"
+    behind = "a rank that did not enter an op before it timed out on the others"
     return [
-        DetectorInfo(
-            "pidfd", API_VERSION, "the kernel reports the end of processes on this host", "proof", _kernel, _pidfd
-        ),
-        DetectorInfo(
-            "heartbeat",
-            API_VERSION,
-            "heartbeats in shared memory on this host; a silent process is inspected, and killed if it is stopped",
-            "proof",
-            _shared_memory,
-            _heartbeat,
-        ),
-        DetectorInfo(
-            "observers",
-            API_VERSION,
-            "heartbeats between hosts; a majority of a member's observers must agree",
-            "suspicion",
-            _available,
-            _observers,
-        ),
-        DetectorInfo(
+        info("pidfd", "the kernel reports the end of processes on this host", "proof", _kernel, "pidfd.PidfdDetector"),
+        info("heartbeat", silence, "proof", _shared_memory, "heartbeat.HeartbeatDetector"),
+        info("observers", between, "suspicion", Available, "observers.ObserversDetector"),
+        info(
             "transport",
-            API_VERSION,
             "failures of peers that the backend reports",
             "suspicion",
-            _available,
-            _transport,
+            Available,
+            "transport_errors.TransportErrorsDetector",
         ),
-        DetectorInfo(
-            "progress",
-            API_VERSION,
-            "a rank that did not enter an op before it timed out on the others",
-            "suspicion",
-            _shared_memory,
-            _progress,
-        ),
-        DetectorInfo(
+        info("progress", behind, "suspicion", _shared_memory, "progress.ProgressDetector"),
+        info(
             "nccl_ras",
-            API_VERSION,
             "over nccl: NCCL's own RAS service tells which processes it has lost",
             "suspicion",
-            _available,
-            _nccl_ras,
+            Available,
+            "nccl_ras.NcclRasDetector",
         ),
     ]

@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import is_exiting, is_gone, open_pidfd, read_proc_stat, this_host
-from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
-from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.comms.transport.liveness import is_exiting, is_gone, is_stopped, open_pidfd, read_proc_stat, this_host
+from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader, OpPosition
 from holdfast.ft.membership.events import Death
 from holdfast.ft.membership.view import Member
 
@@ -305,23 +303,12 @@ class Processes(Protocol):
 class HostProcesses:
     """The `Processes` of the kernel. `watch` is called in an event loop."""
 
-    def watch(self, on_deaths: OnDeaths) -> ProcessWatch:
-        return ProcessWatch(on_deaths)
-
-    def is_gone(self, peer: Peer) -> bool:
-        return is_gone(peer)
-
-    def is_stopped(self, pid: int) -> bool:
-        return liveness.is_stopped(pid)
-
-    def cpu_ticks(self, pid: int) -> int:
-        return cpu_ticks(pid)
+    watch = ProcessWatch
+    is_gone = staticmethod(is_gone)
+    is_stopped = staticmethod(is_stopped)
+    cpu_ticks = staticmethod(cpu_ticks)
+    page = HeartbeatPage
+    open_page = HeartbeatPageReader
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
-
-    def page(self) -> HeartbeatPage:
-        return HeartbeatPage()
-
-    def open_page(self, peer: Peer, number: int) -> HeartbeatPageReader:
-        return HeartbeatPageReader(peer, number)

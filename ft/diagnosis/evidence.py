@@ -1,17 +1,28 @@
-"""The evidence about a job: recordings by communicator and rank, the state of their processes, events."""
+"""The evidence about a job, from its log folder: recordings by communicator and rank, the state of processes, events.
+
+The clocks of its hosts are aligned: no rank leaves a synchronising op (`MEETINGS`) before all ranks have entered it. So
+for each such op of ranks on hosts a and b: entered(a) <= left(b) + offset and entered(b) + offset <= left(a). Over many
+ops the two bounds narrow the offset to within half of the shortest op; the middle is taken (as NTP does with its round
+trips).
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.ft.events import Event
-from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState
+from holdfast.ft.telemetry.event_reader import read_events
+from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
 
 
 class ProcessState(enum.Enum):
@@ -86,11 +97,6 @@ class RankGroup:
     tracks: Mapping[int, Track]
 
     @cached_property
-    def furthest(self) -> int:
-        """The highest ordinal of a collective that any rank has entered."""
-        return max((ordinal for track in self.tracks.values() for ordinal in track.collectives), default=0)
-
-    @cached_property
     def blocked(self) -> Mapping[int, OpRecord]:
         """By rank, its last op, if it is inside it or the op failed."""
         return {r: t.last for r, t in self.tracks.items() if t.last.status is not OpStatus.DONE}
@@ -151,3 +157,143 @@ class JobEvidence:
 def _moments(recording: Recording) -> Iterator[float]:
     for op in recording.ops:
         yield op.entered if op.left is None else op.left
+
+
+MEETINGS = frozenset(
+    [
+        "all_reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "all_gather",
+        "all_gather_single",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "sum_contributions",
+    ]
+)
+"""Ops that no rank can leave before all ranks have entered."""
+
+
+def gather(logs: Path, now: float) -> JobEvidence:
+    """The evidence in a folder of recordings and event logs; `now` is this host's monotonic time."""
+    recordings, bad = [], []
+    for path in find(logs):
+        try:
+            recordings.append(read(path))
+        except BadRecording as error:
+            bad.append(str(error))
+    lives = {recording.identity: life(recording.process) for recording in recordings}
+    events = read_events(logs, bad.append)
+    return assemble(recordings, lives, events, now, bad)
+
+
+def assemble(
+    recordings: Iterable[Recording],
+    lives: Mapping[str, ProcessState],
+    events: Sequence[Event],
+    now: float,
+    bad: Iterable[str] = (),
+) -> JobEvidence:
+    """Evidence from its parts, with the hosts' clocks aligned."""
+    found = JobEvidence(tuple(recordings), lives, events, now, tuple(bad))
+    known = offsets(found.groups)
+    here = now + known.get(this_host(), 0.0)
+    return JobEvidence(found.recordings, lives, events, here, found.bad, known)
+
+
+def offsets(groups: Sequence[RankGroup]) -> Mapping[str, float]:
+    """By host, the seconds to add to its times to get those of the first host.
+
+    Hosts without a chain of common ops to the first host are left out."""
+    bounds: dict[tuple[str, str], tuple[float, float]] = {}
+    hosts: list[str] = []
+    for group in groups:
+        tracks = list(group.tracks.values())
+        hosts += [track.recording.process.host for track in tracks]
+        if len({track.recording.process.host for track in tracks}) > 1:
+            for a in tracks:
+                for b in tracks:
+                    if a.recording.process.host != b.recording.process.host:
+                        _narrow(bounds, a, b)
+    ordered = list(dict.fromkeys(hosts))
+    known: dict[str, float] = dict.fromkeys(ordered[:1], 0.0)
+    todo = ordered[:1]
+    while todo:
+        here = todo.pop(0)
+        for host in ordered:
+            low, high = bounds.get((here, host), (-math.inf, math.inf))
+            if host not in known and math.isfinite(low) and math.isfinite(high):
+                known[host] = known[here] + (low + high) / 2
+                todo.append(host)
+    return known
+
+
+def _narrow(bounds: dict[tuple[str, str], tuple[float, float]], a: Track, b: Track) -> None:
+    """Narrow the bounds of the offset from the clock of `b`'s host to that of `a`'s, by their common ops."""
+    key = (a.recording.process.host, b.recording.process.host)
+    low, high = bounds.get(key, (-math.inf, math.inf))
+    for ordinal in _met(a, b):
+        mine, theirs = a.collectives[ordinal], b.collectives[ordinal]
+        if mine.left is not None and theirs.left is not None:
+            low = max(low, mine.entered - theirs.left)
+            high = min(high, mine.left - theirs.entered)
+    bounds[key] = (low, high)
+
+
+def _met(a: Track, b: Track) -> Iterable[int]:
+    for ordinal in a.collectives.keys() & b.collectives.keys():
+        ops = a.collectives[ordinal], b.collectives[ordinal]
+        if all(op.signature.op in MEETINGS and op.status == 1 for op in ops):
+            yield ordinal
+
+
+Kind = Literal["crash", "hang", "cut", "mismatch", "slow", "stuck"]
+
+MEANING = {
+    "crash": "it died inside the job",
+    "hang": "it did not arrive where the others wait",
+    "cut": "what it sends does not reach the other",
+    "mismatch": "it called something else than the others",
+    "slow": "the others wait for it, again and again",
+    "stuck": "an op does not end, and nobody says for whom it waits",
+}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A suspect: `rank` in `communicator` and `epoch`; `to` is the other end if the suspect is a link.
+
+    `score` is the certainty, from 0 to 1. `seconds` is the time that it has cost the other ranks so far.
+    """
+
+    kind: Kind
+    rank: int
+    score: float
+    evidence: str
+    communicator: str
+    epoch: int
+    process: str = ""
+    pid: int = 0
+    to: int | None = None
+    seconds: float = 0.0
+
+
+def of_track(
+    kind: Kind,
+    group: RankGroup,
+    track: Track,
+    score: float,
+    evidence: str,
+    *,
+    to: int | None = None,
+    seconds: float = 0.0,
+) -> Finding:
+    """The finding that suspects a recorded rank of a group."""
+    who = track.recording
+    return Finding(
+        kind, track.rank, score, evidence, group.name, group.epoch, who.identity, who.process.pid, to, seconds
+    )
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,14 +1,19 @@
-"""Finds the ranks that stopped a communicator: they died, hang or were cut off."""
+"""Finds the ranks that stopped a communicator: they died, hang or were cut off.
+
+In the waits-for graph an edge leads from a rank to a rank that it waits for: as its transport told the recorder, else
+every rank that has not arrived. A chain ends at a rank that waits for no other: it died, was stopped, or computes. Or
+it ends at a lost message: the awaited rank has sent it, since it has left the op or is further in it, and it did not
+arrive.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.comms.errors import Mismatch
-from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, RankGroup, Track
-from holdfast.ft.diagnosis.finding import Finding, Kind
-from holdfast.ft.diagnosis.waits import End, Why, edges, ends
+from holdfast.ft.diagnosis.evidence import Finding, JobEvidence, ProcessState, RankGroup, Track, in_words, of_track
 from holdfast.ft.events import DeathsDetected, Event, MemberFenced, MemberStalled, MemberUnreachable
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus
 
@@ -51,18 +56,18 @@ def _dead(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
     for track in group.tracks.values():
         report = _report(evidence.events, group, track)
         if report.fenced:
-            yield _finding("hang", group, track, 0.98, f"{_last(track)}; the others ended it: {report.evidence}")
+            yield of_track("hang", group, track, 0.98, f"{_last(track)}; the others ended it: {report.evidence}")
         elif track in killed and not mostly_killed:
             words = report.evidence or f"then its process (pid {track.recording.process.pid}) was gone"
-            yield _finding("crash", group, track, 0.98, f"{_last(track)}; {words}")
+            yield of_track("crash", group, track, 0.98, f"{_last(track)}; {words}")
         elif report.error == Mismatch.__name__:  # of ops no longer recorded: either rank that it names may be wrong
-            yield _finding("mismatch", group, track, 0.7, f"{_last(track)}; {report.evidence}")
+            yield of_track("mismatch", group, track, 0.7, f"{_last(track)}; {report.evidence}")
         elif report.evidence:
             stopped = report.stalled or track.life is ProcessState.STOPPED
-            yield _finding("hang" if stopped else "crash", group, track, 0.96, f"{_last(track)}; {report.evidence}")
+            yield of_track("hang" if stopped else "crash", group, track, 0.96, f"{_last(track)}; {report.evidence}")
         elif track.life is ProcessState.STOPPED:
             words = f"its process (pid {track.recording.process.pid}) is stopped; {_last(track)}"
-            yield _finding("hang", group, track, 0.97, words)
+            yield of_track("hang", group, track, 0.97, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +116,13 @@ def _by_waiting(evidence: JobEvidence, group: RankGroup) -> Iterator[Finding]:
             certain = end.edge.why is Why.LOST and place == 0
             yield _link(group, end, 0.99 if certain else score)
         elif track is None:
-            words = f"{_ranks(end.waiters)} {_wait(end)} for it in {_op(end.edge.op)}, and it left no recording"
+            words = f"{in_words(end.waiters)} {_wait(end)} for it in {_op(end.edge.op)}, and it left no recording"
             yield Finding("hang", end.rank, score - 0.2, words, group.name, group.epoch)
         else:
             waited = max(_waited(evidence, group, waiter) for waiter in end.waiters)
-            words = f"{_ranks(end.waiters)} waited for it in {_op(end.edge.op)} for {waited:.3g} s; {_last(track)}"
+            words = f"{in_words(end.waiters)} waited for it in {_op(end.edge.op)} for {waited:.3g} s; {_last(track)}"
             named = any(op.status is OpStatus.PEER_FAILED for op in group.blocked.values())
-            yield _finding("crash" if named else "hang", group, track, score, words, waited)
+            yield of_track("crash" if named else "hang", group, track, score, words, seconds=waited)
 
 
 def _link(group: RankGroup, end: End, score: float) -> Finding:
@@ -134,17 +139,7 @@ def _link(group: RankGroup, end: End, score: float) -> Finding:
         f"which {done}: the link from rank {edge.awaited} to rank {edge.waiter} loses what is sent"
     )
     track = group.tracks[edge.awaited]
-    return Finding(
-        "cut",
-        edge.awaited,
-        score,
-        words,
-        group.name,
-        group.epoch,
-        track.recording.identity,
-        track.recording.process.pid,
-        to=edge.waiter,
-    )
+    return of_track("cut", group, track, score, words, to=edge.waiter)
 
 
 def _waited(evidence: JobEvidence, group: RankGroup, waiter: int) -> float:
@@ -168,7 +163,7 @@ def _left_inside(group: RankGroup) -> Iterator[Finding]:
         if out and len(out) == len(others):
             failed = any(t.collectives[op.ordinal].status is not OpStatus.DONE for t in out)
             words = f"it never left {_op(op)}, which all others have left" + " by an error" * failed
-            yield _finding("hang", group, group.tracks[rank], 0.8, words)
+            yield of_track("hang", group, group.tracks[rank], 0.8, words)
 
 
 def _unknown_cause(group: RankGroup) -> Iterator[Finding]:
@@ -177,17 +172,10 @@ def _unknown_cause(group: RankGroup) -> Iterator[Finding]:
         f"all ranks have arrived at {_op(first[1])} and it does not end; the backend "
         f"({first[1].communicator.backend}) does not say who waits for whom"
     )
-    yield _finding("stuck", group, group.tracks[first[0]], 0.1, words)
+    yield of_track("stuck", group, group.tracks[first[0]], 0.1, words)
 
 
 # Words ----------------------------------------------------------------------------------------------------------------
-
-
-def _finding(kind: Kind, group: RankGroup, track: Track, score: float, words: str, seconds: float = 0.0) -> Finding:
-    who = track.recording
-    return Finding(
-        kind, track.rank, score, words, group.name, group.epoch, who.identity, who.process.pid, seconds=seconds
-    )
 
 
 def _last(track: Track) -> str:
@@ -208,5 +196,124 @@ def _wait(end: End) -> str:
     return "waits" if len(end.waiters) == 1 else "wait"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+class Why(enum.Enum):
+    """The position of an awaited rank, relative to the op that waits for it."""
+
+    ABSENT = "has not arrived"
+    LOST = "has sent, and it did not arrive"
+    BEHIND = "is inside, and less far"
+    LEVEL = "is inside, and as far"
+    SILENT = "is inside, and waits for nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Rank `waiter` waits for rank `awaited` in `op`, of which it has done `rounds` message rounds."""
+
+    waiter: int
+    awaited: int
+    op: OpRecord
+    why: Why
+    rounds: int
+
+
+def edges(group: RankGroup) -> Iterator[Edge]:
+    """The waits of all blocked ranks."""
+    for rank, op in group.blocked.items():
+        rounds = op.waiting.rounds if op.waiting is not None else 0
+        for awaited, gives in _awaited(group, rank, op):
+            if awaited != rank:
+                yield Edge(rank, awaited, op, _why(group, rank, awaited, op, gives), rounds)
+
+
+def _awaited(group: RankGroup, rank: int, op: OpRecord) -> list[tuple[int, bool]]:
+    """The ranks that `rank` waits for in an op; True for one that has yet to receive from it."""
+    if not op.signature.collective and op.signature.peer >= 0:
+        return [(op.signature.peer, op.signature.op == "send")]
+    if op.waiting is not None and (op.waiting.takes or op.waiting.gives):
+        takes, gives = op.waiting.takes, op.waiting.gives
+        return [*((r, False) for r in takes), *((r, True) for r in gives if r not in takes)]
+    if op.failed_ranks:
+        return [(r, False) for r in op.failed_ranks]
+    if not op.signature.collective:
+        return []
+    return [(r, False) for r in range(group.size) if r != rank and not _arrived(group, r, op)]
+
+
+def _arrived(group: RankGroup, rank: int, op: OpRecord) -> bool:
+    """Whether `rank` has entered a collective."""
+    track = group.tracks.get(rank)
+    return track is not None and max(track.collectives, default=0) >= op.ordinal
+
+
+def _why(group: RankGroup, waiter: int, awaited: int, op: OpRecord, gives: bool) -> Why:
+    track = group.tracks.get(awaited)
+    if track is None:
+        return Why.ABSENT
+    if not op.signature.collective:
+        return _why_message(group, waiter, awaited, op)
+    theirs = track.collectives.get(op.ordinal)
+    if theirs is None:
+        return Why.LOST if _arrived(group, awaited, op) else Why.ABSENT
+    if theirs.status is OpStatus.DONE:
+        return Why.LOST
+    if theirs.waiting is None:
+        return Why.SILENT
+    mine, rounds = op.waiting.rounds if op.waiting is not None else 0, theirs.waiting.rounds
+    if gives or rounds < mine:
+        return Why.BEHIND
+    return Why.LOST if rounds > mine else Why.LEVEL
+
+
+def _why_message(group: RankGroup, waiter: int, awaited: int, op: OpRecord) -> Why:
+    """The position of the other end of a message, or of a batch of messages."""
+    track = group.tracks[awaited]
+    if op.signature.peer < 0:
+        theirs = track.last
+        if theirs.signature.op != op.signature.op or theirs.ordinal < op.ordinal:
+            return Why.ABSENT
+        if theirs.ordinal > op.ordinal or theirs.status is OpStatus.DONE:
+            return Why.LOST
+        return Why.LEVEL if theirs.waiting is not None else Why.SILENT
+    other = "send" if op.signature.op == "recv" else "recv"
+    matching = [
+        each
+        for each in track.ops
+        if each.signature.op == other and each.signature.peer == waiter and each.ordinal >= op.ordinal
+    ]
+    return Why.LOST if matching else Why.ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of chains of waits: a rank, or a message from it if `lost`. `waiters` wait directly for `rank`."""
+
+    rank: int
+    edge: Edge
+    waiters: tuple[int, ...]
+    lost: bool
+
+
+def ends(found: list[Edge]) -> list[End]:
+    """The ends of all chains, first those with the most waiting ranks."""
+    lost = [edge for edge in found if edge.why is Why.LOST]
+    waits = {edge.waiter for edge in found}
+    sinks: dict[int, list[Edge]] = {}
+    for edge in found:
+        if edge.why in (Why.ABSENT, Why.SILENT) and edge.awaited not in waits:
+            sinks.setdefault(edge.awaited, []).append(edge)
+    at_ranks = [
+        End(rank, edges_[0], tuple(sorted({edge.waiter for edge in edges_})), False) for rank, edges_ in sinks.items()
+    ]
+    if at_ranks:
+        return sorted(at_ranks, key=lambda end: (-len(end.waiters), end.rank))
+    links = [End(edge.awaited, edge, (edge.waiter,), True) for edge in sorted(lost, key=_least_far)]
+    if links:
+        return links
+    level = [edge for edge in found if edge.why is Why.LEVEL]
+    return [End(edge.awaited, edge, (edge.waiter,), True) for edge in sorted(level, key=_least_far)]
+
+
+def _least_far(edge: Edge) -> tuple[int, int, int]:
+    """A sort key that puts the cause first: the loss in the earliest op, and in its earliest round."""
+    return edge.op.ordinal, edge.rounds, edge.awaited

@@ -103,11 +103,7 @@ def _first_collective(group: RankGroup) -> int:
 
 
 def _configuration(name: str, group: RankGroup, ranks: list[int]) -> Dump:
-    return {"name": name, "desc": _description(group), "ranks": str(ranks)}
-
-
-def _description(group: RankGroup) -> str:
-    return f"epoch {group.epoch}"
+    return {"name": name, "desc": f"epoch {group.epoch}", "ranks": str(ranks)}
 
 
 def _dump(configuration: Dump, entries: list[tuple[int, Dump]]) -> Dump:
@@ -138,16 +134,17 @@ def _entry(group: RankGroup, track: Track, op: OpRecord, name: str) -> Dump:
     """One op. Its number in the group pairs it with those of other ranks; sizes are those on which ranks must agree."""
     sizes = [list(shape) for shape in op.signature.shapes] or [[]]
     dtypes = [op.signature.dtype]
+    library = op.communicator.backend if op.communicator.backend in _LIBRARIES else "gloo"
     left = None if op.left is None else _nanoseconds(track, op.left)
     return {
         "frames": [],
         "pg_id": 0,
-        "process_group": (name, _description(group)),
+        "process_group": (name, f"epoch {group.epoch}"),
         "thread_name": track.recording.identity,
         "thread_id": str(track.recording.process.pid),
         "collective_seq_id": op.ordinal,
         "p2p_seq_id": 0 if op.signature.collective else op.ordinal,
-        "profiling_name": f"{_library(op)}:{_torch_name(track.rank, op)}",
+        "profiling_name": f"{library}:{_torch_name(track.rank, op)}",
         "time_created_ns": _nanoseconds(track, op.entered),
         "input_sizes": sizes,
         "input_dtypes": dtypes,
@@ -160,10 +157,6 @@ def _entry(group: RankGroup, track: Track, op: OpRecord, name: str) -> Dump:
         "timeout_ms": 0,
         "is_p2p": not op.signature.collective,
     }
-
-
-def _library(op: OpRecord) -> str:
-    return op.communicator.backend if op.communicator.backend in _LIBRARIES else "gloo"
 
 
 def _torch_name(rank: int, op: OpRecord) -> str:

@@ -13,8 +13,7 @@ import socket
 import subprocess
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.environment.listen_address import choose_address
-from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.ft.environment.listen_address import choose_address, local_addresses
 
 PORT = 26600
 """The port of the first node; each further one has the next, as nodes may be one machine."""

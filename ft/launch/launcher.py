@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from abc import ABC, abstractmethod
 
 from holdfast.comms.errors import HoldfastError
@@ -48,3 +49,11 @@ class NoLaunch(Launch):
 
     def close(self) -> None:
         self._shared.close()
+
+
+def how_it_ended(code: int) -> str:
+    """How a process ended, in words; `code` is negative for a signal, as in `subprocess`."""
+    if code >= 0:
+        return f"exited with status {code}"
+    known = {each.value: each.name for each in signal.Signals}
+    return f"was ended by {known.get(-code, f'signal {-code}')}"

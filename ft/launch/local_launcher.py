@@ -36,16 +36,13 @@ from holdfast.ft.console.visible import visible, visible_but_colours
 from holdfast.ft.environment.listen_address import LOOPBACK
 from holdfast.ft.events import JoinRequested
 from holdfast.ft.launch import run_report
-from holdfast.ft.launch.exit_status import how_it_ended
 from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.held_directory import HeldDirectory, private_file
-from holdfast.ft.launch.hosts.host_agent import HostAgent, HostPlan, host_name
-from holdfast.ft.launch.hosts.job_watch import JobWatch
-from holdfast.ft.launch.job_contract import LocalContract
-from holdfast.ft.launch.launcher import Launch
-from holdfast.ft.launch.launchers import launch as launch_ranks
+from holdfast.ft.launch.hosts.host_agent import HostAgent, HostPlan, JobWatch, host_name
+from holdfast.ft.launch.job_contract import LocalContract, ReservedPort, TorchEnvironment
+from holdfast.ft.launch.launcher import Launch, how_it_ended
+from holdfast.ft.launch.mpirun import launch as launch_ranks
 from holdfast.ft.launch.run_report import LastErrorLine
-from holdfast.ft.launch.torch_environment import ReservedPort, TorchEnvironment
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.termination import TERMINATED
@@ -336,7 +333,7 @@ class Launcher:
     def _view(self) -> View | None:
         if self._watch is not None:
             return self._watch.view
-        with self._contract.register() as register:
+        with self._contract.open_register() as register:
             return register.read()
 
     def _over(self) -> View | None:
@@ -358,7 +355,7 @@ class Launcher:
         needed = counted(view.job.min_size, "member")
         words = f"{counted(left, 'process is', 'processes are')} left of the {needed} needed, and nobody else can come"
         last = msgspec.structs.replace(view, epoch=view.epoch + 1, phase="failed", reason=words)
-        with self._contract.register() as register, contextlib.suppress(RegisterAway):
+        with self._contract.open_register() as register, contextlib.suppress(RegisterAway):
             return last if register.compare_and_set(view.epoch, last) else None
         return None
 
@@ -501,7 +498,7 @@ def launch(plan: LaunchPlan, log_directory: Path | None = None, host: HostPlan |
             torch = TorchEnvironment(plan.size, plan.size, 0, LOOPBACK, port)
         else:
             torch = agent.torch
-        contract = LocalContract.create(
+        contract = LocalContract(
             plan.job,
             folder.path,
             plan.backend,
@@ -509,11 +506,10 @@ def launch(plan: LaunchPlan, log_directory: Path | None = None, host: HostPlan |
             None if host is None else host.register,
             min_size=plan.min_size,
             shards=plan.shards,
-            logs=log_directory,
-            key_file=None if host is None else host.key_file,
+            key=None if host is None else host.key_file,
             host=None if agent is None else agent.address,
             interface=None if agent is None or ":" in agent.address else agent.interface,
-        )
+        ).made(log_directory)
         try:
             start = stack.enter_context(closing(launch_ranks(launcher, plan.size + plan.spares)))
             log = None if log_directory is None else partial(_output_file, log_directory, node)

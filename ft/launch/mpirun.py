@@ -19,11 +19,12 @@ import sysconfig
 import time
 from pathlib import Path
 
+from holdfast.comms.errors import Unsupported
 from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch import mpirun_proxy
 from holdfast.ft.launch.held_directory import HeldDirectory, private_file
-from holdfast.ft.launch.launcher import Launch, StartFailed
+from holdfast.ft.launch.launcher import Launch, NoLaunch, StartFailed
 
 _START_SECONDS = 60.0
 _END_SECONDS = 5.0
@@ -127,17 +128,18 @@ class MpiJob(Launch):
 
 def _hear(line: socket.socket) -> dict[str, str]:
     """The environment that a proxy sends."""
-    size = int.from_bytes(_exactly(line, 8), "little")
-    if size > _MOST:
-        raise StartFailed(f"a proxy of mpirun sends {size} bytes of environment")
-    environ: dict[str, str] = json.loads(_exactly(line, size))
+    with line.makefile("rb") as file:
+        text = file.readline(_MOST)
+    if not text.endswith(b"\n"):
+        raise StartFailed(f"a proxy of mpirun ended while starting, or sends more than {_MOST} bytes of environment")
+    environ: dict[str, str] = json.loads(text)
     return environ
 
 
-def _exactly(line: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (more := line.recv(size - len(data))):
-            raise StartFailed("a proxy of mpirun ended while starting")
-        data += more
-    return data
+def launch(launcher: str, size: int) -> Launch:
+    """Start the launcher of this name for `size` ranks. Raises `StartFailed`; `Unsupported` for an unknown name."""
+    if not launcher:
+        return NoLaunch()
+    if launcher == "mpirun":
+        return MpiJob(size)
+    raise Unsupported(f"starting ranks with {launcher!r}", "start them yourself and call comms.connect in each")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.comms.transport.liveness import read_proc_stat
 from holdfast.ft.events import Event, ViewInstalled
-from holdfast.ft.launch.exit_status import how_it_ended
+from holdfast.ft.launch.launcher import how_it_ended
 from holdfast.ft.telemetry import event_logger
 
 LATE_SECONDS = 30.0

@@ -20,30 +20,36 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.membership.admission import host_refusal_reason, refusal_reason
-from holdfast.ft.membership.effects import (
-    AnnounceSelf,
-    Effect,
-    Evicted,
-    Fence,
-    Install,
-    Propose,
-    ReadRegister,
-    Refused,
-    Revoke,
+from holdfast.ft.membership.dissemination import (
+    announce_as_proposer,
+    forward_view,
+    need_repeating,
+    new_findings,
+    open_findings,
+    reply_to_epoch,
+    reports,
 )
 from holdfast.ft.membership.events import (
+    AnnounceSelf,
     CasFailed,
     CasLost,
     CasWon,
     Cleared,
     Death,
+    Effect,
     EpochBroken,
     EpochHeard,
     Event,
+    Evicted,
+    Fence,
+    Install,
     LocalFailed,
     LocalFinished,
+    Propose,
     ProvenDeaths,
+    ReadRegister,
+    Refused,
+    Revoke,
     SpareAnnounced,
     Stalled,
     Started,
@@ -54,13 +60,17 @@ from holdfast.ft.membership.events import (
     ViewRead,
 )
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.evidence_reporting import need_repeating, new_findings, open_findings, reports
-from holdfast.ft.membership.next_view import next_size, runnable_backends, successors, with_chosen_backend
-from holdfast.ft.membership.step_error import StepError
+from holdfast.ft.membership.next_view import (
+    host_refusal_reason,
+    next_size,
+    refusal_reason,
+    runnable_backends,
+    successors,
+    with_chosen_backend,
+)
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
-from holdfast.ft.membership.view import Job, Member, Phase, View
+from holdfast.ft.membership.view import Job, Member, Phase, StepError, View
 from holdfast.ft.membership.view_delta import ViewDelta, apply_delta
-from holdfast.ft.membership.view_dissemination import announce_as_proposer, forward_view, reply_to_epoch
 from holdfast.ft.timeouts import Timeouts
 
 Ended = Literal["", "finished", "failed", "evicted", "refused"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.membership.step_error import StepError
-from holdfast.ft.membership.view import Job, Member, Phase, View
+from holdfast.ft.membership.view import Job, Member, Phase, StepError, View
 
 
 class ViewDelta(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
-from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.detectors.heartbeat_page import OpPosition
 from holdfast.ft.events import EpochRevoked, ViewInstalled
 from holdfast.ft.membership.view import View
 from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
@@ -204,17 +204,17 @@ class EpochGuard:
         """Hold `epoch` so that it is not revoked meanwhile. Raises the reason if it is over."""
         return _HeldEpoch(self, epoch)
 
-    def bind(self, comm: Communicator) -> None:
-        """End `comm` when its epoch is revoked. Raises the reason if it is over."""
-        with self._lock:
-            self._check(comm.epoch)
-            self._comm = comm
+    def bind(self, comm: Communicator, *, lasting: bool = False) -> None:
+        """End `comm` when its epoch is revoked, or only when its members build another one if it is `lasting`.
 
-    def bind_lasting(self, comm: Communicator) -> None:
-        """End `comm` when its members build another communicator. Raises the reason if its epoch is over."""
+        Raises the reason if its epoch is over.
+        """
         with self._lock:
             self._check(comm.epoch)
-            self._lasting = comm
+            if lasting:
+                self._lasting = comm
+            else:
+                self._comm = comm
 
     def is_over(self, epoch: int) -> bool:
         """Whether `epoch` is revoked or replaced."""

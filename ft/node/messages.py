@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -166,15 +167,12 @@ def handlers(hear: Callable[[str, Message], None]) -> dict[str, Callable[[str, b
     The sender has proved to have the job's key.
     """
 
-    def handler_of(method: str) -> Callable[[str, bytes], bytes]:
-        def handler(peer: str, body: bytes) -> bytes:
-            try:
-                message = decode(method, body)
-            except CorruptData as error:
-                raise CorruptData(f"from {peer}: {error}") from error
-            hear(peer, message)
-            return b""
+    def handle(method: str, peer: str, body: bytes) -> bytes:
+        try:
+            message = decode(method, body)
+        except CorruptData as error:
+            raise CorruptData(f"from {peer}: {error}") from error
+        hear(peer, message)
+        return b""
 
-        return handler
-
-    return {method: handler_of(method) for method in _DECODERS}
+    return {method: partial(handle, method) for method in _DECODERS}

@@ -17,29 +17,28 @@ from holdfast.ft.detectors.detector import DetectorContext, Timer
 from holdfast.ft.detectors.process_watch import death_of
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.error_history import StepFailed
-from holdfast.ft.membership.effects import (
+from holdfast.ft.membership.dissemination import another_proposes_first
+from holdfast.ft.membership.events import (
+    LEFT,
     Announce,
     AnnounceSelf,
+    CasFailed,
+    CasWon,
+    Cleared,
+    Death,
     Effect,
+    EpochHeard,
+    Event,
     Evicted,
     Fence,
     Install,
     Propose,
+    ProvenDeaths,
     ReadRegister,
     Refused,
     ReportDeaths,
     ReportSuspicions,
     Revoke,
-)
-from holdfast.ft.membership.events import (
-    LEFT,
-    CasFailed,
-    CasWon,
-    Cleared,
-    Death,
-    EpochHeard,
-    Event,
-    ProvenDeaths,
     SpareAnnounced,
     Started,
     Suspicion,
@@ -47,7 +46,6 @@ from holdfast.ft.membership.events import (
     ViewDeltaReceived,
     ViewRead,
 )
-from holdfast.ft.membership.evidence_reporting import another_proposes_first
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.node import messages

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from holdfast.ft.detectors import detector
+from holdfast.ft.detectors.detector import Time
 from holdfast.ft.detectors.process_watch import Processes
 from holdfast.ft.membership.events import CasFailed, CasLost, CasWon, ViewRead
 from holdfast.ft.membership.view import Member, View
 
 Answer = CasWon | CasLost | CasFailed
 """What became of a compare-and-set."""
-
-
-class NodeTime(detector.Time, Protocol):
-    """The port to time; an asyncio event loop is one."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., object], /, *args: Any) -> object:
-        """Call `callback(*args)` in the thread of the node. RuntimeError once that has ended."""
 
 
 class MemberLinks(Protocol):
@@ -65,7 +58,7 @@ class RegisterPort(Protocol):
 class Ports:
     """All that a node reaches of the world around it."""
 
-    time: NodeTime
+    time: Time
     links: MemberLinks
     register: RegisterPort
     processes: Processes

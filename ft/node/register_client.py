@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from holdfast.ft.detectors.detector import Timer
+from holdfast.ft.detectors.detector import Time, Timer
 from holdfast.ft.membership.events import CasFailed, ViewRead
 from holdfast.ft.membership.view import View
-from holdfast.ft.node.ports import Answer, NodeTime, RegisterPort
+from holdfast.ft.node.ports import Answer, RegisterPort
 from holdfast.ft.timeouts import Timeouts
 
 AWAY_SECONDS = 0.2
@@ -36,7 +36,7 @@ class RegisterClient:
     def __init__(
         self,
         register: RegisterPort,
-        time: NodeTime,
+        time: Time,
         timeouts: Timeouts,
         shown: Callable[[ViewRead], None],
         answered: Callable[[Answer], None],

@@ -22,9 +22,9 @@ from holdfast.comms.errors import Revoked, StaleEpoch
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import faultpoints
+from holdfast.ft.control.connection import Handler
 from holdfast.ft.control.errors import CONNECTION_ERRORS, ConnectionLost, RemoteError
 from holdfast.ft.control.loop import LoopThread
-from holdfast.ft.control.rpc import Handler
 from holdfast.ft.detectors.process_watch import HostProcesses
 from holdfast.ft.membership.events import Event
 from holdfast.ft.membership.state_machine import Membership
@@ -35,11 +35,9 @@ from holdfast.ft.node.connections import MemberConnections
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
 from holdfast.ft.node.ports import Ports
-from holdfast.ft.node.register_threads import RegisterThreads
-from holdfast.ft.node.table_calls import TableCalls
-from holdfast.ft.node.table_sharing import neighbours
-from holdfast.ft.rendezvous.client import RendezvousClient
-from holdfast.ft.rendezvous.messages import REPEATABLE
+from holdfast.ft.node.register import RegisterThreads
+from holdfast.ft.node.table_sharing import TableCalls, neighbours
+from holdfast.ft.rendezvous.calls import REPEATABLE, RendezvousClient
 from holdfast.ft.rendezvous.store import RendezvousStore
 from holdfast.ft.settings import Settings, candidate_job, one_host_backends
 from holdfast.ft.telemetry.event_log import EventLog
@@ -101,7 +99,7 @@ class Runtime:
             self._reach,
             settings.register,
         )
-        self._table = TableCalls(self.node.sharing, self.links, max(timeouts.rebuild, timeouts.operation))
+        self._table = TableCalls(self.node.sharing, self.links.call, max(timeouts.rebuild, timeouts.operation))
         handlers.update({**self._table.handlers(), **messages.handlers(self.node.hear)})
         self.node.watch()
         self.node.begin(view)

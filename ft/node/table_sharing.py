@@ -1,32 +1,87 @@
 """Keeps the members' copies of the rendezvous table alike.
 
-What a member sets goes to its neighbours in a tree over the members (`relay_tree`), which pass it on. What several
-members may change goes up the tree to the first member, after what the caller has set before. A deletion goes up, too,
-and then down the tree, and has happened once every copy has answered: what is set under that key after it stays.
+What a member sets goes to its neighbours in a tree over the members, which pass it on (`TableSharing`). What several
+members may change goes up the tree to the first member, after what the caller has set before (`TableCalls`). A deletion
+goes up, too, and then down the tree, and has happened once every copy has answered: what is set under that key after it
+stays.
+
+Hosts form a tree by their first members, in the order of the view; the members of a host hang below its first one, in a
+tree again. Each member has at most `2 * ARITY` below it, and the depth grows with the logarithm of the members. What a
+member gets from one neighbour goes to all its others, so every batch crosses each edge once (`TreeRelay`). Batches for
+a neighbour wait for each other: the first goes at once, and the pause to the next message doubles from one to the next,
+up to a limit. So the messages of a member grow with the logarithm of the time that a meeting takes, and not with the
+number of members, and what is passed on is late by no more than the time that has passed already.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
 
 from holdfast.comms.errors import Revoked
-from holdfast.ft.detectors.detector import Timer
-from holdfast.ft.membership import relay_tree
+from holdfast.ft.control.connection import Handler
+from holdfast.ft.detectors.detector import Time, Timer
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.node import messages
-from holdfast.ft.node.ports import MemberLinks, NodeTime
-from holdfast.ft.rendezvous.relay import TreeRelay
+from holdfast.ft.node.ports import MemberLinks
+from holdfast.ft.rendezvous.calls import FORGET, KeysRequest, encode, handlers
 from holdfast.ft.rendezvous.table import RendezvousTable
 
 CHUNK_BYTES = 256 << 10
 """The most bytes of values in one message, unless a single value has more."""
 
 
+ARITY = 8
+
+Batch = TypeVar("Batch")
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.004
+"""Seconds between two messages to a neighbour."""
+
+
+class TreeRelay(Generic[Batch]):
+    """The part of one member. `neighbours` are the ids of those next to it; `pauses` is False in small jobs."""
+
+    __slots__ = ("_next", "_pause", "_pauses", "_pending")
+
+    def __init__(self, neighbours: Iterable[str], pauses: bool) -> None:
+        self._pending: dict[str, list[Batch]] = {each: [] for each in neighbours}
+        self._pauses, self._pause, self._next = pauses, FIRST_PAUSE, 0.0
+
+    def add(self, batch: Batch, source: str | None) -> None:
+        """Pass a batch on that was set here (`source` None), or came from a neighbour."""
+        for neighbour, batches in self._pending.items():
+            if neighbour != source:
+                batches.append(batch)
+
+    def add_for(self, neighbour: str, batch: Batch) -> None:
+        """Pass a batch on to one neighbour: the connection to it is new."""
+        if neighbour in self._pending:
+            self._pending[neighbour].append(batch)
+
+    def wake_at(self, now: float) -> float | None:
+        """When `take` is to be called next; None if there is nothing to send."""
+        return max(now, self._next) if any(self._pending.values()) else None
+
+    def take(self, now: float) -> list[tuple[str, list[Batch]]]:
+        """The batches to send to each neighbour now. Call it when `wake_at` says so, or to send all at the end."""
+        due = [(neighbour, batches) for neighbour, batches in self._pending.items() if batches]
+        for neighbour, _ in due:
+            self._pending[neighbour] = []
+        if due and self._pauses:
+            if now > self._next + LONGEST_PAUSE:
+                self._pause = FIRST_PAUSE
+            self._next, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        return due
+
+
 class TableSharing:
     """The copy of one member. `epoch` is that of its newest view; `parent` and `below` are next to it in the tree."""
 
-    def __init__(self, identity: str, time: NodeTime, links: MemberLinks) -> None:
+    def __init__(self, identity: str, time: Time, links: MemberLinks) -> None:
         self.table = RendezvousTable(self._changed)
         self.epoch = 0
         self.parent: Member | None = None
@@ -44,7 +99,7 @@ class TableSharing:
         next_to = () if rank is None else neighbours(view, rank)
         self.parent = next_to[0] if rank else None
         self.below = next_to[1:] if rank else next_to
-        pauses = len(view.members) > relay_tree.ARITY + 1
+        pauses = len(view.members) > ARITY + 1
         self._relay = TreeRelay([member.id for member in next_to], pauses)
         self.epoch = view.epoch
         sources = self._sources.get(view.epoch, {})
@@ -116,9 +171,88 @@ class TableSharing:
                 self._links.notify(neighbour, *messages.share(self.epoch, items))
 
 
+class TableCalls:
+    """Serves the calls to the copy `sharing` of one member.
+
+    `call(member, method, body, timeout)` calls a neighbour; `timeout` (seconds) bounds each.
+    """
+
+    def __init__(
+        self, sharing: TableSharing, call: Callable[[Member, str, bytes, float], Awaitable[bytes]], timeout: float
+    ) -> None:
+        self._sharing, self._call, self._timeout = sharing, call, timeout
+
+    def handlers(self) -> dict[str, Handler]:
+        """The handlers of the methods that `RendezvousClient` calls."""
+        return handlers(self._sharing.table, self.forward, self.delete)
+
+    async def forward(self, epoch: int, method: str, body: bytes) -> bytes | None:
+        """Pass a call on towards the first member of `epoch`; None if this process is it.
+
+        Waits until this process has the view of the epoch. Raises `Revoked` if that is over, TimeoutError, and what
+        `MemberConnections.call` raises.
+        """
+        await self._begin_of(epoch)
+        if self._sharing.parent is None:
+            return None
+        self._sharing.flush()
+        return await self._call(self._sharing.parent, method, body, self._timeout)
+
+    async def delete(self, epoch: int, key: str) -> bool:
+        """Remove a key from this copy and those below it, at the first member from all; whether it was there.
+
+        Raises what `forward` raises.
+        """
+        await self._begin_of(epoch)
+        found = self._sharing.table.delete(epoch, key)
+        request = encode(KeysRequest(epoch, [key]))
+        calls = [self._call(member, FORGET, request, self._timeout) for member in self._sharing.below]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return found
+
+    async def _begin_of(self, epoch: int) -> None:
+        """Wait until this process has the view of the epoch. Raises `Revoked` if that is over."""
+        async with asyncio.timeout(self._timeout):
+            while self._sharing.epoch < epoch:
+                begun = asyncio.Event()
+                self._sharing.when_begun(begun.set)
+                await begun.wait()
+        if self._sharing.epoch != epoch:
+            raise Revoked(epoch, "a later epoch has begun")
+
+
+def neighbour_ranks(view: View, rank: int) -> tuple[int, ...]:
+    """The ranks next to `rank` in the tree. The one above it is first; rank 0 has none above."""
+    hosts = view.remember("relay hosts", view.members, lambda: _Hosts(view))
+    name = view.members[rank].peer.host
+    here = view.hosts[name]
+    place = bisect_left(here, rank)
+    host = hosts.places[name]
+    found: list[int] = []
+    if place:
+        found.append(here[(place - 1) // ARITY])
+    elif host:
+        found.append(hosts.first[(host - 1) // ARITY])
+    found += here[place * ARITY + 1 : place * ARITY + 1 + ARITY]
+    if not place:
+        found += hosts.first[host * ARITY + 1 : host * ARITY + 1 + ARITY]
+    return tuple(found)
+
+
+class _Hosts:
+    """`first`: the first rank of each host, in order; `places`: the position of each host in it."""
+
+    def __init__(self, view: View) -> None:
+        order = sorted(view.hosts, key=lambda name: view.hosts[name][0])
+        self.first = [view.hosts[name][0] for name in order]
+        self.places = {name: place for place, name in enumerate(order)}
+
+
 def neighbours(view: View, rank: int) -> tuple[Member, ...]:
     """The members next to `rank` in the tree of `view`. The first is the one above it, but for rank 0."""
-    return tuple(view.members[each] for each in relay_tree.neighbours(view, rank))
+    return tuple(view.members[each] for each in neighbour_ranks(view, rank))
 
 
 def chunks(items: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:

@@ -1,15 +1,22 @@
-"""Packs calls of methods for a child process, and what comes of them. Only a parent and its children exchange these."""
+"""Calls of functions and methods in child processes. Only a parent and its children exchange these messages."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import cloudpickle
 
-from holdfast.ft.processes.packed_errors import PackedError, pack_error
+from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
+from holdfast.ft.processes.packed_errors import PackedError, pack_error, unpack_error
+from holdfast.ft.processes.zygote_client import zygote_with
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +79,34 @@ def _pickled(message: object) -> bytes:
 def unpack(data: bytes | bytearray | memoryview) -> Any:
     """The message that `pack` packed."""
     return cloudpickle.loads(data)
+
+
+def call_in_fork(
+    function: Callable[[], T], *, name: str, output: Path, timeout: float, preload: Sequence[str] = ()
+) -> T:
+    """What `function` returns; its process writes its output to the file `output`. It goes over by cloudpickle.
+
+    The zygote imports the modules `preload` first. Raises what `function` raises, `StartFailed` if its process ends
+    without an answer, and `TimeoutError`.
+    """
+    process = zygote_with(*preload).spawn(partial(_answer, function), name=name, output=output)
+    try:
+        result: CallResult = process.channel.recv(timeout)
+    except ChannelClosed as error:
+        raise StartFailed(f"{name} ended without an answer: {process.epitaph()}") from error
+    except TimeoutError as error:
+        raise TimeoutError(f"{name} (pid {process.pid}) did not answer within {timeout:.3g} s") from error
+    finally:
+        process.close()
+    if result.error is not None:
+        raise unpack_error(result.error)
+    value: T = result.value
+    return value
+
+
+def _answer(function: Callable[[], object], channel: ProcessChannel) -> None:
+    try:
+        result = CallResult(value=function())
+    except Exception as error:
+        result = CallResult(error=pack_error(error))
+    channel.send(result)

@@ -2,7 +2,7 @@
 
 `python -m holdfast.ft.processes.zygote FD`: its parent talks to it over the inherited sequenced-packet socket FD
 (see `holdfast.ft.processes.zygote_client`). It stays single-threaded and runs no torch op, so that a fork of it is
-as good as a fresh interpreter. Nothing is left behind:
+as good as a fresh interpreter. A fork of a zygote can fork one from itself (`fork_zygote`). Nothing is left behind:
 
 - if the parent ends, in whatever way, the zygote sees it by pidfd or socket, kills all children and ends;
 - if the zygote ends, in whatever way, the kernel kills the children;
@@ -17,13 +17,18 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import logging
 import os
 import resource
 import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -32,11 +37,10 @@ import cloudpickle
 import msgspec
 import torch
 
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.framed_socket import ChannelClosed
-from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.comms.system.forks import replace_by_dev_null
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.process_group import end_group
-from holdfast.ft.processes.zygote_messages import (
+from holdfast.ft.processes.zygote_start import (
     PACKET,
     Boot,
     Exited,
@@ -44,9 +48,16 @@ from holdfast.ft.processes.zygote_messages import (
     Ready,
     RequestRefused,
     Spawn,
+    StartedZygote,
+    die_with_parent,
 )
 
 _BOOT_TIMEOUT = 60.0
+
+_log = logging.getLogger(__name__)
+
+SETTLE_SECONDS = 0.5
+"""Seconds that joined threads have to be gone."""
 
 
 def other_threads() -> list[str]:
@@ -217,6 +228,90 @@ def main(fd: int) -> None:
     zygote.preload(("torch.distributed", "holdfast.comms.communicator"))
     zygote.run()
     os._exit(0)
+
+
+class ForkedZygote:
+    """The zygote as its parent sees it. Safe to use from several threads."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._reaping = threading.Lock()
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, or None while it runs."""
+        with self._reaping:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self._code = os.waitstatus_to_exitcode(status)
+            return self._code
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. Raises `subprocess.TimeoutExpired` if it still runs after `timeout` seconds."""
+        if (code := self.poll()) is not None:
+            return code
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            poller.poll(timeout * 1000)
+        finally:
+            os.close(pidfd)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("the zygote", timeout)
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        with self._reaping:
+            if self._code is None:
+                os.kill(self.pid, 9)
+
+
+def fork_zygote() -> StartedZygote | None:
+    """Fork a zygote; None if this process has several threads. It has nothing open of what this process has."""
+    if names := _settled_threads():
+        _log.info("no zygote is forked from process %d: it has the threads %s", os.getpid(), ", ".join(names))
+        return None
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pid = os.fork()
+    if pid == 0:
+        _serve(theirs, log.fileno())
+    theirs.close()
+    return StartedZygote(ForkedZygote(pid), control, log)
+
+
+def _settled_threads() -> list[str]:
+    """The threads beside the main one. One that was joined is listed for a moment more."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (names := other_threads()) and time.monotonic() <= deadline:
+        time.sleep(0.001)
+    return names
+
+
+def _serve(control: socket.socket, log: int) -> NoReturn:
+    """Be the zygote, from the fork to the end."""
+    status = 1
+    try:
+        os.setsid()
+        for standard in (1, 2):
+            os.dup2(log, standard)
+        listed = list(Path("/proc/self/fd").iterdir())  # with the descriptor of the listing, which is closed now
+        inherited = [int(each.name) for each in listed if each.is_symlink()]
+        replace_by_dev_null(number for number in inherited if number not in (1, 2, control.fileno()))
+        zygote = Zygote(control)
+        zygote.preload(())
+        zygote.run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import array
 import atexit
-import contextlib
 import logging
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import cloudpickle
@@ -31,13 +27,12 @@ import msgspec
 
 from holdfast.comms.plugins.kernel_calls import require
 from holdfast.comms.system import forks
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.ft.console.output import tail
-from holdfast.ft.launch.exit_status import how_it_ended
+from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft.launch.held_directory import private_file
-from holdfast.ft.launch.launcher import StartFailed
+from holdfast.ft.launch.launcher import StartFailed, how_it_ended
 from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.zygote_messages import (
+from holdfast.ft.processes.child_process import ChildProcess, Exit
+from holdfast.ft.processes.zygote_start import (
     PACKET,
     Boot,
     Exited,
@@ -45,8 +40,12 @@ from holdfast.ft.processes.zygote_messages import (
     Ready,
     RequestRefused,
     Spawn,
+    StartedZygote,
+    early_pid,
+    end_untaken,
+    start_zygote,
+    take_early,
 )
-from holdfast.ft.processes.zygote_start import StartedZygote, early_pid, end_untaken, start_zygote, take_early
 
 _START_TIMEOUT = 180.0
 """Seconds for the first import of torch, which is slow on a cold disk."""
@@ -64,107 +63,27 @@ class StartedThreads(StartFailed):
         super().__init__(why)
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """How a process ended. `status` is the wait status; None if it was lost with the zygote, which kills."""
-
-    status: int | None
-
-    @property
-    def signal(self) -> int | None:
-        """The signal that ended it, or None."""
-        if self.status is None:
-            return signal.SIGKILL
-        return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else None
-
-    def __str__(self) -> str:
-        return how_it_ended(-signal.SIGKILL if self.status is None else os.waitstatus_to_exitcode(self.status))
-
-
-def epitaph_of(pid: int, exit_: Exit, output: Path) -> str:
-    """How a process ended, and the end of its output."""
-    text = f"process {pid} {exit_}"
-    if last := tail(output):
-        text += f"; the end of its output:\n{last}"
-    return text
-
-
-class ForkedProcess:
-    """A process that the zygote forked. Safe to use from several threads, but for its `channel`."""
+class ForkedProcess(ChildProcess):
+    """A process that the zygote forked."""
 
     def __init__(
         self, zygote: ZygoteClient, name: str, pid: int, pidfd: int, channel: ProcessChannel, output: Path
     ) -> None:
-        self.name, self.pid, self.pidfd, self.channel, self.output = name, pid, OwnedDescriptor(pidfd), channel, output
+        super().__init__(name, pid, pidfd, channel, output)
         self._zygote = zygote
-        self._exit: Exit | None = None
-        self._closing = threading.Lock()
-        self._closed = False
-
-    def alive(self) -> bool:
-        """False once the process has ended."""
-        return self._exit is None and not self._gone(0.0)
-
-    def signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended. Never hits another process with the same pid."""
-        with self._closing:
-            if self._closed:
-                return
-            try:
-                signal.pidfd_send_signal(self.pidfd, number)
-            except ProcessLookupError:
-                pass
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.signal(signal.SIGKILL)
 
     def wait_stopped(self, timeout: float) -> None:
         """Return once the process is stopped (after SIGSTOP) or has ended. Raises `TimeoutError`."""
         deadline = time.monotonic() + timeout
         while self.alive():
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
-                    return
+            if is_stopped(self.pid):
+                return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name} (pid {self.pid}) has not stopped after {timeout:.3g} s")
             time.sleep(0.001)
 
-    def wait(self, timeout: float) -> Exit:
-        """How the process ended. Raises `TimeoutError` if it has not after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        if self._exit is None and not self._gone(timeout):
-            raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout:.3g} s")
-        while self._exit is None:
-            self._zygote.hear_of(self, deadline + 5.0)
-        return self._exit
-
-    def ended(self, exit_: Exit) -> None:
-        """Record how the process ended. Called by the zygote's client."""
-        self._exit = exit_
-
-    def epitaph(self) -> str:
-        """How the process ended, and the end of its output."""
-        return epitaph_of(self.pid, self.wait(5.0), self.output)
-
-    def close(self) -> None:
-        """Kill the process if it still runs, and close its descriptors. Idempotent."""
-        if self._closed:
-            return
-        self.kill()
-        self.wait(10.0)
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                self.pidfd.close()
-                self.channel.close()
-
-    def _gone(self, timeout: float) -> bool:
-        if self._closed:
-            return True
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(timeout * 1000))
+    def _reap(self, deadline: float) -> None:
+        self._zygote.hear_of(self, deadline)
 
 
 class ZygoteClient:
@@ -376,7 +295,7 @@ def inherit_zygote() -> bool:
     Returns False if there are threads already: a fork would miss what they hold, and `zygote()` starts an interpreter.
     """
     global _shared
-    from holdfast.ft.processes.zygote_fork import fork_zygote
+    from holdfast.ft.processes.zygote import fork_zygote
 
     with _shared_lock:
         if _shared is None and (started := fork_zygote()) is not None:

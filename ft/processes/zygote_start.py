@@ -1,4 +1,4 @@
-"""Starts the process of a zygote without waiting for it, and imports nothing slow: a command can do it first.
+"""Starts the process of a zygote, and the messages to it. Imports nothing slow: a command can do it first.
 
 start_early("transformers", ...)     # a command, once it knows that it will need processes
 import torch, ...                    # this process imports what it needs, on another core
@@ -8,7 +8,9 @@ zygote().spawn(...)                  # the zygote that was started early
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +20,55 @@ from typing import IO, Any, Protocol
 
 import msgspec
 
-from holdfast.ft.processes.zygote_messages import Preload
+PACKET = 1 << 16
+"""The most bytes in one packet of the zygote's control socket."""
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    """Fork a process. Two descriptors come along: its end of the channel, and the file for its output.
+
+    The process will use `threads` torch threads.
+    """
+
+    threads: int
+
+
+class Preload(msgspec.Struct, frozen=True, tag=True):
+    """Import these modules for all later forks."""
+
+    modules: tuple[str, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The last request is done. The answer to `Spawn` has the new `pid`, and its pidfd along."""
+
+    pid: int = 0
+
+
+class RequestRefused(msgspec.Struct, frozen=True, tag=True):
+    """The last request could not be done. `threads` names the module that started threads, if one did."""
+
+    reason: str
+    threads: str = ""
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """A process has ended, with this wait status."""
+
+    pid: int
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """The first message on a new process's channel: its environment and its target."""
+
+    environ: dict[str, str]
+    path: list[str]
+    argv: list[str]
+    directory: str
+    target: bytes
+    """A cloudpickled callable that takes the channel."""
 
 
 class ZygoteProcess(Protocol):
@@ -97,3 +147,13 @@ def end_untaken() -> None:
         untaken.process.wait(10.0)
         untaken.control.close()
         untaken.log.close()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that forked it ends; exit now if `parent` is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -83,10 +83,15 @@ class EtcdCell(Cell):
         self._closed = threading.Event()
         self._session = requests.Session()
         self._session.trust_env = False  # no proxies: these are machines of the job
-        self._session.verify, self._session.cert = access.verify, access.client_certificate
+        self._session.verify, self._session.cert = access.cacert or True, access.client_certificate
         self._clients = [
             etcd3gw.Etcd3Client(
-                host, port, access.protocol, timeout=ANSWER_SECONDS, api_path="/v3/", session=self._session
+                host,
+                port,
+                "https" if access.secure else "http",
+                timeout=ANSWER_SECONDS,
+                api_path="/v3/",
+                session=self._session,
             )
             for host, port in access.endpoints
         ]

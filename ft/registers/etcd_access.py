@@ -35,15 +35,6 @@ class Access:
     password_file: str = ""
 
     @property
-    def protocol(self) -> str:
-        return "https" if self.secure else "http"
-
-    @property
-    def verify(self) -> str | bool:
-        """The trusted certificates, as `requests` takes them."""
-        return self.cacert or True
-
-    @property
     def client_certificate(self) -> tuple[str, str] | None:
         """This process's certificate, as `requests` takes it."""
         return (self.cert, self.key) if self.cert else None

@@ -10,27 +10,93 @@ not of the host: with the host the job is gone as well.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import glob
 import grp
 import os
 import pwd
+import select
 import sqlite3
 import stat
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.system import forks, paths
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
-from holdfast.ft.registers.inotify import FileWatch
-from holdfast.ft.registers.network_file_system import network_file_system
+
+_IN_MODIFY, _IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x2, 0x4, 0x400, 0x800
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FileWatch:
+    """Watches files from construction to `close`. Costs one inotify instance (Linux gives a user 128 or more).
+
+    It reports that `written` was written to, and that a file of `kept` was removed, renamed or replaced. Keep it: the
+    kernel may take tens of milliseconds to close one. Raises OSError if a file cannot be watched.
+    """
+
+    def __init__(self, written: Path, kept: Sequence[Path] = ()) -> None:
+        self._wakeup = OwnedDescriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._lock, self._closed = threading.Lock(), False
+        self._fd: OwnedDescriptor | None = None
+        try:
+            self._fd = OwnedDescriptor(_checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)))
+            _checked(_libc.inotify_add_watch(self._fd, os.fsencode(written), _IN_MODIFY))
+            for path in kept:
+                gone = _IN_ATTRIB | _IN_DELETE_SELF | _IN_MOVE_SELF
+                _checked(_libc.inotify_add_watch(self._fd, os.fsencode(path), gone))
+        except OSError:
+            self.close()
+            raise
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+        self._poll.register(self._wakeup, select.POLLIN)
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until something is to be reported, for at most `seconds`; return whether it is, since the last wait.
+
+        A write may be reported a moment before it is complete.
+        """
+        if not self._poll.poll(1000 * seconds):
+            return False
+        assert self._fd is not None
+        for fd in (self._fd, self._wakeup):
+            with contextlib.suppress(BlockingIOError):
+                os.read(fd, 4096)
+        return True
+
+    def wake(self) -> None:
+        """End the wait of another thread, or the next one. Does nothing to a watch that is closed."""
+        with self._lock:
+            if not self._closed:
+                self._wakeup.wake()
+
+    def close(self) -> None:
+        """Close the watch, once no thread waits. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for fd in (self._fd, self._wakeup):
+                if fd is not None:
+                    fd.close()
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
 
 APPLICATION_ID = 0x484F4C44  # "HOLD"
 SCHEMA = 1
@@ -69,6 +135,42 @@ _IN_USE = (("", 0x40000002, 510), ("-shm", 128, 1))
 SQLite takes them once in a process, and does not know that a child has none of its parent's. Without them the last
 other process to close removes the WAL, and the child continues with one that no other process sees.
 """
+
+
+NETWORK_FILE_SYSTEMS = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x00C36400: "Ceph",
+    0x19830326: "BeeGFS",
+    0x20030528: "OrangeFS",
+    0x18031977: "WekaFS",
+    0x5346414F: "AFS",
+    0x6B414653: "AFS",
+    0x73757245: "Coda",
+    0x01161970: "GFS2",
+    0x7461636F: "OCFS2",
+}
+"""What `statfs` says of a file system (`f_type`), and its name. FUSE may be local or not, so it is not listed."""
+
+_STATFS_BYTES = 512
+
+
+def network_file_system(path: Path) -> str | None:
+    """The name of the network file system that an existing `path` is on; None for a local one. Raises OSError."""
+    return NETWORK_FILE_SYSTEMS.get(_type_of(path))
+
+
+def _type_of(path: Path) -> int:
+    """The kernel's number for the type of the file system: the first word of `struct statfs`."""
+    found = ctypes.create_string_buffer(_STATFS_BYTES)
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), found) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF
 
 
 def path_of(url: str) -> Path:

@@ -19,8 +19,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
@@ -33,8 +32,6 @@ from holdfast.ft.registers.cell import Cell, RegisterAway
 PATIENCE = 5.0
 """Seconds that one request to the store may take before `RegisterAway`."""
 CONNECT_SECONDS = 2.0
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -111,26 +108,11 @@ def _server_at(host: str, port: int) -> _StoreServer | None:
             return None
 
 
-class _Client:
-    """One connection to a store. An answer comes within `PATIENCE`, or an error.
-
-    A client that failed once is not used again (`dial` says why).
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        self._store = dial(host, port, CONNECT_SECONDS, PATIENCE)
-
-    def exchange(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """compare_set: the value of the key afterwards."""
-        return bytes(self._store.compare_set(key, expected, desired))  # type: ignore[arg-type]
-
-    def read(self, key: str) -> bytes:
-        """The value of the key; empty if it does not exist. (`get` would wait for it.)"""
-        return self.exchange(key, b"", b"")
-
-
 class TcpCell(Cell):
-    """One cell of a TCPStore. Costs two connections; a `wait` polls every 25 ms. A forked child opens its own."""
+    """One cell of a TCPStore. Costs two connections; a `wait` polls every 25 ms. A forked child opens its own.
+
+    An answer comes within `PATIENCE`, or an error: then the connection is not used again (`dial` says why).
+    """
 
     def __init__(self, url: str, name: str) -> None:
         self._url = url
@@ -139,41 +121,43 @@ class TcpCell(Cell):
         forks.refuse_in_children(self, f"register {url}")
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._client: _Client | None = None
+        self._store: dist.TCPStore | None = None
         self._identity = b""
         self._newest = b""
         try:
             self._server = _server_at(self._host, self._port)
         except OSError as error:
             raise RegisterAway(url, f"nobody serves it, and this process cannot: {error}") from error
-        self._ask(lambda client: client.read(self._key))
+        self._exchange(b"", b"")
 
     @property
     def lasts(self) -> bool:
         return self._server is None
 
-    def _ask(self, question: Callable[[_Client], T]) -> T:
-        """Send a request over the connection, or over a new one if the last one failed."""
+    def _exchange(self, expected: bytes, desired: bytes) -> bytes:
+        """compare_set: the value of the key afterwards. Two empty values read it (`get` would wait for the key).
+
+        Uses the connection, or a new one if the last one failed.
+        """
         with self._lock:
             if self._closed.is_set():
                 raise RegisterAway(self._url, "this handle is closed")
             try:
-                if self._client is None:
-                    self._client = self._connected()
-                return question(self._client)
+                if self._store is None:
+                    self._store = self._connected()
+                return _compare_set(self._store, self._key, expected, desired)
             except (dist.DistError, OSError) as error:
-                self._client = None
+                self._store = None
                 raise RegisterAway(self._url, f"its server does not answer: {str(error).splitlines()[0]}") from error
 
-    def _connected(self) -> _Client:
+    def _connected(self) -> dist.TCPStore:
         """A connection to the same store as before: a restarted store has lost the job's data."""
-        client = _Client(self._host, self._port)
-        mine = secrets.token_bytes(16)
-        identity = client.exchange("holdfast/store", b"", mine)
+        store = dial(self._host, self._port, CONNECT_SECONDS, PATIENCE)
+        identity = _compare_set(store, "holdfast/store", b"", secrets.token_bytes(16))
         if self._identity not in (b"", identity):
             raise RegisterAway(self._url, "another store is at its address now: what it held went with its process")
         self._identity = identity
-        return client
+        return store
 
     def _decode(self, data: bytes) -> tuple[int, bytes]:
         if not data:
@@ -186,7 +170,7 @@ class TcpCell(Cell):
         return version, data[_HEADER.size :]
 
     def read(self) -> tuple[int, bytes]:
-        self._newest = data = self._ask(lambda client: client.read(self._key))
+        self._newest = data = self._exchange(b"", b"")
         return self._decode(data)
 
     def compare_and_set(self, expected: int, value: bytes) -> bool:
@@ -196,8 +180,7 @@ class TcpCell(Cell):
                 return False
             known = self._newest
         desired = _HEADER.pack(_SCHEMA, expected + 1, secrets.token_bytes(8)) + value
-        found = self._ask(lambda client: client.exchange(self._key, known, desired))
-        self._newest = found
+        self._newest = found = self._exchange(known, desired)
         return found == desired
 
     def wait(self, newer_than: int, timeout: float) -> tuple[int, bytes] | None:
@@ -216,4 +199,8 @@ class TcpCell(Cell):
     def close(self) -> None:
         self._closed.set()
         with self._lock:
-            self._client = self._server = None
+            self._store = self._server = None
+
+
+def _compare_set(store: dist.TCPStore, key: str, expected: bytes, desired: bytes) -> bytes:
+    return bytes(store.compare_set(key, expected, desired))  # type: ignore[arg-type]

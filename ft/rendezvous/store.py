@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from holdfast.ft.rendezvous.client import RendezvousClient
+from holdfast.ft.rendezvous.calls import RendezvousClient
 from holdfast.ft.rendezvous.table import RendezvousTable
 
 

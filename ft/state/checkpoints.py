@@ -26,8 +26,7 @@ from holdfast.comms.errors import CorruptData, Mismatch, describe
 from holdfast.comms.quantities import integer_in
 from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.codec import decode_state
-from holdfast.ft.state.leaves import Leaf, place
-from holdfast.ft.state.mesh import Mesh
+from holdfast.ft.state.leaves import Leaf, Mesh, place
 
 DESCRIPTION = "holdfast.description"
 KEPT = 2

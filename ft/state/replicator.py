@@ -7,8 +7,10 @@ epoch: from memory or, if a part is lost with all its copies, from the newest ch
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,16 +23,13 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.ops import Recv, Send
 from holdfast.ft import events
 from holdfast.ft.attempt import FAILURES
-from holdfast.ft.state import pulling, transfer
+from holdfast.ft.state import transfer
 from holdfast.ft.state.checkpoints import Checkpoints
 from holdfast.ft.state.codec import decode_state, encode_state
-from holdfast.ft.state.fetching import Fetched, Fetcher
-from holdfast.ft.state.leaves import Leaf, PartLayout, encode_local_shards, place
-from holdfast.ft.state.mesh import Mesh, all_ranks
-from holdfast.ft.state.part_store import PartStore, shifts
-from holdfast.ft.state.planes import MemoryPlanes
-from holdfast.ft.state.restoring import complete_size, restore
-from holdfast.ft.state.sharded import Sharded
+from holdfast.ft.state.fetching import Fetch, Fetched, Fetcher, MemoryPlanes
+from holdfast.ft.state.leaves import Leaf, Mesh, PartLayout, all_ranks, encode_local_shards, place
+from holdfast.ft.state.restoring import PartStore, complete_size, restore, shifts
+from holdfast.ft.state.sharded import Build, Shape, Sharded, check_stateful
 from holdfast.ft.step_protocol import Decision
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
@@ -63,6 +62,8 @@ class StateReplicator:
         self.attached: dict[str, transfer.Stateful] = {}
         self.sharded: Sharded | None = None
         self.checkpoints: Checkpoints | None = None
+        self.closed = False
+        """Whether nothing more can be attached: the steps have begun."""
         self._timeouts, self._events, self._over, self._reach = timeouts, event_log, over, reach
         self._planes, self._fetcher = MemoryPlanes(), Fetcher()
         self._part_store: PartStore | None = None
@@ -105,6 +106,41 @@ class StateReplicator:
         if self._relies_on_replicas and self.sharded is not None and not self.sharded.may_have_replicas:
             raise ValueError("copies=0 and no checkpoints(): the death of any rank would end the job")
 
+    # Attachments, which a user makes before the first step ---------------------------------------------------------
+
+    def attach(self, name: str, thing: transfer.Stateful) -> None:
+        """See `Session.attach`."""
+        check_stateful(thing, f"{name!r} cannot be attached: {type(thing).__name__} has")
+        if name in self.attached:
+            raise ValueError(f"something is attached as {name!r} already")
+        self._check_open(f"{name!r} must be attached")
+        encode_state({name: thing.state_dict()})
+        self.attached[name] = thing
+
+    def attach_sharded(self, build: Build, copies: int, mesh: Shape | None, wanted: int) -> Sharded:
+        """See `Session.attach_sharded`. `wanted` is the number of members that the job wants; 0: it is not known."""
+        self._check_open("attach_sharded() must be called")
+        if self.sharded is not None:
+            raise HoldfastError("something sharded is attached already; let one build() return everything")
+        sharded = Sharded(build, copies, mesh)
+        if wanted and copies >= max(wanted, 2):
+            raise ValueError(f"copies={copies}: in a job of {wanted} ranks each has {wanted - 1} neighbours")
+        if wanted:
+            sharded.mesh(wanted)
+        import torch.distributed.tensor  # noqa: F401  # here, so that a promoted spare does not pay for the import
+
+        self.sharded = sharded
+        return sharded
+
+    def keep_checkpoints(self, directory: str | os.PathLike[str], every: int, last: int | None) -> None:
+        """See `Session.checkpoints`."""
+        self._check_open("checkpoints() must be called")
+        self.checkpoints = Checkpoints(directory, every, last)
+
+    def _check_open(self, what: str) -> None:
+        if self.closed:
+            raise HoldfastError(f"{what} before steps()")
+
     # Replicated state -----------------------------------------------------------------------------------------
 
     def transfer_state(
@@ -116,56 +152,55 @@ class StateReplicator:
         be sent, a newcomer raises `StateNotGiven` and the others go on without it; while the job is `founding`, all
         raise it.
         """
-        plane = self._planes.agree(comm, hosts)
-        taking = comm.rank in decision.receivers
+        moving = transfer.StateTransfer(
+            comm,
+            self._planes.agree(comm, hosts),
+            decision,
+            self.attached,
+            self._timeouts.operation,
+            self.patience,
+            self._reach,
+        )
 
         def refused(reason: str) -> None:
             self._events.emit(events.StateRefused(step=done - 1, epoch=comm.epoch, reason=reason))
             if founding:
                 raise transfer.StateNotGiven(comm.rank, reason)
 
-        if plane is None:
-            taken = self._transfer_over_communicator(comm, decision, done, refused)
-            if taken is None:
-                pulling.arrived(comm, self.patience)
-            return taken
-        if not taking:
-            if comm.rank == decision.source:
-                self._reach("sync.before_header")
-            pulling.offer(comm, plane, decision, self.attached, done, self._before_chunk, self.patience, refused)
+        if comm.rank not in decision.receivers:
+            moving.offer(done, refused)
             return None
         began = time.monotonic()
-        pulled = pulling.pull(
-            comm,
-            plane,
-            decision,
-            self.attached,
-            self._fetcher,
-            timeout=self._timeouts.operation,
-            over=lambda: self._over(comm.epoch),
-            before_chunk=self._before_chunk,
-            before_load=lambda: self._reach("sync.before_load"),
-        )
+        pulled = moving.pull(self._fetcher, self._fetch(comm, lambda: self._reach("sync.before_chunk")))
         if pulled.unlike:
             _log.warning("ranks %s have another state than rank %d", pulled.unlike, decision.source)
+        fetched = pulled.fetched
         self._events.emit(
             events.StateReceived(
                 step=pulled.done - 1,
                 epoch=comm.epoch,
                 source=decision.source,
-                bytes=sum(pulled.moved.values()),
+                bytes=fetched.nbytes,
                 seconds=time.monotonic() - began,
-                via=plane.name,
-                sources={str(rank): nbytes for rank, nbytes in pulled.moved.items()},
-                kept=pulled.kept,
-                lost=tuple(sorted(pulled.lost)),
+                via="communicator" if moving.plane is None else moving.plane.name,
+                sources={str(rank): nbytes for rank, nbytes in fetched.moved.items()},
+                kept=fetched.kept,
+                lost=tuple(sorted(fetched.lost)),
             )
         )
         return pulled.done
 
     def confirm_transfer(self, comm: Communicator) -> None:
         """Let the other ranks continue: this newcomer has recorded its state. Collective."""
-        pulling.arrived(comm, self.patience)
+        comm.barrier(timeout=self.patience)
+
+    def _fetch(self, comm: Communicator, before: Callable[[], None]) -> Fetch:
+        return functools.partial(
+            self._fetcher.fetch,
+            timeout=self._timeouts.operation,
+            over=lambda: self._over(comm.epoch),
+            before=before,
+        )
 
     def look(self, done: int) -> None:
         """Warn of attached state that newcomers can no longer get; checks at ever longer intervals.
@@ -185,34 +220,6 @@ class StateReplicator:
             known, self._unfit[name] = self._unfit.get(name, ""), reason
             if reason and reason != known:
                 self._events.emit(events.StateUnfit(step=done - 1, name=name, reason=reason))
-
-    def _transfer_over_communicator(
-        self, comm: Communicator, decision: Decision, done: int, refused: Callable[[str], None]
-    ) -> int | None:
-        """As `transfer_state` if no memory plane reaches all ranks: from one source, over the communicator."""
-        if comm.rank != decision.source and comm.rank not in decision.receivers:
-            return None
-        pipe = transfer.Pipe(comm, decision.source, decision.receivers, self._timeouts.operation)
-        began = time.monotonic()
-        if comm.rank == decision.source:
-            self._reach("sync.before_header")
-            transfer.send_state(pipe, self.attached, done, self._before_chunk, refused)
-            return None
-        given = transfer.receive_state(pipe, self.attached, self._before_chunk, lambda: self._reach("sync.before_load"))
-        self._events.emit(
-            events.StateReceived(
-                step=given.done - 1,
-                epoch=comm.epoch,
-                source=decision.source,
-                bytes=given.nbytes,
-                seconds=time.monotonic() - began,
-                via="communicator",
-            )
-        )
-        return given.done
-
-    def _before_chunk(self) -> None:
-        self._reach("sync.before_chunk")
 
     # Sharded state --------------------------------------------------------------------------------------------
 
@@ -278,11 +285,8 @@ class StateReplicator:
                 kept,
                 size,
                 self._mesh,
-                self._fetcher,
-                timeout=self._timeouts.operation,
-                patience=self.patience,
-                over=lambda: self._over(comm.epoch),
-                before_chunk=lambda: self._reach("restore.before_chunk"),
+                self._fetch(comm, lambda: self._reach("restore.before_chunk")),
+                self.patience,
             )
             fetched = found.fetched
             self._known = {leaf.path: leaf for leaf in found.layout.leaves}

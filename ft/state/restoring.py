@@ -1,27 +1,112 @@
-"""Restores a sharded state from the parts that surviving ranks kept, for a new number and layout of ranks.
+"""Keeps parts of a sharded state in memory, and restores it from them for a new number and layout of ranks.
 
-All ranks exchange what they have. If every part of the state, or a replica of it, is somewhere, each rank computes
-which bytes its new part consists of, takes those that it has itself, and reads the others from ranks that have them.
+A process keeps its own part, and copies of its neighbours'. A part belongs to one version, the number of steps done. A
+step that is being committed adds the next version beside the current one, and its commit removes the current one. So at
+every moment all ranks have one of the two.
+
+To restore, all ranks exchange what they have. If every part of the state, or a replica of it, is somewhere, each rank
+computes which bytes its new part consists of, takes those that it has itself, and reads the others from ranks that have
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
+from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.state.boxes import Box, cover, stretch, within
-from holdfast.ft.state.fetching import BLOCK, Block, Fetched, Fetcher, Source, blocks_of, digest
-from holdfast.ft.state.leaves import Leaf, PartLayout
-from holdfast.ft.state.mesh import Mesh, holders_of_boxes
-from holdfast.ft.state.part_store import StoredPart
+from holdfast.ft.state.fetching import BLOCK, Block, Fetch, Fetched, Source, blocks_of, digest
+from holdfast.ft.state.leaves import Leaf, Mesh, PartLayout, holders_of_boxes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One part of one version: its bytes in `buffer`, and the description of the whole state.
+
+    `own` is False for a copy of a neighbour's part.
+    """
+
+    version: int
+    layout: PartLayout
+    description: bytes
+    buffer: torch.Tensor
+    own: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(number of parts, number of this part)."""
+        return self.layout.size, self.layout.part
+
+    @property
+    def share(self) -> tuple[int, int, int]:
+        """(number of parts, number of this part among those that differ, how many differ)."""
+        return self.layout.size, *self.layout.share
+
+
+class PartStore:
+    """The stored parts of one process. Memory of removed parts is reused, so that a step allocates none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[StoredPart] = []
+        self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept parts and of the memory for reuse."""
+        return sum(kept.buffer.numel() for kept in self._kept) + sum(
+            nbytes * len(buffers) for nbytes, buffers in self._spare.items()
+        )
+
+    def new(self, version: int, layout: PartLayout, description: bytes, own: bool = True) -> StoredPart:
+        """A part with memory of its own, which `put` keeps."""
+        spare = self._spare[layout.nbytes]
+        buffer = spare.pop() if spare else torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
+        return StoredPart(version, layout, description, buffer, own)
+
+    def put(self, parts: Sequence[StoredPart]) -> None:
+        """Keep `parts`, in place of parts of the same version and number."""
+        new = {(part.version, part.key) for part in parts}
+        self._throw_out([kept for kept in self._kept if (kept.version, kept.key) in new])
+        self._kept.extend(parts)
+
+    def keep_only(self, version: int, size: int | None = None) -> None:
+        """Remove all versions but `version`, and parts of layouts with another number of parts than `size`."""
+        self._throw_out([k for k in self._kept if k.version != version or size not in (None, k.layout.size)])
+        sizes = {kept.layout.nbytes for kept in self._kept}
+        for nbytes in [nbytes for nbytes in self._spare if nbytes not in sizes]:
+            del self._spare[nbytes]
+
+    def of(self, version: int) -> list[StoredPart]:
+        """The kept parts of a version."""
+        return [kept for kept in self._kept if kept.version == version]
+
+    def _throw_out(self, parts: list[StoredPart]) -> None:
+        for part in parts:
+            self._kept.remove(part)
+            self._spare[part.buffer.numel()].append(part.buffer)
+
+
+def shifts(hosts: Sequence[str], copies: int) -> list[int]:
+    """The distances from each rank to the ranks with its copies.
+
+    The copies of rank r are at r + shift, modulo the number of ranks, so every rank keeps as many copies for others as
+    others keep for it. Shifts to other hosts come first, near shifts before far ones.
+    """
+    size = len(hosts)
+
+    def on_own_host(shift: int) -> int:
+        return sum(hosts[rank] == hosts[(rank + shift) % size] for rank in range(size))
+
+    return sorted(range(1, size), key=lambda shift: (on_own_host(shift), shift))[:copies]
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -89,17 +174,13 @@ def restore(
     kept: Sequence[StoredPart],
     size: int,
     mesh: Mesh,
-    fetcher: Fetcher,
-    *,
-    timeout: float,
+    fetch: Fetch,
     patience: float,
-    over: Callable[[], HoldfastError | None],
-    before_chunk: Callable[[], None],
 ) -> RestoredPart:
     """This rank's part, for ranks laid out as `mesh`, of the state that was cut into `size` parts; collective.
 
     `kept` are the parts that this rank has. Raises `CorruptData` for parts that do not fit together, `Unsupported` if
-    bytes of other ranks are needed and no `plane` reaches them; else what `Fetcher.fetch` raises.
+    bytes of other ranks are needed and no `plane` reaches them; else what `fetch` raises.
     """
     mine = [part for part in kept if part.layout.size == size]
     with contextlib.ExitStack() as exposed:
@@ -125,7 +206,7 @@ def restore(
             blocks += _blocks(part, buffers[part], needs[part], offers)
         fetched = Fetched()
         if plane is not None:
-            fetched = fetcher.fetch(plane, blocks, timeout=timeout, over=over, before=before_chunk)
+            fetched = fetch(plane, blocks)
         tensors = assemble(layout, state.mesh, pieces, buffers)
         comm.barrier(timeout=patience)
     return RestoredPart(state.description, layout, tensors, frozenset(needs), fetched)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.quantities import integer
-from holdfast.ft.state.mesh import Mesh, all_ranks
+from holdfast.ft.state.leaves import Mesh, all_ranks
 from holdfast.ft.state.transfer import Stateful
 
 if TYPE_CHECKING:
@@ -99,9 +99,7 @@ class Sharded(Mapping[str, Any]):
                 f"not {type(made).__name__}"
             )
         for name, thing in made.items():
-            for method in ("state_dict", "load_state_dict"):
-                if not callable(getattr(thing, method, None)):
-                    raise TypeError(f"build() returned {name!r}, a {type(thing).__name__}, which has no {method}()")
+            check_stateful(thing, f"build() returned {name!r}, a {type(thing).__name__}, which has")
         self._things = dict(made)
 
 
@@ -127,3 +125,10 @@ class CopyCost:
         self.nbytes += nbytes
         self.seconds += seconds
         self.held = held
+
+
+def check_stateful(thing: object, whose: str) -> None:
+    """Raise TypeError, which begins with `whose`, for a thing without a state that can be given and taken."""
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(thing, method, None)):
+            raise TypeError(f"{whose} no {method}()")

@@ -1,31 +1,36 @@
-"""Sends state to newcomers over the epoch's communicator, if no memory plane reaches them; packs state into bytes.
+"""Transfers replicated state to newcomers: from the memory of all ranks that have it, or from one over a communicator.
 
-One rank that has the state sends a header, then chunks, each with its checksum. Small tensors share chunks, so that a
-model of many small parameters needs few messages. If the source dies on the way, the epoch fails and the next one tries
-again from another rank; a receiver changes nothing before it has everything. If the source's state cannot be sent, the
-newcomers get the reason and end; the source goes on.
+The ranks that hold the state offer it: the location of its bytes and their checksums. The first of them adds the
+description. A newcomer reads each block from a rank that has the same checksum as the first, and loads only when it has
+all blocks. If no memory plane reaches all ranks, only the first makes an offer, and then sends the bytes.
+
+Small tensors share chunks, so that a model of many small parameters needs few messages. The other ranks wait for the
+newcomers, so that no rank's state changes meanwhile. If the first rank dies, the epoch fails and the next one tries
+again from another. If its state cannot be sent, the newcomers get the reason and end; it goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import torch
-import xxhash
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
+from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.comms.tensors.shared import check_agreement, groups_sharing_memory
 from holdfast.ft.attempt import FAILURES
 from holdfast.ft.state.codec import decode_state, encode_state
+from holdfast.ft.state.fetching import BLOCK, Block, Fetch, Fetched, Fetcher, Source, blocks_of, digest
+from holdfast.ft.step_protocol import Decision
 
 CHUNK = 16 << 20
 """The most bytes of a chunk that small tensors share; a larger tensor is a chunk of its own."""
 ALIGNMENT = 16
-MAX_HEADER = 1 << 30
 
 
 class StateNotGiven(HoldfastError):
@@ -56,121 +61,185 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     offset: int
 
 
-class _TransferHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The description of a transfer: `chunks` are (bytes, checksum); `refusal` says why no state comes, or is ""."""
+class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A contiguous range of bytes: its length, the checksums of its blocks, and its region (None: it is sent)."""
+
+    nbytes: int
+    digests: list[bytes]
+    handle: Handle | None
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A rank's offer to newcomers. Only the first rank with the state adds `description` and `pieces`.
+
+    `refusal` says why the rank's state cannot be sent; "" if it can.
+    """
 
     done: int
-    description: bytes
-    pieces: list[PackedTensor]
-    chunks: list[tuple[int, bytes]]
+    chunks: list[_Chunk]
+    description: bytes = b""
+    pieces: list[PackedTensor] = []
     refusal: str = ""
 
 
-_decoder = msgspec.msgpack.Decoder(_TransferHeader)
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(_Offer)
 
 
 @dataclass(frozen=True, slots=True)
-class TransferResult:
-    """The result of a transfer: the number of steps `done` in the state, and the bytes moved."""
+class Pulled:
+    """The result of a transfer on a newcomer: the state after `done` steps is loaded.
+
+    `unlike` are the ranks that differ from the first in their state."""
 
     done: int
-    nbytes: int
+    fetched: Fetched
+    unlike: tuple[int, ...]
 
 
-class Pipe:
-    """Moves tensors from rank `source` to `receivers`: by broadcast if those are all other ranks, else one by one."""
+@dataclass(frozen=True, slots=True)
+class StateTransfer:
+    """One transfer of the state of everything `attached`, as `decision` says. Every rank calls `offer` or `pull`.
 
-    def __init__(self, comm: Communicator, source: int, receivers: Sequence[int], timeout: float) -> None:
-        self._comm, self.source, self._receivers, self._timeout = comm, source, tuple(receivers), timeout
-        self._to_all = len(self._receivers) == comm.size - 1
-        self.device = comm.device
-
-    def give(self, tensor: torch.Tensor) -> None:
-        tensor = tensor.to(self.device)
-        if self._to_all:
-            self._comm.broadcast(tensor, self.source, timeout=self._timeout)
-            return
-        for rank in self._receivers:
-            self._comm.send(tensor, rank, timeout=self._timeout)
-
-    def take(self, tensor: torch.Tensor) -> None:
-        if self._to_all:
-            self._comm.broadcast(tensor, self.source, timeout=self._timeout)
-        else:
-            self._comm.recv(tensor, self.source, timeout=self._timeout)
-
-
-def send_state(
-    pipe: Pipe,
-    attached: Mapping[str, Stateful],
-    done: int,
-    before_chunk: Callable[[], None],
-    on_refusal: Callable[[str], None],
-) -> TransferResult:
-    """Send the state of everything attached, after `done` committed steps.
-
-    If the state cannot be sent, the receivers are refused, and `on_refusal` is called with the reason.
+    `plane` reaches the memory of all ranks; None: the bytes go over the communicator. `timeout` (seconds) bounds one
+    message, `patience` the wait for newcomers. `reach(name)` is called at fault points.
     """
-    packed, refusal = PackedState(b"", [], []), ""
+
+    comm: Communicator
+    plane: MemoryPlane | None
+    decision: Decision
+    attached: Mapping[str, Stateful]
+    timeout: float
+    patience: float
+    reach: Callable[[str], None]
+
+    def offer(self, done: int, on_refusal: Callable[[str], None]) -> None:
+        """Offer the state after `done` steps to the newcomers; returns when all of them have it.
+
+        If the state cannot be sent, they are refused, and `on_refusal` is called with the reason. Raises the error that
+        ends the epoch.
+        """
+        comm, first = self.comm, self.comm.rank == self.decision.source
+        packed = PackedState(b"", [], [])
+        offered: _Offer | None = None
+        with contextlib.ExitStack() as exposed:
+            if first:
+                self.reach("sync.before_header")
+            if first or self.plane is not None:
+                try:
+                    packed = pack(self.attached, comm.device if self.plane is None else torch.device("cpu"))
+                    chunks = [self._chunk(chunk, exposed) for chunk in packed.chunks]
+                    offered = _Offer(done, chunks, *((packed.description, packed.pieces) if first else ()))
+                except FAILURES:
+                    raise
+                except Exception as error:
+                    offered = _Offer(done, [], refusal=reason_of(error))
+            comm.all_gather_object(b"" if offered is None else _encode(offered))
+            if offered is not None and offered.refusal:
+                on_refusal(offered.refusal)
+            elif first and self.plane is None:
+                for chunk in packed.chunks:
+                    self.reach("sync.before_chunk")
+                    self._give(chunk)
+            self.arrived()
+
+    def pull(self, fetcher: Fetcher, fetch: Fetch) -> Pulled:
+        """Read the state and load it into everything attached. Call `arrived` once that is recorded.
+
+        Raises `Mismatch` if other things are attached at the source; `CorruptData` for an invalid offer or other bytes
+        than were offered; `StateNotGiven` if the source's state cannot be sent; what `fetch` raises. Nothing is loaded
+        then.
+        """
+        offers = [_decoded(raw) for raw in self.comm.all_gather_object(b"")]
+        first = offers[self.decision.source]
+        if first is None:
+            raise CorruptData(f"rank {self.decision.source} offers no state")
+        if first.refusal:
+            raise StateNotGiven(self.decision.source, first.refusal)
+        device = self.comm.device if self.plane is None else torch.device("cpu")
+        chunks = [torch.empty(chunk.nbytes, dtype=torch.uint8, device=device) for chunk in first.chunks]
+        agreeing = {self.decision.source}
+        if self.plane is None:
+            fetched = self._take(chunks, first)
+        else:
+            blocks = list(_blocks(chunks, first, offers))
+            agreeing |= {source.rank for block in blocks for source in block.sources}
+            fetched = fetch(self.plane, blocks)
+        state = unpack(PackedState(first.description, first.pieces, chunks))
+        check_names(state, self.attached)
+        self.reach("sync.before_load")
+        fetcher.forget()  # users may write into the arrived tensors from here on
+        load(state, self.attached)
+        offering = [rank for rank, given in enumerate(offers) if given is not None]
+        return Pulled(first.done, fetched, tuple(rank for rank in offering if chunks and rank not in agreeing))
+
+    def arrived(self) -> None:
+        """Let all ranks continue: every newcomer has the state. Collective; `offer` ends with the same barrier."""
+        self.comm.barrier(timeout=self.patience)
+
+    def _chunk(self, chunk: torch.Tensor, exposed: contextlib.ExitStack) -> _Chunk:
+        handle = None
+        if self.plane is not None:
+            self.reach("sync.before_chunk")
+            handle = exposed.enter_context(self.plane.expose(chunk)).handle
+        return _Chunk(chunk.nbytes, [digest(block) for block in blocks_of(chunk)], handle)
+
+    @property
+    def _to_all(self) -> bool:
+        return len(self.decision.receivers) == self.comm.size - 1
+
+    def _give(self, chunk: torch.Tensor) -> None:
+        if self._to_all:
+            self.comm.broadcast(chunk, self.comm.rank, timeout=self.timeout)
+            return
+        for rank in self.decision.receivers:
+            self.comm.send(chunk, rank, timeout=self.timeout)
+
+    def _take(self, chunks: Sequence[torch.Tensor], first: _Offer) -> Fetched:
+        source = self.decision.source
+        for number, (chunk, offered) in enumerate(zip(chunks, first.chunks, strict=True)):
+            self.reach("sync.before_chunk")
+            if self._to_all:
+                self.comm.broadcast(chunk, source, timeout=self.timeout)
+            else:
+                self.comm.recv(chunk, source, timeout=self.timeout)
+            if [digest(block) for block in blocks_of(chunk)] != offered.digests:
+                raise CorruptData(f"chunk {number} of a state ({chunk.nbytes} bytes) arrived with another checksum")
+        return Fetched({source: sum(chunk.nbytes for chunk in chunks)})
+
+
+def _blocks(chunks: Sequence[torch.Tensor], first: _Offer, offers: Sequence[_Offer | None]) -> Iterable[Block]:
+    """The blocks of all chunks, each with the ranks that offer the same bytes as the first."""
+    for number, chunk in enumerate(chunks):
+        wanted, pieces = first.chunks[number].digests, blocks_of(chunk)
+        if len(wanted) != len(pieces):
+            raise CorruptData(f"{len(wanted)} checksums for the {len(pieces)} blocks of a chunk of state")
+        alike = [
+            (rank, given.chunks[number])
+            for rank, given in enumerate(offers)
+            if given is not None and number < len(given.chunks) and given.chunks[number].nbytes == chunk.nbytes
+        ]
+        for place, (into, checksum) in enumerate(zip(pieces, wanted, strict=True)):
+            sources = [
+                Source(rank, theirs.handle, place * BLOCK)
+                for rank, theirs in alike
+                if theirs.handle is not None and theirs.digests[place : place + 1] == [checksum]
+            ]
+            yield Block(checksum, into, tuple(sources))
+
+
+def _decoded(raw: bytes) -> _Offer | None:
+    if not raw:
+        return None
     try:
-        packed = pack(attached, pipe.device)
-    except FAILURES:
-        raise
-    except Exception as error:
-        refusal = reason_of(error)
-    sums = [(chunk.nbytes, _checksum(chunk)) for chunk in packed.chunks]
-    header = msgspec.msgpack.encode(_TransferHeader(done, packed.description, packed.pieces, sums, refusal))
-    pipe.give(torch.tensor([len(header)], device="cpu"))
-    pipe.give(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    for chunk in packed.chunks:
-        before_chunk()
-        pipe.give(chunk)
-    if refusal:
-        on_refusal(refusal)
-    return TransferResult(done, sum(chunk.nbytes for chunk in packed.chunks))
+        return _decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"not an offer of state: {error}") from error
 
 
 def reason_of(error: Exception) -> str:
     """The text of the error for which state cannot be sent."""
     return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
-
-
-def receive_state(
-    pipe: Pipe,
-    attached: Mapping[str, Stateful],
-    before_chunk: Callable[[], None],
-    before_load: Callable[[], None],
-) -> TransferResult:
-    """Receive state and load it into everything attached.
-
-    Raises, before anything is loaded, `CorruptData` if a checksum is wrong; `Mismatch` if other things are attached at
-    the source; `StateNotGiven` if the source's state cannot be sent.
-    """
-    length = torch.zeros(1, dtype=torch.int64, device=pipe.device)
-    pipe.take(length)
-    if not 0 < int(length) <= MAX_HEADER:
-        raise CorruptData(f"a state's header of {int(length)} bytes")
-    raw = torch.empty(int(length), dtype=torch.uint8, device=pipe.device)
-    pipe.take(raw)
-    try:
-        header = _decoder.decode(raw.cpu().numpy().tobytes())
-    except msgspec.DecodeError as error:
-        raise CorruptData(f"not the header of a state: {error}") from error
-    if header.refusal:
-        raise StateNotGiven(pipe.source, header.refusal)
-    chunks = []
-    for number, (nbytes, checksum) in enumerate(header.chunks):
-        before_chunk()
-        chunk = torch.empty(nbytes, dtype=torch.uint8, device=pipe.device)
-        pipe.take(chunk)
-        if _checksum(chunk) != checksum:
-            raise CorruptData(f"chunk {number} of a state ({nbytes} bytes) arrived with another checksum")
-        chunks.append(chunk)
-    state = unpack(PackedState(header.description, header.pieces, chunks))
-    check_names(state, attached)
-    before_load()
-    load(state, attached)
-    return TransferResult(header.done, sum(chunk.nbytes for chunk in chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +345,3 @@ def _unpack(piece: PackedTensor, chunks: Sequence[torch.Tensor]) -> torch.Tensor
     if raw.numel() < whole.numel():  # some callers read the whole storage of a tensor (torch.set_rng_state)
         raw = raw.clone()
     return raw.view(dtype).reshape(piece.shape)
-
-
-def _checksum(chunk: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(chunk.cpu().numpy().data)

@@ -7,21 +7,103 @@ process. prometheus_client gets them only at a request, so that its own sharing 
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import itertools
 import os
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.journal import Journal, Recorder
 from holdfast.comms.plan import OpTensors
 from holdfast.ft import events
+from holdfast.ft.control.bounded_listener import BoundedListener, Departure
+from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.events import Event
 from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.ft.telemetry.metrics_server import MetricsServer
+
+MOST = 16
+"""The most connections at a time; one more ends the oldest."""
+SECONDS = 5.0
+"""Seconds that a connection may take to send its request and to read the answer."""
+_REQUEST_BYTES = 16 << 10
+_START_SECONDS = 30.0
+
+
+class MetricsServer:
+    """Serves `page()` (its content type and bytes) at /metrics of one interface, from construction to `close`.
+
+    Raises OSError if it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, page: Callable[[], tuple[str, bytes]]) -> None:
+        self._page = page
+        self._thread = LoopThread("holdfast-metrics")
+        try:
+            self.port = self._thread.run(self._start(host, port), _START_SECONDS)
+        except BaseException:
+            self._thread.close()
+            raise
+
+    async def _start(self, host: str, port: int) -> int:
+        self._listener = BoundedListener(self._make, most=MOST, seconds=SECONDS)
+        return (await self._listener.start(host, port))[1]
+
+    def _make(self) -> _Request:
+        return _Request(self._page, self._listener)
+
+    async def _stop(self) -> None:
+        self._listener.close()
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._thread.alive:
+            self._thread.run(self._stop(), _START_SECONDS)
+            self._thread.close()
+
+
+class _Request(asyncio.Protocol):
+    """One connection: one request, one answer."""
+
+    def __init__(self, page: Callable[[], tuple[str, bytes]], listener: BoundedListener) -> None:
+        self._page, self._listener = page, listener
+        self._asked = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._gone = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._gone:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._asked += data
+        if b"\r\n\r\n" in self._asked or len(self._asked) > _REQUEST_BYTES:
+            self._answer()
+
+    def _answer(self) -> None:
+        assert self._transport is not None
+        words = bytes(self._asked.partition(b"\r\n")[0]).split()
+        kind, body = "text/plain; charset=utf-8", b"only GET /metrics is served here\n"
+        status = "404 Not Found"
+        if len(words) == 3 and words[0] in (b"GET", b"HEAD") and words[1].partition(b"?")[0] in (b"/", b"/metrics"):
+            status, (kind, body) = "200 OK", self._page()
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self._transport.write(head.encode() + (b"" if words[:1] == [b"HEAD"] else body))
+        self._transport.close()
+
+    def turn_away(self, why: Departure) -> None:
+        self._gone = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._listener.admit(self)
+
 
 PORT = "HOLDFAST_METRICS_PORT"
 """The environment variable that turns metrics on: a port, "0" for any free one, or a range such as "9400-9463".
@@ -82,48 +164,38 @@ def ports(asked: str) -> range:
     return range(low, high + 1)
 
 
-class _Sums:
+class _Histogram:
+    """A histogram of durations in seconds, with these upper bounds of its buckets."""
+
+    __slots__ = ("bounds", "buckets", "seconds")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.buckets, self.seconds = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.buckets[bisect_left(self.bounds, seconds)] += 1
+        self.seconds += seconds
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """Cumulative counts as Prometheus has them: (upper bound, how many values are not above it)."""
+        names = [*(f"{bound:.9g}" for bound in self.bounds), "+Inf"]
+        return list(zip(names, itertools.accumulate(self.buckets), strict=True))
+
+
+class _Sums(_Histogram):
     """Sums over one communicator's ops of one name."""
 
-    __slots__ = ("buckets", "failures", "nbytes", "seconds")
+    __slots__ = ("failures", "nbytes")
 
     def __init__(self) -> None:
-        self.buckets = [0] * (len(OP_BUCKETS) + 1)
-        self.seconds = 0.0
-        self.nbytes = 0
-        self.failures = 0
+        super().__init__(OP_BUCKETS)
+        self.nbytes = self.failures = 0
 
     def add(self, other: _Sums) -> None:
         self.buckets = [mine + theirs for mine, theirs in zip(self.buckets, other.buckets, strict=True)]
         self.seconds += other.seconds
         self.nbytes += other.nbytes
         self.failures += other.failures
-
-
-class _Times:
-    """A histogram of durations in seconds, with buckets `EVENT_BUCKETS`."""
-
-    __slots__ = ("buckets", "seconds")
-
-    def __init__(self) -> None:
-        self.buckets = [0] * (len(EVENT_BUCKETS) + 1)
-        self.seconds = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.buckets[bisect_left(EVENT_BUCKETS, seconds)] += 1
-        self.seconds += seconds
-
-    def cumulative(self) -> list[tuple[str, int]]:
-        return _cumulative(EVENT_BUCKETS, self.buckets)
-
-
-def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
-    """Cumulative counts as Prometheus has them: (upper bound, how many values are not above it)."""
-    reached, found = 0, []
-    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
-        reached += count
-        found.append(("+Inf" if bound == float("inf") else f"{bound:.9g}", reached))
-    return found
 
 
 class OpTally:
@@ -167,8 +239,7 @@ class _TallyJournal:
         sums = self.sums.get(self._op)
         if sums is None:
             sums = self.sums[self._op] = _Sums()
-        sums.buckets[bisect_left(OP_BUCKETS, seconds)] += 1
-        sums.seconds += seconds
+        sums.observe(seconds)
         sums.nbytes += self._nbytes
         if error is not None:
             sums.failures += 1
@@ -205,7 +276,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._numbers = {**dict.fromkeys((*_GAUGES, *_COUNTERS), 0), "rank": -1, "step": -1}
         self._committed: dict[str, int] = {}
-        self._times = {name: _Times() for name in _TIMES}
+        self._times = {name: _Histogram(EVENT_BUCKETS) for name in _TIMES}
         self._revoked_at: float | None = None
         self._recovering_since = 0.0
         self.registry = prometheus.CollectorRegistry()
@@ -222,6 +293,8 @@ class Metrics:
 
     def _count(self, event: Event) -> None:
         numbers = self._numbers
+        if event.counter:
+            numbers[event.counter] += len(getattr(event, "members", (None,)))
         match event:
             case events.ViewInstalled():
                 numbers["epochs"] += 1
@@ -229,14 +302,9 @@ class Metrics:
                 numbers["members"] = len(event.members)
                 numbers["rank"] = -1 if event.rank is None else event.rank
             case events.DeathsDetected():
-                numbers["failures_detected"] += len(event.members)
                 for silent in event.silent:
                     if silent is not None:
                         self._times["detection"].observe(silent)
-            case events.MemberUnreachable():
-                numbers["failures_detected"] += 1
-            case events.MemberSuspected():
-                numbers["suspicions"] += 1
             case events.EpochRevoked():
                 self._revoked_at = self._revoked_at or event.time
                 self._recovering_since = event.time
@@ -250,10 +318,6 @@ class Metrics:
                 if self._revoked_at is not None:
                     self._times["resume"].observe(event.time - self._revoked_at)
                     self._revoked_at = None
-            case events.StepAborted():
-                numbers["steps_aborted"] += 1
-            case events.RegisterUnreachable():
-                numbers["register_away"] += 1
 
     def collect(self) -> Iterable[Any]:
         """Yield all metrics; prometheus_client calls it for each request."""
@@ -286,7 +350,7 @@ class Metrics:
         nbytes = CounterMetricFamily("holdfast_op_bytes", "Bytes that this rank gave to ops.", labels=["op"])
         failed = CounterMetricFamily("holdfast_ops_failed", "Ops that ended in an error.", labels=["op"])
         for op, sums in sorted(self._tally.sums().items()):
-            seconds.add_metric([op], _cumulative(OP_BUCKETS, sums.buckets), sums.seconds)
+            seconds.add_metric([op], sums.cumulative(), sums.seconds)
             nbytes.add_metric([op], sums.nbytes)
             failed.add_metric([op], sums.failures)
         yield from (missed, seconds, nbytes, failed)

@@ -54,10 +54,15 @@ class Exporter:
         self._recovery: Span | None = None
         self._last = 0.0
         self._steps = meter.create_counter("holdfast.steps", description="Steps committed here, by how.")
-        self._aborted = meter.create_counter("holdfast.steps.aborted", description="Attempts that were undone.")
-        self._failures = meter.create_counter("holdfast.failures", description="Members known to have failed.")
-        self._suspicions = meter.create_counter("holdfast.suspicions", description="Suspicions of members.")
-        self._away = meter.create_counter("holdfast.register.away", description="Calls that no register answered.")
+        self._counters = {
+            name: meter.create_counter(f"holdfast.{ours}", description=about)
+            for name, ours, about in (
+                ("steps_aborted", "steps.aborted", "Attempts that were undone."),
+                ("failures_detected", "failures", "Members known to have failed."),
+                ("suspicions", "suspicions", "Suspicions of members."),
+                ("register_away", "register.away", "Calls that no register answered."),
+            )
+        }
         self._epoch = meter.create_gauge("holdfast.epoch", description="The epoch that this process works in.")
         self._members = meter.create_gauge("holdfast.members", description="The members of that epoch.")
         self._rebuilds = meter.create_histogram("holdfast.rebuild", "s", "Time to build a communicator.")
@@ -96,6 +101,8 @@ class Exporter:
 
     def _count(self, event: Event) -> None:
         rank: Attributes = {"holdfast.job": self._job, "holdfast.rank": self._rank}
+        if event.counter:
+            self._counters[event.counter].add(len(getattr(event, "members", (None,))), rank)
         match event:
             case events.ViewInstalled(epoch=epoch, members=members):
                 self._rank = -1 if event.rank is None else event.rank
@@ -104,16 +111,6 @@ class Exporter:
                 self._members.set(len(members), rank)
             case events.StepCommitted(how=how):
                 self._steps.add(1, {**rank, "holdfast.how": how})
-            case events.StepAborted():
-                self._aborted.add(1, rank)
-            case events.DeathsDetected(members=members):
-                self._failures.add(len(members), rank)
-            case events.MemberUnreachable():
-                self._failures.add(1, rank)
-            case events.MemberSuspected():
-                self._suspicions.add(1, rank)
-            case events.RegisterUnreachable():
-                self._away.add(1, rank)
             case events.CommunicatorBuilt(seconds=seconds):
                 self._rebuilds.record(seconds, rank)
             case events.RecoveryEnded(seconds=seconds):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError, PeerFailed
+from holdfast.ft.processes.child_process import Exit
 from holdfast.ft.processes.packed_errors import PackedError, error_of, one_line, pack_error, recipe_of, unpack_error
-from holdfast.ft.processes.zygote_client import Exit
 
 
 class RankFailed(HoldfastError):

@@ -25,10 +25,10 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch
-from holdfast.ft.launch.launchers import launch
+from holdfast.ft.launch.mpirun import launch
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.register import Register
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.channel import ChannelClosed
 from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import RegisterAway
@@ -66,11 +66,11 @@ class Job:
         forks.refuse_in_children(self, "the job", ("processes", "directory"))
         self._settings, self._count = settings, count
         self.directory = directory
-        self._contract = LocalContract.create(
+        self._contract = LocalContract(
             directory.name, directory, settings.backend, settings.size, options.get("register")
-        )
-        self._register = self._contract.register()
-        self._following = None if self._register.local else ViewCache(self._register)
+        ).made()
+        self._register = self._contract.open_register()
+        self._following = None if self._register.cell.local else ViewCache(self._register)
         self._links = links
         self._cuts: tuple[int, ...] = ()
         self._ended: dict[int, Ended | None] = {}

@@ -17,8 +17,8 @@ from holdfast.comms.plugins.registry import GROUP
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.output import Echo, last_stack
 from holdfast.ft.launch.launcher import Launch
-from holdfast.ft.launch.launchers import launch
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.launch.mpirun import launch
+from holdfast.ft.processes.channel import ChannelClosed
 from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess, ZygoteClient, zygote, zygote_with
 from holdfast.harness.cluster import pickling

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.comms.communicator import Communicator
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.packed_errors import PackedError, pack_error
 from holdfast.harness.cluster import pickling
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.paths import connect_unix
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.channel import ChannelClosed
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.links import seccomp
 from holdfast.harness.links.policy import LinkRule, LinkTraffic

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.comms.system.paths import bind_unix
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.harness.links import seccomp
 from holdfast.harness.links.policy import LinkPolicy, LinkRule, LinkTraffic, combined
 from holdfast.harness.links.proxy import Direction, Relay

@@ -29,10 +29,10 @@ import requests
 from etcd3gw.exceptions import Etcd3Exception
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.control.channel import join_address
+from holdfast.ft.control.interface import join_address
 from holdfast.ft.launch.held_directory import private_file
-from holdfast.ft.launch.torch_environment import ReservedPort
-from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.ft.launch.job_contract import ReservedPort
+from holdfast.ft.processes.zygote_start import die_with_parent
 from holdfast.harness.testbed.netns import EnterNamespace
 
 START_SECONDS = 30.0

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.comms.errors import HoldfastError, describe
-from holdfast.ft.console.interruptible import run_interruptible
 from holdfast.ft.console.units import counted
-from holdfast.ft.environment.listen_address import choose_address
-from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.ft.environment.listen_address import choose_address, local_addresses
 from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import inherit_zygote, shut_down
@@ -89,3 +90,41 @@ def driver_of(
         os._exit(0)  # all is closed; at a usual exit Monarch waits a second for processes that are gone
 
     return target
+
+
+T = TypeVar("T")
+
+
+def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, but SIGTERM and SIGHUP cancel `work` as SIGINT does, and then exit with 128 + the signal.
+
+    An exception that is raised out of a signal handler would end the loop between two callbacks, and leave what its
+    tasks have opened. Signals that are ignored stay so, and threads other than the main one get none.
+    """
+    received: list[int] = []
+
+    async def main() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def end(number: int) -> None:
+            if not received:
+                received.append(number)
+                task.cancel()
+
+        for number in handled:
+            loop.add_signal_handler(number, end, number)
+        return await work
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if main_thread}
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        if received:
+            raise SystemExit(128 + received[0]) from None
+        raise
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.executed_process import ChildProcess, ExecutedProcess, spawned
-from holdfast.ft.processes.framed_socket import ChannelClosed, FramedSocket
+from holdfast.ft.processes.channel import ChannelClosed, FramedSocket, ProcessChannel
+from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess, spawned
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.actors.engine import ActorHost, ActorOrder, ActorProcess, Child, Engine, OwnProcess
 from holdfast.rl.actors.errors import ActorStartFailed

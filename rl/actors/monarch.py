@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.ft.processes.executed_process import ChildProcess, ExecutedProcess
+from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess
 from holdfast.ft.processes.fork_shim import ForkRequest, shim_command
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.actors.engine import START_SECONDS, ActorOrder, ActorProcess, Child, Engine, OwnProcess

@@ -26,14 +26,13 @@ from urllib.parse import urlsplit
 
 from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.ft.control.loop import LoopThread
-from holdfast.ft.environment.listen_address import address_of
-from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.ft.environment.listen_address import address_of, local_addresses
 from holdfast.ft.environment.slurm_hosts import WORD, own_slurm_host
 from holdfast.ft.launch.held_directory import HeldDirectory
+from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.ft.launch.torch_environment import ReservedPort
 from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.executed_process import ChildProcess, spawned
+from holdfast.ft.processes.child_process import ChildProcess, spawned
 from holdfast.ft.processes.fork_shim import SOCKET, ForkRequest, ShimServer
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.actors.engine import Child

@@ -13,9 +13,8 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.launch.held_directory import HeldDirectory
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.executed_process import ChildProcess, spawned
-from holdfast.ft.processes.framed_socket import ChannelClosed, FramedSocket
+from holdfast.ft.processes.channel import ChannelClosed, FramedSocket, ProcessChannel
+from holdfast.ft.processes.child_process import ChildProcess, spawned
 from holdfast.ft.processes.packed_errors import pack_error, unpack_error
 from holdfast.ft.processes.remote_calls import CallResult, pack, unpack
 from holdfast.ft.processes.zygote_client import zygote_with

@@ -19,8 +19,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
-from holdfast.ft.environment.listen_address import choose_address
-from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.ft.environment.listen_address import choose_address, local_addresses
 from holdfast.rl.actors.engine import Engine, endpoint
 from holdfast.rl.actors.errors import ServiceFailed
 from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica

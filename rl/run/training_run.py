@@ -124,14 +124,13 @@ class TrainingRun:
         self._failure = asyncio.get_running_loop().create_future()
         directory.write_config(resolved(self._written))
         with tempfile.TemporaryDirectory(prefix="job-", dir=directory.path) as job:
-            contract = LocalContract.create(
+            contract = LocalContract(
                 JOB,
                 Path(job),
                 config.trainer.backend,
                 config.trainer.replicas,
                 new_register(config.engine.register),
-                logs=directory.new_session_logs(),
-            )
+            ).made(directory.new_session_logs())
             url, environ = contract.register_url, {**contract.environ(), **between_hosts(config)}
             trainers = TrainerProcesses(
                 config, self._engine, source, directory.checkpoints, url, environ, self.telemetry, self._fail

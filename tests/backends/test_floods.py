@@ -19,10 +19,9 @@ import torch
 from holdfast.backends.gloo.sockets import sockets
 from holdfast.comms import Communicator
 from holdfast.ft import Session
-from holdfast.ft.control.client import RpcClient
-from holdfast.ft.telemetry import metrics_server
+from holdfast.ft.telemetry import metrics
 from holdfast.harness import LocalCluster
-from support.rpc_servers import rpc_server_thread
+from support.rpc_servers import RpcThread, rpc_server_thread
 from support.waiting import eventually
 
 KNOWN = {"key": b"k" * 32, "job": "job"}
@@ -57,7 +56,7 @@ def flood(ports: list[int], count: int) -> Iterator[None]:
 
 def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None:
     """One thread serves all connections, and holds few of their descriptors."""
-    server = metrics_server.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
+    server = metrics.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
     try:
         threads = set(threading.enumerate())
         with flood([server.port], 300):
@@ -65,19 +64,19 @@ def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None
             said = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5.0).read()
             assert said == b"a page"
             assert set(threading.enumerate()) <= threads
-            assert len(server._listener._strangers) <= metrics_server.MOST
+            assert len(server._listener._strangers) <= metrics.MOST
     finally:
         server.close()
 
 
 def test_a_listener_gives_strangers_a_share_of_the_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    server = metrics_server.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
+    server = metrics.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
         assert server._listener.most == 8
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert server._listener.most == metrics_server.MOST
+        assert server._listener.most == metrics.MOST
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         server.close()
@@ -91,13 +90,13 @@ def test_a_listener_without_descriptors_serves_on_and_says_so_once(caplog: pytes
         with flood([port], 150):
             time.sleep(0.3)
             highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
-            client: list[RpcClient] = []
+            client: list[RpcThread] = []
             resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
             try:
                 time.sleep(0.3)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            client.append(RpcClient(server.address, identity="client", **KNOWN))
+            client.append(RpcThread(server.address, identity="client", **KNOWN))
             assert client[0].call("echo", b"here") == b"here"
             client[0].close()
     assert not [record for record in caplog.records if record.exc_info]

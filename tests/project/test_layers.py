@@ -39,7 +39,7 @@ LAYERS = {
         fake inproc shm gloo nccl mpi ucx nixl hier
     """,
     "ft": """
-        timeouts fault_gate faultpoints console on_demand environment
+        timeouts faultpoints console on_demand environment
         events
         event_lines
         control
@@ -54,7 +54,7 @@ LAYERS = {
         detectors
         settings
         node
-        departure communicators torch_default_group termination
+        departure communicators termination
         session
         launch
         processes

@@ -90,7 +90,7 @@ TRANSFERS = {"read", "write", "pread", "pwrite", "readv", "writev", "preadv", "p
 AS_THEY_COME = {
     "comms/system/file_io.py": "the loops themselves",
     "ft/telemetry/event_log.py": "a line is appended whole or taken back",
-    "ft/registers/inotify.py": "notifications are drained, not looked at",
+    "ft/registers/sqlite.py": "notifications are drained, not looked at",
     "harness/chaos/faults/disk.py": "it writes until the disk is full",
     "ft/launch/guarded_process.py": "single bytes",
     "ft/launch/guardian.py": "a line that a pipe takes at once or not at all",

@@ -24,8 +24,8 @@ from types import TracebackType
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport.liveness import HOST
 from holdfast.ft.launch.held_directory import private_file
-from holdfast.ft.launch.torch_environment import ReservedPort
-from holdfast.ft.processes.parent_death import die_with_parent
+from holdfast.ft.launch.job_contract import ReservedPort
+from holdfast.ft.processes.zygote_start import die_with_parent
 
 START_SECONDS = 60.0
 REQUEUE_SECONDS = 10

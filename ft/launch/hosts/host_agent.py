@@ -4,17 +4,65 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.comms.errors import CorruptData
 from holdfast.comms.system.keys import load_key
-from holdfast.ft.environment.listen_address import choose_address
-from holdfast.ft.environment.local_addresses import local_addresses
+from holdfast.ft.environment.listen_address import choose_address, local_addresses
 from holdfast.ft.environment.placement import placement
 from holdfast.ft.launch.hosts.host_registry import HostRanks, HostRegistry, check_view
-from holdfast.ft.launch.hosts.job_watch import JobWatch
-from holdfast.ft.launch.torch_environment import ReservedPort
+from holdfast.ft.launch.job_contract import ReservedPort
+from holdfast.ft.membership.view import View
+from holdfast.ft.node.register import Register
+from holdfast.ft.registers import RegisterAway
+
+WATCH_SECONDS = 1.0
+AWAY_SECONDS = 0.2
+
+
+class JobWatch:
+    """Follows the view of a job in a register that other hosts share, in a thread of its own.
+
+    `view` is the newest view that the register has shown; while the register is away, it stays the last one.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises `RegisterAway` and `CorruptData` if the register cannot be read now."""
+        self._register = Register.open(url)
+        self._closing = threading.Event()
+        try:
+            self.view: View | None = self._register.read()
+        except BaseException:
+            self._register.close()
+            raise
+        self._thread = threading.Thread(target=self._follow, name="holdfast-job-watch", daemon=True)
+        self._thread.start()
+
+    def read(self) -> View | None:
+        """The newest view, asked for now; the last one known if the register is away."""
+        with contextlib.suppress(RegisterAway, CorruptData):
+            self.view = self._register.read() or self.view
+        return self.view
+
+    def _follow(self) -> None:
+        while not self._closing.is_set():
+            known = self.view
+            try:
+                newest = self._register.watch(0 if known is None else known.epoch, WATCH_SECONDS)
+            except (RegisterAway, CorruptData):
+                self._closing.wait(AWAY_SECONDS)
+                continue
+            if newest is not None:
+                self.view = newest
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closing.set()
+        self._register.close()
+        self._thread.join()
 
 
 @dataclass(frozen=True, slots=True)

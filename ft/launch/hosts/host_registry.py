@@ -16,12 +16,11 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.comms.transport.liveness import this_host
-from holdfast.ft.control.channel import split_address
-from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.errors import ControlError, WrongKey
+from holdfast.ft.control.interface import split_address
 from holdfast.ft.control.loop import LoopThread
-from holdfast.ft.control.rpc import AsyncRpcServer
-from holdfast.ft.launch.torch_environment import TorchEnvironment
+from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
+from holdfast.ft.launch.job_contract import TorchEnvironment
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.runtime import new_identity
 from holdfast.ft.registers import RegisterAway, open_cell
@@ -131,11 +130,16 @@ class HostRegistry:
 
     def _runs(self, there: HostEntry) -> bool:
         """Whether the agent of an entry is alive. Raises `WrongKey` if it has another key."""
-        try:
-            with RpcClient(
+
+        async def peer() -> str:
+            line = await dial_rpc(
                 there.address, key=self._key, job=self._job, identity=self._agent, timeout=DIAL_SECONDS
-            ) as line:
-                return line.peer == there.agent
+            )
+            line.close()
+            return line.peer
+
+        try:
+            return self._thread.run(peer(), START_SECONDS) == there.agent
         except WrongKey:
             raise
         except (ControlError, ValueError):

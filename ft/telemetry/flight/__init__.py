@@ -1,8 +1,6 @@
 """The flight recorder: the last ops of a process in a file that outlives it, and a strict reader."""
 
-from holdfast.ft.telemetry.flight.reader import find, read
-from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder
-from holdfast.ft.telemetry.flight.recording import (
+from holdfast.ft.telemetry.flight.layout import (
     BadRecording,
     CommunicatorRecord,
     OpRecord,
@@ -12,6 +10,8 @@ from holdfast.ft.telemetry.flight.recording import (
     RecordingState,
     Signature,
 )
+from holdfast.ft.telemetry.flight.reader import find, read
+from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder
 
 __all__ = [
     "BadRecording",

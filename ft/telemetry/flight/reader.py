@@ -20,8 +20,7 @@ import msgspec
 from holdfast.comms.system.file_io import read_at
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.telemetry.flight import layout
-from holdfast.ft.telemetry.flight.recorder import SUFFIX
-from holdfast.ft.telemetry.flight.recording import (
+from holdfast.ft.telemetry.flight.layout import (
     BadRecording,
     CommunicatorRecord,
     OpRecord,
@@ -31,6 +30,7 @@ from holdfast.ft.telemetry.flight.recording import (
     RecordingState,
     Signature,
 )
+from holdfast.ft.telemetry.flight.recorder import SUFFIX
 
 MAX_BYTES = 256 << 20
 _LAST = struct.Struct("@Q")
@@ -115,7 +115,7 @@ class _Decoder:
             "its parts do not add up to its size",
         )
         step, step_began, used, state, ended, note_bytes, _ = layout.LIVE.unpack_from(data, layout.LIVE_AT)
-        self._require(state in (layout.OPEN, layout.CLOSED, layout.FAILED), f"has no state {state}")
+        self._require(state in tuple(RecordingState), f"has no state {state}")
         self._require(used <= text_bytes and note_bytes <= layout.NOTE_BYTES, "its texts are longer than their room")
         note = data[layout.NOTE_AT : layout.NOTE_AT + note_bytes].decode(errors="replace")
         ops, torn = self._ops(capacity, text_bytes, self._signatures(used), self._communicators())
@@ -225,7 +225,7 @@ class _Decoder:
         *_, settled = layout.ENDED.unpack_from(self._first, at + layout.ENDED_AT)
         ended = mark == settled == number
         if ended:
-            self._require(layout.INSIDE < status <= layout.ERROR, f"op {number} has no status {status}")
+            self._require(OpStatus.INSIDE < status <= OpStatus.ERROR, f"op {number} has no status {status}")
             self._time(left, f"the end of op {number}")
         waiting: OpWait | None = None
         failed: tuple[int, ...] = ()

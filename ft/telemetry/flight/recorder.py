@@ -27,7 +27,7 @@ from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.telemetry.event_log import DIRECTORY
 from holdfast.ft.telemetry.flight import layout
-from holdfast.ft.telemetry.flight.recording import Signature
+from holdfast.ft.telemetry.flight.layout import OpStatus, RecordingState, Signature
 
 SWITCH = "HOLDFAST_RECORD"
 """The environment variable that turns the recorder off ("0")."""
@@ -42,10 +42,10 @@ _begin = layout.BEGUN.pack_into
 _end = layout.ENDED.pack_into
 _detail = layout.DETAILS.pack_into
 _STATUSES: tuple[tuple[type[BaseException], int], ...] = (
-    (PeerFailed, layout.PEER_FAILED),
-    (Revoked, layout.REVOKED),
-    (OpTimeout, layout.TIMED_OUT),
-    (Mismatch, layout.MISMATCH),
+    (PeerFailed, OpStatus.PEER_FAILED),
+    (Revoked, OpStatus.REVOKED),
+    (OpTimeout, OpStatus.TIMED_OUT),
+    (Mismatch, OpStatus.MISMATCH),
 )
 
 
@@ -89,7 +89,7 @@ class FlightRecorder:
         self._texts: dict[Hashable, int] = {}
         self._text_count = self._text_used = 0
         self._communicators = itertools.count(1)
-        self._state = layout.OPEN
+        self._state = RecordingState.OPEN
         self._step_began = 0.0
         self._write_static(identity, job, process)
 
@@ -147,11 +147,11 @@ class FlightRecorder:
 
     def close(self, error: str | None = None) -> None:
         """Mark the recording closed, in order or by `error`. The file stays for readers. Idempotent."""
-        if self._state != layout.OPEN:
+        if self._state != RecordingState.OPEN:
             return
         note = (error or "").encode()[: layout.NOTE_BYTES]
         self._memory[layout.NOTE_AT : layout.NOTE_AT + len(note)] = note
-        self._state = layout.CLOSED if error is None else layout.FAILED
+        self._state = RecordingState.CLOSED if error is None else RecordingState.FAILED
         self._say(self._now(), note)
 
     # What the journals use: the mapping lives as long as any of them -----------------------------------------------
@@ -265,7 +265,7 @@ class FlightJournal:
             ranks = error.missing_ranks  # if the op's wait is recorded, that says more
         if ranks:
             self._note(at, number, layout.FAILED_RANKS, ranks, (), 0)
-        status = next((status for kind, status in _STATUSES if isinstance(error, kind)), layout.ERROR)
+        status = next((status for kind, status in _STATUSES if isinstance(error, kind)), OpStatus.ERROR)
         _end(self._memory, at + layout.ENDED_AT, self._now(), status, number)
 
     def _note(self, at: int, number: int, kind: int, takes: Sequence[int], gives: Sequence[int], rounds: int) -> None:

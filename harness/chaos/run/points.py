@@ -1,6 +1,6 @@
 """Injects faults at points of the protocol: a process that reaches one waits there until the harness has acted.
 
-The process has a `GateAgent` (`holdfast.ft.fault_gate`), which asks the `PointGate` over a Unix socket.
+The process has a `GateAgent` (`holdfast.ft.faultpoints`), which asks the `PointGate` over a Unix socket.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.comms.system.paths import bind_unix
-from holdfast.ft.fault_gate import Arrival, GateAddress, PointFilter
+from holdfast.ft.faultpoints import Arrival, GateAddress, PointFilter
 from holdfast.harness.chaos.scenario.planning import Trigger
 
 LATE_STEPS = 5

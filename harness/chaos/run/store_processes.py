@@ -27,7 +27,7 @@ class StoreProcesses(ProcessSet):
     def __init__(self, scenario: Scenario, spec: StoreWorkload, directory: Path, register: str | None = None) -> None:
         super().__init__()
         self._spec = spec
-        self._contract = LocalContract.create("store", directory, scenario.job.backend, 1, register)
+        self._contract = LocalContract("store", directory, scenario.job.backend, 1, register).made()
         self.directory, self.events_directory = directory, self._contract.events_directory
         self._count: dict[str, int] = {}
         self._values: dict[str, Any] = {}

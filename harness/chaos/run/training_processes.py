@@ -16,8 +16,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft import events
 from holdfast.ft.console.output import tail
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.zygote_client import ForkedProcess, inherit_zygote, zygote
 from holdfast.ft.telemetry.event_reader import EventTail, refuse
 from holdfast.harness.chaos.run.process_set import (

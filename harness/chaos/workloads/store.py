@@ -15,8 +15,7 @@ import torch
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft import event_lines, events
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.telemetry.event_log import CLOSE_SECONDS, EventLog
 from holdfast.harness.chaos.scenario.workload import FLIP_BIT, StoreWorkload

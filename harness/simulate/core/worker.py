@@ -238,7 +238,7 @@ class SimulatedSession:
             self._process.connected(request.view)
             self._switch = SimulatedSwitch(request.view.epoch)
             if not self._process.guard.is_over(request.view.epoch):
-                self._process.guard.bind_lasting(cast("Communicator", self._switch))
+                self._process.guard.bind(cast("Communicator", self._switch), lasting=True)
             self._reach("rebuild.before_votes", lambda: self._meet("votes", request.vote, self._go_on))
 
         return self._meet("connect", None, connected)

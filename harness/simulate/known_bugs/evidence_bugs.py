@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from holdfast.ft.membership import state_machine
+from holdfast.ft.membership.dissemination import Findings
 from holdfast.ft.membership.events import Suspicion
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.evidence_reporting import Findings
 from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Member, View
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug, replaced

@@ -8,12 +8,21 @@ from typing import Any
 from msgspec.structs import replace
 
 from holdfast.ft.membership import state_machine
-from holdfast.ft.membership.effects import AnnounceSelf, Evicted, Install, Propose, Revoke
-from holdfast.ft.membership.events import CasFailed, CasLost, CasWon, Event
+from holdfast.ft.membership.dissemination import announce_as_proposer
+from holdfast.ft.membership.events import (
+    AnnounceSelf,
+    CasFailed,
+    CasLost,
+    CasWon,
+    Event,
+    Evicted,
+    Install,
+    Propose,
+    Revoke,
+)
 from holdfast.ft.membership.next_view import NextMembers
 from holdfast.ft.membership.state_machine import Membership, Step
 from holdfast.ft.membership.view import View
-from holdfast.ft.membership.view_dissemination import announce_as_proposer
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug
 
 Adopt = Callable[..., Step]

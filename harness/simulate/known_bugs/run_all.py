@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
 from holdfast.harness.simulate.known_bugs.reproduce import Sighting, reproduce

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ft.control import interface
-from holdfast.ft.control.channel import Listener
 from holdfast.ft.control.interface import check_interface, check_ours
+from holdfast.ft.control.rpc import AsyncRpcServer
 
 NONE_OF_OURS = "192.0.2.1"
 """An address reserved for documentation (RFC 5737): no machine has it."""
@@ -54,7 +54,7 @@ BAD = [
 def test_a_host_that_is_not_one_interface_is_refused(host: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         check_ours(host)
-    listener = Listener(lambda connection: None, key=b"k" * 32, job="j", identity="i")
+    listener = AsyncRpcServer(key=b"k" * 32, job="j", identity="i", handlers={})
     with pytest.raises(kind, match=words):
         asyncio.run(listener.start(host, 0))
 

@@ -19,12 +19,12 @@ from holdfast import comms
 from holdfast.comms import Communicator, UsedAfterFork, Work
 from holdfast.comms.plan import OpDescription
 from holdfast.ft import Session
-from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.children import Child
+from support.rpc_servers import RpcThread
 
 on_processes = pytest.mark.parametrize(
     "two_ranks", ["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)], indirect=True
@@ -257,7 +257,7 @@ def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Pa
         contextlib.closing(LoopThread("holdfast-rpc-server")) as loop,
     ):
         loop.run(server.start(), 10.0)
-        client = RpcClient(server.address, identity="client", **known)
+        client = RpcThread(server.address, identity="client", **known)
         store.publish(1, {"w": torch.ones(4)})
         lease = store.pin(1)
 
@@ -265,7 +265,6 @@ def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Pa
             said = [refusal(lambda: store.latest()), refusal(lambda: client.call("echo")), refusal(lambda: loop.alive)]
             lease.release()
             store.close()
-            client.close()
             loop.close()
             return [bool(each) for each in said]
 

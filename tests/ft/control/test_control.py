@@ -8,7 +8,6 @@ import functools
 import itertools
 import os
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from multiprocessing.connection import Connection as Pipe
@@ -19,10 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
-from holdfast.ft.control import frames
-from holdfast.ft.control.channel import Listener, dial, split_address
-from holdfast.ft.control.client import RpcClient
-from holdfast.ft.control.connection import Connection
+from holdfast.ft.control import frames, rpc
+from holdfast.ft.control.connection import Handler, RpcConnection
 from holdfast.ft.control.errors import (
     BadFrame,
     CallTimeout,
@@ -38,11 +35,12 @@ from holdfast.ft.control.errors import (
     WrongKey,
 )
 from holdfast.ft.control.frames import AuthenticatedSession, DiallerHandshake, ListenerHandshake
-from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcConnection, dial_rpc
+from holdfast.ft.control.interface import split_address
+from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
 from support.children import Child, children
 from support.leaks import descriptors
 from support.mutations import mutated
-from support.rpc_servers import rpc_server_thread
+from support.rpc_servers import RpcThread, rpc_server_thread
 from support.waiting import PATIENCE
 
 KEY = bytes(range(32))
@@ -248,7 +246,6 @@ def test_no_bytes_open_a_session_without_the_key(
     with contextlib.suppress(ControlError):
         for piece in pieces(data, cuts):
             handshake.receive(piece)
-        handshake.end()
     assert handshake.session is None
 
 
@@ -294,185 +291,6 @@ def test_one_wrong_bit_anywhere_in_the_handshake_opens_no_pair_of_sessions(step:
 # Connections.
 
 
-@contextlib.asynccontextmanager
-async def listening(**options: Any) -> AsyncIterator[tuple[str, asyncio.Queue[Connection]]]:
-    """A listener's address, and the connections that it accepts."""
-    taken: asyncio.Queue[Connection] = asyncio.Queue()
-    listener = Listener(taken.put_nowait, **(SERVER | options))
-    await listener.start("127.0.0.1", 0)
-    try:
-        yield listener.address, taken
-    finally:
-        await listener.close()
-
-
-@in_a_loop
-async def test_a_connection_carries_messages_both_ways_until_one_side_closes() -> None:
-    async with listening() as (address, taken):
-        mine = await dial(address, **ME)
-        theirs = await taken.get()
-        assert (mine.peer, theirs.peer) == ("server", "me")
-        for number in range(3):
-            await mine.send(b"message %d" % number)
-        await theirs.send(b"thanks")
-        assert await mine.recv() == b"thanks"
-        mine.close()
-        assert [message async for message in theirs] == [b"message 0", b"message 1", b"message 2"]
-        for call in (theirs.recv(), theirs.send(b"late"), mine.recv()):
-            with pytest.raises(ConnectionLost):
-                await call
-
-
-@in_a_loop
-async def test_a_fast_sender_waits_for_a_slow_receiver() -> None:
-    async def send_all(connection: Connection) -> None:
-        for _ in range(2048):
-            await connection.send(bytes(1 << 15))
-
-    async with listening() as (address, taken):
-        mine = await dial(address, **ME)
-        theirs = await taken.get()
-        sender = asyncio.ensure_future(send_all(mine))
-        await asyncio.sleep(0.3)
-        assert not sender.done(), "64 MiB do not fit in any buffer"
-        for _ in range(2048):
-            assert await theirs.recv() == bytes(1 << 15)
-        await sender
-        mine.close()
-
-
-@in_a_loop
-async def test_a_connection_to_a_peer_that_never_reads_is_closed() -> None:
-    async with listening() as (address, taken):
-        mine = await dial(address, **ME)
-        theirs = await taken.get()
-        theirs._transport.pause_reading()
-        with pytest.raises(ConnectionLost, match="does not read"):
-            for _ in range(100):
-                mine.post(bytes(1 << 20))
-
-
-@pytest.mark.parametrize(("wrong", "error"), [({"key": OTHER_KEY}, WrongKey), ({"job": "other"}, WrongJob)])
-@in_a_loop
-async def test_a_dialler_with_a_wrong_key_or_job_gets_the_error_promptly(
-    wrong: dict[str, Any], error: type[ControlError]
-) -> None:
-    async with listening() as (address, taken):
-        started = time.monotonic()
-        with pytest.raises(error):
-            await dial(address, **(ME | wrong), timeout=2 * PATIENCE)
-        with pytest.raises(error):
-            await asyncio.to_thread(lambda: RpcClient(address, **(ME | wrong), timeout=2 * PATIENCE))
-        assert time.monotonic() - started < PATIENCE
-        assert taken.empty()
-
-
-def either_way(address: str, timeout: float) -> list[Callable[[], object]]:
-    """Two ways to dial: in an event loop, and from a thread."""
-    return [
-        lambda: asyncio.run(dial(address, **ME, timeout=timeout)),
-        lambda: RpcClient(address, **ME, timeout=timeout),
-    ]
-
-
-def test_dialling_a_port_without_a_listener_fails_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    for connect in either_way(address, 2 * PATIENCE):
-        started = time.monotonic()
-        with pytest.raises(ConnectionLost, match="refused"):
-            connect()
-        assert time.monotonic() - started < PATIENCE
-
-
-def test_dialling_what_never_answers_ends_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        for connect in either_way(f"127.0.0.1:{silent.getsockname()[1]}", 0.2):
-            with pytest.raises(CallTimeout):
-                connect()
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\2\1\0", b""])
-def test_dialling_another_protocol_raises_a_typed_error(answer: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    peer, _ = server.accept()
-                    with peer:
-                        peer.recv(1000)
-                        peer.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        for connect in either_way(f"127.0.0.1:{server.getsockname()[1]}", 5.0):
-            with pytest.raises((BadFrame, ConnectionLost)):
-                connect()
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
-
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
-@in_a_loop
-async def test_a_listener_never_binds_to_every_interface(host: str) -> None:
-    with pytest.raises(ValueError, match="every interface"):
-        await Listener(lambda connection: None, **SERVER).start(host, 0)
-
-
-@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:-1"])
-def test_a_malformed_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="host:port"):
-        split_address(address)
-
-
-@in_a_loop
-async def test_a_silent_dialler_is_refused_in_time() -> None:
-    async with listening(handshake_timeout=0.2) as (address, _):
-        reader, writer = await asyncio.open_connection(*split_address(address))
-        writer.write(b"\0\0")
-        assert await asyncio.wait_for(reader.read(), 5.0) == b""
-        writer.close()
-
-
-@in_a_loop
-async def test_a_flood_of_strangers_does_not_keep_members_out() -> None:
-    async with listening(max_pending=32) as (address, taken):
-        where = split_address(address)
-        strangers = await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(150)))
-        for _ in range(5):
-            members = await asyncio.gather(*(dial(address, **(ME | {"identity": f"{n}"})) for n in range(5)))
-            assert sorted([(await taken.get()).peer for _ in members]) == ["0", "1", "2", "3", "4"]
-            for member in members:
-                member.close()
-            strangers += await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(30)))
-        open_still = 0
-        for reader, writer in strangers:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(reader.read(), 0.01)
-            open_still += not reader.at_eof()
-            writer.close()
-        assert open_still <= 32
-
-
-@in_a_loop
-async def test_a_frame_changed_on_the_way_drops_the_connection_on_both_sides() -> None:
-    async with listening() as (address, taken):
-        mine = await dial(address, **ME)
-        theirs = await taken.get()
-        await mine.send(b"before")
-        assert await theirs.recv() == b"before"
-        sealed = mine._session.seal(b"changed")
-        mine._transport.write(sealed[:-1] + bytes([sealed[-1] ^ 1]))
-        with pytest.raises(ForgedFrame):
-            await theirs.recv()
-        with pytest.raises(ConnectionLost):
-            await mine.recv()
-
-
-# Remote calls.
-
-
 async def sleepy(peer: str, body: bytes) -> bytes:
     await asyncio.sleep(float(body))
     return body
@@ -480,21 +298,6 @@ async def sleepy(peer: str, body: bytes) -> bytes:
 
 def broken(peer: str, body: bytes) -> bytes:
     raise KeyError("the answer")
-
-
-class Forever:
-    """A handler that does not answer; events say that it works, and that it was cancelled."""
-
-    def __init__(self) -> None:
-        self.working, self.cancelled = threading.Event(), threading.Event()
-
-    async def __call__(self, peer: str, body: bytes) -> bytes:
-        self.working.set()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            self.cancelled.set()
-        return b""
 
 
 HANDLERS: dict[str, Handler] = {
@@ -507,225 +310,9 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-@pytest.fixture
-def server() -> Iterator[AsyncRpcServer]:
-    with rpc_server_thread(**SERVER, handlers=HANDLERS) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: AsyncRpcServer) -> Iterator[RpcClient]:
-    with RpcClient(server.address, **ME) as connected:
-        yield connected
-
-
-def test_a_call_is_answered(client: RpcClient) -> None:
-    assert client.peer == "server"
-    assert client.call("echo", b"hello") == b"hello"
-    assert client.call("who") == b"me"
-    assert client.call("echo", bytes(1_000_000)) == bytes(1_000_000)
-
-
-def test_a_failed_handler_raises_at_the_caller_and_the_connection_stays_open(client: RpcClient) -> None:
-    for method, kind in (("broken", "KeyError"), ("none such", "LookupError"), ("nonsense", "TypeError")):
-        with pytest.raises(RemoteError) as failed:
-            client.call(method)
-        assert (failed.value.peer, failed.value.method, failed.value.kind) == ("server", method, kind)
-    with pytest.raises(RemoteError, match="FrameTooLarge"):
-        client.call("large")
-    with pytest.raises(FrameTooLarge):
-        client.call("echo", bytes(2 << 20))
-    assert client.call("echo", b"still here") == b"still here"
-
-
-def test_calls_in_flight_do_not_wait_for_each_other(client: RpcClient) -> None:
-    answered: list[bytes] = []
-
-    def call(seconds: bytes) -> None:
-        assert client.call("sleep", seconds) == seconds
-        answered.append(seconds)
-
-    threads = [threading.Thread(target=call, args=(seconds,)) for seconds in (b"0.9", b"0.6", b"0.3", b"0")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answered == [b"0", b"0.3", b"0.6", b"0.9"]
-
-
-def test_a_call_ends_in_time_while_another_thread_sends(client: RpcClient) -> None:
-    sending, answered = threading.Event(), threading.Event()
-
-    def send() -> None:
-        with client._sending:
-            sending.set()
-            answered.wait(30.0)
-
-    other = threading.Thread(target=send)
-    other.start()
-    sending.wait(30.0)
-    with pytest.raises(CallTimeout):
-        client.call("echo", b"late", timeout=0.05)
-    answered.set()
-    other.join()
-    with client._sending, pytest.raises(CallTimeout):  # as in a signal's handler that came while a call was sending
-        client.call("echo", b"nested", timeout=30.0)
-    assert client.call("echo", b"later", timeout=30.0)
-
-
-def test_many_threads_on_one_client_each_get_their_own_answer(client: RpcClient) -> None:
-    wrong = []
-
-    def call(name: int) -> None:
-        for number in range(100):
-            body = b"%d %d" % (name, number)
-            if client.call("echo" if number % 10 else "sleep", body if number % 10 else b"0") not in (body, b"0"):
-                wrong.append(body)
-
-    threads = [threading.Thread(target=call, args=(name,)) for name in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_a_call_ends_at_its_timeout_and_its_handler_is_cancelled() -> None:
-    forever = Forever()
-    with (
-        rpc_server_thread(**SERVER, handlers=HANDLERS | {"forever": forever}) as server,
-        RpcClient(server.address, **ME) as client,
-    ):
-        started = time.monotonic()
-        with pytest.raises(OpTimeout, match="forever"):
-            client.call("forever", timeout=0.2)
-        assert 0.2 <= time.monotonic() - started < PATIENCE
-        assert forever.cancelled.wait(5.0)
-        assert client.call("echo", b"next") == b"next"
-
-
-def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work() -> None:
-    events: list[str] = []
-    gone, forever = threading.Event(), Forever()
-
-    def lost(rpc: RpcConnection, reason: ControlError) -> None:
-        events.append(f"-{rpc.peer}")
-        assert rpc.lost is reason
-        gone.set()
-
-    def body(pipe: Pipe, address: str) -> None:
-        RpcClient(address, **ME).call("forever")
-
-    with (
-        rpc_server_thread(
-            **SERVER,
-            handlers={"forever": forever},
-            on_connect=lambda rpc: events.append(f"+{rpc.peer}"),
-            on_disconnect=lost,
-        ) as server,
-        children() as start,
-    ):
-        child = start(body, server.address)
-        assert forever.working.wait(10.0)
-        child.kill()
-        assert gone.wait(5.0)
-        assert forever.cancelled.wait(5.0)
-    assert events == ["+me", "-me"]
-
-
-def test_closing_a_client_ends_its_calls_in_other_threads(server: AsyncRpcServer) -> None:
-    client = RpcClient(server.address, **ME)
-    errors: list[BaseException] = []
-    threads = waiting_calls(client, errors, 3)
-    client.close()
-    client.close()
-    for thread in threads:
-        thread.join(5.0)
-    assert [type(error) for error in errors] == [ConnectionClosed] * 3
-    with pytest.raises(ConnectionLost, match="closed on this side"):
-        client.call("echo")
-    assert client.fileno() == -1
-
-
-def waiting_calls(client: RpcClient, errors: list[BaseException], count: int) -> list[threading.Thread]:
-    """Threads that each wait in a call that is never answered, and append the error that ends it."""
-
-    def wait() -> None:
-        try:
-            client.call("sleep", b"60")
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=wait) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.2)
-    return threads
-
-
-def serve_until_killed(pipe: Pipe) -> None:
-    """Serve calls; fork a child that lives on when asked to."""
-    with rpc_server_thread(**SERVER, handlers=HANDLERS) as server:
-        pipe.send(server.address)
-        pipe.recv()
-        worker = os.fork()
-        if worker == 0:
-            time.sleep(20)
-            os._exit(0)
-        pipe.send(worker)
-        time.sleep(60)
-
-
-def test_calls_that_wait_on_a_killed_server_end_at_once_though_its_own_children_live(
-    start: Callable[..., Child],
-) -> None:
-    child = start(serve_until_killed)
-    address = child.hear()
-    errors: list[BaseException] = []
-    with RpcClient(address, **ME) as client:
-        threads = waiting_calls(client, errors, 3)
-        child.tell("fork now")
-        worker = child.hear()
-        time.sleep(0.1)
-        try:
-            child.kill()
-            for thread in threads:
-                thread.join(PATIENCE)
-            assert [type(error) for error in errors] == [ConnectionClosed] * 3
-            assert all(isinstance(error, PeerFailed) for error in errors)
-            with pytest.raises(ConnectionLost):
-                client.call("echo")
-            with pytest.raises(ConnectionLost):
-                RpcClient(address, **ME)
-        finally:
-            os.kill(worker, 9)
-
-
-def test_a_server_that_is_stopped_delays_no_call_beyond_its_timeout(start: Callable[..., Child]) -> None:
-    child = start(serve_until_killed)
-    with RpcClient(child.hear(), **ME) as client:
-        child.stop()
-        with pytest.raises(CallTimeout, match="server"):
-            client.call("echo", timeout=0.2)
-        child.resume()
-        assert client.call("echo", b"awake") == b"awake"
-
-
-def test_a_malformed_message_drops_only_the_connection_of_its_sender(server: AsyncRpcServer, client: RpcClient) -> None:
-    for payload in (b"", b"\x93\0\0\0", b"\x94\0\1\2\3", b"\x94\0\1\xa1\xff\xc4\0", b"{}", bytes(100)):
-        with RpcClient(server.address, **(ME | {"identity": "fuzzer"})) as fuzzer:
-            fuzzer._socket.sendall(fuzzer._session.seal(payload))
-            with pytest.raises(ConnectionLost):
-                fuzzer.call("echo", timeout=5.0)
-        assert client.call("echo", b"unharmed") == b"unharmed"
-
-
-# Remote calls in an event loop.
-
-
 @contextlib.asynccontextmanager
-async def serving(handlers: dict[str, Handler], **options: Any) -> AsyncIterator[AsyncRpcServer]:
-    server = AsyncRpcServer(**SERVER, handlers=handlers, **options)
+async def serving(handlers: dict[str, Handler] | None = None, **options: Any) -> AsyncIterator[AsyncRpcServer]:
+    server = AsyncRpcServer(**SERVER, handlers=handlers or HANDLERS, **options)
     await server.start()
     try:
         yield server
@@ -734,8 +321,330 @@ async def serving(handlers: dict[str, Handler], **options: Any) -> AsyncIterator
 
 
 @in_a_loop
+async def test_a_connection_to_a_peer_that_never_reads_is_closed() -> None:
+    connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
+    async with serving(on_connect=connected.put_nowait) as server:
+        mine = await dial_rpc(server.address, **ME)
+        (await connected.get())._transport.pause_reading()
+        with pytest.raises(ConnectionLost, match="does not read"):
+            for _ in range(100):
+                mine.notify("echo", bytes(1_000_000))
+
+
+@pytest.mark.parametrize(("wrong", "error"), [({"key": OTHER_KEY}, WrongKey), ({"job": "other"}, WrongJob)])
+@in_a_loop
+async def test_a_dialler_with_a_wrong_key_or_job_gets_the_error_promptly(
+    wrong: dict[str, Any], error: type[ControlError]
+) -> None:
+    async with serving() as server:
+        started = time.monotonic()
+        with pytest.raises(error):
+            await dial_rpc(server.address, **(ME | wrong), timeout=2 * PATIENCE)
+        assert time.monotonic() - started < PATIENCE
+        assert not server.connections
+
+
+@in_a_loop
+async def test_dialling_a_port_without_a_listener_fails_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started = time.monotonic()
+    with pytest.raises(ConnectionLost, match="refused"):
+        await dial_rpc(address, **ME, timeout=2 * PATIENCE)
+    assert time.monotonic() - started < PATIENCE
+
+
+@in_a_loop
+async def test_dialling_what_never_answers_ends_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CallTimeout):
+        await dial_rpc(f"127.0.0.1:{silent.getsockname()[1]}", **ME, timeout=0.2)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\2\1\0", b""])
+@in_a_loop
+async def test_dialling_another_protocol_raises_a_typed_error(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises((BadFrame, ConnectionLost)):
+            await dial_rpc(f"{host}:{port}", **ME, timeout=5.0)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+@in_a_loop
+async def test_a_server_never_listens_on_every_interface(host: str) -> None:
+    with pytest.raises(ValueError, match="every interface"):
+        await AsyncRpcServer(**SERVER, handlers={}).start(host, 0)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x", "host:-1"])
+def test_a_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        split_address(address)
+
+
+def test_a_silent_dialler_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "HANDSHAKE_SECONDS", 0.2)
+
+    async def wait() -> None:
+        async with serving() as server:
+            reader, writer = await asyncio.open_connection(*split_address(server.address))
+            writer.write(b"\0\0")
+            assert await asyncio.wait_for(reader.read(), 5.0) == b""
+            writer.close()
+
+    asyncio.run(wait())
+
+
+def test_a_flood_of_strangers_does_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "MAX_PENDING", 32)
+
+    async def flood() -> None:
+        async with serving() as server:
+            where = split_address(server.address)
+            strangers = await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(150)))
+            for _ in range(5):
+                names = [str(number) for number in range(5)]
+                members = await asyncio.gather(
+                    *(dial_rpc(server.address, **(ME | {"identity": name})) for name in names)
+                )
+                assert sorted(connection.peer for connection in server.connections) == names
+                for member in members:
+                    member.close()
+                    await member.wait_closed()
+                while server.connections:
+                    await asyncio.sleep(0.001)
+                strangers += await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(30)))
+            open_still = 0
+            for reader, writer in strangers:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(), 0.01)
+                open_still += not reader.at_eof()
+                writer.close()
+            assert open_still <= 32
+
+    asyncio.run(flood())
+
+
+@in_a_loop
+async def test_a_frame_changed_on_the_way_drops_the_connection_on_both_sides() -> None:
+    connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
+    async with serving(on_connect=connected.put_nowait) as server:
+        mine = await dial_rpc(server.address, **ME)
+        theirs = await connected.get()
+        assert await mine.call("echo", b"before") == b"before"
+        sealed = mine._session.seal(b"changed")
+        mine._transport.write(sealed[:-1] + bytes([sealed[-1] ^ 1]))
+        await theirs.wait_closed()
+        assert isinstance(theirs.lost, ForgedFrame)
+        await mine.wait_closed()
+        assert isinstance(mine.lost, ConnectionLost)
+
+
+# Remote calls.
+
+
+@in_a_loop
+async def test_a_call_is_answered() -> None:
+    async with serving() as server:
+        mine = await dial_rpc(server.address, **ME)
+        assert mine.peer == "server"
+        assert await mine.call("echo", b"hello") == b"hello"
+        assert await mine.call("who") == b"me"
+        assert await mine.call("echo", bytes(1_000_000)) == bytes(1_000_000)
+
+
+@in_a_loop
+async def test_a_failed_handler_raises_at_the_caller_and_the_connection_stays_open() -> None:
+    async with serving() as server:
+        mine = await dial_rpc(server.address, **ME)
+        for method, kind in (("broken", "KeyError"), ("none such", "LookupError"), ("nonsense", "TypeError")):
+            with pytest.raises(RemoteError) as failed:
+                await mine.call(method)
+            assert (failed.value.peer, failed.value.method, failed.value.kind) == ("server", method, kind)
+        with pytest.raises(RemoteError, match="FrameTooLarge"):
+            await mine.call("large")
+        with pytest.raises(FrameTooLarge):
+            await mine.call("echo", bytes(2 << 20))
+        assert await mine.call("echo", b"still here") == b"still here"
+
+
+@in_a_loop
+async def test_calls_in_flight_do_not_wait_for_each_other() -> None:
+    answered: list[bytes] = []
+    async with serving() as server:
+        mine = await dial_rpc(server.address, **ME)
+
+        async def call(seconds: bytes) -> None:
+            answered.append(await mine.call("sleep", seconds))
+
+        await asyncio.gather(*(call(seconds) for seconds in (b"0.9", b"0.6", b"0.3", b"0")))
+    assert answered == [b"0", b"0.3", b"0.6", b"0.9"]
+
+
+class Forever:
+    """A handler that never answers, and notes when it is called and cancelled."""
+
+    def __init__(self) -> None:
+        self.working, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, peer: str, body: bytes) -> bytes:
+        self.working.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.cancelled.set()
+        return b""
+
+
+@in_a_loop
+async def test_a_call_ends_at_its_timeout_and_its_handler_is_cancelled() -> None:
+    forever = Forever()
+    async with serving(HANDLERS | {"forever": forever}) as server:
+        mine = await dial_rpc(server.address, **ME)
+        started = time.monotonic()
+        with pytest.raises(OpTimeout, match="forever"):
+            await mine.call("forever", timeout=0.2)
+        assert 0.2 <= time.monotonic() - started < PATIENCE
+        await asyncio.wait_for(forever.cancelled.wait(), 5.0)
+        assert await mine.call("echo", b"next") == b"next"
+
+
+@in_a_loop
+async def test_cancelling_a_call_cancels_its_handler() -> None:
+    forever = Forever()
+    async with serving({"forever": forever}) as server:
+        mine = await dial_rpc(server.address, **ME)
+        call = asyncio.ensure_future(mine.call("forever"))
+        await asyncio.wait_for(forever.working.wait(), 5.0)
+        call.cancel()
+        await asyncio.wait_for(forever.cancelled.wait(), 5.0)
+
+
+@in_a_loop
+async def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work() -> None:
+    lost: list[tuple[RpcConnection, ControlError]] = []
+    forever, gone = Forever(), asyncio.Event()
+
+    def ended(connection: RpcConnection, reason: ControlError) -> None:
+        lost.append((connection, reason))
+        gone.set()
+
+    def body(pipe: Pipe, address: str) -> None:
+        with RpcThread(address, **ME) as client:
+            client.call("forever")
+
+    with children() as start:
+        async with serving({"forever": forever}, on_connect=lambda each: each.on_lost(ended)) as server:
+            child = start(body, server.address)
+            await asyncio.wait_for(forever.working.wait(), PATIENCE)
+            child.kill()
+            await asyncio.wait_for(gone.wait(), 5.0)
+            await asyncio.wait_for(forever.cancelled.wait(), 5.0)
+            assert not server.connections
+    assert [(connection.peer, connection.lost) for connection, _ in lost] == [("me", lost[0][1])]
+
+
+@in_a_loop
+async def test_closing_a_connection_ends_its_calls() -> None:
+    async with serving() as server:
+        mine = await dial_rpc(server.address, **ME)
+        waiting = await waiting_calls(mine, 3)
+        mine.close()
+        mine.close()
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in errors] == [ConnectionClosed] * 3
+        with pytest.raises(ConnectionLost, match="closed on this side"):
+            await mine.call("echo")
+        await mine.wait_closed()
+
+
+async def waiting_calls(connection: RpcConnection, count: int) -> list[asyncio.Task[bytes]]:
+    """Calls that are never answered."""
+    calls = [asyncio.create_task(connection.call("sleep", b"60")) for _ in range(count)]
+    await connection.call("echo")  # the handlers of the others run
+    return calls
+
+
+def serve_until_killed(pipe: Pipe, forks: bool = False) -> None:
+    with rpc_server_thread(**SERVER, handlers=HANDLERS) as server:
+        pipe.send(server.address)
+        if forks:
+            pipe.recv()
+            worker = os.fork()
+            if worker == 0:
+                time.sleep(20)
+                os._exit(0)
+            pipe.send(worker)
+        time.sleep(60)
+
+
+def test_calls_that_wait_on_a_server_that_is_killed_end_at_once(start: Callable[..., Child]) -> None:
+    child = start(serve_until_killed)
+
+    async def wait() -> None:
+        mine = await dial_rpc(child.hear(), **ME)
+        waiting = await waiting_calls(mine, 3)
+        child.kill()
+        errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE)
+        assert len(errors) == 3
+        assert all(isinstance(error, ConnectionLost) and isinstance(error, PeerFailed) for error in errors)
+        with pytest.raises(ConnectionLost):
+            await mine.call("echo")
+
+    asyncio.run(wait())
+
+
+def test_a_killed_servers_own_children_do_not_hide_its_death(start: Callable[..., Child]) -> None:
+    child = start(serve_until_killed, True)
+    address = child.hear()
+
+    async def wait() -> None:
+        mine = await dial_rpc(address, **ME)
+        (waiting,) = await waiting_calls(mine, 1)
+        child.tell("fork now")
+        worker = child.hear()
+        try:
+            child.kill()
+            with pytest.raises(ConnectionLost):
+                await asyncio.wait_for(waiting, 5.0)
+            with pytest.raises(ConnectionLost):
+                await dial_rpc(address, **ME)
+        finally:
+            os.kill(worker, 9)
+
+    asyncio.run(wait())
+
+
+def test_a_server_that_is_stopped_delays_no_call_beyond_its_timeout(start: Callable[..., Child]) -> None:
+    child = start(serve_until_killed)
+    with RpcThread(child.hear(), **ME) as client:
+        child.stop()
+        with pytest.raises(CallTimeout, match="server"):
+            client.call("echo", timeout=0.2)
+        child.resume()
+        assert client.call("echo", b"awake") == b"awake"
+
+
+@in_a_loop
+async def test_a_malformed_message_drops_only_the_connection_of_its_sender() -> None:
+    async with serving() as server:
+        mine = await dial_rpc(server.address, **ME)
+        for payload in (b"", b"\x93\0\0\0", b"\x94\0\1\2\3", b"\x94\0\1\xa1\xff\xc4\0", b"{}", bytes(100)):
+            fuzzer = await dial_rpc(server.address, **(ME | {"identity": "fuzzer"}))
+            fuzzer._transport.write(fuzzer._session.seal(payload))
+            with pytest.raises(ConnectionLost):
+                await fuzzer.call("echo", timeout=5.0)
+            assert await mine.call("echo", b"unharmed") == b"unharmed"
+
+
+@in_a_loop
 async def test_a_server_that_cannot_start_leaves_no_socket_and_no_address() -> None:
-    async with serving(HANDLERS) as running:
+    async with serving() as running:
         host, port = split_address(running.address)
         before = descriptors()
         refused = AsyncRpcServer(**SERVER, handlers={})
@@ -759,7 +668,7 @@ async def test_either_side_of_a_connection_may_call_the_other() -> None:
         noted.put_nowait(peer.encode() + b": " + body)
         return b""
 
-    async with serving(HANDLERS, on_connect=connected.put_nowait) as server:
+    async with serving(on_connect=connected.put_nowait) as server:
         mine = await dial_rpc(server.address, **ME, handlers={"add": lambda peer, body: body + b"!", "note": note})
         theirs = await connected.get()
         assert await mine.call("echo", b"up") == b"up"
@@ -772,34 +681,15 @@ async def test_either_side_of_a_connection_may_call_the_other() -> None:
 
 
 @in_a_loop
-async def test_calls_in_a_loop_time_out_fail_and_are_lost_as_in_threads() -> None:
-    async with serving(HANDLERS) as server:
+async def test_a_server_that_closes_ends_calls_and_notices() -> None:
+    async with serving() as server:
         mine = await dial_rpc(server.address, **ME)
-        with pytest.raises(CallTimeout):
-            await mine.call("sleep", b"60", timeout=0.1)
-        with pytest.raises(RemoteError, match="KeyError"):
-            await mine.call("broken")
-        answers = await asyncio.gather(*(mine.call("sleep", b"0.%d" % tenths) for tenths in (3, 1, 2)))
-        assert answers == [b"0.3", b"0.1", b"0.2"]
-        waiting = asyncio.ensure_future(mine.call("sleep", b"60"))
         lost: list[ControlError] = []
         mine.on_lost(lambda connection, reason: lost.append(reason))
-        await asyncio.sleep(0.05)
+        (waiting,) = await waiting_calls(mine, 1)
         await server.close()
         with pytest.raises(ConnectionLost):
             await waiting
         assert [type(reason) for reason in lost] == [ConnectionClosed]
         with pytest.raises(HoldfastError):
             mine.notify("echo")
-
-
-@in_a_loop
-async def test_cancelling_a_call_cancels_its_handler() -> None:
-    forever = Forever()
-    async with serving({"forever": forever}) as server:
-        mine = await dial_rpc(server.address, **ME)
-        call = asyncio.ensure_future(mine.call("forever"))
-        assert await asyncio.to_thread(forever.working.wait, PATIENCE)
-        call.cancel()
-        assert await asyncio.to_thread(forever.cancelled.wait, PATIENCE)
-        mine.close()

@@ -20,8 +20,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.detectors.detector import DetectorContext
-from holdfast.ft.detectors.heartbeat_page import HeartbeatPageReader
-from holdfast.ft.detectors.stragglers import OpPosition
+from holdfast.ft.detectors.heartbeat_page import HeartbeatPageReader, OpPosition
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import (
     Cleared,

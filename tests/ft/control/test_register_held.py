@@ -19,9 +19,8 @@ from holdfast.comms.errors import Revoked
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import Job, Member, Session, Timeouts, View, faultpoints
 from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
-from holdfast.ft.node.register import Register
+from holdfast.ft.node.register import Register, RegisterThreads
 from holdfast.ft.node.register_client import RegisterClient
-from holdfast.ft.node.register_threads import RegisterThreads
 from holdfast.ft.registers import RegisterBusy, sqlite
 from holdfast.ft.rendezvous.table import RendezvousTable
 from holdfast.harness import LocalCluster
@@ -52,10 +51,10 @@ def register(tmp_path: Path) -> Iterator[Register]:
 def test_a_caller_that_must_not_wait_gets_register_busy(register: Register, tmp_path: Path) -> None:
     with held(tmp_path / "job.sqlite"):
         with pytest.raises(RegisterBusy, match="another process holds its lock"):
-            register.try_compare_and_set(0, VIEW)
-        assert register.try_read() is None, "readers never wait"
-    assert register.try_compare_and_set(0, VIEW)
-    assert register.try_read() == VIEW
+            register.compare_and_set(0, VIEW, at_once=True)
+        assert register.read(at_once=True) is None, "readers never wait"
+    assert register.compare_and_set(0, VIEW, at_once=True)
+    assert register.read(at_once=True) == VIEW
 
 
 @contextmanager

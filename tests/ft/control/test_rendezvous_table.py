@@ -18,13 +18,11 @@ import torch.distributed as dist
 
 from holdfast.comms.errors import OpTimeout, Revoked
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
-from holdfast.ft.control.client import RpcClient
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
-from holdfast.ft.rendezvous.client import RendezvousClient
-from holdfast.ft.rendezvous.handlers import handlers
+from holdfast.ft.rendezvous.calls import RendezvousClient, handlers
 from holdfast.ft.rendezvous.store import RendezvousStore
 from holdfast.ft.rendezvous.table import RendezvousTable
-from support.rpc_servers import rpc_server_thread
+from support.rpc_servers import RpcThread, rpc_server_thread
 from support.waiting import PATIENCE
 
 KEY = bytes(range(32))
@@ -43,13 +41,13 @@ def removing(table: RendezvousTable) -> Callable[[int, str], Awaitable[bool]]:
 
 
 @contextlib.contextmanager
-def served(table: RendezvousTable) -> Iterator[RpcClient]:
+def served(table: RendezvousTable) -> Iterator[RpcThread]:
     """A client of a server of this table."""
     with (
         rpc_server_thread(
             key=KEY, job="job", identity="host", handlers=handlers(table, here, removing(table))
         ) as server,
-        RpcClient(server.address, key=KEY, job="job", identity="guest") as client,
+        RpcThread(server.address, key=KEY, job="job", identity="guest") as client,
     ):
         yield client
 

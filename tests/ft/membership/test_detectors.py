@@ -28,12 +28,11 @@ from holdfast.comms.transport.liveness import is_stopped, this_process
 from holdfast.ft import Session, Timeouts, events
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader
+from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader, OpPosition
 from holdfast.ft.detectors.observers import NOT_LISTENING, ObserversDetector
 from holdfast.ft.detectors.partition import Conclusion, CutOff, Resign, SuspicionGraph
 from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
-from holdfast.ft.detectors.progress import ProgressDetector
-from holdfast.ft.detectors.stragglers import OpPosition, StragglerTracker
+from holdfast.ft.detectors.progress import ProgressDetector, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled, Suspicion, Unreachable
 from holdfast.ft.membership.view import Job, Member, Phase, View

@@ -11,29 +11,27 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from holdfast.ft.membership import state_machine
-from holdfast.ft.membership.effects import (
+from holdfast.ft.membership.events import (
     Announce,
+    CasFailed,
+    CasWon,
+    Cleared,
+    Death,
     Effect,
+    EpochBroken,
+    Event,
     Evicted,
     Fence,
     Install,
+    LocalFailed,
+    LocalFinished,
     Propose,
+    ProvenDeaths,
     ReadRegister,
     Refused,
     ReportDeaths,
     ReportSuspicions,
     Revoke,
-)
-from holdfast.ft.membership.events import (
-    CasFailed,
-    CasWon,
-    Cleared,
-    Death,
-    EpochBroken,
-    Event,
-    LocalFailed,
-    LocalFinished,
-    ProvenDeaths,
     SpareAnnounced,
     Stalled,
     Started,
@@ -45,9 +43,8 @@ from holdfast.ft.membership.events import (
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.next_view import runnable_backends, successors
 from holdfast.ft.membership.state_machine import Membership
-from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.topology import Shape, observers
-from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view import Job, Member, StepError, View
 from holdfast.ft.membership.view_delta import delta_between
 from holdfast.ft.timeouts import Timeouts
 from support.samples.membership_world import (

@@ -18,8 +18,8 @@ from holdfast.comms import CorruptData, OpTimeout, PeerFailed, Unsupported
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.detectors import nccl_ras
 from holdfast.ft.detectors.detector import DetectorContext
+from holdfast.ft.detectors.heartbeat_page import OpPosition
 from holdfast.ft.detectors.nccl_ras import NcclRasDetector, RasStatus, decode, lost_members, query
-from holdfast.ft.detectors.stragglers import OpPosition
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.timeouts import Timeouts
 

@@ -10,15 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership import relay_tree
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.node import messages
 from holdfast.ft.node.ports import MemberLinks
-from holdfast.ft.node.table_calls import TableCalls
-from holdfast.ft.node.table_sharing import CHUNK_BYTES, TableSharing, chunks
-from holdfast.ft.rendezvous import handlers as rendezvous
-from holdfast.ft.rendezvous.messages import KeysRequest
-from holdfast.ft.rendezvous.relay import LONGEST_PAUSE, TreeRelay
+from holdfast.ft.node.table_sharing import (
+    ARITY,
+    CHUNK_BYTES,
+    LONGEST_PAUSE,
+    TableCalls,
+    TableSharing,
+    TreeRelay,
+    chunks,
+    neighbour_ranks,
+)
+from holdfast.ft.rendezvous.calls import KeysRequest, encode
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
@@ -35,7 +40,7 @@ def depths(view: View) -> dict[int, int]:
     found, todo = {0: 0}, deque([0])
     while todo:
         rank = todo.popleft()
-        for other in relay_tree.neighbours(view, rank):
+        for other in neighbour_ranks(view, rank):
             if other not in found:
                 found[other] = found[rank] + 1
                 todo.append(other)
@@ -46,7 +51,7 @@ def depths(view: View) -> dict[int, int]:
 def test_all_members_are_in_one_tree(hosts: list[int]) -> None:
     view = view_of(hosts)
     size = len(view.members)
-    edges = [(rank, other) for rank in range(size) for other in relay_tree.neighbours(view, rank)]
+    edges = [(rank, other) for rank in range(size) for other in neighbour_ranks(view, rank)]
     assert set(edges) == {(other, rank) for rank, other in edges}, "neighbours know each other"
     assert len(edges) == 2 * (size - 1)
     assert depths(view).keys() == set(range(size))
@@ -57,19 +62,19 @@ def test_the_first_neighbour_leads_to_rank_0(hosts: list[int]) -> None:
     view = view_of(hosts)
     depth = depths(view)
     for rank in range(1, len(view.members)):
-        assert depth[relay_tree.neighbours(view, rank)[0]] == depth[rank] - 1
+        assert depth[neighbour_ranks(view, rank)[0]] == depth[rank] - 1
 
 
 def test_no_member_has_many_neighbours_and_none_is_far() -> None:
     view = view_of([8] * 1000)
-    assert max(len(relay_tree.neighbours(view, rank)) for rank in range(8000)) <= 2 * relay_tree.ARITY + 1
+    assert max(len(neighbour_ranks(view, rank)) for rank in range(8000)) <= 2 * ARITY + 1
     assert max(depths(view).values()) <= 5
 
 
 def test_a_small_job_on_one_host_meets_at_its_first_member() -> None:
     view = view_of([9])
-    assert relay_tree.neighbours(view, 0) == tuple(range(1, 9))
-    assert all(relay_tree.neighbours(view, rank) == (0,) for rank in range(1, 9))
+    assert neighbour_ranks(view, 0) == tuple(range(1, 9))
+    assert all(neighbour_ranks(view, rank) == (0,) for rank in range(1, 9))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 0.01), st.sampled_from([None, "a", "b"])), max_size=200))
@@ -115,7 +120,7 @@ class FakeLinks(MemberLinks):
     def __init__(self, me: str, members: dict[str, FakeLinks]) -> None:
         self.me, self._members = me, members
         self.sharing = TableSharing(me, asyncio.get_running_loop(), self)
-        calls = TableCalls(self.sharing, self, 5.0)
+        calls = TableCalls(self.sharing, self.call, 5.0)
         self._calls = calls.handlers()
         self.broken: set[str] = set()
 
@@ -153,7 +158,7 @@ def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[
         edges = [
             (view.members[rank].id, view.members[other].id)
             for rank in range(len(view.members))
-            for other in relay_tree.neighbours(view, rank)
+            for other in neighbour_ranks(view, rank)
             if rank < other
         ]
         for one, other in dice.sample(edges, len(edges) // 3):
@@ -202,8 +207,8 @@ def test_a_deleted_key_is_in_no_copy_and_what_is_set_after_it_stays(hosts: list[
             setter.sharing.table.put(1, {"key": value})
             await asyncio.sleep(0)  # as another thread's call would, the deletion comes to the loop after the change
             await present_in(deleter)
-            request = rendezvous.encode(KeysRequest(1, ["key"]))
-            assert rendezvous.encode(True) == await deleter._calls["kv.delete"](deleter.me, request)
+            request = encode(KeysRequest(1, ["key"]))
+            assert encode(True) == await deleter._calls["kv.delete"](deleter.me, request)
             assert not any(each.sharing.table.check(1, ["key"]) for each in members.values())
         last = dice.choice([*members.values()])
         last.sharing.table.put(1, {"key": b"last"})

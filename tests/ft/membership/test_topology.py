@@ -11,13 +11,12 @@ from msgspec import structs
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.base import Peer
+from holdfast.ft.membership.dissemination import new_findings
 from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, Suspicion
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.evidence_reporting import new_findings
 from holdfast.ft.membership.next_view import next_size, successors
-from holdfast.ft.membership.step_error import StepError
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
-from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view import Job, Member, StepError, View
 from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
 
 SPARSE = Shape(mesh=1)

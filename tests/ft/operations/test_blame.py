@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from holdfast.comms.errors import PeerFailed
 from holdfast.ft.diagnosis.analyse import analyse
-from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState
-from holdfast.ft.diagnosis.gathering import assemble
+from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, assemble
 from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
 from holdfast.ft.diagnosis.perfetto import trace
 from holdfast.ft.diagnosis.torch_trace import PREFIX, write_dumps

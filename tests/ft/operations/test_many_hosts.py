@@ -30,9 +30,8 @@ from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.hosts import host_registry
 from holdfast.ft.launch.hosts.host_agent import HostPlan, host_name
 from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRanks, HostRegistry, check_view
-from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.ft.launch.job_contract import LocalContract, TorchEnvironment
 from holdfast.ft.launch.local_launcher import MOST_RESTART_SECONDS, LaunchPlan, RestartBudget, launch, python_command
-from holdfast.ft.launch.torch_environment import TorchEnvironment
 from holdfast.ft.membership.view import Job, View
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import open_cell, tcp
@@ -160,7 +159,7 @@ def test_the_address_that_an_agent_chose_overrides_the_variables_it_was_started_
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOST", "127.0.0.3")
     monkeypatch.setenv("HOLDFAST_INTERFACE", "127.0.0.0/8")
-    contract = LocalContract.create("job", tmp_path, "gloo", 2, host="127.0.0.1")
+    contract = LocalContract("job", tmp_path, "gloo", 2, host="127.0.0.1").made()
     for name, value in contract.environ().items():
         monkeypatch.setenv(name, value)
     assert listen_address(None, None, Placement()) == "127.0.0.1"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.executed_process import ChildProcess, ExecutedProcess
+from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess
 from holdfast.ft.processes.process_group import end_group, members_of
 from holdfast.ft.processes.zygote_client import zygote
 

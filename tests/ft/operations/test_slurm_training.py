@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.ft.environment.slurm_hosts import NotUnderSlurm, found_hosts, own_slurm_host, slurm_hosts
-from holdfast.ft.launch.torch_environment import ReservedPort
+from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.rl.config.load import load_config
 from holdfast.rl.run.run_directory import RunDirectory

@@ -20,14 +20,13 @@ from holdfast.comms import StaleEpoch
 from holdfast.comms.system.keys import create_key
 from holdfast.comms.system.signal_safety import OwnSteps
 from holdfast.ft import Session, settings
-from holdfast.ft.communicators import CommunicatorManager
+from holdfast.ft.communicators import CommunicatorManager, DefaultGroup
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime
+from holdfast.ft.session import Telemetry
 from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.ft.telemetry.telemetry import Telemetry
 from holdfast.ft.termination import TERMINATED, Terminated, TerminationRequest
-from holdfast.ft.torch_default_group import DefaultGroup
 from holdfast.harness import LocalCluster
 from support.waiting import becomes_true
 

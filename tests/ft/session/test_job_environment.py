@@ -19,12 +19,18 @@ from holdfast.comms.errors import Mismatch
 from holdfast.comms.system.keys import create_key
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import settings
-from holdfast.ft.environment.listen_address import AddressNeeded, NoSuchInterface, address_of, choose_address
-from holdfast.ft.environment.local_addresses import LocalAddress, local_addresses
+from holdfast.ft.environment.listen_address import (
+    AddressNeeded,
+    LocalAddress,
+    NoSuchInterface,
+    address_of,
+    choose_address,
+    local_addresses,
+)
 from holdfast.ft.environment.placement import Placement, placement
-from holdfast.ft.membership.admission import refusal_reason
+from holdfast.ft.membership.next_view import refusal_reason
 from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.registers import RegisterAway, network_file_system
+from holdfast.ft.registers import RegisterAway, sqlite
 from support.source_tree import ROOT
 
 # -- schedulers
@@ -248,9 +254,9 @@ def test_another_version_of_holdfast_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_sqlite_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert network_file_system.network_file_system(tmp_path) is None
-    kind = network_file_system._type_of(tmp_path)
-    monkeypatch.setitem(network_file_system.NETWORK_FILE_SYSTEMS, kind, "NFS")
+    assert sqlite.network_file_system(tmp_path) is None
+    kind = sqlite._type_of(tmp_path)
+    monkeypatch.setitem(sqlite.NETWORK_FILE_SYSTEMS, kind, "NFS")
     with pytest.raises(RegisterAway, match=r"is on NFS, where sqlite is not safe: .* use etcd://"):
         ft.Session(job="job", size=1, register=f"sqlite://{tmp_path}/job.sqlite", key_file=_key(tmp_path))
     assert not (tmp_path / "job.sqlite").exists()

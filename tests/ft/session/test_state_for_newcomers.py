@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,9 +20,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from holdfast.comms import Communicator, CorruptData, Mismatch
+from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft import Session, StateNotGiven, Timeouts
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import decode_state, encode_state
+from holdfast.ft.state.fetching import Block, Fetched, Fetcher
+from holdfast.ft.state.transfer import StateTransfer
+from holdfast.ft.step_protocol import Decision
 from holdfast.harness import LocalCluster
 from support.children import errors_of
 
@@ -224,16 +228,27 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
+def transfer_of(comm: Any, thing: Attachable, receivers: tuple[int, ...], name: str = "thing") -> StateTransfer:
+    """A transfer from rank 1 over the communicator."""
+    decision = Decision(False, 17, 1, receivers, 0)
+    return StateTransfer(comm, None, decision, {name: thing}, 20.0, 20.0, lambda point: None)
+
+
+def no_fetch(plane: MemoryPlane, blocks: Iterable[Block]) -> Fetched:
+    raise AssertionError("nothing is read without a plane")
+
+
 @pytest.mark.parametrize("receivers", [(0, 2), (2,)])
 def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tuple[int, ...]) -> None:
     def move(comm: Communicator) -> tuple[int, bool, bool]:
         thing = Attachable(state_of(comm.rank))
-        pipe = transfer.Pipe(comm, 1, receivers, 20.0)
+        moving = transfer_of(comm, thing, receivers)
         done = -1
-        if comm.rank == 1:
-            transfer.send_state(pipe, {"thing": thing}, 17, lambda: None, lambda reason: None)
-        elif comm.rank in receivers:
-            done = transfer.receive_state(pipe, {"thing": thing}, lambda: None, lambda: None).done
+        if comm.rank in receivers:
+            done = moving.pull(Fetcher(), no_fetch).done
+            moving.arrived()
+        else:
+            moving.offer(17, lambda reason: None)
         return done, same(thing.state, state_of(1)), same(thing.state, state_of(comm.rank))
 
     with LocalCluster(3) as cluster:
@@ -244,42 +259,47 @@ def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tu
         assert is_own == (rank not in receivers)
 
 
-class StoredPipe:
-    """A stand-in for a pipe: `take` returns what `give` stored, perhaps damaged."""
+class Tape:
+    """A stand-in for the communicator of two ranks: rank 0 gets what rank 1 has given, perhaps damaged."""
 
-    def __init__(self, damage: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, tensor: tensor) -> None:
-        self.device = torch.device("cpu")
-        self._tensors: list[torch.Tensor] = []
+    size, device = 2, torch.device("cpu")
+
+    def __init__(self, damage: bool = False) -> None:
+        self.rank = 1
         self._damage = damage
-        self._taken = 0
+        self._offers = [b"", b""]
+        self._tensors: list[torch.Tensor] = []
 
-    def give(self, tensor: torch.Tensor) -> None:
-        self._tensors.append(tensor.clone())
+    def all_gather_object(self, offer: bytes) -> list[bytes]:
+        if self.rank == 1:
+            self._offers[1] = offer
+        return self._offers
 
-    def take(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(self._damage(self._taken, self._tensors[self._taken]))
-        self._taken += 1
+    def broadcast(self, tensor: torch.Tensor, source: int, timeout: float) -> None:
+        if self.rank == source:
+            self._tensors.append(tensor.clone())
+        else:
+            tensor.copy_(self._tensors.pop(0))
+            tensor[5] ^= self._damage
+
+    def barrier(self, timeout: float) -> None:
+        self.rank = 0
 
 
 def test_damaged_state_is_refused_and_nothing_is_loaded() -> None:
-    def flip(number: int, tensor: torch.Tensor) -> torch.Tensor:
-        if number == 2:
-            tensor[5] ^= 1
-        return tensor
-
-    tape: Any = StoredPipe(flip)
-    transfer.send_state(tape, {"thing": Attachable({"w": torch.ones(100)})}, 1, lambda: None, lambda reason: None)
+    tape = Tape(damage=True)
+    transfer_of(tape, Attachable({"w": torch.ones(100)}), (0,)).offer(1, lambda reason: None)
     mine = Attachable({"w": torch.zeros(100)})
     with pytest.raises(CorruptData, match="another checksum"):
-        transfer.receive_state(tape, {"thing": mine}, lambda: None, lambda: None)
+        transfer_of(tape, mine, (0,)).pull(Fetcher(), no_fetch)
     assert not mine.state["w"].any()
 
 
 def test_ranks_that_attach_different_things_are_told() -> None:
-    tape: Any = StoredPipe()
-    transfer.send_state(tape, {"model": Attachable({})}, 1, lambda: None, lambda reason: None)
-    with pytest.raises(Mismatch, match="attached here: nothing; where the state comes from: model"):
-        transfer.receive_state(tape, {}, lambda: None, lambda: None)
+    tape = Tape()
+    transfer_of(tape, Attachable({}), (0,), "model").offer(1, lambda reason: None)
+    with pytest.raises(Mismatch, match="attached here: thing; where the state comes from: model"):
+        transfer_of(tape, Attachable({}), (0,)).pull(Fetcher(), no_fetch)
 
 
 # -- with a real kill

@@ -31,10 +31,8 @@ from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.checkpoints import Checkpoints
 from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.gradients import ShardSums
-from holdfast.ft.state.leaves import Leaf, PartLayout, _cuts, _placements
-from holdfast.ft.state.mesh import Mesh, all_ranks, box_of
-from holdfast.ft.state.part_store import PartStore, shifts
-from holdfast.ft.state.restoring import assemble, choose, complete_size, needed
+from holdfast.ft.state.leaves import Leaf, Mesh, PartLayout, _cuts, _placements, all_ranks, box_of
+from holdfast.ft.state.restoring import PartStore, assemble, choose, complete_size, needed, shifts
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check, event_of
 from support.torch_groups import sharded_model

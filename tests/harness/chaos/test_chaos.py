@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from holdfast.comms.errors import PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
-from holdfast.ft.fault_gate import Arrival, GateAddress, GateAgent, PointFilter
+from holdfast.ft.faultpoints import Arrival, GateAddress, GateAgent, PointFilter
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import chaos as chaos_module
 from holdfast.harness.chaos.outcome.checks import EverySampleOnce, OnlyFaultyMembersLeave, growth, same_weights

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.ft.fault_gate import Arrival
+from holdfast.ft.faultpoints import Arrival
 from holdfast.harness.chaos.outcome import training
 from holdfast.harness.chaos.outcome.record import ChaosRun
 from holdfast.harness.chaos.run.points import fits

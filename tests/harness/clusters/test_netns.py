@@ -88,7 +88,7 @@ class Hosts:
         self.network, self.gate = network, folder / "gate"
         contract = folder / "job"
         contract.mkdir(mode=0o700)
-        self._contract = LocalContract.create("job", contract, backend, 6, register)
+        self._contract = LocalContract("job", contract, backend, 6, register).made()
         self.processes: list[ForkedProcess] = []
         for number in range(6):
             address = network.addresses[number // 2]

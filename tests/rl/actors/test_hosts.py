@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.ft.launch.torch_environment import ReservedPort
+from holdfast.ft.launch.job_contract import ReservedPort
 from support.source_tree import TESTS
 from support.waiting import PATIENCE, next_line
 

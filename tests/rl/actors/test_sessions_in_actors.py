@@ -25,7 +25,7 @@ SECONDS = 90.0
 
 
 def test_an_actor_with_a_session_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
-    contract = LocalContract.create("job", tmp_path, "shm", 3)
+    contract = LocalContract("job", tmp_path, "shm", 3).made()
     environ = {**os.environ, **contract.environ(), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, str(ROOT / "examples" / "stack" / "monarch" / "sessions.py"), "3", "250"]
 

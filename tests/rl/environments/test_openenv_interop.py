@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
-from holdfast.ft.launch.torch_environment import ReservedPort
+from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.errors import EnvironmentDied, EnvironmentFailed, EnvironmentRefused

@@ -12,9 +12,7 @@ import torch
 
 from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.diagnosis.analyse import analyse
-from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState
-from holdfast.ft.diagnosis.finding import Finding
-from holdfast.ft.diagnosis.gathering import assemble
+from holdfast.ft.diagnosis.evidence import Finding, JobEvidence, ProcessState, assemble
 from holdfast.ft.telemetry.flight import read
 from support.blame.model import NEVER, ModelCall, ModelWorld
 

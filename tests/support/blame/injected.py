@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.ft.diagnosis.analyse import analyse
-from holdfast.ft.diagnosis.evidence import JobEvidence
-from holdfast.ft.diagnosis.finding import Finding
-from holdfast.ft.diagnosis.gathering import gather
+from holdfast.ft.diagnosis.evidence import Finding, JobEvidence, gather
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from support.blame.cases import ScoredCase, Truth

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.ft.launch.torch_environment import ReservedPort
+from holdfast.ft.launch.job_contract import ReservedPort
 from support.programs.forked_programs import ForkedProgram, run_holdfast
 from support.source_tree import ROOT
 

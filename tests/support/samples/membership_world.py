@@ -11,26 +11,24 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership.effects import (
+from holdfast.ft.membership.events import (
     Announce,
     AnnounceSelf,
-    Effect,
-    Evicted,
-    Install,
-    Propose,
-    ReadRegister,
-    ReportDeaths,
-    Revoke,
-)
-from holdfast.ft.membership.events import (
     CasFailed,
     CasLost,
     CasWon,
     Death,
+    Effect,
     EpochBroken,
     Event,
+    Evicted,
+    Install,
     LocalFinished,
+    Propose,
     ProvenDeaths,
+    ReadRegister,
+    ReportDeaths,
+    Revoke,
     SpareAnnounced,
     Started,
     Tick,

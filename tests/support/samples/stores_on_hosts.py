@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.framed_socket import ChannelClosed
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness.testbed.netns import EnterNamespace
 from holdfast.store import Follower, WeightStore

@@ -1,7 +1,9 @@
-"""Decides which members get the evidence that this process has seen: pure functions.
+"""Decides which members get the evidence that this process has seen, and which a new view: pure functions.
 
-In a small job these are all members that may not see it themselves. In a large one these are the heads and, if that has
-no effect, the members after them: so the load of a member does not grow with the size of the job.
+In a small job evidence goes to all members that may not see it themselves, and the proposer of a view tells all. In a
+large one evidence goes to the heads and, if that has no effect, to the members after them; and the proposer tells its
+neighbours, and each member that learns of the view tells its own neighbours, once: the view reaches all members in
+about log N steps, although some may have died. So the load of a member does not grow with the size of the job.
 """
 
 from __future__ import annotations
@@ -9,11 +11,22 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from holdfast.ft.membership.effects import Effect, ReportDeaths, ReportSuspicions
-from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, Suspicion
+from holdfast.ft.membership.events import (
+    Announce,
+    Cleared,
+    Death,
+    Effect,
+    Event,
+    ProvenDeaths,
+    ReadRegister,
+    ReportDeaths,
+    ReportSuspicions,
+    Suspicion,
+)
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.topology import Shape, heads
+from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
 from holdfast.ft.membership.view import Member, View
+from holdfast.ft.membership.view_delta import ViewDelta, delta_between, last_delta
 
 
 def another_proposes_first(view: View | None, me: Member, lost: Container[str]) -> bool:
@@ -105,3 +118,35 @@ def _seen_dead(me: Member, view: View, evidence: Evidence, ids: Iterable[str]) -
     proven = (each for each in ids if each in view.ranks and each not in evidence.unreachable)
     here = (each for each in proven if view.members[view.ranks[each]].peer.host == me.peer.host)
     return tuple(Death(each, evidence.dead[each]) for each in here)
+
+
+def announce_as_proposer(view: View, me: Member, spares: tuple[Member, ...], shape: Shape) -> tuple[Effect, ...]:
+    """The announcement of `view` by its proposer `me`: in a large job to its host, beside what it forwards."""
+    mesh = shape.is_mesh(view)
+    others = (*view.members, *spares) if mesh else host_mates(view, me)
+    to = tuple(m for m in others if m.id != me.id)
+    return (Announce(view, to, None if mesh else last_delta(view)),) if to else ()
+
+
+def forward_view(
+    view: View, old: View | None, teller: str, me: Member, spares: tuple[Member, ...], shape: Shape
+) -> tuple[Effect, ...]:
+    """In a large job, tell the neighbours of `me` about `view`, which `teller` announced and which follows `old`."""
+    if shape.is_mesh(view):
+        return ()
+    around = observers(view, me, shape) if view.rank_of(me.id) is not None else ()
+    to = tuple(m for m in (*around, *spares) if m.id != teller)
+    change = delta_between(old, view) if old is not None else None
+    return (Announce(view, to, change),) if to else ()
+
+
+def reply_to_epoch(view: View | None, member: Member, epoch: int, shape: Shape) -> tuple[Effect, ...]:
+    """The reply when `member` shows that it is in `epoch`: send it the newest view, or read the register."""
+    if view is None or epoch > view.epoch:
+        return (ReadRegister(epoch),)
+    if epoch == view.epoch:
+        return ()
+    change: ViewDelta | None = None
+    if epoch == view.epoch - 1 and not shape.is_mesh(view):
+        change = last_delta(view)
+    return (Announce(view, (member,), change),)
