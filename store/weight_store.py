@@ -40,8 +40,7 @@ from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.holding.replica_holder import Observe, ReplicaHolder
 from holdfast.store.inspection.inspector import StoreInspector
 from holdfast.store.lease import Lease
-from holdfast.store.publish.publication import Publication, PublishTerms
-from holdfast.store.publish.published_part import PublishedPart
+from holdfast.store.publish.publication import Publication, PublishedPart, PublishTerms
 from holdfast.store.read.arrangement import Arrangement
 from holdfast.store.read.cast_reader import CastVersionReader
 from holdfast.store.read.cast_sources import CastSources

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +14,15 @@ from msgspec.structs import replace
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.comms.transport.liveness import this_host
+from holdfast.ft.state.boxes import whole
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.failure_domains import why_unsafe
 from holdfast.store.catalog.records import Catalog, DeltaOffer, Shard, Spread, Version
 from holdfast.store.data.manifest import Manifest, difference
-from holdfast.store.data.packing import PackedPart
+from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
 from holdfast.store.data.shared_tensors import check_shared, tensors_of
+from holdfast.store.data.tree import FlatState
 from holdfast.store.delta.far_reads import reading_hosts
 from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.layouts import element_pieces
@@ -28,6 +30,9 @@ from holdfast.store.delta.records import ElementPiece, PackedDelta
 from holdfast.store.errors import StoreFull, StoreTimeout
 from holdfast.store.holding.replica_holder import Key, ReplicaHolder
 from holdfast.store.read.part_source import PartSource
+from holdfast.store.reshard.giving import given
+from holdfast.store.reshard.placed_tensor import PlacedTensor, place
+from holdfast.store.reshard.placements import Blocks
 
 COMPARE_SECONDS = 1.0
 """Seconds in which the manifests of other parts must be read; readers compare those that were not."""
@@ -109,6 +114,48 @@ def offer_delta(holder: ReplicaHolder, catalog: Catalog, key: Key, packed: Packe
         "version %d part %d: a delta of %d bytes from version %d, in %.3g s", key[0], part, found.nbytes, number, took
     )
     return DeltaOffer(shard.digest, holder.holder.id, handle)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPart:
+    """Part `part` of `parts`, by the mesh of a state dict, and its `blocks`.
+
+    Without `blocks` (None) it has all tensors, as they are. `shares` is that of `given`.
+    """
+
+    flat: FlatState
+    part: int
+    parts: int
+    shares: bool
+    blocks: tuple[PartBlock, ...] | None
+
+    @staticmethod
+    def of(flat: FlatState) -> PublishedPart:
+        """The part of this rank. Raises the errors of `place` and `given`."""
+        if flat.plain is not None and flat.locals is flat.tensors and not flat.ties:
+            return PublishedPart(flat, 0, 1, False, None)
+        placed = {name: place(name, tensor) for name, tensor in flat.published.items()}
+        part, parts, blocks, shares = given(placed)
+        return PublishedPart(flat, part, parts, shares, tuple(_blocks_to_pack(placed, blocks)))
+
+    def pack(self, allocate: Callable[[int], torch.Tensor]) -> PackedPart:
+        """Copy the part into memory from `allocate(nbytes)`."""
+        if self.blocks is not None:
+            return pack(self.blocks, self.flat.skeleton, allocate)
+        assert self.flat.plain is not None
+        return pack_plain(self.flat.tensors, self.flat.plain, self.flat.skeleton, allocate)
+
+
+def _blocks_to_pack(placed: Mapping[str, PlacedTensor], gives: Mapping[str, Blocks]) -> Iterator[PartBlock]:
+    """The blocks that this rank gives, as views of its local tensors."""
+    for name, blocks in gives.items():
+        each = placed[name]
+        for box, local in blocks:
+            if local == whole(each.local.shape):
+                view = each.local
+            else:
+                view = each.local[tuple(slice(low, high) for low, high in local)]
+            yield PartBlock(name, view, each.shape, None if box == whole(each.shape) else box)
 
 
 class PartComparison:

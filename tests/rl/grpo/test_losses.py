@@ -16,8 +16,7 @@ from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.data.episode import MOST_REWARD, Group, Prompt
 from holdfast.rl.data.errors import InvalidEpisode
 from holdfast.rl.grpo import loss as grpo
-from holdfast.rl.grpo.advantages import advantages
-from holdfast.rl.grpo.batch import collate, step_totals
+from holdfast.rl.grpo.batch import advantages, collate, step_totals
 from holdfast.rl.grpo.loss import StepTotals
 from support.rl.small_batches import episode
 

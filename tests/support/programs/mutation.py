@@ -66,7 +66,7 @@ TARGETS = {
         ("tests/comms/ops", "tests/comms/calls", "tests/comms/memory"),
     ),
     "rl": Target(
-        ("rl/grpo/loss.py", "rl/grpo/advantages.py", "rl/kernels/token_logprobs.py"),
+        ("rl/grpo/loss.py", "rl/grpo/batch.py", "rl/kernels/token_logprobs.py"),
         ("tests/rl/grpo/test_losses.py", "tests/rl/kernels/test_kernels.py"),
     ),
 }
