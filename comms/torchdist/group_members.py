@@ -15,6 +15,7 @@ import torch.distributed as dist
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.rendezvous.meeting_store import MeetingStore
 
+_MEMBERS = "holdfast-members"
 _decode = msgspec.json.Decoder(list[int]).decode
 
 
@@ -35,7 +36,7 @@ def checked_members(store: MeetingStore, name: str, members: Sequence[int], worl
     group of that name with other members, raises `Mismatch` in place of the error.
     """
     rank = dist.get_rank()
-    store.set(_key(rank), msgspec.json.encode(list(members)).decode())
+    store.set(f"{_MEMBERS}/{rank}", msgspec.json.encode(list(members)).decode())
     try:
         yield
     except HoldfastError as error:
@@ -51,13 +52,10 @@ def checked_members(store: MeetingStore, name: str, members: Sequence[int], worl
         ) from error
 
 
-def _key(rank: int) -> str:
-    return f"holdfast-members/{rank}"
-
-
 def _members(store: MeetingStore, rank: int) -> list[int] | None:
     """The members that a rank wrote for the group; None if it has written none."""
+    key = f"{_MEMBERS}/{rank}"
     try:
-        return _decode(store.get(_key(rank))) if store.check([_key(rank)]) else None
+        return _decode(store.get(key)) if store.check([key]) else None
     except (msgspec.DecodeError, RuntimeError):
         return None

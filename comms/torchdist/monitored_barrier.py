@@ -45,7 +45,9 @@ class MonitoredBarrier:
             text = f"{'Ranks' if len(reported) > 1 else 'Rank'} {names} failed to pass monitoredBarrier in {limit}"
             if timeout <= 0:
                 text = f"Rank 0 timed out in monitoredBarrier after {limit}, before it could look for rank {names}"
-            raise _with_text(OpTimeout("monitored_barrier", self._count, timeout, tuple(reported)), text)
+            error = OpTimeout("monitored_barrier", self._count, timeout, tuple(reported))
+            error.args = (text,)  # worded as torch's own
+            raise error
 
     def _follow(self, key: str, timeout: float) -> None:
         self._store.set(f"{key}/{self._rank}", "here")
@@ -60,9 +62,3 @@ class MonitoredBarrier:
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0. Please check rank 0 logs for faulty rank. Rank 0 missed: {result}"
             )
-
-
-def _with_text(error: OpTimeout, text: str) -> OpTimeout:
-    """Replace an error's message by `text`, which is worded as torch's own."""
-    error.args = (text,)
-    return error

@@ -205,7 +205,7 @@ class SendChannel(ChannelEnd):
             communicator = self._connected(lambda: time.monotonic() > deadline)
             if communicator is None or (left := deadline - time.monotonic()) <= 0:
                 raise OpTimeout("send", 0, timeout, (self.peer,))
-            message = [Send(Header.of(tensor, tag).words(self._group.device), 1, _HEADER)]
+            message = [Send(Header(tag, tensor.nbytes, tensor.dtype).words(self._group.device), 1, _HEADER)]
             if tensor.nbytes:
                 message.append(Send(tensor, 1, _PAYLOAD))
             communicator.batch_send_recv(message, timeout=left)

@@ -31,10 +31,6 @@ class Header:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor, tag: int) -> Header:
-        return cls(tag, tensor.nbytes, tensor.dtype)
-
-    @classmethod
     def read(cls, words: Tensor) -> Header:
         tag, nbytes, dtype = words.tolist()
         return cls(tag, nbytes, DTYPES[dtype])

@@ -21,7 +21,7 @@ SENDERS, TAGS = (0, 1), (0, 1, 2)
 def arrive(matcher: MessageMatcher, src: int, tag: int, number: int) -> None:
     """Deliver a message as a channel's thread does."""
     payload = torch.tensor([number])
-    header = Header.of(payload, tag)
+    header = Header(tag, payload.nbytes, payload.dtype)
     expected = matcher.claim(src, header)
     if expected is None:
         matcher.keep(src, header, payload.view(torch.uint8))
@@ -73,7 +73,7 @@ def test_a_receive_of_another_size_or_dtype_says_what_was_sent() -> None:
 def test_a_receive_expires_unless_its_message_has_begun_to_arrive() -> None:
     matcher = MessageMatcher(2)
     late, begun = expect(matcher, 1, 0, 0.01), expect(matcher, 1, 1, 0.05)
-    assert matcher.claim(1, Header.of(begun.tensor, 1)) is begun
+    assert matcher.claim(1, Header(1, begun.tensor.nbytes, begun.tensor.dtype)) is begun
     with pytest.raises(OpTimeout, match="rank 1"):
         late.wait()
     with pytest.raises(TimeoutError, match="goes on"):
