@@ -17,7 +17,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torch-versions demo demo-hosts bench peers store-peers vllm vllm-newest executorch lightning monarch openenv ray titan torchft trl verl asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torchcomms-suite torch-versions demo demo-hosts bench peers store-peers vllm vllm-newest executorch lightning monarch openenv ray titan torchft trl verl asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -75,6 +75,10 @@ coverage: $(STAMP) peers  ## which lines and branches of each package the first 
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/programs/torch_suite.py compare
+
+torchcomms-suite: $(STAMP)  ## TorchComms' own integration tests, over holdfast (HOLDFAST_TORCHCOMMS=checkout of its repository)
+	for transport in shm gloo; do \
+	  TEST_FULL_SWEEP=0 $(BIN)/python tests/support/programs/torchcomms_suite.py "$(HOLDFAST_TORCHCOMMS)" $$transport || exit 1; done
 
 # Other versions of torch than that of .venv: an environment each, of what the adapter's tests import. torch's default
 # wheels need their CUDA libraries to be imported, also where there is no GPU: 5 GB each.
