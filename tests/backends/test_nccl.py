@@ -45,7 +45,7 @@ from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
-from support.threads import run_in_threads
+from support.meeting import run_in_threads
 from support.waiting import PATIENCE, eventually
 
 Tensor = torch.Tensor

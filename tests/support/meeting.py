@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from holdfast import comms
 from holdfast.comms import Communicator
 from holdfast.comms.connect import KnownMembers, connect_members
+
+T = TypeVar("T")
 
 
 def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
@@ -31,6 +34,15 @@ def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.join()
     return results
+
+
+def run_in_threads(size: int, body: Callable[[int], T], timeout: float) -> list[T]:
+    """Call `body(rank)` in a thread for each rank; the results by rank. Raises the first error, or `TimeoutError`."""
+    threads = ThreadPoolExecutor(size, "rank")
+    try:
+        return list(threads.map(body, range(size), timeout=timeout))
+    finally:
+        threads.shutdown(wait=False)
 
 
 def total(comm: comms.Communicator) -> float:

@@ -44,7 +44,8 @@ def url(
     request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
     """A fresh register of each kind; on a busy machine etcd may take long to answer."""
-    monkeypatch.setattr(etcd_register, "PATIENCE", PATIENCE)
+    for limit in ("PATIENCE", "ANSWER_SECONDS"):
+        monkeypatch.setattr(etcd_register, limit, PATIENCE)
     if request.param == "tcp":
         with tcp.serving() as server:
             yield f"{server}/{tmp_path.name}"

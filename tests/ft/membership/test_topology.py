@@ -153,6 +153,11 @@ def test_a_late_report_does_not_count() -> None:
     assert evidence.with_suspicion(Suspicion("p0", "p2", "silent", 1), view, Shape()) is evidence
 
 
+def test_one_suspicion_is_enough_against_a_spare() -> None:
+    said = Suspicion("spare", "p1", "silent", 1)
+    assert Evidence().with_suspicion(said, view_of([1, 1, 1]), Shape()).lost == {"spare": "silent"}
+
+
 def test_a_suspicion_outlives_the_view_if_its_observer_stays() -> None:
     view, evidence = view_of([1, 1, 1, 1]), Evidence()
     for suspect, observer in (("p0", "p1"), ("p0", "p3"), ("p1", "p3")):
