@@ -52,8 +52,7 @@ class _LogitsOf(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The logits (1, length, vocabulary)."""
-        model: Any = self.model
-        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+        logits: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
 
@@ -101,10 +100,7 @@ def greedy(logits: Logits, prompt: Sequence[int], most: int, stop: Sequence[int]
 
 @torch.no_grad()
 def compare(program: Logits, model: _LogitsOf, prompts: Sequence[Sequence[int]], length: int) -> tuple[float, ...]:
-    """The largest difference of a logit, the one that is allowed, and the largest logit; for prompts and all lengths.
-
-    If every length is too many, it is some, the shortest and the longest among them.
-    """
+    """The largest difference of a logit, the allowed one, and the largest logit; for prompts and many lengths."""
     vocabulary = int(model.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     random = torch.Generator("cpu").manual_seed(0)
     lengths = sorted({1, length, *range(2, length, max(1, length // 16))})
