@@ -252,6 +252,8 @@ def test_episodes_become_rows_whose_columns_predict_the_next_token() -> None:
     assert made.inputs.generated[0].tolist() == [0.0, -1.0, 0.0, -3.0]
     assert made.inputs.advantages.tolist() == [0.5, -0.5]
     assert step_totals(made) == StepTotals(sequences=2, tokens=3)
+    moved = made.inputs.to(torch.device("meta"))
+    assert moved.mask.is_meta and moved.advantages.is_meta and moved.generated.is_meta and moved.reference is None
 
 
 def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_comparison() -> None:
