@@ -82,7 +82,8 @@ class MemoryPool:
     def allocate(self, nbytes: int, deadline: float, version: int) -> torch.Tensor:
         """Memory of at least `nbytes` for a part of `version`. Waits while the limit leaves no room.
 
-        Raises `StoreFull` at the `deadline`, or at once if the part alone is larger than the limit.
+        Raises `StoreFull` at the `deadline`, or at once if the part alone is larger than the limit. Memory that is
+        touched at the deadline is waited for: it is room already, and the kernel gives it in bounded time.
         """
         size = _rounded(nbytes)
         if self.limit is not None and size > self.limit:
