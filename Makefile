@@ -17,7 +17,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torchcomms-suite torch-versions demo demo-hosts bench peers store-peers vllm vllm-newest executorch lightning monarch openenv ray titan torchft trl verl asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torchcomms-suite torch-versions demo demo-hosts bench peers store-peers vllm vllm-newest executorch lightning monarch openenv ray titan titan-torchft torchft trl verl asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -183,6 +183,9 @@ titan:  ## TorchTitan both ways: its models as trainers, ranks killed, and its o
 torchft:  ## two groups of torchft over holdfast, beside gloo and with one killed
 trl:  ## TRL, Accelerate and transformers' Trainer over holdfast, beside gloo and with a rank killed
 verl:  ## the weight store as a checkpoint engine of verl's
+
+titan-torchft: extra-titan  ## TorchTitan's FaultTolerantTrainer: two groups over holdfast, one of them killed and back
+	$(EXTRAS)/titan/bin/python examples/stack/titan/two_groups.py
 
 asv-run: $(STAMP) peers  ## all benchmarks on the last commit (PROFILE=quick|full, BENCH=pattern)
 	$(ASV) machine --yes

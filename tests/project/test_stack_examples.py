@@ -70,6 +70,15 @@ def test_the_example_of_a_system_finds_what_the_table_says(system: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("job", ["each step, 1 rank", "each step, 2 ranks"])
+def test_torchtitan_with_torchft_goes_on_when_a_group_is_killed_and_comes_back(job: str) -> None:
+    if not list((ROOT / ".venv" / "extras" / "titan").glob("lib/*/site-packages/torchft")):
+        pytest.skip("torchft is not installed beside torchtitan: make extra-titan")
+    assert "equal: True" in run("titan", STACK / "titan" / "two_groups.py", job)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("environment", ["vllm", "vllm-0.33"])
 def test_vllm_reads_versions_from_the_store_and_its_tokens_are_transformers(environment: str) -> None:
     run(environment, STACK / "vllm" / "in_one_process.py")
