@@ -24,6 +24,7 @@ from holdfast.ft.launch.guardian import descendants
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file
 from holdfast.ft.launch.run_report import LATE_SECONDS, whereabouts
 from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.process_group import kill_group
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote_with
 from holdfast.harness.measure.worker import (
     MESSAGES,
@@ -143,7 +144,7 @@ class WorkerProgram:
             try:
                 self._process.wait(timeout)
             except subprocess.TimeoutExpired:
-                os.killpg(self.pid, signal.SIGKILL)
+                kill_group(self.pid)
                 self._process.wait(GONE_SECONDS)
             deadline = time.monotonic() + GONE_SECONDS
             for pidfd in left:

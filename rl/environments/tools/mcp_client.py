@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import socket
 import subprocess
 import time
@@ -13,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from holdfast.ft.processes.process_group import end_group, kill_group
 from holdfast.rl.environments.errors import (
     EnvironmentDied,
     EnvironmentFailed,
@@ -127,9 +125,11 @@ class McpClient:
     def close(self) -> None:
         """Kill the server with all processes of its session, and wait for it."""
         self._socket.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        reaped = self._process.returncode is not None  # then its number may be another group's
+        if not reaped:
+            kill_group(self._process.pid)
+            self._process.wait()
+            end_group(self._process.pid)
 
     def _list_tools(self) -> list[Tool]:
         tools, cursor = list[Tool](), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from holdfast.harness.measure.workers import (
     answers,
     call,
 )
+from support.waiting import eventually
 
 
 class Sum(msgspec.Struct, frozen=True):
@@ -105,6 +107,25 @@ def test_workers_that_do_not_come_are_reported_with_the_last_words(capfd: pytest
         WorkerGroup("idler", 1, program("sh", "-c", "echo no such luck"))
     with pytest.raises(WorkerFailed, match="idler did not start in time: it said nothing"):
         WorkerGroup("idler", 1, program("sleep", "60"), timeout=0.2)
+
+
+def test_a_program_that_is_killed_leaves_no_shared_memory() -> None:
+    program = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+print(SharedMemory(create=True, size=1).name, flush=True)
+time.sleep(60)
+"""
+    place = Place("idler")
+    try:
+        worker = WorkerProgram(place, [sys.executable, "-c", program], {})
+        eventually(lambda: place.output.read_bytes().endswith(b"\n"))
+        segment = Path("/dev/shm", place.output.read_text().strip())
+        assert segment.exists()
+        worker.close(0.0)
+        assert not segment.exists()
+    finally:
+        place.close()
 
 
 def test_workers_that_are_late_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -108,6 +108,19 @@ def test_a_program_that_is_no_server_is_refused_and_killed(how: str) -> None:
         McpClient([sys.executable, "-c", program], timeout=1.0 if how == "mute" else 20.0)
 
 
+def test_a_server_that_is_killed_leaves_no_shared_memory(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+open(sys.argv[1], "w").write(SharedMemory(create=True, size=1).name)
+print("hello", flush=True)
+time.sleep(60)
+"""
+    with pytest.raises(EnvironmentLied):
+        McpClient([sys.executable, "-c", program, str(tmp_path / "name")])
+    assert not Path("/dev/shm", (tmp_path / "name").read_text()).exists()
+
+
 def test_a_program_that_is_not_there() -> None:
     with pytest.raises(EnvironmentDied, match="No such file"):
         McpClient(["/no/such/program"])
