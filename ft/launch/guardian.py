@@ -23,7 +23,7 @@ _PDEATHSIG, _CHILD_SUBREAPER = 1, 36  # of prctl
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCONT)
 END = signal.SIGUSR1
 REAP_MILLISECONDS = 1000
-KILL_SECONDS = 5.0
+TRACKER_SECONDS, KILL_SECONDS = 2.5, 5.0
 
 
 def run(status: int, command: list[str], *, tied: bool) -> None:
@@ -57,7 +57,8 @@ def run(status: int, command: list[str], *, tied: bool) -> None:
     poll.register(child, select.POLLIN)
     while not ended and not poll.poll(REAP_MILLISECONDS):
         _reap_others(pid)
-    _signal_group(pid, signal.SIGKILL)
+    with contextlib.suppress(PermissionError):
+        os.kill(pid, signal.SIGKILL)  # nobody has reaped it yet
     with contextlib.suppress(BrokenPipeError):
         _say(status, _kill_all(pid))
 
@@ -97,19 +98,31 @@ def _reap_others(pid: int) -> None:
 
 
 def _kill_all(pid: int) -> int:
-    """Kill all descendants until none is left; returns the command's wait status."""
-    status, deadline = 0, time.monotonic() + KILL_SECONDS
-    while time.monotonic() < deadline:
+    """Kill all descendants until none is left; returns the command's wait status.
+
+    Python's resource trackers end by themselves after them: they remove what is left in shared memory.
+    """
+    status, began = 0, time.monotonic()
+    while (seconds := time.monotonic() - began) < KILL_SECONDS:
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 status = found[1] if found[0] == pid else status
         except ChildProcessError:
             break
         for victim in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(victim, signal.SIGKILL)
+            if seconds > TRACKER_SECONDS or not is_tracker(victim):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(victim, signal.SIGKILL)
         time.sleep(0.001)
     return status
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether a process is one of Python's resource trackers."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def descendants(pid: int) -> list[int]:

@@ -11,6 +11,8 @@ import signal
 import time
 from pathlib import Path
 
+from holdfast.ft.launch.guardian import is_tracker
+
 TRACKER_SECONDS = 5.0
 """How long trackers may take to remove what is left."""
 
@@ -22,7 +24,7 @@ def kill_group(group: int) -> None:
     killed: set[int] = set()
     while True:
         members = members_of(group)
-        trackers = {pid for pid in members if _is_tracker(pid)}
+        trackers = {pid for pid in members if is_tracker(pid)}
         if not trackers:
             _kill_all(group)
             return
@@ -65,13 +67,6 @@ def _group_of(pid: int) -> int:
     except OSError:
         return 0
     return 0 if state in b"ZX" else int(group)
-
-
-def _is_tracker(pid: int) -> bool:
-    try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _kill(pid: int, group: int) -> None:

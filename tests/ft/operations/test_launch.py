@@ -291,6 +291,20 @@ def test_a_process_leaves_no_children_behind_however_it_ends(tmp_path: Path, end
     assert code == {"os._exit(3)": 3}.get(end, -signal.SIGKILL)
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "time.sleep(600)"])
+def test_a_killed_process_leaves_no_shared_memory(tmp_path: Path, end: str) -> None:
+    text = """
+import os, time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=1)
+print(memory.name, flush=True)
+"""
+    with guarded([sys.executable, script(tmp_path, text + end)]) as process:
+        segment = Path("/dev/shm", next_line(process.output).strip())
+        process.reap()
+    assert not segment.exists()
+
+
 def test_a_process_does_not_outlive_its_guardian() -> None:
     with guarded(["sleep", "600"]) as process:
         pid = process.pid
