@@ -152,12 +152,13 @@ def _prefix(store_name: str) -> str:
 
 def running(store_name: str) -> Iterator[StoreAddress]:
     """All running stores of a name that this user has on this host."""
-    for mark in _ROOT.glob(f"{_prefix(store_name)}*/[0-9]*-[0-9]*"):
-        with suppress(OSError):
-            pid, started = map(int, mark.name.split("-"))
-            found = StoreAddress(store_name, mark.parent, Peer(this_host(), pid, started))
-            if mark.parent.stat().st_uid == os.geteuid() and found.running:
-                yield found
+    for folder in _ROOT.glob(f"{_prefix(store_name)}*"):
+        with suppress(OSError):  # stores end, and their folders go, while we look
+            if folder.stat().st_uid == os.geteuid():
+                marks = [mark.name.split("-") for mark in folder.glob("[0-9]*-[0-9]*")]
+                owners = [Peer(this_host(), int(pid), int(started)) for pid, started in marks]
+                addresses = [StoreAddress(store_name, folder, owner) for owner in owners]
+                yield from [each for each in addresses if each.running]
 
 
 def _ancestors(pid: int) -> Iterator[int]:

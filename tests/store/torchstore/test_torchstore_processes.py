@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import holdfast.store.torchstore as ts
 from holdfast.comms.errors import Mismatch, Unsupported
+from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.store.torchstore import home
 from holdfast.store.torchstore.client import LocalClient
 from holdfast.store.torchstore.errors import NotInitialized
@@ -309,3 +311,22 @@ def test_the_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "9")
     with pytest.raises(ValueError, match=r"world_size \(9\) must be divisible"):
         ts.spmd.SPMDEnv.from_env(master_addr="host", master_port=29600)
+
+
+def test_stores_are_found_while_others_end() -> None:
+    """The folder of a store goes at any moment of another one's search."""
+    looked = threading.Event()
+
+    def come_and_go() -> None:
+        while not looked.is_set():
+            with HeldDirectory(home._prefix("passing"), home._ROOT) as folder:
+                (folder.path / "1-1").touch()
+
+    passing = threading.Thread(target=come_and_go)
+    passing.start()
+    try:
+        for _ in range(2000):
+            assert not list(home.running("passing"))
+    finally:
+        looked.set()
+        passing.join()
