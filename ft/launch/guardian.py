@@ -24,6 +24,8 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCONT)
 END = signal.SIGUSR1
 REAP_MILLISECONDS = 1000
 TRACKER_SECONDS, KILL_SECONDS = 2.5, 5.0
+EXEC_SECONDS = 0.1
+"""How long an exec may leave a process without a command line."""
 
 
 def run(status: int, command: list[str], *, tied: bool) -> None:
@@ -110,19 +112,23 @@ def _kill_all(pid: int) -> int:
         except ChildProcessError:
             break
         for victim in descendants(os.getpid()):
-            if seconds > TRACKER_SECONDS or not is_tracker(victim):
+            if seconds > TRACKER_SECONDS or not is_tracker(victim, seconds):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(victim, signal.SIGKILL)
         time.sleep(0.001)
     return status
 
 
-def is_tracker(pid: int) -> bool:
-    """Whether a process is one of Python's resource trackers."""
+def is_tracker(pid: int, seconds: float) -> bool:
+    """Whether a process is one of Python's resource trackers; or may become one, `seconds` after it was first seen.
+
+    In the middle of an exec it has no command line yet.
+    """
     try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+    return b"multiprocessing.resource_tracker" in command if command else seconds < EXEC_SECONDS
 
 
 def descendants(pid: int) -> list[int]:

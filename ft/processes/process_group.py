@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
-from holdfast.ft.launch.guardian import is_tracker
+from holdfast.comms.transport.liveness import read_proc_stat
+from holdfast.ft.launch.guardian import EXEC_SECONDS, is_tracker
 
 TRACKER_SECONDS = 5.0
 """How long trackers may take to remove what is left."""
@@ -22,18 +22,18 @@ _PAUSE_SECONDS = 0.005
 def kill_group(group: int) -> None:
     """SIGKILL to all processes of the group but its resource trackers. No effect if there is no such group."""
     killed: set[int] = set()
+    began = time.monotonic()
     while True:
-        members = members_of(group)
-        trackers = {pid for pid in members if is_tracker(pid)}
-        if not trackers:
+        members, seconds = members_of(group), time.monotonic() - began
+        spared = {pid for pid in members if is_tracker(pid, seconds)}
+        if not spared:
             _kill_all(group)
             return
-        alive = members - trackers - killed
-        if not alive:
-            return
-        for pid in alive:
+        for pid in members - spared - killed:
             _kill(pid, group)
-        killed |= alive  # the next look finds what they have forked meanwhile
+        if members <= spared | killed and all(is_tracker(pid, EXEC_SECONDS) for pid in spared):
+            return
+        killed |= members - spared  # the next look finds what they have forked meanwhile
 
 
 def end_group(group: int) -> None:
@@ -42,7 +42,7 @@ def end_group(group: int) -> None:
     They are killed after `TRACKER_SECONDS`.
     """
     deadline = time.monotonic() + TRACKER_SECONDS
-    while _exists(group) and members_of(group):  # zombies, which nobody may reap, are in the group too
+    while _exists(group) and members_of(group):  # zombies that are not reaped are in the group, too
         if time.monotonic() < deadline:
             kill_group(group)
             time.sleep(_PAUSE_SECONDS)
@@ -62,10 +62,7 @@ def members_of(group: int) -> set[int]:
 
 def _group_of(pid: int) -> int:
     """The group of a process; 0 if it has ended."""
-    try:
-        state, _, group = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:3]
-    except OSError:
-        return 0
+    state, _, group, *_ = read_proc_stat(pid) or (b"X", b"", b"")
     return 0 if state in b"ZX" else int(group)
 
 

@@ -125,8 +125,7 @@ class McpClient:
     def close(self) -> None:
         """Kill the server with all processes of its session, and wait for it."""
         self._socket.close()
-        reaped = self._process.returncode is not None  # then its number may be another group's
-        if not reaped:
+        if self._process.returncode is None:  # else its number may be another group's
             kill_group(self._process.pid)
             self._process.wait()
             end_group(self._process.pid)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.ft.launch.guardian import EXEC_SECONDS, is_tracker
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess
 from holdfast.ft.processes.process_group import end_group, members_of
@@ -61,6 +62,17 @@ def test_the_group_of_a_killed_process_ends_with_its_memory(
         assert not [each for each in segments if each.exists()]
     finally:
         process.close()
+
+
+def test_a_process_without_a_command_line_may_become_a_tracker_for_a_moment() -> None:
+    """In the middle of an exec it has none, and nor has a zombie."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert is_tracker(pid, 0.0) and not is_tracker(pid, EXEC_SECONDS)
+    os.waitpid(pid, 0)
+    assert not is_tracker(pid, 0.0) and not is_tracker(os.getpid(), 0.0)
 
 
 def test_no_process_is_killed_if_there_is_no_such_group() -> None:
