@@ -198,6 +198,7 @@ class RecoveryOptions:
     stopped: Annotated[
         bool, typer.Option("--stop", help="Stop ranks (SIGSTOP), do not kill them: they are found by their silence.")
     ] = False
+    device: Annotated[str, typer.Option(help="Where the tensors are: cpu, or a GPU that all ranks share.")] = "cpu"
     size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K"
     seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
@@ -216,6 +217,7 @@ class RecoveryOptions:
             self.together,
             self.proposer,
             self.stopped,
+            self.device,
         )
 
 
@@ -229,6 +231,8 @@ def recovery(options: RecoveryOptions) -> None:
         holdfast bench recovery -n 4 --spares 1 --kills 20
 
         holdfast bench recovery -n 4 --stop --kills 10
+
+        holdfast bench recovery -n 3 --backend nccl --device cuda:0 --kills 6
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json, working

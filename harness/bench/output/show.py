@@ -88,10 +88,11 @@ def show(bench: Bench, out: Console) -> None:
 def show_recovery(bench: RecoveryBench, out: Console) -> None:
     """Print the spread of the whole recovery and of its parts."""
     spares = f", {counted(bench.spares, 'spare')}" if bench.spares else ", no spares"
+    where = "" if bench.device == "cpu" else f" on {bench.device}"
     signal, kills = ("SIGSTOP", "times") if bench.stopped else ("SIGKILL", "kills")
     proposer = " and then of the proposer" if bench.proposer else ""
     table = figures(
-        f"{signal} of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{spares}, "
+        f"{signal} of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{where}{spares}, "
         f"{len(bench.kills)} {kills}",
         ("", "median", "p90", "p99", "max"),
         names=("",),

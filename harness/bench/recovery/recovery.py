@@ -65,7 +65,7 @@ class RecoveryPlan(msgspec.Struct, frozen=True):
 
     With `proposer` also the one that proposes the next epoch, as soon as the register has it. With `spares` a job takes
     one for each rank that is killed, and as many kills; without, each kill is of a new job, which goes on with one rank
-    less. `stopped`: SIGSTOP, not SIGKILL.
+    less. `stopped`: SIGSTOP, not SIGKILL. `device`: where the tensors are, which all ranks share if it is a GPU.
     """
 
     backend: str = "shm"
@@ -77,6 +77,7 @@ class RecoveryPlan(msgspec.Struct, frozen=True):
     together: int = 1
     proposer: bool = False
     stopped: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if not 0 < self.together <= self.lost < self.ranks:
@@ -113,6 +114,7 @@ class RecoveryBench(msgspec.Struct, frozen=True):
     together: int = 1
     proposer: bool = False
     stopped: bool = False
+    device: str = "cpu"
 
     @staticmethod
     def of(plan: RecoveryPlan, others: float, kills: tuple[RecoveryTiming, ...]) -> RecoveryBench:
@@ -132,18 +134,24 @@ class RecoveryBench(msgspec.Struct, frozen=True):
             together=plan.together,
             proposer=plan.proposer,
             stopped=plan.stopped,
+            device=plan.device,
         )
 
 
-def reduce_for_ever(session: Session, count: int) -> None:
-    """The body of a rank: all_reduce `count` float32 numbers and check them until killed; log it once an epoch."""
+def reduce_for_ever(session: Session, count: int, device: str) -> None:
+    """The body of a rank: all_reduce `count` float32 numbers and check them until killed; log it once an epoch.
+
+    On a GPU an op is complete when the device has finished it.
+    """
     import torch
 
     from holdfast.ft.events import EpochReduced
     from holdfast.ft.telemetry.event_log import EventLog
 
     log = EventLog(f"bench-{os.getpid()}")
-    tensor = torch.empty(count)
+    if on_gpu := torch.device(device).type == "cuda":
+        os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"  # NCCL refuses two ranks of one host on one GPU
+    tensor = torch.empty(count, device=device)
     said = 0
     for attempt in session.steps(1):
         with attempt:
@@ -152,6 +160,8 @@ def reduce_for_ever(session: Session, count: int) -> None:
             while True:
                 tensor.fill_(comm.rank + 1)
                 comm.all_reduce(tensor)
+                if on_gpu:
+                    torch.cuda.synchronize()
                 if said != comm.epoch:
                     completed = time.monotonic()
                     if not bool((tensor == expected).all()):
@@ -236,13 +246,20 @@ def run(plan: RecoveryPlan, progress: Callable[[str], None] = lambda text: None)
     choose, number = random.Random(plan.seed), signal.SIGSTOP if plan.stopped else signal.SIGKILL
     done: list[RecoveryTiming] = []
     noise = Noise(zygote_pid)
-    options = {"min_size": plan.ranks - plan.lost}
+    options = {"min_size": plan.ranks - plan.lost, **({} if plan.device == "cpu" else {"device": plan.device})}
     environ = {"HOLDFAST_CHECK": "0", **({"HOLDFAST_FAULT": "rebuild.after_propose:0:0"} if plan.proposer else {})}
     with LocalCluster(
-        plan.ranks, plan.backend, spares=plan.spares, session=options, environ=environ, threads=1, echo=False
+        plan.ranks,
+        plan.backend,
+        spares=plan.spares,
+        session=options,
+        device=None if plan.device == "cpu" else plan.device,
+        environ=environ,
+        threads=1,
+        echo=False,
     ) as cluster:
         while len(done) < plan.kills:
-            with cluster.start(reduce_for_ever, max(1, plan.nbytes // 4)) as job:
+            with cluster.start(reduce_for_ever, max(1, plan.nbytes // 4), plan.device) as job:
                 job.wait_for_spares()
                 view = job.view()
                 _wait_for_all(job, view.epoch - 1, {member.peer.pid for member in view.members})
