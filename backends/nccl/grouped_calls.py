@@ -12,7 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-_this_thread = threading.local()
+
+class ThisThread(threading.local):
+    """What is known of the calling thread."""
+
+    left_open = False
+    """A group of NCCL was left open here."""
+
+
+this_thread = ThisThread()
 
 
 def run_as_group(group: Any, ops: Callable[[], None]) -> Any:
@@ -23,7 +31,7 @@ def run_as_group(group: Any, ops: Callable[[], None]) -> Any:
         return group._end_coalescing()
     except BaseException:
         if not any(_closed(group, close) for close in ("_end_coalescing", "_group_end")):
-            _this_thread.left_open = True
+            this_thread.left_open = True
         raise
 
 
@@ -42,7 +50,7 @@ def marks_open_group(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(*arguments)
         except RuntimeError:
-            _this_thread.left_open = True
+            this_thread.left_open = True
             raise
 
     return marked
@@ -60,7 +68,7 @@ class CallingThread:
         self._other: ThreadPoolExecutor | None = None
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        if not getattr(_this_thread, "left_open", False):
+        if not this_thread.left_open:
             return call(*arguments)
         entered = self._entering()
 

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import methodcaller
 from typing import Any, ClassVar, NoReturn
 
@@ -26,7 +27,7 @@ from holdfast.backends.nccl import cuda_devices
 from holdfast.backends.nccl.cuda_devices import own_device
 from holdfast.backends.nccl.device_reduction import PLAIN, combine, device_reduction_of
 from holdfast.backends.nccl.ending import ends, failure_of_end
-from holdfast.backends.nccl.grouped_calls import CallingThread, marks_open_group, run_as_group
+from holdfast.backends.nccl.grouped_calls import CallingThread, marks_open_group, run_as_group, this_thread
 from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for, within
 from holdfast.backends.nccl.torch_groups import LEGACY, kind_of_group, make_group, set_timeout
 from holdfast.comms._native import OpCall
@@ -206,12 +207,8 @@ class NcclTransport(TorchGroup):
         name, kind, fields = self._straight(plan)
         if kind is None:
             return super().function(plan)
-        seconds, limit, op, single = plan.timeout, _allowed(plan.timeout), plan.op, plan.op in _OF_ONE_TENSOR
+        seconds, limit, single = plan.timeout, _allowed(plan.timeout), plan.op in _OF_ONE_TENSOR
         given = options(kind, within(seconds), asyncOp=False, **fields)
-
-        def queue(*arguments: Any) -> Any:
-            tensors = ([arguments[0]],) if single else arguments[:-1]
-            return getattr(self._group, name)(*tensors, given)
 
         def start(*arguments: Any) -> Any:
             self._seq += 1
@@ -219,11 +216,16 @@ class NcclTransport(TorchGroup):
                 raise self._error.again()
             if self._limit != limit:
                 self._set_timeout(seconds)
-            return self._calls.run(queue, *arguments)
+            queue = getattr(self._group, name)  # no reference is kept: the end of the group must not wait for this plan
+            if this_thread.left_open:
+                queue = partial(self._calls.run, queue)
+            if single:
+                return queue([arguments[0]], given)
+            return queue(arguments[0], arguments[1], given)
 
         def finish_late(work: Any, error: RuntimeError | None, *arguments: Any) -> None:
             if error is not None:
-                self._raise(op, error)
+                self._raise(plan.op, error)
 
         return OpCall(start, methodcaller("wait"), finish_late)
 

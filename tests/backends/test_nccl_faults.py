@@ -26,7 +26,7 @@ import torch.distributed as dist
 from holdfast.backends.nccl import cuda_devices, ending, streams, torch_groups
 from holdfast.backends.nccl import settings as nccl_settings
 from holdfast.backends.nccl import transport as nccl
-from holdfast.backends.nccl.grouped_calls import _this_thread
+from holdfast.backends.nccl.grouped_calls import this_thread
 from holdfast.backends.nccl.stand_in import LikeNccl, OnTheHost
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
 from holdfast.comms.execution.argument_checks import ArgumentChecks
@@ -411,7 +411,7 @@ def test_a_group_that_torch_left_open_itself_does_not_hold_the_next_communicator
     def body() -> None:
         with pytest.raises(PeerFailed):
             over(group).all_to_all([torch.ones(2)] * 2, [torch.ones(2)] * 2, soon())
-        assert LikeNcclsThreads.open() == 1 and _this_thread.left_open
+        assert LikeNcclsThreads.open() == 1 and this_thread.left_open
         after = LikeNcclsThreads()
         next_one = over(after)
         for _ in range(3):

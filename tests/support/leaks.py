@@ -16,8 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 LASTING = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 """Kinds of descriptors that count: they can keep another process waiting or memory alive."""
+
+OF_CUDA = ("socket:", "pipe:", "anon_inode:[eventfd]")
+"""Kinds of descriptors that the CUDA driver opens, also later than at its start, and keeps until the process ends."""
 
 SHARED_MEMORY = Path("/dev/shm")
 OURS = ("holdfast", "torch_", "ucx", "sm_segment", "vader_segment", "psm_", "sem.")
@@ -143,7 +148,8 @@ class Snapshot:
         known = self.descriptors | _exempt
         new = [(fd, what) for fd, what in descriptors().items() if (fd, what) not in known]
         kept = monarch_listeners() if new else set()
-        return [f"descriptor {fd}: {what}" for fd, what in new if what not in kept]
+        not_counted = OF_CUDA if torch.cuda.is_initialized() else ()
+        return [f"descriptor {fd}: {what}" for fd, what in new if what not in kept and not what.startswith(not_counted)]
 
 
 def settle(look: Callable[[], list[str]], patience: float) -> list[str]:
