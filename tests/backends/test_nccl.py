@@ -260,7 +260,7 @@ def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(
             comm.all_reduce(tensor)
         finally:
             sys.setprofile(None)
-        assert entered == ["all_reduce", "start", "run", "queue"] and tensor.tolist() == [1, 1]
+        assert entered == ["all_reduce", "start"] and tensor.tolist() == [1, 1]
 
 
 @pytest.fixture
