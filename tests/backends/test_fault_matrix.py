@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from holdfast.comms.plugins.registry import registry
 from support.programs.fault_matrix import (
     BACKENDS,
     FAULTS,
+    GPU,
     OPS,
     STAND_IN,
     CellResult,
@@ -40,6 +42,13 @@ def test_survivors_of_an_op_are_usable_told_and_bounded(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_survivors_of_every_op_are_usable_told_and_bounded(backend: str) -> None:
     check(backend, list(cells(backend)))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu_survivors_of_an_op_over_nccl_are_usable_told_and_bounded() -> None:
+    check(GPU, list(cells(GPU, ["all_reduce"])))
 
 
 def check(backend: str, wanted: list[MatrixCell]) -> None:

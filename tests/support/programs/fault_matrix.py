@@ -1,8 +1,9 @@
 """The matrix of faults: each op, hit by each fault, in each way to call it. How do the other ranks come out of it?
 
 `PYTHONPATH=tests python -m support.programs.fault_matrix --write docs/reference/fault-matrix.md` measures it and writes
-the table. After each cell the survivors have to be **usable** (the next communicator connects, and its op is right),
-**told** (a typed error that names the rank or its reason) and **bounded** (out by the op's timeout and a margin).
+the table; names of backends and ops choose. After each cell the survivors have to be **usable** (the next communicator
+connects, and its op is right), **told** (a typed error that names the rank or its reason) and **bounded** (out by the
+op's timeout and a margin).
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, Recv, Revoked, Send
+from holdfast.comms.system.cpu_wait import POLL
 from holdfast.comms.system.paths import url_of
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.conformance.helpers import capabilities, wait_for_files
 
 STAND_IN = "nccl-stand-in"
 BACKENDS = ("inproc", "shm", "gloo", "ucx", "mpi", STAND_IN)
+GPU = "nccl"
+"""Not in the table: three ranks that share a GPU, by sockets."""
 RANKS, VICTIM = 3, 1
 FAULTS = ("kill", "stop", "slow", "exception", "abort", "close")
 MODES = ("sync", "async", "coalesced")
 LATE = ("stop", "slow")
 """The faults that show by the op's timeout alone."""
 
-NAME_NO_LATE_RANK = ("gloo", STAND_IN)
+NAME_NO_LATE_RANK = ("gloo", STAND_IN, GPU)
 NAME_NO_CLOSER = ("gloo",)
 """Over these a typed error may name no rank: after a timeout; after a close, which gloo shows as a lost connection."""
 
@@ -143,14 +147,14 @@ def cells(backend: str, ops: Iterable[str] = OPS, faults: Iterable[str] = FAULTS
         for fault in faults:
             for mode in MODES:
                 if (mode == "coalesced") <= (op == "send_recv") and not (
-                    fault in ("kill", "stop") and backend != STAND_IN and capabilities(backend).one_process
+                    fault in ("kill", "stop") and backend not in (STAND_IN, GPU) and capabilities(backend).one_process
                 ):
                     yield MatrixCell(op, fault, mode)
 
 
 def measure(backend: str, wanted: Sequence[MatrixCell]) -> Iterator[CellResult]:
     """The result of each cell. The processes live on from cell to cell, but for those that are killed."""
-    outer = "gloo" if backend == STAND_IN else backend
+    outer = "gloo" if backend in (STAND_IN, GPU) else backend
     lasting, deadly = ([cell for cell in wanted if (cell.fault == "kill") == kills] for kills in (False, True))
     environ = {"HOLDFAST_CHECK": "0"}
     with (
@@ -183,16 +187,29 @@ def _run_cells(
         plugin = importlib.import_module(_PLUGIN)
         with contextlib.suppress(ValueError):  # it is there already
             comms.register(plugin)
+    os.environ["NCCL_HOSTID"] = f"rank-{outer.rank}"  # NCCL refuses two ranks of one host on one GPU
     pids = outer.all_gather_object(os.getpid())
-    return [
-        _run_cell(outer, backend, cell, Path(folder, str(number)), pids) for number, cell in enumerate(wanted, first)
-    ]
+    with torch.device(_device(backend)):
+        return [
+            _run_cell(outer, backend, cell, Path(folder, str(number)), pids)
+            for number, cell in enumerate(wanted, first)
+        ]
+
+
+def _device(backend: str) -> str:
+    return "cuda:0" if backend == GPU else "cpu"
 
 
 def _run_cell(outer: Communicator, backend: str, cell: MatrixCell, place: Path, pids: Sequence[int]) -> OpEnd:
     rank = outer.rank
     comm = comms.connect(
-        backend, rank=rank, size=outer.size, rendezvous=url_of("file", place), name=f"cell-{place.name}", timeout=60.0
+        backend,
+        rank=rank,
+        size=outer.size,
+        rendezvous=url_of("file", place),
+        name=f"cell-{place.name}",
+        timeout=60.0,
+        device=_device(backend),
     )
     outer.barrier()
     how: dict[str, Any] = {"timeout": SHORT if cell.fault in LATE else LONG, "async_op": cell.mode == "async"}
@@ -201,7 +218,7 @@ def _run_cell(outer: Communicator, backend: str, cell: MatrixCell, place: Path, 
     if rank == VICTIM:
         _commit(cell.fault, comm, outs)
     began = time.monotonic()
-    error = _failure(lambda: op(comm, **how))
+    error = _failure(lambda: op(comm, **how), comm)
     seconds = time.monotonic() - began
     if rank != VICTIM:
         place.with_name(f"{place.name}-out-{rank}").touch()
@@ -215,11 +232,16 @@ def _run_cell(outer: Communicator, backend: str, cell: MatrixCell, place: Path, 
     return OpEnd(name, str(error), seconds, "right" if following is None else repr(following))
 
 
-def _failure(call: Callable[[], Any]) -> Exception | None:
+def _failure(call: Callable[[], Any], comm: Communicator | None = None) -> Exception | None:
     try:
         work = call()
         if work is not None:
             work.wait()
+        if comm is not None and comm.device.type == "cuda":  # the op was only queued
+            torch.cuda.synchronize()
+            POLL.reaches(lambda: comm.over is not None, time.monotonic() + LONG)
+            if comm.over is not None:
+                raise comm.over
     except Exception as error:
         return error
     return None
@@ -252,6 +274,7 @@ def _use_next(backend: str, rank: int, size: int, place: Path) -> None:
         rendezvous=url_of("file", f"{place}-next"),
         name=f"next-{place.name}",
         timeout=60.0,
+        device=_device(backend),
     ) as comm:
         comm.all_reduce(tensor)
         comm.barrier()
@@ -264,10 +287,11 @@ def _use_next(backend: str, rank: int, size: int, place: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure backends (all that can run here); exit status 1 if a cell is not as it should be."""
-    wanted = [each for each in arguments if each in BACKENDS] or list(BACKENDS)
+    wanted = [each for each in arguments if each in (*BACKENDS, GPU)] or list(BACKENDS)
+    ops = [each for each in arguments if each in OPS] or list(OPS)
     found: dict[str, list[CellResult]] = {}
     for backend in wanted:
-        found[backend] = list(measure(backend, list(cells(backend))))
+        found[backend] = list(measure(backend, list(cells(backend, ops))))
         wrong = [result for result in found[backend] if result.missing]
         print(
             f"{backend}: {len(found[backend])} cells, {len(wrong)} not as they should be", *wrong, sep="\n", flush=True
