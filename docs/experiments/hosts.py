@@ -1,7 +1,7 @@
 """When do hierarchical collectives pay between hosts? `python docs/experiments/hosts.py` (as root).
 
 Hosts are network namespaces. A flat backend and the hierarchical one over it take turns in the same ranks; results are
-checked.
+checked. The bytes that cross the busiest link of a host are counted by its interface, before the turns.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import torch
 
 from holdfast import comms
-from holdfast.comms import Communicator
+from holdfast.comms import Communicator, HoldfastError
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted, format_bytes
-from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.zygote_client import zygote, zygote_pid
 from holdfast.harness.bench.collectives.definitions import parse_sizes
 from holdfast.harness.measure.noise import Noise
@@ -36,16 +37,21 @@ OPS_A_TURN = 3
 LIMIT = 600.0
 Times = dict[tuple[str, int], tuple[list[float], list[float]]]
 """By op and bytes, for both backends the seconds of each op."""
+Counts = dict[tuple[str, int], tuple[int, int]]
+"""By op and bytes, for both backends the bytes of one op on the link of a rank's host."""
 
 
 class HostsCost(msgspec.Struct, frozen=True):
     """One op on `nbytes`, the size of the result or, of a reduce_scatter, of the input.
 
     Times are medians in ms, of the slowest rank; `speed` is the median over the rounds of flat over layered time.
+    The bytes are those that one op sends or receives, whichever is more, over the link of the host where it is most.
     """
 
     op: str
     nbytes: int
+    flat_bytes: int
+    layered_bytes: int
     flat_ms: float
     layered_ms: float
     speed: float
@@ -62,8 +68,10 @@ class HostsBench(msgspec.Struct, frozen=True):
     others: float
 
 
-def run(outer: str, sizes: Sequence[int], hosts: int, ranks: int, rounds: int, in_turns: bool) -> HostsBench:
-    """Measure `outer` beside `hier-outer` with `ranks` processes on each host.
+def run(
+    outer: str, sizes: Sequence[int], hosts: int, ranks: int, rounds: int, in_turns: bool, megabits: int = 0
+) -> HostsBench:
+    """Measure `outer` beside `hier-outer` with `ranks` processes on each host, on links of `megabits` (0: no limit).
 
     Ranks fill one host after the other, or with `in_turns` go to the hosts in turns, as under `mpirun --map-by node`.
     Raises `Unsupported` if this process may not make namespaces.
@@ -71,6 +79,8 @@ def run(outer: str, sizes: Sequence[int], hosts: int, ranks: int, rounds: int, i
     noise, names, count = Noise(zygote_pid), (outer, f"hier-{outer}"), hosts * ranks
     with ExitStack() as stack:
         network = stack.enter_context(Network(hosts))
+        for host in range(hosts if megabits else 0):
+            network.throttle(host, megabits * 1_000_000)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = []
         for rank in range(count):
@@ -85,19 +95,34 @@ def run(outer: str, sizes: Sequence[int], hosts: int, ranks: int, rounds: int, i
             process = zygote().spawn(body, name=f"rank {rank}", output=output, threads=1, environ=environ)
             processes.append(process)
             stack.callback(process.close)
-        by_rank: list[Times] = [process.channel.recv(LIMIT) for process in processes]
-    costs = [_cost(op, nbytes, [rank[op, nbytes] for rank in by_rank]) for op, nbytes in by_rank[0]]
+        by_rank = [_received(process.channel, folder / f"rank-{rank}.log") for rank, process in enumerate(processes)]
+    costs = [
+        _cost(op, nbytes, [times[op, nbytes] for times, _ in by_rank], [counts[op, nbytes] for _, counts in by_rank])
+        for op, nbytes in by_rank[0][0]
+    ]
     return HostsBench(*names, hosts, ranks, tuple(costs), noise.cpus())
 
 
-def _cost(op: str, nbytes: int, by_rank: Sequence[tuple[list[float], list[float]]]) -> HostsCost:
+def _received(channel: ProcessChannel, output: Path) -> tuple[Times, Counts]:
+    """What a rank has measured. Raises `HoldfastError` with its output if it has ended."""
+    try:
+        return cast(tuple[Times, Counts], channel.recv(LIMIT))
+    except ChannelClosed:
+        raise HoldfastError(f"a rank has ended: {output.read_text(errors='replace')}") from None
+
+
+def _cost(
+    op: str, nbytes: int, by_rank: Sequence[tuple[list[float], list[float]]], counts: Sequence[tuple[int, int]]
+) -> HostsCost:
     flat, layered = ([max(each) for each in zip(*times, strict=True)] for times in zip(*by_rank, strict=True))
     rounds = [
         [statistics.median(times[at : at + OPS_A_TURN]) for at in range(0, len(times), OPS_A_TURN)]
         for times in (flat, layered)
     ]
     speed = statistics.median(a / b for a, b in zip(*rounds, strict=True))
-    return HostsCost(op, nbytes, 1e3 * statistics.median(flat), 1e3 * statistics.median(layered), speed)
+    flat_bytes, layered_bytes = map(max, zip(*counts, strict=True))
+    flat_ms, layered_ms = (1e3 * statistics.median(times) for times in (flat, layered))
+    return HostsCost(op, nbytes, flat_bytes, layered_bytes, flat_ms, layered_ms, speed)
 
 
 @dataclass(frozen=True)
@@ -128,14 +153,17 @@ class _Rank:
                 for name in self.names
             }
             found: Times = {}
+            counts: Counts = {}
             for op in OPS:
                 for nbytes in self.sizes:
+                    flat_bytes, layered_bytes = (_Op(op, nbytes, self.ranks).count(both[name]) for name in self.names)
+                    counts[op, nbytes] = flat_bytes, layered_bytes
                     turns = take_turns(_Op(op, nbytes, self.ranks), both, range(self.rounds), _raise)
                     flat, layered = (
                         [seconds for turn in turns[name] for seconds in turn.seconds["op"]] for name in self.names
                     )
                     found[op, nbytes] = flat, layered
-        channel.send(found)
+        channel.send((found, counts))
 
 
 class _Op(Workload[Communicator]):
@@ -146,6 +174,14 @@ class _Op(Workload[Communicator]):
 
     def set_up(self, contestant: Communicator) -> None:
         self._run(contestant)
+
+    def count(self, comm: Communicator) -> int:
+        """The bytes of one op on the link of this rank's host, in the direction that has more."""
+        comm.barrier()
+        before = _link_bytes()
+        self._run(comm)
+        comm.barrier()
+        return max(after - earlier for after, earlier in zip(_link_bytes(), before, strict=True))
 
     def turn(self, contestant: Communicator, number: int) -> TimedTurn:
         return TimedTurn({"op": [self._run(contestant) for _ in range(OPS_A_TURN)]}, wrong=0)
@@ -171,6 +207,13 @@ class _Op(Workload[Communicator]):
         return taken
 
 
+def _link_bytes() -> tuple[int, int]:
+    """What this host's interface has received and sent."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    numbers = next(line for line in lines if line.lstrip().startswith("eth0:")).partition(":")[2].split()
+    return int(numbers[0]), int(numbers[8])
+
+
 def _raise(name: str, error: Exception) -> None:
     raise error
 
@@ -184,18 +227,21 @@ def main() -> None:
     parser.add_argument("--sizes", type=parse_sizes, default="1M,4M,16M", help="bytes of float32")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each at each size")
     parser.add_argument("--in-turns", action="store_true", help="give ranks to the hosts in turns")
+    parser.add_argument("--megabits", type=int, default=0, help="a second, each way of each link; 0: no limit")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    bench = run(asked.backend, asked.sizes, asked.hosts, asked.ranks, asked.rounds, asked.in_turns)
+    bench = run(asked.backend, asked.sizes, asked.hosts, asked.ranks, asked.rounds, asked.in_turns, asked.megabits)
     if asked.json:
         print_json(bench)
         return
-    columns = ("op", "size", bench.layered, bench.flat, "times as fast")
+    columns = ("op", "size", bench.layered, bench.flat, "times as fast", "on a link, of its size", "times as few")
     title = f"{counted(bench.ranks, 'rank')} on each of {counted(bench.hosts, 'host')}"
     table = figures(title, columns, names=("op",), caption=others(bench.others))
     for cost in bench.costs:
         times = (f"{milliseconds:.2f} ms" for milliseconds in (cost.layered_ms, cost.flat_ms))
-        table.add_row(cost.op, format_bytes(cost.nbytes), *times, f"{cost.speed:.2f}")
+        link = f"{cost.layered_bytes / cost.nbytes:.2f}, {cost.flat_bytes / cost.nbytes:.2f}"
+        fewer = f"{cost.flat_bytes / cost.layered_bytes:.2f}"
+        table.add_row(cost.op, format_bytes(cost.nbytes), *times, f"{cost.speed:.2f}", link, fewer)
     console().print(table)
 
 
