@@ -1,7 +1,8 @@
 """Hierarchical collectives: shared memory or NCCL within a host, another transport between hosts.
 
-Hosts are simulated: each rank says on which it is before it connects. NCCL is its stand-in, with host memory. The
-conformance kit checks the backends on one host, where they are shared memory alone.
+Hosts are simulated: each rank says on which it is before it connects. NCCL is its stand-in, with host memory, and where
+there is a GPU (`-m gpu`) NCCL itself, with all ranks on that GPU. The conformance kit checks the backends on one host,
+where they are shared memory alone.
 """
 
 from __future__ import annotations
@@ -41,15 +42,26 @@ class LayersOverStandIn:
         return [layered(stand_in.NAME, stand_in.NAME, "cpu")]
 
 
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "hier-nccl" else "cpu"
+
+
 def on_hosts(comm: Communicator, hosts: Sequence[int], backend: str, meeting: str, **options: Any) -> Communicator:
-    """Connect the ranks anew, each on its host."""
+    """Connect the ranks anew, each on its host. NCCL refuses two ranks on one GPU unless they are on hosts of it."""
     os.environ[HOST] = f"host{hosts[comm.rank]}"
+    os.environ["NCCL_HOSTID"] = f"rank-{comm.rank}"
     this_host.cache_clear()
     if backend == OVER_NCCL and backend not in registry().backends:
         comms.register(stand_in)
         comms.register(LayersOverStandIn())
     return comms.connect(
-        backend, rank=comm.rank, size=comm.size, rendezvous=f"file://{meeting}", name="hosts", **options
+        backend,
+        rank=comm.rank,
+        size=comm.size,
+        rendezvous=f"file://{meeting}",
+        name="hosts",
+        device=device_of(backend),
+        **options,
     )
 
 
@@ -70,7 +82,7 @@ LAYOUTS = {
 def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: str) -> list[bytes]:
     bits = []
     always_in_layers()
-    with on_hosts(comm, hosts, backend, meeting) as whole:
+    with torch.device(device_of(backend)), on_hosts(comm, hosts, backend, meeting) as whole:
         for count in (0, 1, 7, 30_000):
             rows = torch.stack([torch.arange(count) % 5 + float(r + 1) for r in range(whole.size)])
             mine = rows[whole.rank]
@@ -81,9 +93,10 @@ def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: 
                 tensor = mine.clone()
                 whole.all_reduce(tensor, op)
                 assert torch.equal(tensor, expected)
-            uneven = torch.rand(count, generator=torch.Generator().manual_seed(whole.rank))
-            whole.all_reduce(uneven)
-            bits.append(uneven.numpy().tobytes())
+            random = torch.Generator("cpu").manual_seed(whole.rank)
+            uneven = torch.rand(count, generator=random, device="cpu").to(device_of(backend))
+            whole.all_reduce(uneven, async_op=True).wait()
+            bits.append(uneven.cpu().numpy().tobytes())
             for src in range(whole.size):
                 tensor = mine.clone()
                 whole.broadcast(tensor, src)
@@ -103,12 +116,20 @@ def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: 
     return bits
 
 
+ON_GPU = pytest.param(
+    "hier-nccl",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+        pytest.mark.timeout(240),
+    ],
+)
 THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("hier-ucx", OVER_NCCL)]
 
 
-@pytest.mark.parametrize("backend", ["hier-gloo", *THOROUGH])
+@pytest.mark.parametrize("backend", ["hier-gloo", *THOROUGH, ON_GPU])
 def test_results_are_right_and_equal_on_all_ranks_whatever_the_hosts(backend: str, tmp_path: Path) -> None:
-    with LocalCluster(4, "gloo") as cluster:
+    with LocalCluster(4, "gloo", timeout=120.0) as cluster:
         for number, hosts in enumerate(LAYOUTS.values()):
             bits = cluster.run(sums_and_moves, hosts, backend, str(tmp_path / str(number)))
             assert all(each == bits[0] for each in bits)
@@ -145,6 +166,7 @@ def test_a_layout_follows_from_the_hosts_of_the_peers() -> None:
 def die_and_rebuild(comm: Communicator, hosts: list[int], backend: str, meeting: str, folder: str) -> None:
     files = Path(folder)
     always_in_layers()
+    torch.set_default_device(device_of(backend))
     whole = on_hosts(comm, hosts, backend, meeting, timeout=20.0)
     peers = whole.peers
     whole.barrier()
@@ -169,6 +191,7 @@ def die_and_rebuild(comm: Communicator, hosts: list[int], backend: str, meeting:
             epoch=1,
             previous=whole,
         ),
+        device=device_of(backend),
         timeout=20.0,
     )
     whole.close()
@@ -179,7 +202,7 @@ def die_and_rebuild(comm: Communicator, hosts: list[int], backend: str, meeting:
     again.close()
 
 
-@pytest.mark.parametrize("backend", ["hier-gloo", pytest.param(OVER_NCCL, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("backend", ["hier-gloo", pytest.param(OVER_NCCL, marks=pytest.mark.thorough), ON_GPU])
 def test_a_killed_rank_ends_the_ops_of_all_hosts_and_the_others_rebuild(backend: str, tmp_path: Path) -> None:
     """Gloo does not know which process of another host closed a connection; the same host has the kernel's word."""
     environ = {"HOLDFAST_CHECK": "0"}  # the comparison of ops would be another place to die in
