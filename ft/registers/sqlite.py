@@ -123,8 +123,13 @@ _inherited: dict[tuple[int, int], list[int]] = {}
 
 _cells: weakref.WeakSet[SqliteCell] = weakref.WeakSet()
 _held_for_fork: list[threading.Lock] = []
-FORK_SECONDS = 1.0
-"""How long a fork waits for the transactions of other threads, which take microseconds."""
+FORK_SECONDS = 10.0
+"""How long a fork waits for the transactions of other threads: microseconds each, or seconds while the disk is busy."""
+
+_unfinished = 0
+"""Transactions of other threads that were under way at the last fork."""
+_forked_amid = False
+"""Whether this process, or a parent of it, began amid a transaction: SQLite's own locks stay taken here for ever."""
 
 _SUFFIXES = ("", "-wal", "-shm")
 """The files of a register: the database, its log of writes, and the index of that log in memory."""
@@ -291,11 +296,13 @@ def _check_header(folder: int, name: str, identity: tuple[int, int], url: str) -
 def _finish_transactions() -> None:
     """Before a fork, wait until other threads have finished their transactions.
 
-    A child cannot use the file any more if its copy of SQLite believes to be in a transaction.
+    A child cannot use SQLite if its copy of it is in the middle of a transaction.
     """
+    global _unfinished
     deadline = time.monotonic() + FORK_SECONDS
     locks = [_opening, *(cell.lock for cell in _cells)]
     _held_for_fork.extend(lock for lock in locks if lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)))
+    _unfinished = len(locks) - len(_held_for_fork)
 
 
 def _go_on() -> None:
@@ -310,8 +317,9 @@ forks.run_around_fork(_finish_transactions, _go_on)
 @forks.run_in_children
 def _begin_child() -> None:
     """Reset the module in a forked child: it has no handle yet, and no thread that could release the locks."""
-    global _opening
+    global _opening, _forked_amid
     _opening = threading.Lock()
+    _forked_amid = _forked_amid or _unfinished > 0
     for file, count in _open_files.items():
         if count > 0:
             _inherited.setdefault(file, [])
@@ -347,6 +355,12 @@ class SqliteCell(Cell):
         self._closed = False
         self._watching = threading.Lock()
         self._kept_watch: FileWatch | None = None
+        if _forked_amid:
+            raise RegisterAway(
+                url,
+                f"this process was forked while another thread had been writing to a register for {FORK_SECONDS:g} s; "
+                "fork it again, or start a new one",
+            )
         try:
             if (kind := network_file_system(self._path.parent)) is not None:
                 raise RegisterAway(url, f"its folder is on {kind}, where sqlite is not safe: {_ELSEWHERE}")

@@ -8,7 +8,10 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from holdfast.ft.registers import open_cell
+import pytest
+
+from holdfast.ft.registers import open_cell, sqlite
+from holdfast.ft.registers.cell import RegisterAway
 from support.children import Child
 
 
@@ -103,3 +106,22 @@ def test_children_forked_amid_writes_can_write(url: str, start: Callable[..., Ch
     finally:
         over.set()
         thread.join()
+
+
+def test_a_child_forked_in_the_middle_of_a_write_is_refused_a_register(
+    url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that the disk held up outlasted the fork's patience; the child waited for SQLite's locks for ever."""
+    monkeypatch.setattr(sqlite, "FORK_SECONDS", 0.05)
+
+    def refused(pipe: Connection) -> None:
+        with pytest.raises(RegisterAway, match="forked while another thread had been writing"):
+            open_cell(url, "job")
+        pipe.send("refused")
+
+    with contextlib.closing(open_cell(url, "busy")) as cell:
+        with cell.lock:  # type: ignore[attr-defined]
+            child = start(refused)
+        assert child.hear() == "refused"
+        assert cell.compare_and_set(0, b"the parent goes on")
+        assert start(lambda pipe: pipe.send(open_cell(url, "other").read())).hear() == (0, b"")
