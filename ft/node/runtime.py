@@ -37,8 +37,7 @@ from holdfast.ft.node.node import Node
 from holdfast.ft.node.ports import Ports
 from holdfast.ft.node.register import RegisterThreads
 from holdfast.ft.node.table_sharing import TableCalls, neighbours
-from holdfast.ft.rendezvous.calls import REPEATABLE, RendezvousClient
-from holdfast.ft.rendezvous.store import RendezvousStore
+from holdfast.ft.rendezvous.store import REPEATABLE, RendezvousStore, ask_here, ask_remotely
 from holdfast.ft.settings import Settings, candidate_job, one_host_backends
 from holdfast.ft.telemetry.event_log import EventLog
 
@@ -57,6 +56,8 @@ class Runtime:
         """Listen, and join the job or be a spare of it. Raises what `candidate_job` raises."""
         self.step = -1
         self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, events
+        self._patience = max(settings.timeouts.rebuild, settings.timeouts.operation)
+        """Seconds that a call of the rendezvous may take: members come late to a rebuild if they compute."""
         self._calls: dict[Future[Any], int] = {}
         self._calls_lock = threading.RLock()  # a signal's handler that leaves may come in
         with contextlib.ExitStack() as undo:
@@ -99,7 +100,7 @@ class Runtime:
             self._reach,
             settings.register,
         )
-        self._table = TableCalls(self.node.sharing, self.links.call, max(timeouts.rebuild, timeouts.operation))
+        self._table = TableCalls(self.node.sharing, self.links.call, self._patience)
         handlers.update({**self._table.handlers(), **messages.handlers(self.node.hear)})
         self.node.watch()
         self.node.begin(view)
@@ -120,13 +121,11 @@ class Runtime:
 
     def store(self, view: View) -> dist.Store:
         """The store with which the members of `view` build its communicator."""
-        rank, table = view.rank_of(self._identity), self.node.sharing.table
-        timeouts = self._settings.timeouts
-        timeout = max(timeouts.rebuild, timeouts.operation)
-        if not rank:
-            return RendezvousStore(table, view.epoch, timeout, self._delete_key)
-        call = functools.partial(self._call, neighbours(view, rank)[0], view.epoch)
-        return RendezvousStore(RendezvousClient(call, table, timeout), view.epoch, timeout)
+        rank, table, timeout = view.rank_of(self._identity), self.node.sharing.table, self._patience
+        ask = self._ask_here
+        if rank:
+            ask = ask_remotely(functools.partial(self._call, neighbours(view, rank)[0], view.epoch), timeout)
+        return RendezvousStore(table, view.epoch, timeout, ask)
 
     def close(self) -> None:
         """End every thread, connection and descriptor. Idempotent."""
@@ -170,10 +169,11 @@ class Runtime:
                 raise ConnectionLost(member.id, str(error)) from error
             raise
 
-    def _delete_key(self, epoch: int, key: str) -> bool:
-        """Remove a key of the rendezvous table from all members' copies; on the first member."""
-        timeouts = self._settings.timeouts
-        return self._within_epoch(epoch, self._table.delete(epoch, key), max(timeouts.rebuild, timeouts.operation))
+    def _ask_here(self, method: str, epoch: int, *arguments: Any) -> Any:
+        """Ask the rendezvous table of this process, the first member. A deletion is one in all members' copies."""
+        if method == "delete":
+            return self._within_epoch(epoch, self._table.delete(epoch, *arguments), self._patience)
+        return ask_here(self.node.sharing.table)(method, epoch, *arguments)
 
     def _within_epoch(self, epoch: int, call: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run `call` in the node's thread, and wait for it. Raises `Revoked` when the epoch ends."""

@@ -27,7 +27,7 @@ from holdfast.ft.detectors.detector import Time, Timer
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.node import messages
 from holdfast.ft.node.ports import MemberLinks
-from holdfast.ft.rendezvous.calls import FORGET, KeysRequest, encode, handlers
+from holdfast.ft.rendezvous.store import FORGET, encode, handlers
 from holdfast.ft.rendezvous.table import RendezvousTable
 
 CHUNK_BYTES = 256 << 10
@@ -183,7 +183,7 @@ class TableCalls:
         self._sharing, self._call, self._timeout = sharing, call, timeout
 
     def handlers(self) -> dict[str, Handler]:
-        """The handlers of the methods that `RendezvousClient` calls."""
+        """The handlers of the remote calls of `RendezvousStore`."""
         return handlers(self._sharing.table, self.forward, self.delete)
 
     async def forward(self, epoch: int, method: str, body: bytes) -> bytes | None:
@@ -205,7 +205,7 @@ class TableCalls:
         """
         await self._begin_of(epoch)
         found = self._sharing.table.delete(epoch, key)
-        request = encode(KeysRequest(epoch, [key]))
+        request = encode((epoch, key))
         calls = [self._call(member, FORGET, request, self._timeout) for member in self._sharing.below]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, BaseException):

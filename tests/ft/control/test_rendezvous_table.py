@@ -19,8 +19,7 @@ import torch.distributed as dist
 from holdfast.comms.errors import OpTimeout, Revoked
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
-from holdfast.ft.rendezvous.calls import RendezvousClient, handlers
-from holdfast.ft.rendezvous.store import RendezvousStore
+from holdfast.ft.rendezvous.store import Ask, RendezvousStore, ask_here, ask_remotely, handlers
 from holdfast.ft.rendezvous.table import RendezvousTable
 from support.rpc_servers import RpcThread, rpc_server_thread
 from support.waiting import PATIENCE
@@ -72,18 +71,19 @@ def table(copies: Copies) -> RendezvousTable:
 
 
 @pytest.fixture(params=["first", "other"])
-def seen(request: pytest.FixtureRequest, copies: Copies) -> Iterator[RendezvousTable | RendezvousClient]:
-    """The table as the first member uses it, and as others do."""
+def seen(request: pytest.FixtureRequest, copies: Copies) -> Iterator[tuple[RendezvousTable, Ask]]:
+    """The copy of the first member and of another one, and how each asks the first."""
     if request.param == "first":
-        yield copies.first
+        yield copies.first, ask_here(copies.first)
     else:
         with served(copies.first) as client:
-            yield RendezvousClient(client.call, copies.second, 5.0)
+            yield copies.second, ask_remotely(client.call, 5.0)
 
 
 @pytest.fixture
-def store(seen: RendezvousTable | RendezvousClient) -> RendezvousStore:
-    return RendezvousStore(seen, EPOCH, timeout=5.0)
+def store(seen: tuple[RendezvousTable, Ask]) -> RendezvousStore:
+    copy, ask = seen
+    return RendezvousStore(copy, EPOCH, 5.0, ask)
 
 
 @pytest.mark.parametrize("prefixed", [False, True], ids=["plain", "prefixed"])
@@ -164,13 +164,14 @@ def test_a_wait_that_times_out_names_the_missing_keys(store: RendezvousStore) ->
 
 
 def test_epochs_have_separate_keys_and_a_dropped_one_raises_revoked(
-    seen: RendezvousTable | RendezvousClient, copies: Copies
+    seen: tuple[RendezvousTable, Ask], copies: Copies
 ) -> None:
     def drop() -> None:
         for copy in (copies.first, copies.second):
             copy.drop_before(2)
 
-    old, new = RendezvousStore(seen, 1), RendezvousStore(seen, 2)
+    copy, ask = seen
+    old, new = RendezvousStore(copy, 1, ask=ask), RendezvousStore(copy, 2, ask=ask)
     old.set("key", "old")
     new.set("key", "new")
     assert (old.get("key"), new.get("key")) == (b"old", b"new")
@@ -199,9 +200,8 @@ def test_all_threads_share_one_table(store: RendezvousStore) -> None:
 
 def test_adding_to_a_value_that_is_no_number_is_refused(copies: Copies) -> None:
     with served(copies.first) as client:
-        other = RendezvousClient(client.call, copies.second, 5.0)
-        for seen, error in ((copies.first, ValueError), (other, RemoteError)):
-            store = RendezvousStore(seen, EPOCH)
+        other = RendezvousStore(copies.second, EPOCH, ask=ask_remotely(client.call, 5.0))
+        for store, error in ((RendezvousStore(copies.first, EPOCH), ValueError), (other, RemoteError)):
             store.set("word", "seven")
             with pytest.raises(error, match="invalid literal"):
                 store.add("word", 1)
@@ -225,7 +225,7 @@ def all_reduce(store: dist.Store, rank: int) -> list[float]:
 
 def test_gloo_builds_a_group_over_two_copies(copies: Copies) -> None:
     with served(copies.first) as client, ThreadPoolExecutor(1) as pool:
-        other = RendezvousStore(RendezvousClient(client.call, copies.second, 5.0), EPOCH)
+        other = RendezvousStore(copies.second, EPOCH, ask=ask_remotely(client.call, 5.0))
         theirs = pool.submit(all_reduce, other, 1)
         assert all_reduce(RendezvousStore(copies.first, EPOCH), 0) == [3.0, 3.0, 3.0]
         assert theirs.result(20.0) == [3.0, 3.0, 3.0]
@@ -233,7 +233,7 @@ def test_gloo_builds_a_group_over_two_copies(copies: Copies) -> None:
 
 def test_building_a_group_fails_at_once_when_its_epoch_is_over(copies: Copies) -> None:
     with served(copies.first) as client, ThreadPoolExecutor(1) as pool:
-        other = RendezvousStore(RendezvousClient(client.call, copies.second, 5.0), EPOCH)
+        other = RendezvousStore(copies.second, EPOCH, ask=ask_remotely(client.call, 5.0))
         builder = pool.submit(all_reduce, other, 1)
         assert copies.first.fetch(EPOCH, [key_of_rank_1(copies.first)], 5.0), "it waits for rank 0 now"
         over = time.monotonic()

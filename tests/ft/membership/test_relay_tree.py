@@ -23,7 +23,7 @@ from holdfast.ft.node.table_sharing import (
     chunks,
     neighbour_ranks,
 )
-from holdfast.ft.rendezvous.calls import KeysRequest, encode
+from holdfast.ft.rendezvous.store import encode
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
@@ -207,7 +207,7 @@ def test_a_deleted_key_is_in_no_copy_and_what_is_set_after_it_stays(hosts: list[
             setter.sharing.table.put(1, {"key": value})
             await asyncio.sleep(0)  # as another thread's call would, the deletion comes to the loop after the change
             await present_in(deleter)
-            request = encode(KeysRequest(1, ["key"]))
+            request = encode((1, "key"))
             assert encode(True) == await deleter._calls["kv.delete"](deleter.me, request)
             assert not any(each.sharing.table.check(1, ["key"]) for each in members.values())
         last = dice.choice([*members.values()])
