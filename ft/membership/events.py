@@ -1,8 +1,11 @@
-"""What the membership state machine is told (events), and what it asks its process to do (effects)."""
+"""What the membership state machine is told (events), and what it asks its process to do (effects).
+
+Some events are sent as they are from member to member: `holdfast.ft.node.messages`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from holdfast.ft.membership.view import Member, StepError, View
 from holdfast.ft.membership.view_delta import ViewDelta
@@ -11,8 +14,7 @@ LEFT = "it left: "
 """How the evidence of a `Death` begins, for people, if the process left the job; its reason follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
+class Death(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A process that has certainly ended or left, and the evidence for it.
 
     `error` is the name of the type of the exception with which it left the job ("": there was none).
@@ -23,65 +25,56 @@ class Death:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Struct, frozen=True):
     """This process asks to take part in the job."""
 
 
-@dataclass(frozen=True, slots=True)
-class ViewRead:
+class ViewRead(Struct, frozen=True):
     """The register, or the member `teller`, holds this view (None: the register is empty)."""
 
     view: View | None
     teller: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ViewDeltaReceived:
+class ViewDeltaReceived(Struct, frozen=True):
     """The member `teller` sent the next view, as its difference from the one before."""
 
     change: ViewDelta
     teller: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochHeard:
+class EpochHeard(Struct, frozen=True):
     """A sign of life of `member` carried `epoch`, which is not the newest epoch known here."""
 
     member: Member
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class CasWon:
+class CasWon(Struct, frozen=True):
     """The compare-and-set succeeded: the register holds the proposed view."""
 
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class CasLost:
+class CasLost(Struct, frozen=True):
     """Another process was first; `view` is what the register holds now."""
 
     view: View | None
 
 
-@dataclass(frozen=True, slots=True)
-class CasFailed:
+class CasFailed(Struct, frozen=True):
     """The register could not be reached; the view may have been written or not."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ProvenDeaths:
+class ProvenDeaths(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Processes that have ended: the kernel reported it, or they announced that they leave."""
 
     deaths: tuple[Death, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Unreachable:
+class Unreachable(Struct, frozen=True):
     """This process concludes from suspicions that the job must go on without `member`, which may live.
 
     The register decides: only one side of a partition gets the next epoch.
@@ -91,24 +84,21 @@ class Unreachable:
     evidence: str
 
 
-@dataclass(frozen=True, slots=True)
-class EpochBroken:
+class EpochBroken(Struct, frozen=True):
     """An op of this process failed in `epoch` without a dead or suspected member: the epoch cannot go on."""
 
     epoch: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(Struct, frozen=True):
     """A member of this host was observed not to run at all for the whole suspect time."""
 
     member: str
     evidence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Suspicion:
+class Suspicion(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`observer` no longer hears from `member`, which is on another host.
 
     `number` counts the statements of `observer` about `member`, so that a late message does not replace a newer one. 0
@@ -121,8 +111,7 @@ class Suspicion:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`observer` hears from `member` again. `number` as for `Suspicion`."""
 
     member: str
@@ -130,20 +119,17 @@ class Cleared:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SpareAnnounced:
+class SpareAnnounced(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A process outside the view is ready to join it."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """The time `wake_at` has come."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalFinished:
+class LocalFinished(Struct, frozen=True):
     """This process has committed the last step of the job, in `epoch`.
 
     It holds for that epoch only: in the next one a new member may need the state first. `stopped`: all members left
@@ -155,8 +141,7 @@ class LocalFinished:
     stopped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LocalFailed:
+class LocalFailed(Struct, frozen=True):
     """The user's code raised `error` here, and the job has to end with it, for `reason`."""
 
     error: StepError
@@ -184,8 +169,7 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Revoke:
+class Revoke(Struct, frozen=True):
     """End every pending op of `epoch`. `dead` are its lost members; empty if a newer view just replaces it."""
 
     epoch: int
@@ -193,8 +177,7 @@ class Revoke:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Propose:
+class Propose(Struct, frozen=True):
     """Compare-and-set the register from epoch `expected` (0: empty) to `view`.
 
     The answer is the event CasWon, CasLost or CasFailed.
@@ -204,8 +187,7 @@ class Propose:
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(Struct, frozen=True):
     """Tell the members `to` that `view` is the newest view.
 
     With `change`, send only this difference from the view before; a member that lacks that view reads the register.
@@ -216,61 +198,53 @@ class Announce:
     change: ViewDelta | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRegister:
+class ReadRegister(Struct, frozen=True):
     """Read the register soon, because another member knows `epoch`; if that succeeds, answer with ViewRead."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportDeaths:
+class ReportDeaths(Struct, frozen=True):
     """Tell the members `to` of deaths that they cannot see themselves."""
 
     deaths: tuple[Death, ...]
     to: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSuspicions:
+class ReportSuspicions(Struct, frozen=True):
     """Tell the members `to` which members of other hosts this process suspects, or has cleared."""
 
     seen: tuple[Suspicion | Cleared, ...]
     to: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceSelf:
+class AnnounceSelf(Struct, frozen=True):
     """Tell `to`, members of `view`, that this process is a spare."""
 
     view: View
     to: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Install:
+class Install(Struct, frozen=True):
     """Switch to `view`: build its communicator, or end if its phase says so."""
 
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(Struct, frozen=True):
     """This process was a member and is not in `view`: it can do nothing more in this job."""
 
     view: View
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """This process cannot take part; it has changed nothing."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(Struct, frozen=True):
     """End the process of a silent member with SIGKILL, so that its death is certain."""
 
     member: Member

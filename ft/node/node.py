@@ -192,7 +192,7 @@ class Node:
     def leave(self, reason: str, error: str = "") -> None:
         """Tell the others that this process has left the job, as if it had died; `error` as in `Death`."""
         self.has_left = True
-        self._links.notify_all(*messages.leave(reason, error))
+        self._links.notify_all(*messages.notice(messages.Farewell(reason, error)))
 
     def feed(self, event: Event) -> None:
         """Pass one event to the state machine and carry out its effects."""
@@ -271,17 +271,17 @@ class Node:
                 self._emit(events.ViewProposed(epoch=view.epoch, phase=view.phase, reason=view.reason))
                 self._reach("rebuild.before_propose", lambda: self._register_client.propose(expected, view))
             case Announce(view, to, None):
-                self._announce_to(view, to, messages.install(view))
+                self._announce_to(view, to, messages.notice(ViewRead(view)))
             case Announce(view, to, change):
                 assert change is not None
-                self._announce_to(view, to, messages.change(change))
+                self._announce_to(view, to, messages.notice(ViewDeltaReceived(change)))
             case ReadRegister():
                 self._register_client.read()
             case ReportDeaths(deaths, to):
-                self._tell(to, messages.deaths(deaths))
+                self._tell(to, messages.notice(ProvenDeaths(deaths)))
             case ReportSuspicions(seen, to):
                 for statement in seen:
-                    self._tell(to, messages.suspicion(statement))
+                    self._tell(to, messages.notice(statement))
             case AnnounceSelf(view, to):
                 self.was_spare = True
                 self._announced_self_to = {member.id: member for member in to}
@@ -467,7 +467,7 @@ class Node:
             self._announce_self(member)
 
     def _announce_self(self, member: Member) -> None:
-        self._links.deliver(member, *messages.spare(self.core.me))
+        self._links.deliver(member, *messages.notice(SpareAnnounced(self.core.me)))
 
     def _beat(self) -> None:
         """Once a heartbeat: send a sign of life with the epoch, and let the detectors check for silence.
@@ -482,7 +482,8 @@ class Node:
         needless: set[str] = set()
         if self._detectors is not None and self._calm > CALM_BEATS and self._calm % CALM_BEATS_A_MESSAGE:
             needless = self._detectors.needless()
-        self._links.notify_all(*messages.beat(view), but=needless)
+        beat = messages.Beat(0 if view is None else view.epoch)
+        self._links.notify_all(*messages.notice(beat), but=needless)
         if self._detectors is not None:
             self._detectors.beat()
 
@@ -533,10 +534,11 @@ class Node:
         return member_id in self.core.evidence.lost
 
     def _send_detectors(self, member_id: str | None, body: bytes) -> None:
+        notice = messages.notice(messages.DetectorMessage(body))
         if member_id is None:
-            self._links.notify_all(*messages.detect(body))
+            self._links.notify_all(*notice)
         else:
-            self._links.notify(member_id, *messages.detect(body))
+            self._links.notify(member_id, *notice)
 
     def _hear_beat(self, peer: str, epoch: int) -> None:
         if self._detectors is None:

@@ -168,7 +168,7 @@ class TableSharing:
         """Send the newest values of `keys`."""
         with contextlib.suppress(Revoked):
             for items in chunks(self.table.values(self.epoch, keys)):
-                self._links.notify(neighbour, *messages.share(self.epoch, items))
+                self._links.notify(neighbour, *messages.notice(messages.Share(self.epoch, items)))
 
 
 class TableCalls:
