@@ -36,7 +36,7 @@ from holdfast.ft.communicators import CommunicatorManager, DefaultGroup, collect
 from holdfast.ft.departure import OnError
 from holdfast.ft.membership.events import EpochBroken, LocalFinished
 from holdfast.ft.membership.view import OnDeath, View
-from holdfast.ft.node.epoch_guard import EpochEventLogger, EpochGuard
+from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime, new_identity
 from holdfast.ft.state.replicator import StateReplicator
@@ -152,7 +152,7 @@ class Session:
         self._identity = new_identity()
         self._events = EventLog(self._identity)
         event_logger.log_events(self._events)
-        self._epoch_guard = EpochGuard(self._identity, EpochEventLogger(self._identity, self._events))
+        self._epoch_guard = EpochGuard(self._identity, self._events.emit)
         self._runtime: Runtime | None = None
         self._telemetry: Telemetry | None = None
         over = self._epoch_guard.why_over

@@ -10,44 +10,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from msgspec import UNSET
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.detectors.heartbeat_page import OpPosition
-from holdfast.ft.events import EpochRevoked, ViewInstalled
+from holdfast.ft.events import EpochRevoked, Event, ViewInstalled
 from holdfast.ft.membership.view import View
 from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
-from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
-
-
-class EpochCallbacks(Protocol):
-    """Callbacks for epoch changes, from any thread."""
-
-    def installed(self, view: View) -> None:
-        """`view`, which is running, is installed."""
-
-    def revoked(self, epoch: int, reason: str) -> None:
-        """`epoch` is revoked."""
-
-
-class EpochEventLogger:
-    """Writes epoch changes to the event log of a process."""
-
-    def __init__(self, identity: str, events: EventLog) -> None:
-        self._identity, self._events = identity, events
-
-    def installed(self, view: View) -> None:
-        members = tuple(member.id for member in view.members)
-        rank = view.rank_of(self._identity)
-        over = view.degraded_from or UNSET
-        self._events.emit(ViewInstalled(epoch=view.epoch, members=members, rank=rank, reason=view.reason, over=over))
-
-    def revoked(self, epoch: int, reason: str) -> None:
-        self._events.emit(EpochRevoked(epoch=epoch, reason=reason))
 
 
 class _HeldEpoch:
@@ -73,9 +45,9 @@ class _HeldEpoch:
 class EpochGuard:
     """The newest view that this process is in, whether it is revoked, and the communicator that belongs to it."""
 
-    def __init__(self, identity: str = "", callbacks: EpochCallbacks | None = None) -> None:
-        """`identity` is this process's."""
-        self._identity, self._callbacks = identity, callbacks
+    def __init__(self, identity: str = "", emit: Callable[[Event], None] = lambda event: None) -> None:
+        """`identity` is this process's; `emit` gets the changes of its epoch, from any thread."""
+        self._identity, self._emit = identity, emit
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._view: View | None = None
@@ -110,8 +82,8 @@ class EpochGuard:
         with self._lock:
             if self._view is not None and view.epoch <= self._view.epoch:
                 return
-            if view.phase == "running" and self._callbacks is not None:
-                self._callbacks.installed(view)
+            if view.phase == "running":
+                self._emit(_installed(view, view.rank_of(self._identity)))
             replaced, why = self._view, self._over
             self._why_before = (replaced.epoch, why) if replaced is not None and why is not None else None
             self._view, self._over, self._comm = view, None, None
@@ -133,8 +105,7 @@ class EpochGuard:
             self._over = error
             if self._comm is not None:
                 self._revoked.append((self._comm, error))
-            if self._callbacks is not None:
-                self._callbacks.revoked(epoch, reason)
+            self._emit(EpochRevoked(epoch=epoch, reason=reason))
             self._changed.notify_all()
         self._on_over(epoch)
         return True
@@ -288,3 +259,14 @@ class EpochGuard:
             raise Revoked(epoch, "a later epoch has begun")
         if self._over is not None:
             raise self._over.again()
+
+
+def _installed(view: View, rank: int | None) -> ViewInstalled:
+    return ViewInstalled(
+        epoch=view.epoch,
+        members=view.remember("ids", view.members, lambda: tuple(member.id for member in view.members)),
+        rank=rank,
+        reason=view.reason,
+        min_size=view.job.min_size,
+        over=view.degraded_from or UNSET,
+    )

@@ -73,7 +73,7 @@ class SimulatedProcess:
         self.sent = self.received = self.bytes = self.hops = 0
         self.announced = (0, b"")
         """The epoch in whose ops the next view was announced, and the announcement."""
-        self.guard = EpochGuard(core.me.id, self)
+        self.guard = EpochGuard(core.me.id, self._emit)
         self.links = SimulatedLinks(self)
         processes = SimulatedProcesses(self)
         self.page, self.watch = processes.heartbeat, processes.followed
@@ -150,14 +150,6 @@ class SimulatedProcess:
         """Continue with `then`, unless a fault is injected at this point."""
         view = self.guard.view
         self.world.reach(self, point, view.epoch if view is not None else 0, then)
-
-    # The callbacks of the epoch guard -------------------------------------------------------------------------
-
-    def installed(self, view: View) -> None:
-        self.world.installed(self, view)
-
-    def revoked(self, epoch: int, reason: str) -> None:
-        self._emit(events.EpochRevoked(epoch=epoch, reason=reason))
 
     # Announcements inside of ops ------------------------------------------------------------------------------
 

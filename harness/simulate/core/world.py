@@ -252,19 +252,6 @@ class World:
         if self._observe is not None:
             self._observe(events.stamped(event, who, pid, self.now))
 
-    def installed(self, process: SimulatedProcess, view: View) -> None:
-        ids = view.remember("ids", view.members, lambda: tuple(member.id for member in view.members))
-        rank = view.rank_of(process.member.id)
-        installed = events.ViewInstalled(
-            epoch=view.epoch,
-            members=ids,
-            rank=rank,
-            min_size=view.job.min_size,
-            reason=view.reason,
-            over=view.degraded_from or UNSET,
-        )
-        self.emit(process, installed)
-
     def broken(self, process: SimulatedProcess, error: Exception) -> None:
         """Record that a process raised an error in its own code: a bug."""
         self.emit(process, events.CoreBroken(error=f"{type(error).__name__}: {error}"))

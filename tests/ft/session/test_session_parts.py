@@ -25,6 +25,7 @@ from holdfast.ft import events, faultpoints
 from holdfast.ft.communicators import collect_votes
 from holdfast.ft.detectors.silence import SilenceTracker
 from holdfast.ft.event_lines import to_record
+from holdfast.ft.events import EpochRevoked, Event, ViewInstalled
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.membership.view_delta import delta_between
@@ -276,17 +277,14 @@ def three(epoch: int, *ranks: int) -> View:
 
 
 def guard_of_member(me: int) -> tuple[EpochGuard, list[tuple[str, int]]]:
-    """The epoch guard of a member of epoch 1, and the calls of its callbacks."""
+    """The epoch guard of a member of epoch 1, and the events that it emits: kind and epoch."""
     said: list[tuple[str, int]] = []
 
-    class Recording:
-        def installed(self, view: View) -> None:
-            said.append(("installed", view.epoch))
+    def emit(event: Event) -> None:
+        assert isinstance(event, ViewInstalled | EpochRevoked)
+        said.append((event.kind, event.epoch))
 
-        def revoked(self, epoch: int, reason: str) -> None:
-            said.append(("revoked", epoch))
-
-    guard = EpochGuard(member(me).id, Recording())
+    guard = EpochGuard(member(me).id, emit)
     guard.install(three(1, 0, 1, 2))
     return guard, said
 
