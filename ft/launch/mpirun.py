@@ -1,18 +1,17 @@
-"""Runs mpirun with a proxy in place of each rank, so that the ranks can be forked from the zygote.
+"""Runs mpirun with a stand-in for each rank, so that the ranks can be forked from the zygote.
 
-mpirun starts a proxy for each rank (`mpirun_proxy`). A proxy sends the environment by which a process finds its place
-in the MPI job; the rank is forked with that environment, and the proxy dies with it. So ranks start in milliseconds,
-with this process's channel, and end with the zygote, while mpirun sees ordinary ranks.
+A stand-in sends the environment by which a process finds its place in the MPI job; the rank is forked with that
+environment, and the stand-in dies with it. So ranks start in milliseconds, with this process's channel, and end with
+the zygote, while mpirun sees ordinary ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,18 +19,18 @@ import time
 from pathlib import Path
 
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.system.paths import bind_unix
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.ft.console.units import counted
-from holdfast.ft.launch import mpirun_proxy
+from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.launch.held_directory import HeldDirectory, private_file
 from holdfast.ft.launch.launcher import Launch, NoLaunch, StartFailed
+from holdfast.ft.launch.stand_in import StandIn, StandInServer, stand_in_command
 
 _START_SECONDS = 60.0
 _END_SECONDS = 5.0
 _RANK = "PMIX_RANK"
-_MOST = 1 << 20
 _OF_MPIRUN = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
-"""Variables that a rank takes from this process and not from its proxy."""
+"""Variables that a rank takes from this process and not from its stand-in."""
 
 
 def mpirun_path() -> str | None:
@@ -46,7 +45,7 @@ def memory_in(folder: Path) -> list[str]:
 
 
 class MpiJob(Launch):
-    """A running mpirun and the proxies of its ranks. Raises `StartFailed` if they do not start."""
+    """A running mpirun and the stand-ins of its ranks. Raises `StartFailed` if they do not start."""
 
     def __init__(self, size: int) -> None:
         program = mpirun_path()
@@ -55,27 +54,27 @@ class MpiJob(Launch):
         super().__init__()
         self._folder = HeldDirectory("holdfast-mpi-")
         self._output = self._folder.path / "mpirun.log"
-        self._proxies: dict[int, socket.socket] = {}
+        self._arrivals: queue.SimpleQueue[StandIn] = queue.SimpleQueue()
+        self._stand_ins: dict[int, StandIn] = {}
+        self._watched: list[OwnedDescriptor] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._thread = LoopThread("holdfast-mpirun")
+        self._server = StandInServer(self._arrivals.put)
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-                path = self._folder.path / "socket"
-                bind_unix(listener, path)
-                listener.listen(size)
-                self._process = self._start(program, size, path)
-                self._gather(listener, size)
+            self._thread.run(self._server.start(), _START_SECONDS)
+            self._process = self._start(program, size)
+            self._gather(self._process, size)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, program: str, size: int, path: Path) -> subprocess.Popen[bytes]:
+    def _start(self, program: str, size: int) -> subprocess.Popen[bytes]:
         as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        proxy = [sys.executable, "-I", "-S", str(mpirun_proxy.__file__), str(path)]
         options = ["--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-n", str(size)]
         options += memory_in(self._shared.path)
         with private_file(self._output, "wb") as output:
             return subprocess.Popen(
-                [program, *as_root, *options, *proxy],
+                [program, *as_root, *options, sys.executable, *stand_in_command("", self._server.path)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -83,34 +82,39 @@ class MpiJob(Launch):
                 start_new_session=True,
             )
 
-    def _gather(self, listener: socket.socket, size: int) -> None:
+    def _gather(self, process: subprocess.Popen[bytes], size: int) -> None:
         deadline = time.monotonic() + _START_SECONDS
-        listener.settimeout(0.1)
-        while len(self._proxies) < size:
-            if self._process is None or self._process.poll() is not None:
+        while len(self._stand_ins) < size:
+            if process.poll() is not None:
                 raise StartFailed(f"mpirun ended while starting: {self._said()}")
             if time.monotonic() > deadline:
                 raise StartFailed(f"mpirun did not start {counted(size, 'process')} in time: {self._said()}")
-            try:
-                line, _ = listener.accept()
-            except TimeoutError:
-                continue
-            line.settimeout(5.0)
-            environ = _hear(line)
-            rank = int(environ[_RANK])
-            self._proxies[rank] = line
-            new = {name: value for name, value in environ.items() if os.environ.get(name) != value}
-            self._of_rank[rank] = {name: value for name, value in new.items() if name not in _OF_MPIRUN}
+            with contextlib.suppress(queue.Empty):
+                there = self._arrivals.get(timeout=0.1)
+                rank = int(there.environ[_RANK])
+                self._stand_ins[rank] = there
+                new = {name: value for name, value in there.environ.items() if os.environ.get(name) != value}
+                self._of_rank[rank] = {name: value for name, value in new.items() if name not in _OF_MPIRUN}
 
     def attach(self, rank: int, pidfd: int) -> None:
-        """Let the proxy of `rank` end when the process `pidfd` ends."""
-        socket.send_fds(self._proxies[rank], [b"!"], [pidfd])
+        """End the stand-in of `rank` when the process `pidfd` ends: by SIGKILL, which mpirun takes for a failure."""
+        watched = OwnedDescriptor(os.dup(pidfd))
+        self._watched.append(watched)
+        loop, stand_in = self._thread.loop, self._stand_ins[rank]
+
+        def ended() -> None:
+            loop.remove_reader(watched)
+            stand_in.end(-signal.SIGKILL)
+
+        loop.call_soon_threadsafe(loop.add_reader, watched, ended)
 
     def close(self) -> None:
-        """End the proxies, and with them mpirun, which removes the ranks' shared files. Idempotent."""
-        for line in self._proxies.values():
-            line.close()
-        self._proxies.clear()
+        """End the stand-ins, and with them mpirun, which removes the ranks' shared files. Idempotent."""
+        if self._thread.alive:
+            self._thread.run(self._server.close(), _END_SECONDS)
+            self._thread.close()
+        while self._watched:
+            self._watched.pop().close()
         process, self._process = self._process, None
         if process is not None:
             for number in (None, signal.SIGTERM, signal.SIGKILL):
@@ -124,16 +128,6 @@ class MpiJob(Launch):
 
     def _said(self) -> str:
         return self._output.read_text(errors="replace").strip()[-2000:] or "it said nothing"
-
-
-def _hear(line: socket.socket) -> dict[str, str]:
-    """The environment that a proxy sends."""
-    with line.makefile("rb") as file:
-        text = file.readline(_MOST)
-    if not text.endswith(b"\n"):
-        raise StartFailed(f"a proxy of mpirun ended while starting, or sends more than {_MOST} bytes of environment")
-    environ: dict[str, str] = json.loads(text)
-    return environ
 
 
 def launch(launcher: str, size: int) -> Launch:

@@ -1,35 +1,42 @@
-"""The process that mpirun starts in place of a rank: it sends its environment, and ends with the rank.
+"""The process that a foreign launcher (mpirun, Monarch's host) starts in place of one that is forked here.
 
-`python -I -S mpirun_proxy.py SOCKET`: standard library only, starts in milliseconds. mpirun takes this process for the
-rank, so it must end when the rank ends, and by SIGKILL, which mpirun takes for a failure. It also ends when the server
-of SOCKET is gone.
+`python -I -S stand_in_process.py SOCKET TOKEN`: standard library only, starts in milliseconds. It sends the token and
+its environment over the Unix socket (by default that of `VARIABLE`), and ends as it is told: with a status, or by the
+signal of a negative one. The launcher takes it for the process, so it ends by SIGKILL when the server is gone.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
+from typing import NoReturn
+
+VARIABLE = "HOLDFAST_FORK_SOCKET"
+"""The variable with the path of the Unix socket, for stand-ins that are not told it by their command."""
+
+SECONDS = 60.0
 
 
-def main(path: str) -> None:
-    """Send the environment, receive a descriptor of the rank's process, and wait for its end or the server's."""
+def main(path: str, token: str) -> NoReturn:
+    """Send token and environment, and end as the answer says."""
+    folder, _, name = path.rpartition("/")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-        folder, _, name = path.rpartition("/")
-        os.chdir(folder)  # the path may be longer than a socket address allows
-        line.connect(name)
-        line.sendall(json.dumps(dict(os.environ)).encode() + b"\n")
-        _, fds, _, _ = socket.recv_fds(line, 1, 1)
-        if fds:
-            poll = select.poll()
-            poll.register(fds[0], select.POLLIN)
-            poll.register(line, select.POLLIN)
-            poll.poll()
-    os.kill(os.getpid(), signal.SIGKILL)
+        line.settimeout(SECONDS)
+        within = os.open(folder, os.O_PATH)  # the path may be longer than a socket address allows
+        line.connect(f"/proc/self/fd/{within}/{name}")
+        os.close(within)
+        line.sendall(json.dumps([token, dict(os.environ)]).encode() + b"\n")
+        line.settimeout(None)
+        status = int(line.recv(64) or -signal.SIGKILL)
+    if status < 0:
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(abs(status))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] or os.environ[VARIABLE], sys.argv[2])
