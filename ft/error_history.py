@@ -5,13 +5,14 @@ They are kept in a cell of the job's register: a spare that repeats the step may
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 
 import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.ft.membership.view import StepError
-from holdfast.ft.registers import open_cell
+from holdfast.ft.registers import change_cell, open_cell
 
 CELL = "errors"
 """The name of the cell in the register."""
@@ -43,20 +44,20 @@ def note(register: str, error: StepError) -> bool:
 
     Raises `RegisterAway`, `CorruptData`.
     """
-    cell = open_cell(register, CELL)
-    try:
-        while True:
-            version, value = cell.read()
-            try:
-                known = _decoder.decode(value) if version else []
-            except (msgspec.DecodeError, UnicodeDecodeError) as damaged:
-                raise CorruptData(f"the exceptions in register {register} cannot be read: {damaged}") from damaged
-            if any(error.repeats(other) for other in known):
-                return True
-            if cell.compare_and_set(version, msgspec.msgpack.encode([*known, error][-KEPT:])):
-                return False
-    finally:
-        cell.close()
+    repeats = False
+
+    def add(value: bytes) -> bytes:
+        nonlocal repeats
+        try:
+            known = _decoder.decode(value) if value else []
+        except (msgspec.DecodeError, UnicodeDecodeError) as damaged:
+            raise CorruptData(f"the exceptions in register {register} cannot be read: {damaged}") from damaged
+        repeats = any(error.repeats(other) for other in known)
+        return value if repeats else msgspec.msgpack.encode([*known, error][-KEPT:])
+
+    with contextlib.closing(open_cell(register, CELL)) as cell:
+        change_cell(cell, register, add)
+    return repeats
 
 
 def _text(text: str) -> str:

@@ -25,7 +25,7 @@ from holdfast.ft.control.interface import check_ours
 from holdfast.ft.environment.listen_address import choose_address, local_addresses
 from holdfast.ft.environment.placement import Placement, placement
 from holdfast.ft.membership.next_view import host_refusal_reason
-from holdfast.ft.membership.view import MESH, Job, OnDeath, View
+from holdfast.ft.membership.view import MESH, Job, JobIdentity, OnDeath, View
 from holdfast.ft.timeouts import Timeouts
 
 MAX_NAME = 100
@@ -178,25 +178,25 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
     there = view.job if view is not None else None
     size = settings.size or (there.size if there else max(settings.min_size, settings.scheduled, 1))
     shards = settings.shards or (there.shards if there else size)
+    identity = identity_of(settings.key, settings.name)
     mine = Job(
-        settings.name,
+        identity.name,
         size,
         settings.min_size,
         shards,
         tuple(names),
-        key_check=key_check(settings.key, settings.name),
+        key_check=identity.key_check,
         asked=settings.backend,
         timeouts=settings.timeouts,
         mesh=settings.mesh,
         on_death=settings.on_death,
-        version=installed_version(),
+        version=identity.version,
     )
     if view is None or there is None:
         if mine.min_size > mine.size:
             raise ValueError(f"min_size={mine.min_size} is above size={mine.size}: the job could never run")
         return mine
-    if there.name == mine.name and not hmac.compare_digest(there.key_check, mine.key_check):
-        raise WrongKey(f"the register {settings.register} belongs to job {there.name!r} with another key than this one")
+    check_identity(settings.register, mine.identity, there.identity)
     difference = mine.conflict(there)
     if difference is not None:
         raise Mismatch(f"register {settings.register}: {difference}")
@@ -210,6 +210,13 @@ def candidate_job(settings: Settings, view: View | None) -> Job:
     if distance is not None:
         raise BackendUnavailable(there.backend, distance)
     return mine
+
+
+def check_identity(register: str, mine: JobIdentity, there: JobIdentity) -> None:
+    """Raise `WrongKey` or `Mismatch` if the register at a URL is of the job `there`, and that is not `mine`."""
+    if (difference := mine.conflict(there)) is not None:
+        kind = WrongKey if mine.name == there.name and mine.key_check != there.key_check else Mismatch
+        raise kind(f"register {register}: {difference}")
 
 
 class AlreadyJoined(HoldfastError):
@@ -253,9 +260,13 @@ def one_host_backends(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name for name in names if registry().backend(name).info.capabilities.one_host)
 
 
-def key_check(key: bytes, name: str) -> str:
-    """A digest (16 bytes, hex) that tells a job's key from others and does not reveal it."""
-    return hmac.digest(key, b"holdfast job " + name.encode(), "sha256")[:16].hex()
+def identity_of(key: bytes, name: str) -> JobIdentity:
+    """The identity of the job `name` with this key, for a process of this holdfast.
+
+    Its check of the key is a digest (16 bytes, hex) that does not reveal the key.
+    """
+    check = hmac.digest(key, b"holdfast job " + name.encode(), "sha256")[:16].hex()
+    return JobIdentity(name, check, installed_version())
 
 
 def _given(what: str, value: str | None, variable: str, meaning: str, otherwise: str = "") -> str:

@@ -61,15 +61,38 @@ class Member(msgspec.Struct, frozen=True):
     threads: tuple[int, ...] = ()
 
 
+class JobIdentity(msgspec.Struct, frozen=True):
+    """What tells one job from another, and whether two processes run the same holdfast.
+
+    `key_check` only tells a wrong key from the right one. `version` is that of holdfast ("": unknown).
+    """
+
+    name: str
+    key_check: str
+    version: str
+
+    def conflict(self, there: JobIdentity) -> str | None:
+        """Why a process that wants this job cannot be in the job `there`; None if it can."""
+        if self.name != there.name:
+            return f"it belongs to job {there.name!r}, not to {self.name!r}; use another register"
+        if self.key_check != there.key_check:
+            return f"it belongs to job {self.name!r} with another key than this one"
+        if self.version and there.version and self.version != there.version:
+            return (
+                f"job {self.name!r} runs on holdfast {there.version}, this process has {self.version}; install the "
+                "same version on all hosts"
+            )
+        return None
+
+
 class Job(msgspec.Struct, frozen=True):
     """What all members of a job have in common; it does not change from the first running epoch on.
 
     `size` is the number of members that the job wants, `min_size` the fewest that it can run with. `shards` is the
     number of shards of a step, whatever the size. `backends` are the names that every candidate so far can run, in
-    order of preference, and `backend` the one chosen when the job was formed ("" before). `key_check` only tells a
-    wrong key from the right one. By `timeouts` and `mesh` (see `Shape`) the members judge each other: with other values
-    a member would be taken for dead, or would not be watched. `on_death`: see `ft.Session`. `version` is that of
-    holdfast ("": unknown).
+    order of preference, and `backend` the one chosen when the job was formed ("" before). By `timeouts` and `mesh` (see
+    `Shape`) the members judge each other: with other values a member would be taken for dead, or would not be watched.
+    `on_death`: see `ft.Session`. `key_check` and `version`: see `JobIdentity`.
     """
 
     name: str
@@ -85,17 +108,14 @@ class Job(msgspec.Struct, frozen=True):
     on_death: OnDeath = "rebuild"
     version: str = ""
 
+    @property
+    def identity(self) -> JobIdentity:
+        return JobIdentity(self.name, self.key_check, self.version)
+
     def conflict(self, there: Job) -> str | None:
         """Why a process that wants this job cannot be in the job `there`; None if it can."""
-        if self.name != there.name:
-            return f"it belongs to job {there.name!r}, not to {self.name!r}; use another register"
-        if self.key_check != there.key_check:
-            return f"job {self.name!r} has another key"
-        if self.version and there.version and self.version != there.version:
-            return (
-                f"job {self.name!r} runs on holdfast {there.version}, this process has {self.version}; install the "
-                "same version on all hosts"
-            )
+        if (difference := self.identity.conflict(there.identity)) is not None:
+            return difference
         alike = ("size", "min_size", "shards", "mesh", "on_death")
         terms = [(what, getattr(self, what), getattr(there, what)) for what in alike]
         times = [field.name for field in fields(Timeouts)]

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 
 from holdfast.comms.plugins.registry import plugin_manager
-from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
+from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy, change_cell
 
-__all__ = ["Cell", "RegisterAway", "RegisterBusy", "open_cell", "schemes"]
+__all__ = ["Cell", "RegisterAway", "RegisterBusy", "change_cell", "open_cell", "schemes"]
 
 _log = logging.getLogger(__name__)
 

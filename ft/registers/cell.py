@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from holdfast.comms.errors import HoldfastError
+
+CHANGE_SECONDS = 30.0
+"""How long `change_cell` tries against the changes of others; one try takes microseconds."""
 
 
 class RegisterAway(HoldfastError):
@@ -63,3 +68,18 @@ class Cell(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the cell. Idempotent."""
+
+
+def change_cell(cell: Cell, url: str, transition: Callable[[bytes], bytes]) -> None:
+    """Replace the value (b"" before the first write) of a cell of the register `url` by what `transition` makes of it.
+
+    That is applied again if another writer was faster. If it returns the same value, nothing is written. Raises what it
+    raises, and `RegisterAway` after `CHANGE_SECONDS`.
+    """
+    deadline = time.monotonic() + CHANGE_SECONDS
+    while time.monotonic() < deadline:
+        version, before = cell.read()
+        after = transition(before)
+        if after == before or cell.compare_and_set(version, after):
+            return
+    raise RegisterAway(url, f"no change got through in {CHANGE_SECONDS:g} s against those of others")

@@ -8,27 +8,25 @@ comes back needs no clean-up.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
+from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.control.errors import ControlError, WrongKey
 from holdfast.ft.control.interface import split_address
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
 from holdfast.ft.launch.job_contract import TorchEnvironment
-from holdfast.ft.membership.view import View
+from holdfast.ft.membership.view import JobIdentity, View
 from holdfast.ft.node.runtime import new_identity
-from holdfast.ft.registers import RegisterAway, open_cell
-from holdfast.ft.settings import installed_version, key_check
+from holdfast.ft.registers import change_cell, open_cell
+from holdfast.ft.settings import check_identity, identity_of
 
 CELL = "hosts"
 DIAL_SECONDS = 2.0
-ENTER_SECONDS = 30.0
 START_SECONDS = 10.0
 
 
@@ -67,11 +65,9 @@ class HostEntry(msgspec.Struct, frozen=True):
 
 
 class HostTable(msgspec.Struct, frozen=True):
-    """All hosts of a job by name, and what they must agree on."""
+    """All hosts of a job by name, and the job on which they must agree."""
 
-    job: str
-    key_check: str
-    version: str
+    job: JobIdentity
     hosts: dict[str, HostEntry] = {}
 
 
@@ -88,7 +84,7 @@ class HostRegistry:
     ) -> None:
         self._node, self._job, self._key, self._ranks = node, job, key, ranks
         self._url = url
-        self._mine = HostTable(job, key_check(key, job), installed_version())
+        self._empty = HostTable(identity_of(key, job))
         self._agent = f"host-{new_identity()}"
         with contextlib.ExitStack() as undo:
             self._cell = undo.enter_context(contextlib.closing(open_cell(url, CELL)))
@@ -154,22 +150,23 @@ class HostRegistry:
             self._change(without)
 
     def _change(self, change: Callable[[HostTable], HostTable]) -> HostTable:
-        """Replace the table by what `change` makes of it, and return that; again if another host was faster."""
-        deadline = time.monotonic() + ENTER_SECONDS
-        while time.monotonic() < deadline:
-            version, data = self._cell.read()
-            table = self._checked(data) if version else self._mine
-            table = change(table)
-            if self._cell.compare_and_set(version, msgspec.msgpack.encode(table)):
-                return table
-        raise RegisterAway(self._url, f"the hosts of the job change it all the time, for {ENTER_SECONDS:g} s")
+        """Replace the table by what `change` makes of it, and return that."""
+        table = self._empty
+
+        def apply(data: bytes) -> bytes:
+            nonlocal table
+            table = change(self._checked(data) if data else self._empty)
+            return msgspec.msgpack.encode(table)
+
+        change_cell(self._cell, self._url, apply)
+        return table
 
     def _checked(self, data: bytes) -> HostTable:
         try:
             table = msgspec.msgpack.decode(data, type=HostTable)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptData(f"what {self._url} holds is no table of hosts: {error}; use another register") from error
-        check_job(self._url, (table.job, table.key_check, table.version), self._mine)
+        check_identity(self._url, self._empty.job, table.job)
         return table
 
 
@@ -194,21 +191,6 @@ def check_view(url: str, view: View | None, job: str, key: bytes) -> None:
     """Raise, before anything is started, what the processes of a host would raise when they join `view`."""
     if view is None:
         return
-    mine = HostTable(job, key_check(key, job), installed_version())
-    check_job(url, (view.job.name, view.job.key_check, view.job.version), mine)
+    check_identity(url, identity_of(key, job), view.job.identity)
     if view.phase in ("finished", "failed"):
         raise HoldfastError(f"job {job!r} has ended ({view.reason}): start it under another name or another register")
-
-
-def check_job(url: str, there: tuple[str, str, str], mine: HostTable) -> None:
-    """Raise `Mismatch` or `WrongKey` if a register that holds (name, key check, version) is of another job."""
-    job, check, version = there
-    if job != mine.job:
-        raise Mismatch(f"register {url} belongs to job {job!r}, not to {mine.job!r}; use another register")
-    if check != mine.key_check:
-        raise WrongKey(f"the register {url} belongs to job {job!r} with another key than this one")
-    if version and mine.version and version != mine.version:
-        raise Mismatch(
-            f"job {job!r} runs on holdfast {version}, this host has {mine.version}; install the "
-            "same version on all hosts"
-        )

@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.system.keys import create_key, load_key
+from holdfast.ft import settings
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.environment.placement import Placement
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.guarded_process import GuardedProcess
-from holdfast.ft.launch.hosts import host_registry
 from holdfast.ft.launch.hosts.host_agent import HostPlan, host_name
 from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRanks, HostRegistry, check_view
 from holdfast.ft.launch.job_contract import LocalContract, TorchEnvironment
@@ -35,7 +35,7 @@ from holdfast.ft.launch.local_launcher import MOST_RESTART_SECONDS, LaunchPlan, 
 from holdfast.ft.membership.view import Job, View
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import open_cell, tcp
-from holdfast.ft.settings import listen_address
+from holdfast.ft.settings import identity_of, listen_address
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.cli.app import app
 from holdfast.harness.testbed import netns
@@ -126,8 +126,8 @@ def test_a_name_belongs_to_the_host_that_runs(monkeypatch: pytest.MonkeyPatch) -
             registry("hosts", b"l" * 32, "b")
         with pytest.raises(Mismatch, match="belongs to job 'hosts', not to 'other'"):
             registry("other", node="b")
-        monkeypatch.setattr(host_registry, "installed_version", lambda: "99.0")
-        with pytest.raises(Mismatch, match=r"runs on holdfast .*, this host has 99.0"):
+        monkeypatch.setattr(settings, "installed_version", lambda: "99.0")
+        with pytest.raises(Mismatch, match=r"runs on holdfast .*, this process has 99.0"):
             registry("hosts", node="b")
         monkeypatch.undo()
         with closing(registry("hosts", node="b")):
@@ -142,7 +142,7 @@ def test_a_name_belongs_to_the_host_that_runs(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_job_that_has_ended_takes_no_host() -> None:
-    job = Job("job", 2, 1, 2, ("gloo",), key_check=host_registry.key_check(b"k" * 32, "job"))
+    job = Job("job", 2, 1, 2, ("gloo",), key_check=identity_of(b"k" * 32, "job").key_check)
     check_view("u", View(3, "running", (), job, ""), "job", b"k" * 32)
     with pytest.raises(HoldfastError, match=r"job 'job' has ended \(done\)"):
         check_view("u", View(4, "finished", (), job, "done"), "job", b"k" * 32)
