@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.ft.console.command_line import CommandGroup, with_options
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
 from holdfast.harness.bench.store.command import store
+from holdfast.harness.command_line import CommandGroup, check_file, check_folder, check_modules, with_options, writing
 
 if TYPE_CHECKING:
     from holdfast.harness.bench.collectives.run import BenchPlan
@@ -101,7 +101,6 @@ class OpsOptions:
 
 def _bench(ops: tuple[str, ...], options: OpsOptions) -> None:
     from holdfast.ft.console.console import console, styled, working
-    from holdfast.ft.console.outputs import check_file, check_folder, check_modules, writing
     from holdfast.harness.bench.collectives.run import expected_seconds, run
     from holdfast.harness.bench.output import page, show
     from holdfast.harness.report.plot import check_plot

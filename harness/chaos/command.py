@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.ft.console.command_line import CommandGroup
+from holdfast.harness.command_line import CommandGroup, check_folder, check_modules, writing
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun
@@ -130,7 +130,6 @@ def run(
     report could not be written; 130 if interrupted. A run that fails prints the command that repeats it.
     """
     from holdfast.ft.console.console import print_json
-    from holdfast.ft.console.outputs import check_folder, check_modules, writing
     from holdfast.ft.processes.zygote_start import start_early
 
     check_modules("report", "the report", "jinja2", "matplotlib")
@@ -181,7 +180,6 @@ def compare(
     """
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json
-    from holdfast.ft.console.outputs import check_folder, check_modules, writing
     from holdfast.harness.chaos.outcome.compare import compared, load_report
     from holdfast.harness.chaos.show import comparison
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from holdfast.ft.console.command_line import CommandGroup, signals_end_in_order
 from holdfast.ft.console.visible import replace_unencodable
 from holdfast.harness.bench.command import app as bench_app
 from holdfast.harness.blame import blame
@@ -19,6 +18,7 @@ from holdfast.harness.cli.rl import app as rl_app
 from holdfast.harness.cli.run import run
 from holdfast.harness.cli.store import app as store_app
 from holdfast.harness.cli.tune import tune
+from holdfast.harness.command_line import CommandGroup, signals_end_in_order
 from holdfast.harness.conformance.command import conformance
 from holdfast.harness.gate.command import gate
 from holdfast.harness.simulate.command import simulate

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.harness.command_line import check_folder, check_modules, writing
+
 if TYPE_CHECKING:
     from holdfast.harness.chaos.outcome.record import ChaosRun
     from holdfast.harness.chaos.scenario.scenario import Scenario
@@ -58,7 +60,6 @@ def demo(
     Exit status: 0 only if held-out exact match is over 85% at the end, no step, prompt or version of the weights was
     lost, and every invariant held; 1 if not; 2 if the run could not be done; 130 if interrupted.
     """
-    from holdfast.ft.console.outputs import check_folder, check_modules
     from holdfast.ft.processes.zygote_start import start_early
     from holdfast.harness.training import preload
 
@@ -83,7 +84,6 @@ def _demo(scenario: Scenario, repeat: str, seed: int, json: bool, folder: Path) 
     from importlib.metadata import version
 
     from holdfast.ft.console.console import console, print_json
-    from holdfast.ft.console.outputs import writing
     from holdfast.harness.chaos.outcome.page import write_folder
     from holdfast.harness.chaos.outcome.record import ChaosReport
     from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
@@ -145,7 +145,6 @@ def _scenario(steps: int | None, seed: int, hosts: int, backend: str) -> Scenari
 def _check_hosts() -> None:
     """Raise `Unsupported`, naming what is missing, where no network namespaces can be hosts of a run."""
     from holdfast.comms.errors import HoldfastError, Unsupported
-    from holdfast.ft.console.outputs import check_modules
     from holdfast.harness.testbed import netns
 
     if why := netns.missing():

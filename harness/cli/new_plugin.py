@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from holdfast.harness.command_line import writing
+
 TEMPLATES = Path(__file__).with_name("plugin_template")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -42,7 +44,6 @@ def new_plugin(
     Exit status: 2 if the name is taken or no lower-case identifier, or if
     the folder exists or cannot be made; 74 if a file could not be written.
     """
-    from holdfast.ft.console.outputs import writing
 
     check_name(name)
     folder = Path(f"holdfast-{distribution(name)}") if directory is None else directory

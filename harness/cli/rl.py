@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.ft.console.command_line import CommandGroup
+from holdfast.harness.command_line import CommandGroup, check_folder, check_modules
 
 app = CommandGroup(
     help="Train a language model by reinforcement, resume a run, and read what it did.", no_args_is_help=True
@@ -162,7 +162,6 @@ def report(
 
         holdfast rl report run --output public
     """
-    from holdfast.ft.console.outputs import check_folder, check_modules
     from holdfast.harness.training.command import write_pages
 
     check_modules("report", "the report", "jinja2", "matplotlib")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.ft.console.command_line import with_options
+from holdfast.harness.command_line import with_options
 
 if TYPE_CHECKING:
     from holdfast.ft.launch.hosts.host_agent import HostPlan

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from holdfast.ft.console.command_line import CANNOT_BEGIN, CommandGroup, GuardedCommand
+from holdfast.harness.command_line import CANNOT_BEGIN, CommandGroup, GuardedCommand
 
 NOTHING_TO_VERIFY = 3
 """The exit status of `holdfast store verify` that read no replica: that is no verdict on any byte."""

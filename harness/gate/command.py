@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.harness.command_line import check_file, writing
+
 if TYPE_CHECKING:
     from holdfast.harness.gate.sides import Side
 
@@ -40,7 +42,6 @@ def gate(
     the file of --markdown could not be written after all.
     """
     from holdfast.ft.console.console import console, print_json, working
-    from holdfast.ft.console.outputs import check_file, writing
     from holdfast.harness.gate import show
     from holdfast.harness.gate.decide import DecisionRule
     from holdfast.harness.gate.gate import run

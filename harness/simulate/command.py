@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from holdfast.harness.command_line import check_file
+
 
 def simulate(
     ranks: Annotated[
@@ -66,7 +68,6 @@ def simulate(
     Exit status: 0 if every invariant held (with --museum: if every bug was found); 1 if not; 2 for what cannot be run.
     """
     from holdfast.comms.errors import HoldfastError
-    from holdfast.ft.console.outputs import check_file
     from holdfast.harness.simulate import show
 
     check_file(trace, "--trace")

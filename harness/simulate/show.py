@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 from holdfast.ft.console.console import FoldingTable, console, print_json, styled, working
-from holdfast.ft.console.outputs import writing
 from holdfast.ft.console.units import counted
+from holdfast.harness.command_line import writing
 from holdfast.harness.invariants import CHECKERS
 from holdfast.harness.simulate.core.schedule import Schedule, load, save
 from holdfast.harness.simulate.core.trace import TraceWriter

@@ -93,7 +93,7 @@ LAYERS = {
         export
     """,
     "harness": """
-        links
+        links command_line
         invariants
         cluster
         testbed

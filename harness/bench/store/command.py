@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from holdfast.ft.console.command_line import with_options
 from holdfast.harness.bench.collectives.definitions import parse_size
+from holdfast.harness.command_line import with_options
 
 PEERS = "torchstore,memcpy,safetensors,dcp"
 

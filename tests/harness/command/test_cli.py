@@ -19,11 +19,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from holdfast.ft.console.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand
-from holdfast.ft.console.outputs import check_file
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
 from holdfast.harness.cli.app import app
+from holdfast.harness.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand, check_file
 from support.programs.forked_programs import run_holdfast
 from support.programs.snippets import blocks
 from support.source_tree import ROOT

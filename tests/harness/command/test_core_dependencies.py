@@ -10,8 +10,8 @@ import sys
 import pytest
 import typer
 
-from holdfast.ft.console.command_line import CANNOT_BEGIN, plain_brackets
 from holdfast.harness.cli.app import app
+from holdfast.harness.command_line import CANNOT_BEGIN, plain_brackets
 
 pytestmark = pytest.mark.timeout(300)
 

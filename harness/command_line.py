@@ -1,4 +1,6 @@
-"""The guard around every `holdfast` command, and the exit statuses that commands share.
+"""What every `holdfast` command shares: the guard around it, its exit statuses, and checks of its output files.
+
+Output files are checked before the work, and written after the result was printed.
 
 An exit status below 64 is a command's own: its result, or that it could not begin. A command that breaks, is ended by a
 signal or cannot write ends with a status from 64 on, so that no script takes a fault of holdfast for a result.
@@ -8,16 +10,20 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import inspect
 import math
 import os
 import re
 import select
 import signal
+import stat
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, get_type_hints
 
@@ -31,6 +37,9 @@ CANNOT_BEGIN = 2
 
 INTERNAL_ERROR = 70
 """EX_SOFTWARE: a fault of holdfast."""
+
+NOT_WRITTEN = 74
+"""EX_IOERR: the result was printed, and a file could not be written."""
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -170,3 +179,54 @@ def signals_end_in_order() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def check_file(path: Path | None, option: str) -> None:
+    """Raise BadParameter with the reason if `path` (None: no output is wanted) cannot be written."""
+    if path is None:
+        return
+    try:
+        if path.exists() and not path.is_file():
+            if stat.S_ISDIR(path.stat().st_mode):
+                raise IsADirectoryError(f"{path} is a folder")
+            return  # A pipe or a terminal: opening it may block until it has a reader.
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent}")
+        new = not path.exists()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666))
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error}", param_hint=option) from error
+
+
+def check_folder(path: Path | None, option: str, *names: str) -> None:
+    """Make the folder `path` (None: none is wanted); raise BadParameter if files `names` cannot be written in it."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"{path} is no folder to write to: {error}", param_hint=option) from error
+    for name in names:
+        check_file(path / name, option)
+
+
+def check_modules(extra: str, what: str, *modules: str) -> None:
+    """Raise BadParameter with the install command unless `modules`, which an optional part needs, are installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        install = f"pip install 'holdfast[{extra}]'"
+        raise typer.BadParameter(f"{what} needs {' and '.join(missing)}, which is not installed: {install}")
+
+
+@contextmanager
+def writing(command: str) -> Iterator[None]:
+    """On an OSError, print one line and exit with `NOT_WRITTEN`, which is no result."""
+    try:
+        yield
+    except OSError as error:
+        typer.echo(f"{command}: a file could not be written: {error}", err=True)
+        raise typer.Exit(NOT_WRITTEN) from error
