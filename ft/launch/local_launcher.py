@@ -48,12 +48,6 @@ from holdfast.ft.registers import RegisterAway
 from holdfast.ft.termination import TERMINATED
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
-GRACE = 5.0
-"""Seconds from SIGTERM to SIGKILL, and from the end of the job, or of its last member, to that of other processes."""
-
-LEAVE_SECONDS = 25.0
-"""Seconds that processes get, after SIGTERM, to finish a step and leave. SLURM and Kubernetes kill after 30."""
-
 ASK_AGAIN_SECONDS = 0.5
 """Seconds from the first SIGTERM to the second, which ends a session that is still in a step."""
 
@@ -66,13 +60,30 @@ STABLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Grace:
+    """Seconds that processes get to end by themselves before they are ended.
+
+    `after_steps`: members that still work after the job's last step. `after_sigterm`: all, after SIGTERM, to finish a
+    step and leave; SLURM and Kubernetes kill after 30. `at_end`: those without work, from the end of the job or of its
+    last member; and all from the SIGTERM that ends them to SIGKILL.
+    """
+
+    after_steps: float = float("inf")
+    after_sigterm: float = 25.0
+    at_end: float = 5.0
+
+    def __post_init__(self) -> None:
+        if min(self.after_steps, self.after_sigterm, self.at_end) < 0:
+            raise ValueError(f"{self}: no period can be negative")
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The processes to start: `size` + `spares` of `command`. They may run for `grace` seconds after the job.
+    """The processes to start: `size` + `spares` of `command`.
 
     `min_size` and `shards` are defaults for sessions of scripts that do not set them; `check` turns agreement checks
     on. `here`: how many of the `size` members this host starts (None: all). Up to `restarts` processes that die are
-    started again, as spares. With `detach`, the processes outlive the launcher. After SIGTERM they may run for `leave`
-    seconds.
+    started again, as spares. With `detach`, the processes outlive the launcher.
     """
 
     command: tuple[str, ...]
@@ -80,14 +91,13 @@ class LaunchPlan:
     spares: int = 0
     backend: str = "shm"
     job: str = "job"
-    grace: float = float("inf")
+    grace: Grace = Grace()
     min_size: int | None = None
     shards: int | None = None
     check: bool = False
     here: int | None = None
     restarts: int = 0
     detach: bool = False
-    leave: float = LEAVE_SECONDS
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.spares < 0:
@@ -98,8 +108,8 @@ class LaunchPlan:
             raise ValueError(f"shards={self.shards} must be at least 1")
         if self.here is not None and not 1 <= self.here <= self.size:
             raise ValueError(f"here={self.here} must be at least 1 and at most size={self.size}")
-        if self.restarts < 0 or self.leave < 0:
-            raise ValueError(f"restarts={self.restarts} and leave={self.leave} must not be negative")
+        if self.restarts < 0:
+            raise ValueError(f"restarts={self.restarts} must not be negative")
         if not self.command:
             raise ValueError("there is no script to run")
 
@@ -213,7 +223,7 @@ class Launcher:
 
     def _follow(self) -> None:
         """Show output until all processes are gone, or the job is over and the time of the others is up."""
-        look, over = time.monotonic(), None
+        grace, look, over = self._plan.grace, time.monotonic(), None
         began = busy = look
         while self._running():
             self._turn(LOOK)
@@ -221,7 +231,7 @@ class Launcher:
             if self._leaving is not None:
                 self._due.clear()
             self._start_due(now)
-            if self._leaving is not None and now >= self._leaving + self._plan.leave:
+            if self._leaving is not None and now >= self._leaving + grace.after_sigterm:
                 return
             if now < look:
                 continue
@@ -234,7 +244,7 @@ class Launcher:
                 busy = now
             if over is not None:
                 self._due.clear()
-            if over is not None and now >= min(began + self._plan.grace, busy + GRACE):
+            if over is not None and now >= min(began + grace.after_steps, busy + grace.at_end):
                 for number, process in enumerate(self._processes):
                     if process.returncode is None:
                         text = f"still ran {now - began:.1f} s after the job was over: it is ended (pid {process.pid})"
@@ -376,7 +386,7 @@ class Launcher:
         self._ending = True
         self._due.clear()
         began = time.monotonic()
-        for again in (ASK_AGAIN_SECONDS, GRACE):
+        for again in (ASK_AGAIN_SECONDS, self._plan.grace.at_end):
             for sent in (signal.SIGTERM, signal.SIGCONT):
                 for process in self._processes:
                     process.signal(sent)

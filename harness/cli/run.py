@@ -73,7 +73,7 @@ class RunOptions:
     def plan(self, several: bool) -> LaunchPlan:
         """What to start here, as a job on `several` hosts or on this one. Raises ValueError."""
         from holdfast.ft.environment.placement import placement
-        from holdfast.ft.launch.local_launcher import LEAVE_SECONDS, LaunchPlan, python_command
+        from holdfast.ft.launch.local_launcher import Grace, LaunchPlan, python_command
 
         environ = os.environ if several else {}
         return LaunchPlan(
@@ -82,14 +82,13 @@ class RunOptions:
             self.spares,
             self.backend or environ.get("HOLDFAST_BACKEND") or ("gloo" if several else "shm"),
             self.job or environ.get("HOLDFAST_JOB") or (placement(environ).job if several else "") or "job",
-            self.grace,
+            Grace(self.grace, Grace().after_sigterm if self.leave is None else self.leave),
             self.min_size,
             self.shards,
             self.check,
             (self.nproc or self.size or 2) if several else None,
             self.restarts,
             self.detach,
-            LEAVE_SECONDS if self.leave is None else self.leave,
         )
 
     def nodes(self) -> int:

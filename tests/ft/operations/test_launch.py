@@ -17,7 +17,7 @@ import pytest
 from holdfast.comms.system.environment import flag
 from holdfast.ft.launch import run_report
 from holdfast.ft.launch.guarded_process import GuardedProcess
-from holdfast.ft.launch.local_launcher import Launcher, LaunchPlan, launch, python_command
+from holdfast.ft.launch.local_launcher import Grace, Launcher, LaunchPlan, launch, python_command
 from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ranks, table, whereabouts
 from holdfast.ft.telemetry.flight import find
 from support.event_records import an_event
@@ -45,11 +45,8 @@ def ended(pids: list[int]) -> bool:
 # -- a job that cannot go on
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes have time to end by themselves, however busy the machine is."""
-    monkeypatch.setattr("holdfast.ft.launch.local_launcher.GRACE", 60.0)
-
+PATIENT = Grace(at_end=60.0)
+"""Processes have time to end by themselves, however busy the machine is."""
 
 FAILS = """
     from holdfast import ft
@@ -62,12 +59,11 @@ FAILS = """
 """
 
 
-@pytest.mark.usefixtures("patient")
 def test_run_ends_with_a_repeated_exception_and_names_the_failed_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = script(tmp_path, FAILS.format(words=""))
-    assert launch(LaunchPlan(python_command(path, ()), 3, spares=1)) == 1
+    assert launch(LaunchPlan(python_command(path, ()), 3, spares=1, grace=PATIENT)) == 1
     output = capsys.readouterr().out
     rows = [line.removeprefix("holdfast run: ").split() for line in output.splitlines() if "holdfast run:" in line]
     assert "the same exception came again: ValueError: no such batch in 3 (step 3, rank 1" in output
@@ -78,12 +74,11 @@ def test_run_ends_with_a_repeated_exception_and_names_the_failed_rank(
     assert raised == ["1 exited with status 1 ValueError: no such batch in 3"] * 2
 
 
-@pytest.mark.usefixtures("patient")
 def test_run_ends_at_once_when_min_size_cannot_be_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each exception differs, so that none of them ends the job by itself."""
     path = script(tmp_path, FAILS.format(words=" {id(attempt)} {session.identity}"))
     began = time.monotonic()
-    assert launch(LaunchPlan(python_command(path, ()), 3, spares=1, min_size=3)) == 1
+    assert launch(LaunchPlan(python_command(path, ()), 3, spares=1, min_size=3, grace=PATIENT)) == 1
     assert time.monotonic() - began < 300, "join is 600 s"
     output = capsys.readouterr().out
     assert "2 processes are left of the 3 members needed, and nobody else can come" in output

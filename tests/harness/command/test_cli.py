@@ -20,7 +20,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.ft.launch.local_launcher import LaunchPlan, launch, python_command
+from holdfast.ft.launch.local_launcher import Grace, LaunchPlan, launch, python_command
 from holdfast.harness.cli.app import app
 from holdfast.harness.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand, check_file
 from support.programs.forked_programs import run_holdfast
@@ -482,13 +482,6 @@ def test_run_shows_progress_bars_as_lines_and_obeys_no_escape_sequence(
     assert "[0] \\x1b[2Jred [/dev/shm]" in lines
 
 
-@pytest.fixture
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the job's end, give 0.2 s to processes that are stopped or not in its last view."""
-    monkeypatch.setattr("holdfast.ft.launch.local_launcher.GRACE", 0.2)
-
-
-@pytest.mark.usefixtures("short_grace")
 def test_run_lets_a_rank_end_its_work_after_the_last_step(tmp_path: Path) -> None:
     status = launched(
         tmp_path,
@@ -497,6 +490,7 @@ def test_run_lets_a_rank_end_its_work_after_the_last_step(tmp_path: Path) -> Non
         time.sleep(2.0)
         pathlib.Path(sys.argv[1], "model").touch()
         """,
+        grace=Grace(at_end=0.2),
     )
     assert status == 0
     assert (tmp_path / "model").exists()
@@ -507,14 +501,16 @@ def test_run_fails_if_a_rank_fails_after_the_last_step(tmp_path: Path, capsys: p
     assert "rank 0 exited with status 3" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize(
     ("lingering", "grace"),
-    [("import time; time.sleep(600)", 1.0), ("import os; os.kill(os.getpid(), 19)", float("inf"))],
+    [
+        ("import time; time.sleep(600)", Grace(1.0, at_end=0.2)),
+        ("import os; os.kill(os.getpid(), 19)", Grace(at_end=0.2)),
+    ],
     ids=["sleeps past its grace", "is stopped"],
 )
 def test_run_names_the_ranks_that_it_ended_after_the_last_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], lingering: str, grace: float
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lingering: str, grace: Grace
 ) -> None:
     assert launched(tmp_path, lingering, grace=grace) == 1
     assert "[0] still ran" in (output := capsys.readouterr().out)
