@@ -1,4 +1,4 @@
-"""Where a scheduler has put this process: its host, its number, and how many there are. A pure function of variables.
+"""Where a scheduler has put this process: its host, its job, and how many there are. A pure function of variables.
 
 Read from the inside out: torchrun, an MPI launcher, SLURM, Kubernetes. A process that none of them started has an empty
 placement, and needs none: it joins its job by name, and its rank comes from the view.
@@ -6,7 +6,6 @@ placement, and needs none: it joins its job by name, and its rank comes from the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,19 +16,15 @@ MOST_TASKS = 1 << 24
 class Placement:
     """What the variables of `source` say; None and "" for what they do not.
 
-    `rank` of `size` processes, `local_rank` of `local_size` on this host, `node_rank` of `nodes` hosts, `node` the
-    name of this one. `job` names the scheduler's job, another one after each restart as a whole. `spread`: processes of
-    the job may be on other hosts. `restarting`: the scheduler starts all processes again when one fails.
+    It has started `size` processes on `nodes` hosts; `node` is the name of this one. `job` names the scheduler's job,
+    another one after each restart as a whole. `spread`: processes of the job may be on other hosts. `ends_together`:
+    the scheduler ends, or starts again, all processes when one fails.
     """
 
     source: str = ""
     node: str = ""
-    node_rank: int | None = None
     nodes: int | None = None
-    rank: int | None = None
     size: int | None = None
-    local_rank: int | None = None
-    local_size: int | None = None
     job: str = ""
     spread: bool = False
     ends_together: bool = False
@@ -49,12 +44,8 @@ def _torchrun(environ: Mapping[str, str]) -> Placement:
     run, restarts = environ.get("TORCHELASTIC_RUN_ID", ""), _number(environ, "TORCHELASTIC_RESTART_COUNT")
     return Placement(
         "torchrun",
-        node_rank=_number(environ, "GROUP_RANK"),
         nodes=nodes,
-        rank=_number(environ, "RANK"),
         size=size,
-        local_rank=_number(environ, "LOCAL_RANK"),
-        local_size=local,
         job=_restarted(f"torchrun-{run}", restarts) if run not in ("", "none") else "",
         spread=bool(nodes and nodes > 1),
         ends_together=bool(_number(environ, "TORCHELASTIC_MAX_RESTARTS")) or bool(local and local > 1),
@@ -62,42 +53,28 @@ def _torchrun(environ: Mapping[str, str]) -> Placement:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Placement:
-    words = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return _mpi(environ, "Open MPI", *(f"OMPI_COMM_WORLD_{word}" for word in words))
+    return _mpi(environ, "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def _pmi(environ: Mapping[str, str]) -> Placement:
-    return _mpi(environ, "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _mpi(environ, "PMI", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
 def _mpi(environ: Mapping[str, str], source: str, *names: str) -> Placement:
-    rank, size, local_rank, local_size = (_number(environ, name) for name in names)
-    return Placement(
-        source,
-        node=environ.get("PMIX_HOSTNAME", "") or environ.get("SLURMD_NODENAME", ""),
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        spread=bool(size and local_size and size > local_size),
-    )
+    size, local = (_number(environ, name) for name in names)
+    node = environ.get("PMIX_HOSTNAME", "") or environ.get("SLURMD_NODENAME", "")
+    return Placement(source, node, size=size, spread=bool(size and local and size > local))
 
 
 def _slurm(environ: Mapping[str, str]) -> Placement:
     """A task of a step (`srun`). The batch script itself is one process, whatever the size of its allocation."""
-    node_rank = _number(environ, "SLURM_NODEID")
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-    counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", ""))
     job = environ.get("SLURM_JOB_ID", "")
     return Placement(
         "SLURM",
         node=environ.get("SLURMD_NODENAME", ""),
-        node_rank=node_rank,
         nodes=nodes,
-        rank=_number(environ, "SLURM_PROCID"),
         size=_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        local_size=counts[node_rank] if node_rank is not None and node_rank < len(counts) else None,
         job=_restarted(f"slurm-{job}", _number(environ, "SLURM_RESTART_COUNT")) if job else "",
         spread=bool(nodes and nodes > 1),
     )
@@ -109,7 +86,6 @@ def _kubernetes(environ: Mapping[str, str]) -> Placement:
     return Placement(
         "Kubernetes",
         node=environ.get("HOSTNAME", ""),
-        rank=_number(environ, "JOB_COMPLETION_INDEX"),
         job=_restarted(jobset, _number(environ, "JOBSET_RESTART_ATTEMPT")) if jobset else "",
         spread=True,
     )
@@ -134,17 +110,6 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
                 raise ValueError(f"{name}={text!r} in the environment is not a number of a scheduler")
             return int(text)
     return None
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """SLURM's "2(x3),1" as [2, 2, 2, 1]; empty for anything else."""
-    counts: list[int] = []
-    for each in text.split(","):
-        found = re.fullmatch(r"(\d{1,8})(?:\(x(\d{1,8})\))?", each.strip())
-        if found is None or len(counts) + int(found[2] or 1) > MOST_TASKS:
-            return []
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
 
 
 def _restarted(job: str, restarts: int | None) -> str:

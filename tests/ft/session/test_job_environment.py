@@ -39,24 +39,12 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "r", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_R
 SLURM = {
     "SLURM_STEP_ID": "0",
     "SLURM_JOB_ID": "7",
-    "SLURM_PROCID": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
     "SLURMD_NODENAME": "n3",
     "SLURM_STEP_NUM_NODES": "3",
     "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
 POD = {"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "training-3"}
-IN_SLURM: dict[str, Any] = {
-    "node": "n3",
-    "node_rank": 2,
-    "nodes": 3,
-    "rank": 4,
-    "size": 5,
-    "local_rank": 0,
-    "local_size": 1,
-}
+IN_SLURM: dict[str, Any] = {"node": "n3", "nodes": 3, "size": 5}
 
 
 @pytest.mark.parametrize(
@@ -66,30 +54,30 @@ IN_SLURM: dict[str, Any] = {
         ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_JOB_ID": "7", "SLURM_NNODES": "4"}, Placement()),
         (
             TORCHRUN,
-            Placement("torchrun", "", None, 2, 5, 8, 1, 4, "torchrun-r", spread=True, ends_together=True),
+            Placement("torchrun", nodes=2, size=8, job="torchrun-r", spread=True, ends_together=True),
         ),
         (
             TORCHRUN
-            | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+            | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             | {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
-            Placement("torchrun", "", 0, 1, 0, 1, 0, 1, "torchrun-r.2", ends_together=True),
+            Placement("torchrun", nodes=1, size=1, job="torchrun-r.2", ends_together=True),
         ),
         (SLURM, Placement("SLURM", **IN_SLURM, job="slurm-7", spread=True)),
         (SLURM | {"SLURM_RESTART_COUNT": "1"}, Placement("SLURM", **IN_SLURM, job="slurm-7.1", spread=True)),
         (SLURM | {"PMI_RANK": "4", "PMI_SIZE": "5"}, Placement("SLURM", **IN_SLURM, job="slurm-7", spread=True)),
         (
             {"PMI_RANK": "1", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-            Placement("PMI", "", None, None, 1, 6, 1, 2, spread=True),
+            Placement("PMI", size=6, spread=True),
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
             | {"PMIX_HOSTNAME": "n1"},
-            Placement("Open MPI", "n1", None, None, 1, 2, None, 2),
+            Placement("Open MPI", "n1", size=2),
         ),
-        (POD, Placement("Kubernetes", "training-3", rank=3, spread=True)),
+        (POD, Placement("Kubernetes", "training-3", spread=True)),
         (
             POD | {"JOBSET_NAME": "set", "JOBSET_RESTART_ATTEMPT": "1"},
-            Placement("Kubernetes", "training-3", rank=3, job="set.1", spread=True),
+            Placement("Kubernetes", "training-3", job="set.1", spread=True),
         ),
         (POD | TORCHRUN, placement(TORCHRUN)),
     ],
