@@ -62,8 +62,8 @@ def why_unsafe(catalog: Catalog, version: Version, shard: Shard) -> str:
         open_in += f", without those on {counted(len(catalog.away), 'host')} away from the register"
     if version.spread == "hosts" and version.replicas > hosts:
         return (
-            f"{found}; {open_in} on {hosts} hosts, and spread='hosts' needs {version.replicas}; open it on more hosts, "
-            "ask for fewer replicas, or for spread='auto'"
+            f"{found}; {open_in} on {counted(hosts, 'host')}, and spread='hosts' needs {version.replicas}; open it on "
+            "more hosts, ask for fewer replicas, or for spread='auto'"
         )
     if len({each.peer for each in staying}) < version.replicas:
         return f"{found}; {open_in}; open it in more, or ask for fewer replicas"

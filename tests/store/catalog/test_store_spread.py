@@ -16,7 +16,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.ft.registers import open_cell
 from holdfast.store import StoreTimeout, WeightStore
 from holdfast.store.catalog import transitions
-from holdfast.store.catalog.failure_domains import candidates
+from holdfast.store.catalog.failure_domains import candidates, why_unsafe
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Spread
 from support.children import Child
 
@@ -86,6 +86,27 @@ def test_with_hosts_there_must_be_as_many_hosts_as_replicas() -> None:
     assert copied(catalog, "south0").visible() == (1,)
 
 
+def lack(catalog: Catalog) -> str:
+    version = catalog.version(1)
+    assert version is not None
+    return why_unsafe(catalog, version, version.shards[0])
+
+
+def test_what_a_part_lacks_is_said_with_what_would_help() -> None:
+    alone, pair = (announced(there, "north0", "hosts") for there in (holders(north=3), holders(north=2, south=1)))
+    assert "on 1 host, and spread='hosts' needs 2; open it on more hosts" in lack(alone)
+    assert "on 1 of 2 hosts; this store is open for holding in 3" in lack(pair), "two hosts are enough for two replicas"
+    assert lack(pair).endswith("they are stopped, slow or cut off") and "away" not in lack(pair)
+    assert "ask for fewer replicas" in lack(announced(holders(north=1), "north0", "processes"))
+    assert "without those on 1 host away from the register" in lack(replace(pair, away=("south",)))
+
+
+def test_only_a_publisher_of_a_part_withdraws_it() -> None:
+    catalog = announced(holders(north=2), "north0", "processes")
+    assert transitions.withdraw(catalog, 1, 0, "north1") == catalog
+    assert transitions.withdraw(catalog, 1, 0, "north0").versions == ()
+
+
 def test_replicas_move_to_a_host_that_joins_later() -> None:
     catalog = copied(announced(holders(north=3), "north0", "auto"), "north1")
     catalog = transitions.join(catalog, Holder("south0", Peer("south", 1, 1)))
@@ -146,7 +167,7 @@ def test_publishing_for_several_hosts_fails_where_there_is_one(url: str, start: 
     """It says why, leaves nothing behind, and succeeds when a store on another host is opened."""
     other = start(a_holder_on, url, "south")
     with WeightStore(url, spread="hosts", plane="ucx") as store:
-        with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 hosts, and spread='hosts' needs 2"):
+        with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 host, and spread='hosts' needs 2"):
             store.publish(1, {"a": torch.ones(9)}, timeout=0.3)
         assert store.versions() == []
         other.tell("open")
