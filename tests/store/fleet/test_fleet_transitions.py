@@ -420,3 +420,14 @@ def test_a_switch_to_a_version_that_is_lost_is_aborted() -> None:
     switch = fleet_targets.find_switch(catalog, "t")
     assert switch is not None and switch.state == "aborted" and "version 1 is lost" in switch.reason
     assert fleet_targets.find_reader(catalog, one.reader.id) is not None
+
+
+def test_the_version_of_an_older_switch_stays_while_a_reader_has_to_carry_it_out() -> None:
+    """One that is behind: the newest committed switch did not name it."""
+    late = Reader("g0", "g0.0", "store of g0", Peer("host", 100, 7), switched=True, must=1)
+    switches = tuple(
+        SwitchRecord(version, "token", version, ("g1",), None, 1.0, TRAINER.peer, state="committed")
+        for version in (1, 2, 3)
+    )
+    assert fleet_targets.kept(Catalog(readers=(late,), switches=switches)) == {1, 3}
+    assert fleet_targets.kept(Catalog(switches=switches)) == {3}
