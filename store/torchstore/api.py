@@ -19,7 +19,7 @@ from holdfast.ft.registers import RegisterAway
 from holdfast.store.torchstore.client import LocalClient, in_thread
 from holdfast.store.torchstore.errors import NotInitialized
 from holdfast.store.torchstore.home import StoreAddress, StoreHome, find, resolve
-from holdfast.store.torchstore.memory import end as ended
+from holdfast.store.torchstore.record import end as ended
 from holdfast.store.torchstore.request import TensorSlice
 from holdfast.store.torchstore.strategy import ControllerStorageVolumes, TorchStoreStrategy, describe
 
@@ -98,8 +98,8 @@ def end(store_name: str) -> None:
     """End a store, and wait until it has ended. Raises `OpTimeout` if another process does not end it."""
     deadline, found = time.monotonic() + END_SECONDS, _locate(store_name)
     if found is not None:
-        with contextlib.suppress(RegisterAway), contextlib.closing(found.open_memory()) as register:
-            register.change(ended)
+        with contextlib.suppress(RegisterAway), contextlib.closing(found.open_record()) as record:
+            record.cell.change(ended)
     while found is not None and found.running:
         if time.monotonic() > deadline:
             raise OpTimeout(f"the shutdown of store {store_name!r}", 0, END_SECONDS)

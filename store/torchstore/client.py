@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -20,11 +21,11 @@ from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.registers import RegisterAway
 from holdfast.store.data.packing import pack
 from holdfast.store.read.read_plan import PlanCache
-from holdfast.store.torchstore import memory
-from holdfast.store.torchstore.directory import Deleted, DirectoryClient, KeyPart
+from holdfast.store.torchstore import record
+from holdfast.store.torchstore.directory import Deleted, Directory, KeyPart
 from holdfast.store.torchstore.errors import NotInitialized
 from holdfast.store.torchstore.home import StoreAddress
-from holdfast.store.torchstore.memory import SlabTable
+from holdfast.store.torchstore.record import StoreRecord
 from holdfast.store.torchstore.request import Request, TensorSlice
 from holdfast.store.torchstore.strategy import strategy_of
 from holdfast.store.torchstore.values import OpenPart, blocks_of, read_values
@@ -58,19 +59,21 @@ class LocalClient:
         self.store_name, self._address = address.store_name, address
         self._me = this_process()
         try:
-            self._cell, self._directory = address.open_memory(), DirectoryClient(address.url)
+            self._record = address.open_record()
         except HoldfastError as error:
             raise self._ended(error) from error
         try:
-            about = self._there(self._cell.read)[1]
+            about = self._there(self._record.cell.read)[1]
             self.strategy, self._volumes = strategy_of(about), about.volumes
             self._plane = memory_plane.memory()
         except BaseException:
-            self._cell.close()
-            self._directory.close()
+            self._record.close()
             raise
         self._plans = PlanCache()
         self._mapped: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self._claim = 0
+        """The claim on memory for the next put; 0 for none, or while a put fills it."""
         forks.refuse_in_children(self, f"the connection to store {self.store_name!r}", ("store_name",))
 
     @property
@@ -119,27 +122,28 @@ class LocalClient:
 
     async def keys(self, prefix: str | None = None) -> list[str]:
         """All keys; with a prefix those that begin with its parts: "a.b" finds "a.b" and "a.b.c", not "a.bc"."""
-        return await in_thread(self._there, lambda: self._directory.read(lambda now: now.keys(prefix)))
+        return await in_thread(self._there, lambda: self._record.read(lambda now: now.keys(prefix)))
 
     async def delete(self, key: str) -> None:
         """Delete a key. Raises `NoSuchKey`, also for one of which some shards are missing."""
         deleted = Deleted((key,))
-        await in_thread(self._there, lambda: self._directory.change(deleted, lambda now: now.find([key])))
+        await in_thread(self._there, lambda: self._record.commit(deleted, lambda now: now.find([key])))
 
     async def delete_batch(self, keys: list[str]) -> None:
         """Delete keys; those that are not there are ignored."""
         if not isinstance(keys, list):
             raise TypeError(f"delete_batch takes a list of keys, not {type(keys).__name__}")
         if keys:
-            await in_thread(self._there, lambda: self._directory.change(Deleted(tuple(keys)), lambda _: None))
+            await in_thread(self._there, lambda: self._record.commit(Deleted(tuple(keys)), lambda _: None))
 
     async def exists(self, key: str) -> bool:
         """Whether a key has a value, complete with all its shards."""
-        return await in_thread(self._there, lambda: self._directory.read(lambda now: now.has(key)))
+        return await in_thread(self._there, lambda: self._record.read(lambda now: now.has(key)))
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        for each in (self._cell, self._directory, self._plane):
+        self._release(self._swap_claim(0))
+        for each in (self._record, self._plane):
             each.close()
 
     # -- in a thread
@@ -148,14 +152,19 @@ class LocalClient:
     def _put(self, entries: Mapping[str, Any]) -> None:
         volume = self._volume()
         forms, blocks = blocks_of(entries)
-        claim, taken = secrets.randbits(62), list[int]()
+        claim, taken = 0, list[int]()
 
         def allocate(nbytes: int) -> torch.Tensor:
+            nonlocal claim
             mapped = None
             if nbytes > INLINE_BYTES:
-                taken.append(self._claim(claim, nbytes))
+                claim = self._swap_claim(0) or secrets.randbits(62)
+                taken.append(self._granted(claim, nbytes))
                 mapped = self._map(taken[0])[0]
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if mapped is None else mapped
+
+        def claim_next(now: StoreRecord, used: Set[int]) -> StoreRecord:
+            return record.claim(now, claim, self._me, packed.nbytes, used, ahead=True) if taken else now
 
         try:
             packed = pack(blocks, b"", allocate)
@@ -167,48 +176,55 @@ class LocalClient:
             keys = {key: numbers[form] for key, form in forms.items()}
             where = (taken[0], b"") if taken else (0, there.numpy().tobytes())
             part = KeyPart(volume, kinds, keys, packed.digest, packed.manifest_at, packed.nbytes, *where)
-            self._directory.change(part, lambda now: now.check(part))
+            self._record.commit(part, lambda now: now.check(part), claim_next)
+            claim = self._swap_claim(claim) if claim else 0
         finally:
-            if taken:
-                self._release(claim)
+            self._release(claim)
 
     @torch.no_grad()
     def _get(self, requests: Mapping[str, Request], inplace: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
-        claim, found = secrets.randbits(62), self._directory.read(lambda now: now.find(requests))
-        parts = {id(part): part for there in found.values() for part in there}
+        claim, found = secrets.randbits(62), dict[str, tuple[KeyPart, ...]]()
+
+        def leased(now: StoreRecord, directory: Directory) -> StoreRecord:
+            nonlocal found
+            found = directory.find(requests)
+            grants = {part.grant for parts in found.values() for part in parts if part.grant}
+            return record.lease(now, claim, self._me, grants)
+
         try:
-            while leased := {part.grant for part in parts.values() if part.grant}:
-                self._cell.change(partial(memory.lease, id_=claim, peer=self._me, grants=leased))
-                found = self._directory.read(lambda now: now.find(requests))
-                parts = {id(part): part for there in found.values() for part in there}
-                if {part.grant for part in parts.values()} <= {*leased, 0}:
-                    break
-            opened = {number: OpenPart.of(part, self._memory(part)) for number, part in parts.items()}
+            self._record.update(leased)
+            opened = {id(part): OpenPart.of(part, self._memory(part)) for parts in found.values() for part in parts}
             values = read_values(requests, found, opened, self._plans)
         finally:
-            if leased:
-                self._release(claim)
+            self._release(claim)
         return {key: value if inplace[key] is None else inplace[key] for key, value in values.items()}
 
-    def _claim(self, claim: int, nbytes: int) -> int:
-        """A grant to fill. Raises `OpTimeout` if there is none in time."""
-        deadline = time.monotonic() + _limit(nbytes)
+    def _granted(self, claim: int, nbytes: int) -> int:
+        """The grant of a claim, which is made anew unless its memory suits.
 
-        def claimed(now: SlabTable) -> SlabTable:
-            return self._directory.read(lambda found: memory.claim(now, claim, self._me, nbytes, found.grants))
-
+        Raises `OpTimeout` if there is none in time.
+        """
+        deadline, anew = time.monotonic() + _limit(nbytes), False
         try:
-            at, now = self._cell.change(claimed)
-            while (granted := now.granted(claim)) is None:
-                if (left := deadline - time.monotonic()) <= 0:
+            at, now = self._record.cell.read()
+            while True:
+                mine, left = now.claim_of(claim), deadline - time.monotonic()
+                if mine is None or not now.suits(mine, nbytes):
+                    if anew:
+                        raise HoldfastError(f"the owner of store {self.store_name!r} has no memory for {nbytes} bytes")
+                    anew = True
+                    at, now = self._record.update(
+                        lambda now, found: record.claim(now, claim, self._me, nbytes, found.grants)
+                    )
+                elif mine.grants:
+                    return mine.grants[0]
+                elif left <= 0:
                     raise OpTimeout(f"a put of {nbytes} bytes into store {self.store_name!r}", 0, _limit(nbytes))
-                at, now = self._cell.wait(at, min(left, 1.0)) or self._there(self._cell.read)
-                if all(each.id != claim for each in now.claims):
-                    raise HoldfastError(f"the owner of store {self.store_name!r} has no memory for {nbytes} bytes")
+                else:
+                    at, now = self._record.cell.wait(at, min(left, 1.0)) or self._there(self._record.cell.read)
         except BaseException:
             self._release(claim)
             raise
-        return granted
 
     def _memory(self, part: KeyPart) -> torch.Tensor:
         """The bytes of a part, where they lie or in a copy."""
@@ -225,7 +241,7 @@ class LocalClient:
 
         None for the first if the plane cannot map it.
         """
-        now = self._cell.newest()[1]
+        now = self._record.cell.newest()[1]
         slab = now.slab_of(grant)
         offset = (grant - slab.first) * slab.size
         if slab.first not in self._mapped:
@@ -244,9 +260,16 @@ class LocalClient:
             raise KeyError(f"store {self.store_name!r} has no storage volume {volume!r} for this process, only {there}")
         return volume
 
+    def _swap_claim(self, claim: int) -> int:
+        """The claim that was kept for the next put, if any, in place of which this one is kept."""
+        with self._lock:
+            kept, self._claim = self._claim, claim
+        return kept
+
     def _release(self, claim: int) -> None:
         with suppress(HoldfastError):  # a store that has ended needs no release
-            self._cell.change(partial(memory.release, ids={claim}))
+            if claim:
+                self._record.cell.change(partial(record.release, ids={claim}))
 
     def _there(self, question: Callable[[], T]) -> T:
         """The answer to a question, unless the store has ended: `NotInitialized` then."""

@@ -1,8 +1,8 @@
 """The directory of a store: which keys it has, and in which part the value of each lies.
 
-What one put brings is a part in the store's own layout, which lies in a grant of `memory`, or here if it is small. A
-register has the last changes, and a snapshot of what was before: so a change costs little however many keys there are.
-Each process applies the changes to a directory of its own; all have the same one after the same number of changes.
+What one put brings is a part in the store's own layout, which lies in a grant of the store's memory (`record`), or here
+if it is small. Each process applies the changes of the record to a directory of its own; all have the same one after
+the same number of changes.
 
 A volume is a name that a strategy gives to a group of processes. Each keeps its own value of a key; readers of a whole
 tensor or an object get that of the volume that was first to put it. Shards are collected from all volumes.
@@ -10,22 +10,16 @@ tensor or an object get that of the volume that was first to put it. Shards are 
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable, Iterator, Set
 from itertools import product
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 import msgspec
 
 from holdfast.comms.errors import CorruptData, Mismatch
-from holdfast.store.catalog.cell_client import CellClient
 from holdfast.store.torchstore.errors import NoSuchKey
 
-T = TypeVar("T")
-
-MOST_KEYS = 64
-"""Once the changes since the last snapshot name so many keys, the next one makes a snapshot."""
 _KINDS = {"tensor": "a whole tensor", "shard": "shards of a DTensor", "object": "an object"}
 
 
@@ -84,13 +78,6 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
             raise CorruptData(f"no {cls.__name__} of a torchstore store: {error}") from error
 
 
-class Changes(Record, frozen=True, array_like=True):
-    """The changes after the first `base` ones."""
-
-    base: int = 0
-    changes: tuple[KeyPart | Deleted, ...] = ()
-
-
 class Snapshot(Record, frozen=True, array_like=True):
     """A directory after `number` changes: for each key the numbers of its parts."""
 
@@ -117,9 +104,14 @@ class Directory:
         return Snapshot(self.number, tuple(parts.values()), keys)
 
     @property
-    def grants(self) -> Collection[int]:
+    def grants(self) -> Set[int]:
         """The memory in which values lie."""
         return self._uses.keys()
+
+    def freed(self, change: KeyPart | Deleted) -> set[int]:
+        """The memory in which no value lies any more once a change is made."""
+        uses = Counter(old.grant for key in {*change.keys} for old in self._replaced(key, change))
+        return {grant for grant, number in uses.items() if number == self._uses[grant]}
 
     def check(self, part: KeyPart) -> None:
         """Raise `Mismatch`, with everything that is wrong, if a key holds something of another kind or mesh."""
@@ -138,11 +130,14 @@ class Directory:
         """Make the next change."""
         self.number += 1
         for key in change.keys:
+            for old in self._replaced(key, change):
+                self._uses[old.grant] -= 1
+                if not self._uses[old.grant]:
+                    del self._uses[old.grant]
             if isinstance(change, KeyPart):
                 self._set(key, change)
             else:
-                for part in self._values.pop(key, {}).values():
-                    self._let_go(part.grant)
+                self._values.pop(key, None)
 
     def find(self, keys: Iterable[str]) -> dict[str, tuple[KeyPart, ...]]:
         """What readers of each key get. Raises `NoSuchKey`, naming all keys that are missing or incomplete."""
@@ -168,16 +163,13 @@ class Directory:
         return [key for key in self._values if prefix is None or f"{key}.".startswith(f"{prefix}.")]
 
     def _set(self, key: str, part: KeyPart) -> None:
-        values, slot = self._values.setdefault(key, {}), part.slot(key)
-        if (old := values.get(slot)) is not None:
-            self._let_go(old.grant)
-        values[slot] = part
+        self._values.setdefault(key, {})[part.slot(key)] = part
         self._uses[part.grant] += 1
 
-    def _let_go(self, grant: int) -> None:
-        self._uses[grant] -= 1
-        if not self._uses[grant]:
-            del self._uses[grant]
+    def _replaced(self, key: str, change: KeyPart | Deleted) -> Iterator[KeyPart]:
+        """The values of a key that end with a change."""
+        slot = change.slot(key) if isinstance(change, KeyPart) else None
+        return (part for at, part in self._values.get(key, {}).items() if slot in (at, None))
 
 
 def _why_partial(key: str, parts: tuple[KeyPart, ...]) -> str:
@@ -193,47 +185,3 @@ def _why_partial(key: str, parts: tuple[KeyPart, ...]) -> str:
     if len(shapes) > 1 or len(dtypes) > 1:
         return f"its shards were put with different shapes or dtypes ({shapes}, {dtypes}): not all were put anew yet"
     return ""
-
-
-class DirectoryClient:
-    """The directory of the store with a register at `url`. Thread-safe, but for what `read` yields."""
-
-    def __init__(self, url: str) -> None:
-        self._changes = CellClient(url, "torchstore/changes", Changes(), Changes.decode)
-        self._snapshot = CellClient(url, "torchstore/snapshot", Snapshot(), Snapshot.decode)
-        self._lock = threading.RLock()
-        self._directory = Directory(Snapshot())
-
-    def read(self, question: Callable[[Directory], T]) -> T:
-        """The answer of the newest directory."""
-        _, log = self._changes.read()
-        with self._lock:
-            return question(self._after(log))
-
-    def change(self, change: KeyPart | Deleted, check: Callable[[Directory], object]) -> None:
-        """Make a change, unless `check` raises an error."""
-
-        def changed(log: Changes) -> Changes:
-            with self._lock:
-                now = self._after(log)
-                check(now)
-                if sum(len(each.keys) for each in log.changes) < MOST_KEYS:
-                    return Changes(log.base, (*log.changes, change))
-                snapshot = now.snapshot()
-            self._snapshot.change(lambda there: snapshot if snapshot.number > there.number else there)
-            return Changes(snapshot.number, (change,))
-
-        self._changes.change(changed)
-
-    def close(self) -> None:
-        """Close the register. Idempotent."""
-        self._changes.close()
-        self._snapshot.close()
-
-    def _after(self, log: Changes) -> Directory:
-        """The directory after all changes of a log, or more."""
-        if self._directory.number < log.base:
-            self._directory = Directory(self._snapshot.read()[1])
-        for change in log.changes[max(0, self._directory.number - log.base) :]:
-            self._directory.apply(change)
-        return self._directory

@@ -7,12 +7,14 @@ owner's thread follows that, as a holder of `WeightStore` follows the catalogue,
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,13 +29,24 @@ from holdfast.comms.system.paths import url_of
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, read_proc_stat, this_host, this_process
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory
-from holdfast.store.catalog.cell_client import CellClient
 from holdfast.store.catalog.client import gone
-from holdfast.store.torchstore.directory import DirectoryClient
-from holdfast.store.torchstore.memory import Claim, Slab, SlabTable, add, release, sizes, without_surplus
+from holdfast.store.holding.memory_pool import available_memory
+from holdfast.store.torchstore.record import (
+    EMPTY,
+    MOST_GRANTS,
+    Claim,
+    RecordClient,
+    Slab,
+    StoreRecord,
+    add,
+    release,
+    sizes,
+    without_surplus,
+)
 
 IDLE_SECONDS = 1.0
-EMPTY = SlabTable(Peer("", 0, 0), ("", ""), "", None)
+ADDERS = 4
+"""Threads that touch new memory, each for one put."""
 _ROOT = SHARED_MEMORY or Path(tempfile.gettempdir())
 _SPAWNED_BY_MONARCH = b"HYPERACTOR_MESH_BOOTSTRAP_MODE="
 _log = logging.getLogger("holdfast.store")
@@ -55,24 +68,26 @@ class StoreAddress:
     def url(self) -> str:
         return url_of("sqlite", f"{self.folder}/register.sqlite")
 
-    def open_memory(self) -> CellClient[SlabTable]:
-        return CellClient(self.url, "torchstore/memory", EMPTY, SlabTable.decode)
+    def open_record(self) -> RecordClient:
+        return RecordClient(self.url)
 
 
 class StoreHome:
     """A running store of this process, until its record says that it has ended, or the process ends."""
 
-    def __init__(self, store_name: str, about: SlabTable) -> None:
+    def __init__(self, store_name: str, about: StoreRecord) -> None:
         """Start it. Raises OSError if it cannot make its folder, `BackendUnavailable` without a memory plane."""
         self._folder = HeldDirectory(_prefix(store_name), _ROOT)
         self.address = StoreAddress(store_name, self._folder.path, this_process())
         self._ending = weakref.finalize(self, self._folder.close)
         self._plane = memory()
         self._kept: dict[int, Region] = {}
-        self._next = 1
-        self._cell, self._directory = self.address.open_memory(), DirectoryClient(self.address.url)
+        self._numbers = itertools.count(1)
+        self._adding = set[tuple[int, int]]()
+        self._adders = ThreadPoolExecutor(ADDERS, "holdfast-torchstore-memory")
+        self._record = self.address.open_record()
         owner = self.address.owner
-        self._cell.change(lambda _: replace(about, owner=owner))
+        self._record.cell.change(lambda _: replace(about, owner=owner))
         (self._folder.path / f"{owner.pid}-{owner.started}").touch()
         self._thread = threading.Thread(target=self._run, name=f"holdfast-torchstore-{os.getpid()}", daemon=True)
         self._thread.start()
@@ -87,43 +102,52 @@ class StoreHome:
         self._thread.join()
 
     def _run(self) -> None:
-        seen, now = 0, EMPTY
+        cell, seen, now = self._record.cell, 0, EMPTY
         try:
             while not now.ended:
-                seen, now = self._cell.wait(seen, IDLE_SECONDS) or self._cell.read()
+                seen, now = cell.wait(seen, IDLE_SECONDS) or cell.read()
                 self._serve(now)
         except HoldfastError as error:
             if self._ending.alive:
                 _log.warning("store %r has ended: %s", self.address.store_name, error)
         finally:
             self._ending()
-            for each in (self._cell, self._directory, self._plane):
+            self._adders.shutdown()
+            for each in (self._record, self._plane):
                 each.close()
 
-    def _serve(self, now: SlabTable) -> None:
+    def _serve(self, now: StoreRecord) -> None:
         """Grant memory to claims that wait, end those of dead processes, and let memory go that is too much."""
-        if dead := gone({each.peer for each in now.claims}):
-            ids = {each.id for each in now.claims if each.peer in dead}
-            _, now = self._cell.change(lambda now: release(now, ids))
-        for waiting in [each for each in now.claims if each.nbytes and not each.grants]:
-            if now.granted(waiting.id) is None:
-                now = self._add(waiting)
-        _, now = self._cell.change(lambda now: self._directory.read(lambda found: without_surplus(now, found.grants)))
+        dead = gone({each.peer for each in now.claims})
+        _, now = self._record.update(
+            lambda now, found: without_surplus(
+                release(now, {each.id for each in now.claims if each.peer in dead}), found.grants
+            )
+        )
         for first in self._kept.keys() - {each.first for each in now.slabs}:
             self._kept.pop(first).close()
+        for waiting in [each for each in now.claims if each.nbytes and not each.grants]:
+            if (asked := (waiting.id, waiting.nbytes)) not in self._adding:
+                self._adding.add(asked)
+                self._adders.submit(self._add, waiting)
 
-    def _add(self, waiting: Claim) -> SlabTable:
+    def _add(self, waiting: Claim) -> None:
         """Memory for a claim, which ends if there is none."""
         size, count = sizes(waiting.nbytes)
         try:
+            if waiting.ahead and 2 * size > available_memory():
+                raise MemoryError("it is more than half of what the machine has left")
             region = self._plane.expose(self._plane.empty(size * count, mappable=True), writable=True)
+            slab = Slab(next(self._numbers) * MOST_GRANTS, region.handle, size, count)
+            self._record.cell.change(partial(add, slab=slab))
+            self._kept[slab.first] = region
         except (OSError, MemoryError, HoldfastError) as error:
-            _log.warning("store %r: no memory for a put: %s", self.address.store_name, error)
-            return self._cell.change(partial(release, ids={waiting.id}))[1]
-        slab = Slab(self._next, region.handle, size, count)
-        self._next += count
-        self._kept[slab.first] = region
-        return self._cell.change(partial(add, slab=slab))[1]
+            level = logging.INFO if waiting.ahead or not self._ending.alive else logging.WARNING
+            _log.log(level, "store %r: no memory for a put: %s", self.address.store_name, error)
+            with suppress(HoldfastError):
+                self._record.cell.change(partial(release, ids={waiting.id}))
+        finally:
+            self._adding.discard((waiting.id, waiting.nbytes))
 
 
 # -- how processes find a store

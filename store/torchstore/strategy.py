@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.transport.base import Peer
-from holdfast.store.torchstore.memory import SlabTable
+from holdfast.store.torchstore.record import StoreRecord
 
 
 class TransportType(Enum):
@@ -102,18 +102,18 @@ class ControllerStorageVolumes(TorchStoreStrategy):
         return ("0",)
 
 
-def describe(strategy: TorchStoreStrategy, num_storage_volumes: int) -> SlabTable:
+def describe(strategy: TorchStoreStrategy, num_storage_volumes: int) -> StoreRecord:
     """The record of a new store with a strategy. Raises `Mismatch` if other processes cannot import its class."""
     kind = type(strategy)
     volumes = strategy.volume_ids(num_storage_volumes)
-    about = SlabTable(
+    about = StoreRecord(
         Peer("", 0, 0), (kind.__module__, kind.__qualname__), strategy.default_transport_type.name, volumes
     )
     strategy_of(about)
     return about
 
 
-def strategy_of(about: SlabTable) -> TorchStoreStrategy:
+def strategy_of(about: StoreRecord) -> TorchStoreStrategy:
     """The strategy of a store. Raises `Mismatch` if its class cannot be imported here."""
     module, name = about.strategy
     try:

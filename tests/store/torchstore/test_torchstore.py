@@ -15,6 +15,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsuppor
 from holdfast.comms.memory_plane import Handle, memory
 from holdfast.store.torchstore import api
 from holdfast.store.torchstore.errors import NoSuchKey, NoSuchSlice, NotInitialized, ObjectRefused
+from support.waiting import eventually
 from support.weights.state_dicts import same
 
 run = asyncio.run
@@ -343,9 +344,47 @@ def test_many_small_values_share_pieces_of_memory() -> None:
             await ts.put(f"k{number}", torch.full((1024,), float(number)))
 
     run(many())
-    slabs = run(ts.client())._cell.read()[1].slabs
+    slabs = run(ts.client())._record.cell.read()[1].slabs
     assert len(slabs) <= 4 and sum(each.count for each in slabs) >= 150
     assert all(get(f"k{number}")[-1] == number for number in (0, 70, 149))
+
+
+def test_a_put_is_one_change_of_the_register_into_memory_that_was_touched_before() -> None:
+    """The first put waits for memory; from then on each one claims that of the next in the change that it makes."""
+    client = run(ts.client())
+    put("k", torch.zeros(100_000))
+    for number in range(1, 4):
+        eventually(lambda: all(claim.grants for claim in client._record.cell.read()[1].claims))
+        before, now = client._record.cell.read()
+        put("k", torch.full((100_000,), float(number)))
+        after, then = client._record.cell.read()
+        assert after == before + 1 and then.slabs == now.slabs
+        assert get("k")[-1] == number
+
+
+def test_concurrent_puts_leave_one_claim_on_memory() -> None:
+    async def puts() -> None:
+        await asyncio.gather(*(ts.put(f"k{number}", torch.full((2000,), float(number))) for number in range(8)))
+
+    run(puts())
+    client = run(ts.client())
+    assert len(client._record.cell.read()[1].claims) == 1
+    assert [get(f"k{number}")[0] for number in range(8)] == list(range(8))
+    ts.reset_client()
+    assert run(ts.client())._record.cell.read()[1].claims == ()
+
+
+@pytest.mark.parametrize("left", [1 << 20, 1 << 40])
+def test_memory_for_the_next_put_is_touched_unless_the_machine_has_little(
+    left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.store.torchstore.home.available_memory", lambda: left)
+    client = run(ts.client())
+    put("k", torch.zeros(1 << 20))
+    eventually(lambda: all(claim.grants for claim in client._record.cell.read()[1].claims))
+    assert len(client._record.cell.read()[1].slabs) == (1 if left < 2 << 22 else 2)
+    put("k", torch.ones(1 << 20))
+    assert get("k").sum() == 1 << 20
 
 
 def test_a_put_that_there_is_no_memory_for_fails_and_the_store_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +431,7 @@ def test_a_plane_that_cannot_map_reads_and_writes_instead(monkeypatch: pytest.Mo
 def test_bytes_that_are_damaged_in_the_store_are_not_taken_for_those_that_were_put() -> None:
     put_and_get_all_kinds()
     client = run(ts.client())
-    (part,) = client._directory.read(lambda now: now.find(["large"]))["large"]
+    (part,) = client._record.read(lambda now: now.find(["large"]))["large"]
     _, handle, offset = client._map(part.grant)
     with memory("shm") as plane:
         plane.map_writable(handle)[offset + 4 * (2600 * 1000 + 910)] ^= 1

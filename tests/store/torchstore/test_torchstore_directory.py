@@ -8,11 +8,13 @@ from itertools import count
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.ft.registers import open_cell
-from holdfast.store.torchstore.directory import Changes, Deleted, Directory, DirectoryClient, Form, KeyPart, Snapshot
+from holdfast.store.torchstore.directory import Deleted, Directory, Form, KeyPart, Snapshot
 from holdfast.store.torchstore.errors import NoSuchKey
+from holdfast.store.torchstore.record import EMPTY, RecordClient, StoreRecord
 
 _urls = map("torchstore-directory-{}".format, count())
 keys = st.lists(st.sampled_from(["", "a", "b", "ab", "v0"]), min_size=1, max_size=3).map(".".join)
@@ -111,9 +113,9 @@ def test_processes_that_look_at_different_times_see_what_a_dict_would(
 ) -> None:
     url = f"memory://{next(_urls)}"
     with (
-        closing(DirectoryClient(url)) as one,
-        closing(DirectoryClient(url)) as other,
-        closing(DirectoryClient(url)) as late,
+        closing(RecordClient(url)) as one,
+        closing(RecordClient(url)) as other,
+        closing(RecordClient(url)) as late,
     ):
         expected = dict[str, bytes]()
         for number, (puts, which, names) in enumerate(steps):
@@ -121,7 +123,7 @@ def test_processes_that_look_at_different_times_see_what_a_dict_would(
             change = (
                 part(dict.fromkeys(chosen, WHOLE), value=number.to_bytes(2, "big")) if puts else Deleted((*chosen,))
             )
-            (one, other)[which].change(change, lambda _: None)
+            (one, other)[which].commit(change, lambda _: None)
             gone = {} if puts else chosen
             expected = {key: value for key, value in (expected | chosen).items() if key not in gone}
         for client in (one, other, late):
@@ -131,18 +133,18 @@ def test_processes_that_look_at_different_times_see_what_a_dict_would(
 
 
 def test_a_change_that_is_refused_changes_nothing() -> None:
-    with closing(DirectoryClient(f"memory://{next(_urls)}")) as client:
-        client.change(part({"k": WHOLE}), lambda _: None)
+    with closing(RecordClient(f"memory://{next(_urls)}")) as client:
+        client.commit(part({"k": WHOLE}), lambda _: None)
         refused = part({"new": WHOLE, "k": OBJECT})
         with pytest.raises(Mismatch):
-            client.change(refused, lambda now: now.check(refused))
+            client.commit(refused, lambda now: now.check(refused))
         assert client.read(lambda now: now.keys()) == ["k"]
 
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused_or_say_nothing_of_any_key(data: bytes) -> None:
     url = f"memory://{next(_urls)}"
-    with closing(open_cell(url, "torchstore/changes")) as cell, closing(DirectoryClient(url)) as client:
+    with closing(open_cell(url, "torchstore")) as cell, closing(RecordClient(url)) as client:
         cell.compare_and_set(0, data)
         with suppress(CorruptData):
             assert client.read(lambda now: now.keys()) == []  # an empty list is no change
@@ -150,8 +152,8 @@ def test_arbitrary_bytes_are_refused_or_say_nothing_of_any_key(data: bytes) -> N
 
 @given(st.integers(0, 400), st.integers(0, 7))
 def test_changes_with_a_flipped_bit_are_refused_or_are_other_changes(where: int, bit: int) -> None:
-    changes = Changes(3, (part({"a": WHOLE, "b": shard(1, 2)}, value=b"value"), Deleted(("c",))))
-    data = bytearray(changes.encode())
+    changes = (part({"a": WHOLE, "b": shard(1, 2)}, value=b"value"), Deleted(("c",)))
+    data = bytearray(replace(EMPTY, base=3, changes=changes).encode())
     data[where % len(data)] ^= 1 << bit
     with suppress(CorruptData):
-        assert isinstance(Changes.decode(bytes(data)), Changes)
+        assert isinstance(StoreRecord.decode(bytes(data)), StoreRecord)

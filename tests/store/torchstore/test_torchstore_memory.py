@@ -12,18 +12,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
-from holdfast.store.torchstore import memory
-from holdfast.store.torchstore.memory import SPARE_BYTES, Slab, SlabTable
+from holdfast.store.torchstore import record
+from holdfast.store.torchstore.record import EMPTY, SPARE_BYTES, Slab, StoreRecord
 
 ME = Peer("host", 1, 1)
-EMPTY = SlabTable(ME, ("", ""), "", None)
 
 
-def granted(now: SlabTable, nbytes: int) -> SlabTable:
+def granted(now: StoreRecord, nbytes: int) -> StoreRecord:
     """The memory after the owner has added a slab for a claim."""
-    size, count = memory.sizes(nbytes)
+    size, count = record.sizes(nbytes)
     first = max((each.first + each.count for each in now.slabs), default=1)
-    return memory.add(now, Slab(first, Handle("shm", b"", size * count), size, count))
+    return record.add(now, Slab(first, Handle("shm", b"", size * count), size, count))
+
+
+def grant_of(now: StoreRecord, claim: int) -> int | None:
+    """The memory that a claim fills; None while it waits."""
+    found = now.claim_of(claim)
+    return found.grants[0] if found and found.grants else None
 
 
 class _Puts(RuleBasedStateMachine):
@@ -37,35 +42,42 @@ class _Puts(RuleBasedStateMachine):
     @rule(nbytes=st.sampled_from([1000, 100_000, 1 << 20]))
     def begin_a_put(self, nbytes: int) -> None:
         self.last += 1
-        self.now = memory.claim(self.now, self.last, ME, nbytes, self.used)
-        if self.now.granted(self.last) is None:
+        self.claim(self.last, nbytes)
+
+    def claim(self, id_: int, nbytes: int, ahead: bool = False) -> None:
+        self.now = record.claim(self.now, id_, ME, nbytes, self.used, ahead)
+        if grant_of(self.now, id_) is None:
             self.now = granted(self.now, nbytes)
-        found = self.now.granted(self.last)
+        found = grant_of(self.now, id_)
         assert found is not None and self.now.slab_of(found).size >= nbytes
         assert found not in {*self.used, *self.filling.values()}.union(*self.reading.values())
-        self.filling[self.last] = found
+        self.filling[id_] = found
 
     @precondition(lambda self: self.filling)
-    @rule(commits=st.booleans(), data=st.data())
-    def end_a_put(self, commits: bool, data: Any) -> None:
+    @rule(commits=st.booleans(), goes_on=st.booleans(), data=st.data())
+    def end_a_put(self, commits: bool, goes_on: bool, data: Any) -> None:
+        """Its claim ends, or is one on memory for the next put."""
         claim = data.draw(st.sampled_from(sorted(self.filling)))
         grant = self.filling.pop(claim)
         if commits:
             self.used.add(grant)
-        self.now = memory.release(self.now, {claim})
+        if goes_on:
+            self.claim(claim, 100_000, ahead=True)
+        else:
+            self.now = record.release(self.now, {claim})
 
     @precondition(lambda self: self.used)
     @rule()
     def begin_a_read(self) -> None:
         self.last += 1
         self.reading[self.last] = set(self.used)
-        self.now = memory.lease(self.now, self.last, ME, sorted(self.used))
+        self.now = record.lease(self.now, self.last, ME, sorted(self.used))
 
     @precondition(lambda self: self.reading)
     @rule()
     def end_a_read(self) -> None:
         claim, _ = self.reading.popitem()
-        self.now = memory.release(self.now, {claim})
+        self.now = record.release(self.now, {claim})
 
     @precondition(lambda self: self.used)
     @rule()
@@ -74,7 +86,7 @@ class _Puts(RuleBasedStateMachine):
 
     @rule()
     def let_go_what_is_too_much(self) -> None:
-        self.now = memory.without_surplus(self.now, self.used)
+        self.now = record.without_surplus(self.now, self.used)
 
     @invariant()
     def what_is_needed_is_there(self) -> None:
@@ -86,32 +98,32 @@ TestPuts = _Puts.TestCase
 
 
 def test_memory_of_a_replaced_value_serves_the_next_one_of_about_its_size() -> None:
-    now = memory.release(granted(memory.claim(EMPTY, 1, ME, 8 << 20, ()), 8 << 20), {1})
+    now = record.release(granted(record.claim(EMPTY, 1, ME, 8 << 20, ()), 8 << 20), {1})
     for nbytes, found in ((8 << 20, 1), (5 << 20, 1), (1000, None), (9 << 20, None)):
-        assert memory.claim(now, 2, ME, nbytes, ()).granted(2) == found, nbytes
-    assert memory.claim(now, 2, ME, 8 << 20, {1}).granted(2) is None, "a value lies in it"
+        assert grant_of(record.claim(now, 2, ME, nbytes, ()), 2) == found, nbytes
+    assert grant_of(record.claim(now, 2, ME, 8 << 20, {1}), 2) is None, "a value lies in it"
 
 
 def test_small_puts_share_a_slab() -> None:
-    now = granted(memory.claim(EMPTY, 0, ME, 5000, ()), 5000)
+    now = granted(record.claim(EMPTY, 0, ME, 5000, ()), 5000)
     for number in range(1, 64):
-        now = memory.claim(now, number, ME, 5000, ())
-    assert [now.granted(number) for number in range(64)] == [*range(1, 65)]
-    assert memory.claim(now, 64, ME, 5000, ()).granted(64) is None
+        now = record.claim(now, number, ME, 5000, ())
+    assert [grant_of(now, number) for number in range(64)] == [*range(1, 65)]
+    assert grant_of(record.claim(now, 64, ME, 5000, ()), 64) is None
 
 
 def test_free_memory_beyond_what_is_in_use_goes() -> None:
     now = EMPTY
     for number in range(1, 5):
-        now = granted(memory.claim(now, number, ME, SPARE_BYTES, ()), SPARE_BYTES)
-    assert memory.without_surplus(now, ()) == now, "all are claimed"
-    now = memory.release(now, {1, 2, 3, 4})
-    assert [each.first for each in memory.without_surplus(now, {1, 2}).slabs] == [1, 2, 3, 4]
-    assert [each.first for each in memory.without_surplus(now, {1}).slabs] == [1, 4]
-    assert [each.first for each in memory.without_surplus(now, ()).slabs] == [4]
+        now = granted(record.claim(now, number, ME, SPARE_BYTES, ()), SPARE_BYTES)
+    assert record.without_surplus(now, ()) == now, "all are claimed"
+    now = record.release(now, {1, 2, 3, 4})
+    assert [each.first for each in record.without_surplus(now, {1, 2}).slabs] == [1, 2, 3, 4]
+    assert [each.first for each in record.without_surplus(now, {1}).slabs] == [1, 4]
+    assert [each.first for each in record.without_surplus(now, ()).slabs] == [4]
 
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_memory(data: bytes) -> None:
     with pytest.raises(CorruptData):
-        SlabTable.decode(data)
+        StoreRecord.decode(data)

@@ -51,7 +51,7 @@ def an_overwriter(pipe: Connection, key: str, nbytes: int) -> None:
 def a_filler_that_stops(pipe: Connection, nbytes: int) -> None:
     """Take memory of the store as a put does, send where it lies, and wait to be killed."""
     client = asyncio.run(ts.client())
-    pipe.send(client._claim(1, nbytes))
+    pipe.send(client._granted(1, nbytes))
     pipe.recv()
 
 

@@ -1,0 +1,217 @@
+"""The record of a store in its register: its memory, the last changes of its directory, and how both change.
+
+The owner exposes slabs, each of a number of grants of one size, to which other processes write. A grant is free when no
+value of the directory lies in it and no process has a claim on it: no byte changes under a reader, and what a replaced
+value lay in serves the next put. A process that puts keeps a claim on memory for its next put, so a put is one change:
+its values are there, and another grant is claimed, which the owner touches beside it if there is none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from holdfast.comms.memory_plane import Handle
+from holdfast.comms.transport.base import Peer
+from holdfast.store.catalog.cell_client import CellClient
+from holdfast.store.torchstore.directory import Deleted, Directory, KeyPart, Record, Snapshot
+
+T = TypeVar("T")
+
+ROUNDING = 4 << 10
+SLAB_BYTES = 4 << 20
+"""Small grants come in slabs of about this many bytes, and of at most `MOST_GRANTS`."""
+MOST_GRANTS = 64
+SPARE_BYTES = 64 << 20
+"""Free slabs up to this, or up to what is in use, stay for the next puts."""
+MOST_KEYS = 64
+"""Once the changes since the last snapshot name so many keys, the next one makes a snapshot."""
+
+
+class Slab(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of the owner: `count` grants of `size` bytes, whose numbers begin with `first`."""
+
+    first: int
+    handle: Handle
+    size: int
+    count: int
+
+    @property
+    def grants(self) -> range:
+        return range(self.first, self.first + self.count)
+
+    def fits(self, nbytes: int) -> bool:
+        return fits(self.size, nbytes)
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True):
+    """A process that reads `grants`, or fills one. While it has none, it waits for one of `nbytes`.
+
+    `ahead` is a claim for a put to come: the owner ends it where the machine has little memory left.
+    """
+
+    id: int
+    peer: Peer
+    nbytes: int
+    grants: tuple[int, ...] = ()
+    ahead: bool = False
+
+
+class StoreRecord(Record, frozen=True, array_like=True):
+    """The owner of a store, its memory, and the changes of its directory after the first `base` ones.
+
+    `strategy` is the module and the name of a class; `volumes` is None if any name will do.
+    """
+
+    owner: Peer
+    strategy: tuple[str, str]
+    transport: str
+    volumes: tuple[str, ...] | None
+    slabs: tuple[Slab, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    ended: bool = False
+    base: int = 0
+    changes: tuple[KeyPart | Deleted, ...] = ()
+
+    def slab_of(self, grant: int) -> Slab:
+        return next(each for each in self.slabs if grant in each.grants)
+
+    def claim_of(self, id_: int) -> Claim | None:
+        return next((each for each in self.claims if each.id == id_), None)
+
+    def suits(self, claim: Claim, nbytes: int) -> bool:
+        """Whether the memory that a claim has, or waits for, is of the right size for so many bytes."""
+        return fits(self.slab_of(claim.grants[0]).size if claim.grants else sizes(claim.nbytes)[0], nbytes)
+
+    def free(self, slab: Slab, used: Collection[int]) -> Iterator[int]:
+        """The grants of a slab that nothing needs; `used` are those of the directory."""
+        claimed = {grant for claim in self.claims for grant in claim.grants}
+        return (each for each in slab.grants if each not in used and each not in claimed)
+
+
+EMPTY = StoreRecord(Peer("", 0, 0), ("", ""), "", None)
+
+
+def claim(
+    now: StoreRecord, id_: int, peer: Peer, nbytes: int, used: Collection[int], ahead: bool = False
+) -> StoreRecord:
+    """Claim memory to fill, in place of what `id_` has: a free grant of about this size, or one that the owner adds."""
+    now = release(now, {id_})
+    found = next((grant for slab in now.slabs if slab.fits(nbytes) for grant in now.free(slab, used)), None)
+    mine = Claim(id_, peer, nbytes, () if found is None else (found,), ahead)
+    return replace(now, claims=(*now.claims, mine))
+
+
+def lease(now: StoreRecord, id_: int, peer: Peer, grants: Iterable[int]) -> StoreRecord:
+    """Claim memory to read; nothing changes if there is none."""
+    wanted = tuple(grants)
+    return replace(now, claims=(*now.claims, Claim(id_, peer, 0, wanted))) if wanted else now
+
+
+def fits(size: int, nbytes: int) -> bool:
+    """Whether a grant is large enough for so many bytes, and not much larger."""
+    return nbytes <= size <= 2 * nbytes + ROUNDING
+
+
+def sizes(nbytes: int) -> tuple[int, int]:
+    """The size and the number of the grants of a new slab for a put of so many bytes."""
+    size = -(-nbytes // ROUNDING) * ROUNDING
+    return size, max(1, min(MOST_GRANTS, SLAB_BYTES // size))
+
+
+def add(now: StoreRecord, slab: Slab) -> StoreRecord:
+    """Add a slab, and give its memory to claims that wait for it."""
+    now = replace(now, slabs=(*now.slabs, slab))
+    for waiting in [each for each in now.claims if not each.grants and slab.fits(each.nbytes)]:
+        if (found := next(now.free(slab, ()), None)) is not None:
+            given = replace(waiting, grants=(found,))
+            now = replace(now, claims=tuple(given if each is waiting else each for each in now.claims))
+    return now
+
+
+def release(now: StoreRecord, ids: Collection[int]) -> StoreRecord:
+    """End claims."""
+    return replace(now, claims=tuple(each for each in now.claims if each.id not in ids))
+
+
+def without_surplus(now: StoreRecord, used: Collection[int]) -> StoreRecord:
+    """Drop the free slabs beyond what stays for the next puts."""
+    free = [each for each in now.slabs if sum(1 for _ in now.free(each, used)) == each.count]
+    spare, gone = sum(each.handle.nbytes for each in free), set[int]()
+    most = max(sum(each.handle.nbytes for each in now.slabs) - spare, SPARE_BYTES)
+    for each in free:
+        if spare > most:
+            gone.add(each.first)
+            spare -= each.handle.nbytes
+    return replace(now, slabs=tuple(each for each in now.slabs if each.first not in gone))
+
+
+def end(now: StoreRecord) -> StoreRecord:
+    """End the store."""
+    return replace(now, ended=True)
+
+
+class RecordClient:
+    """The record of the store with a register at `url`, and its directory. Thread-safe, but for what `read` yields.
+
+    The record has the last changes of the directory, a second cell a snapshot of what was before: so a change costs
+    little however many keys there are.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.cell = CellClient(url, "torchstore", EMPTY, StoreRecord.decode)
+        self._snapshot = CellClient(url, "torchstore/snapshot", Snapshot(), Snapshot.decode)
+        self._lock = threading.RLock()
+        self._directory = Directory(Snapshot())
+
+    def read(self, question: Callable[[Directory], T]) -> T:
+        """The answer of the newest directory."""
+        now = self.cell.read()[1]
+        with self._lock:
+            return question(self._after(now))
+
+    def update(self, transition: Callable[[StoreRecord, Directory], StoreRecord]) -> tuple[int, StoreRecord]:
+        """Change the record, by what it and its directory say; returns its version and itself."""
+
+        def changed(now: StoreRecord) -> StoreRecord:
+            with self._lock:
+                return transition(now, self._after(now))
+
+        return self.cell.change(changed)
+
+    def commit(
+        self,
+        change: KeyPart | Deleted,
+        check: Callable[[Directory], object],
+        after: Callable[[StoreRecord, Set[int]], StoreRecord] = lambda now, used: now,
+    ) -> None:
+        """Change the directory, unless `check` raises an error, and the memory: `after` knows what is used then."""
+
+        def changed(now: StoreRecord, directory: Directory) -> StoreRecord:
+            check(directory)
+            filled = {change.grant} if isinstance(change, KeyPart) else set[int]()
+            used = (directory.grants - directory.freed(change)) | filled
+            if sum(len(each.keys) for each in now.changes) < MOST_KEYS:
+                return after(replace(now, changes=(*now.changes, change)), used)
+            snapshot = directory.snapshot()
+            self._snapshot.change(lambda there: snapshot if snapshot.number > there.number else there)
+            return after(replace(now, base=snapshot.number, changes=(change,)), used)
+
+        self.update(changed)
+
+    def close(self) -> None:
+        """Close the register. Idempotent."""
+        self.cell.close()
+        self._snapshot.close()
+
+    def _after(self, now: StoreRecord) -> Directory:
+        """The directory after all changes of a record, or more."""
+        if self._directory.number < now.base:
+            self._directory = Directory(self._snapshot.read()[1])
+        for change in now.changes[max(0, self._directory.number - now.base) :]:
+            self._directory.apply(change)
+        return self._directory
