@@ -1,4 +1,4 @@
-"""How long do puts and gets of torchstore's interface take, beside torchstore? `python docs/experiments/torchstore_calls.py`.
+"""How long do calls of torchstore's interface take, beside torchstore? `python docs/experiments/torchstore_calls.py`.
 
 With `--torchstore CHECKOUT` (its main branch; PYTHONPATH has pygtrie and portpicker) both take turns: each a program of
 its own whose values another process keeps. Prints the first, the second, and the median of the later puts and gets of a
@@ -110,7 +110,7 @@ def spawn(library: str, checkout: str) -> subprocess.Popen[str]:
 
 
 def ask(program: subprocess.Popen[str], line: str | None) -> str:
-    """Give a program a line, unless it is only to start, and wait for its answer. Lines of its libraries are skipped."""
+    """The answer of a program to a line; None waits until it has started. Lines of its libraries are skipped."""
     assert program.stdin is not None and program.stdout is not None
     if line is not None:
         print(line, file=program.stdin, flush=True)
@@ -144,7 +144,8 @@ def measure(libraries: Sequence[str], rounds: int, most: int, new_keys: int, che
                 print(row(found[-1]))
         for library, program in programs.items():
             turn = msgspec.json.decode(ask(program, f"new-keys {new_keys}"), type=Turn)
-            print(f"{library:10}  {new_keys} new keys of 4 KiB, one by one: {1e3 * statistics.fmean(turn.puts):.2f} ms each")
+            each = 1e3 * statistics.fmean(turn.puts)
+            print(f"{library:10}  {new_keys} new keys of 4 KiB, one by one: {each:.2f} ms each")
             assert program.stdin is not None
             program.stdin.close()
     asyncio.run(ts.shutdown())
@@ -157,7 +158,7 @@ def row(each: Figures) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torchstore", default="", help="a checkout of torchstore")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--most", type=int, default=512 << 20, help="bytes of the largest value")

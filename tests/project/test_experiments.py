@@ -148,6 +148,11 @@ def test_a_quantised_all_reduce_moves_a_quarter_of_the_bytes_within_its_bound() 
     assert 0.0 < cost["error"] < 1.0
 
 
+def test_calls_of_torchstores_interface_are_timed() -> None:
+    printed = run("torchstore_calls", "--rounds", "3", "--most", "5000", "--new-keys", "3")
+    assert re.findall(r"^holdfast +(\S+)", printed, re.M) == ["3-numbers", "4KiB", "3"]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "result"),
