@@ -2,7 +2,11 @@
 
 The kernel copies (`process_memory`) between the tensors of the two processes; nothing is staged, and the owner takes no
 part. Every block is copied together with its region's generation in the owner's `region_table`, which reveals a region
-that was closed, or closed and exposed again, in the meantime.
+that was closed, or closed and exposed again, in the meantime. Regions of this process are copied by `memmove`.
+
+A copy goes block by block, so a deadline, a closed plane and a closed region are noticed within a fraction of a
+millisecond. It runs in the calling thread, with further threads where torch too would use several; the returned work is
+complete.
 
 A region in memory of `empty(mappable=True)` can be mapped, too: its address names the memfd and the row. A reader that
 finds the row's generation after it has opened the memfd has opened that region. Subclasses reach other hosts.
@@ -13,8 +17,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import itertools
+import mmap
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import ClassVar
@@ -22,8 +30,14 @@ from typing import ClassVar
 import torch
 from msgspec.structs import replace
 
-from holdfast.backends.common.block_copy import BlockCopyPlane, HeldRegion, RegionAccess, contiguous_address
-from holdfast.backends.common.process_memory import permit_peers, read_process, write_process
+from holdfast.backends.common.block_copy import (
+    BlockCopy,
+    check_size,
+    contiguous_address,
+    run_in_threads,
+    thread_count,
+)
+from holdfast.backends.common.process_memory import HUGE_PAGE, permit_peers, read_process, write_process
 from holdfast.backends.common.region_table import (
     WRITABLE,
     RegionTable,
@@ -41,13 +55,18 @@ from holdfast.backends.common.shareable_memory import (
     is_lent,
     move_to_huge_pages,
 )
-from holdfast.comms.errors import BackendUnavailable, RegionGone, Unsupported
-from holdfast.comms.memory_plane import Handle
+from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
 from holdfast.comms.onesided.region_owner import closed, gone
+from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import MEMORY_HINT
-from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
 from holdfast.comms.transport.liveness import this_host, this_process
+from holdfast.comms.work import Work
+
+BLOCK_BYTES = 2 << 20
+"""Bytes between two checks of deadline and generation: 0.2 ms at memory speed, so the checks cost nothing."""
 
 LOCK_SECONDS = 5.0
 
@@ -58,20 +77,45 @@ _Words = ctypes.c_uint64 * 4
 Withdraw = Callable[[], object]
 
 
-class HostRegion(HeldRegion):
+class HostRegion(Region):
     """A row in the table of this process, and the memory that it names. `withdraw` ends what else reaches that."""
 
-    def __init__(self, plane: HostPlane, address: bytes, memory: ExposedMemory, slot: int, withdraw: Withdraw) -> None:
-        self.slot, self.withdraw, self._plane = slot, withdraw, plane
-        super().__init__(Handle(plane.name, address, memory.nbytes), memory)
+    def __init__(
+        self, plane: HostPlane, address: bytes, memory: ExposedMemory, slot: int, writable: bool, withdraw: Withdraw
+    ) -> None:
+        self.open, self.memory, self.slot, self.writable, self.withdraw = True, memory, slot, writable, withdraw
+        self.writing = threading.Lock()
+        """Held while this process writes a block."""
+        self._plane, self._handle = plane, Handle(plane.name, address, memory.nbytes)
+        _own[os.getpid(), plane.name, address] = self
+        forks.refuse_in_children(self, "a region of exposed memory", ("handle", "open"))
+
+    @property
+    def handle(self) -> Handle:  # type: ignore[override]
+        """Raises `RegionGone`, and closes the region, if its tensor has other memory now."""
+        if self.open and self.memory.moved:
+            self.close()
+            raise moved_error("a region")
+        return self._handle
 
     def close(self) -> None:
-        if self.open:
-            self.open = False
+        with self.writing:
+            was_open, self.open = self.open, False
+        if was_open:
             self._plane.retract(self)
 
 
-class HostPlane(BlockCopyPlane):
+_own: weakref.WeakValueDictionary[tuple[int, str, bytes], HostRegion] = weakref.WeakValueDictionary()
+"""The regions of this process, by its id, plane and address."""
+
+
+def _own_region(handle: Handle) -> HostRegion | None:
+    """The region of a handle, if it is one of this process, and open."""
+    own = _own.get((os.getpid(), handle.plane, handle.address))
+    return own if own is not None and own.open else None
+
+
+class HostPlane(MemoryPlane):
     """See the module. A forked child that uses its parent's plane has one without regions of its own."""
 
     can_map = True
@@ -79,7 +123,8 @@ class HostPlane(BlockCopyPlane):
     """What to do to reach a process of another host."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._closed = False
+        self._count = itertools.count(1)
         self._begin()
         forks.reset_in_children(self)
 
@@ -100,7 +145,14 @@ class HostPlane(BlockCopyPlane):
     # -- exposing
 
     def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
-        return allocate_shareable(nbytes, self._check_open) if mappable else super().empty(nbytes)
+        if mappable:
+            return allocate_shareable(nbytes, self._check_open)
+        if nbytes < HUGE_PAGE:
+            return super().empty(nbytes)
+        memory = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # the kernel has no huge pages: slower
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
     def improve(self, memory: torch.Tensor) -> None:
         move_to_huge_pages(memory, self._check_open)
@@ -121,7 +173,7 @@ class HostPlane(BlockCopyPlane):
                 table.invalidate(place.slot)
                 table.free(place.slot)
                 raise
-            region = HostRegion(self, address, memory, place.slot, withdraw)
+            region = HostRegion(self, address, memory, place.slot, writable, withdraw)
             self._regions.add(region)
         return region
 
@@ -187,7 +239,76 @@ class HostPlane(BlockCopyPlane):
 
     # -- reading and writing
 
-    def _open_region(self, handle: Handle, writing: bool) -> RegionAccess:
+    def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        address = contiguous_address(into, "into", self.name)
+        return self._copy("memory read", handle, address, into, offset, timeout, writing=False)
+
+    def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
+        address = contiguous_address(source, "source", self.name)
+        return self._copy("memory write", handle, address, source, offset, timeout, writing=True)
+
+    def _copy(
+        self, op: str, handle: Handle, address: int, tensor: torch.Tensor, offset: int, timeout: float, writing: bool
+    ) -> Work:
+        """Copy all of `tensor`, which lies at `address`, to or from the region of a handle, after all checks."""
+        self._check_open()
+        began, seq, nbytes = time.monotonic(), next(self._count), tensor.nbytes
+        offset = integer(offset, "offset")
+        if offset < 0 or offset + nbytes > handle.nbytes:
+            raise ValueError(f"{op} of {nbytes} bytes at byte {offset} is outside the region of {handle.nbytes} bytes")
+        if handle.plane != self.name:
+            raise Unsupported(
+                f"a handle of memory plane {handle.plane!r} on plane {self.name!r}",
+                f"open it with comms.memory({handle.plane!r})",
+            )
+        own = _own_region(handle)  # a block of the copy might overwrite what a later block reads
+        if own is not None and 0 < abs(own.memory.address + offset - address) < nbytes:
+            raise ValueError(
+                f"{op}: the tensor overlaps the bytes of the region, which lies in this process; copy first"
+            )
+        deadline = began + seconds(timeout)
+
+        def look() -> None:
+            self._check_open()
+            if time.monotonic() > deadline:
+                raise OpTimeout(op, seq, time.monotonic() - began)
+
+        def body() -> None:
+            self._in_blocks(BlockCopy(handle, address, offset, nbytes, deadline, writing, look))
+            if not writing and nbytes and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+        work = Work(op)
+        work.run(body)
+        return work
+
+    def _in_blocks(self, copy: BlockCopy) -> None:
+        """Copy block by block; `copy.look()` is called before each."""
+        threads = 1 if copy.writing else thread_count(copy.nbytes)
+        run_in_threads(copy.nbytes, threads, lambda _, at, nbytes: self._copy_share(copy.part(at, nbytes)))
+
+    def _copy_share(self, copy: BlockCopy) -> None:
+        region = self._open_region(copy.handle, copy.writing)
+        unharmed = False
+        try:
+            check_size(copy.handle, region.nbytes)
+            for block in copy.blocks(BLOCK_BYTES):
+                copy.look()
+                region.move(block)
+            unharmed = True
+        finally:
+            region.release(unharmed)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegionGone(f"this {self.name} memory plane was closed; open another with comms.memory()")
+
+    def _open_region(self, handle: Handle, writing: bool) -> _OwnRegion | _Reader | _Writer:
+        """Access to the region of a handle. Raises `RegionGone`, `CorruptData`, `Unsupported`."""
+        if (own := _own_region(handle)) is not None:
+            if writing and not own.writable:
+                raise read_only()
+            return _OwnRegion(own)
         if not writing:
             with suppress(KeyError, IndexError):
                 return self._readers[handle.address].pop()
@@ -247,8 +368,32 @@ def _memfd_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     return None if descriptor is None else (int(descriptor), tensor.data_ptr() - tensor.untyped_storage().data_ptr())
 
 
-class _Reader(RegionAccess):
-    """A region found in its owner's table, in another process or in this one. For one thread at a time."""
+class _OwnRegion:
+    """An open region of this process; keeps its memory alive for the length of a copy."""
+
+    def __init__(self, region: HostRegion) -> None:
+        self._region, self._memory, self.nbytes = region, region.memory.address, region.memory.nbytes
+
+    def move(self, block: BlockCopy) -> None:
+        """Copy one block. Raises `RegionGone` if the region is closed: what was read must then not be used."""
+        if block.writing:
+            with self._region.writing:
+                self._check()
+                ctypes.memmove(self._memory + block.offset, block.address, block.nbytes)
+        else:
+            ctypes.memmove(block.address, self._memory + block.offset, block.nbytes)
+            self._check()
+
+    def release(self, unharmed: bool) -> None:
+        """Does nothing: only the tensor is held."""
+
+    def _check(self) -> None:
+        if not self._region.open:
+            raise closed(os.getpid())
+
+
+class _Reader:
+    """A region found in the table of another process. For one thread at a time."""
 
     def __init__(self, plane: str, address: TableAddress, base: int, reuse: Callable[[_Reader, bool], None]) -> None:
         self._plane = plane
@@ -263,16 +408,16 @@ class _Reader(RegionAccess):
         self._before, self._after = (seen, row, 8), (seen + 8, row, 8)
         """Reads of the generation, before and after a block."""
 
-    def pull(self, address: int, offset: int, nbytes: int) -> None:
-        _run(self._plane, read_process, self._pid, *self._before, address, self._memory + offset, nbytes, *self._after)
+    def move(self, block: BlockCopy) -> None:
+        """Read one block. Raises `RegionGone` if what arrived must not be used."""
+        piece = block.address, self._memory + block.offset, block.nbytes
+        _run(self._plane, read_process, self._pid, *self._before, *piece, *self._after)
         self._check()
         if self._words[1] != self._generation:
             raise closed(self._pid)
 
-    def push(self, address: int, offset: int, nbytes: int) -> None:
-        raise NotImplementedError
-
     def release(self, unharmed: bool) -> None:
+        """End the access; `unharmed` if the copy ended without an error."""
         self._reuse(self, unharmed)
 
     def _check(self) -> None:
@@ -280,7 +425,7 @@ class _Reader(RegionAccess):
             raise closed(self._pid)
 
 
-class _Writer(RegionAccess):
+class _Writer:
     """A region to write to: each block is written under a lock that the owner's `close` waits for."""
 
     def __init__(self, plane: str, address: TableAddress) -> None:
@@ -294,16 +439,14 @@ class _Writer(RegionAccess):
             self._look()
             _, self._memory, self.nbytes, flags = self._words
             if not flags & WRITABLE:
-                raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
+                raise read_only()
             self._open = undo.pop_all()
 
-    def pull(self, address: int, offset: int, nbytes: int) -> None:
-        raise NotImplementedError
-
-    def push(self, address: int, offset: int, nbytes: int) -> None:
+    def move(self, block: BlockCopy) -> None:
+        """Write one block. Raises `RegionGone`, without writing, if the region is closed."""
         with held_open(self._descriptor, self._slot, time.monotonic() + LOCK_SECONDS):
             self._look()
-            _run(self._plane, write_process, self._pid, address, self._memory + offset, nbytes)
+            _run(self._plane, write_process, self._pid, block.address, self._memory + block.offset, block.nbytes)
         self._look()
 
     def release(self, unharmed: bool) -> None:
@@ -313,6 +456,11 @@ class _Writer(RegionAccess):
         _run(self._plane, read_process, self._pid, ctypes.addressof(self._words), self._row, 32)
         if self._words[0] != self._generation:
             raise closed(self._pid)
+
+
+def read_only() -> Unsupported:
+    """The error of a write to a region that its owner has not exposed for that."""
+    return Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
 
 
 def _run(plane: str, copy: Callable[..., int], pid: int, *pieces: int) -> None:

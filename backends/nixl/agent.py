@@ -1,4 +1,4 @@
-"""NIXL's agent as the plane uses it: registers memory, moves blocks by a deadline, and raises holdfast's errors.
+"""NIXL's agent as the plane uses it: registers memory, reads that of others, and raises holdfast's errors.
 
 Nothing here is thread-safe: the plane holds a lock around each call.
 """
@@ -12,21 +12,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
 from holdfast.comms.system import forks
 from holdfast.comms.system.cpu_wait import Wait
 
-_LOCAL_WAIT = Wait(spins=200, yields=20, sleep_seconds=0.0001)
-_REMOTE_WAIT = Wait(spins=10, yields=0, sleep_seconds=0.0001)
 _SLEEP_SECONDS = 0.0001
-"""Across hosts each check of a transfer, too, is followed by a sleep: it takes the lock of UCX's worker, which the
-progress thread needs to move the bytes. Without the pause, reads took 1.3 times the processor time or more.
+"""Each check of a transfer is followed by a sleep: it takes the lock of UCX's worker, which the progress thread needs.
+
+Without the pause, reads took 1.3 times the processor time or more.
 """
+_WAIT = Wait(spins=10, yields=0, sleep_seconds=_SLEEP_SECONDS)
 
 _setting = threading.Lock()
 _agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
@@ -40,15 +39,6 @@ def _keep_all() -> None:
     a segmentation fault.
     """
     forks.never_destroy(list(_agents))
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """Memory registered with NIXL."""
-
-    address: int
-    nbytes: int
-    descriptors: Any
 
 
 @contextmanager
@@ -67,52 +57,41 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-Transfer = Any
-"""A transfer between a local and a remote range, which may be posted any number of times: NIXL's handle."""
-
-
 class NixlAgent:
-    """An agent with NIXL's UCX backend. Raises `BackendUnavailable` if NIXL does not load.
+    """An agent with NIXL's UCX backend, and a thread of NIXL's that answers for it.
 
-    `local`: it moves memory only between processes of this host, by the kernel; no owner takes part, and no transfer
-    outlives its call. Otherwise each agent has a thread of NIXL's that answers for it.
+    Raises `BackendUnavailable` if NIXL does not load.
     """
 
-    def __init__(self) -> None:
-        over = Transports.choose(one_host=True).connecting_in_background()
-        self.local, self.tls = over.local, over.tls
-        self._wait = _LOCAL_WAIT if over.local else _REMOTE_WAIT
+    def __init__(self, over: Transports) -> None:
         _agents.add(self)
         self.name = secrets.token_hex(6)
         quiet = {name: os.environ.get(name, "fatal") for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL")}
-        options = {} if over.local else {f"UCX_{name}": value for name, value in over.options.items()}
+        options = {f"UCX_{name}": value for name, value in over.options.items()}
         with _environment({"UCX_TLS": over.tls, **options, **quiet}):
             try:
                 nixl: Any = importlib.import_module("nixl._api")
             except (ImportError, OSError) as error:
                 raise BackendUnavailable("nixl", f"NIXL does not load: {error}") from error
-            mode = "none" if over.local else "peer"
             try:
                 self._api: Any = nixl.nixl_agent(
-                    self.name, nixl.nixl_agent_config(enable_prog_thread=not over.local, backends=[])
+                    self.name, nixl.nixl_agent_config(enable_prog_thread=True, backends=[])
                 )
-                self._api.create_backend("UCX", {"ucx_error_handling_mode": mode})
+                self._api.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
             except Exception as error:
                 raise BackendUnavailable(
                     "nixl", f"the UCX backend of NIXL does not start over {over.tls}: {error}"
                 ) from error
 
-    def register(self, address: int, nbytes: int) -> Registered:
-        ranges = [(address, nbytes, 0, "")]
-        return Registered(address, nbytes, self._api.register_memory(ranges, "DRAM"))
+    def register(self, address: int, nbytes: int) -> Any:
+        return self._api.register_memory([(address, nbytes, 0, "")], "DRAM")
 
-    def deregister(self, memory: Registered) -> None:
-        self._api.deregister_memory(memory.descriptors)
+    def deregister(self, registered: Any) -> None:
+        self._api.deregister_memory(registered)
 
-    def describe(self, *memories: Registered) -> bytes:
-        """The metadata with which another agent can reach these memories."""
-        ranges = [(memory.address, memory.nbytes, 0, "") for memory in memories]
-        descriptors = self._api.get_reg_descs(ranges, "DRAM")
+    def describe(self, *memories: tuple[int, int]) -> bytes:
+        """The metadata with which another agent can reach these registered memories (address, size)."""
+        descriptors = self._api.get_reg_descs([(*memory, 0, "") for memory in memories], "DRAM")
         return bytes(self._api.get_partial_agent_metadata(descriptors, True, ["UCX"]))
 
     def add_peer(self, metadata: bytes, name: str) -> None:
@@ -127,60 +106,41 @@ class NixlAgent:
             )
 
     def forget(self, name: str) -> None:
-        """Drop the connection to another agent."""
-        try:
+        """Drop the connection to another agent, unless NIXL has dropped it already."""
+        with suppress(Exception):
             self._api.remove_remote_agent(name)
-        except Exception:
-            pass  # NIXL has dropped it already
 
-    def prepare(self, kind: Literal["READ", "WRITE"], here: int, there: int, nbytes: int, name: str) -> Transfer:
-        """Prepare a transfer between registered ranges."""
-        local = self._api.get_xfer_descs([(here, nbytes, 0)], "DRAM")
-        remote = self._api.get_xfer_descs([(there, nbytes, 0)], "DRAM")
-        try:
-            return self._api.initialize_xfer(kind, local, remote, name)
-        except Exception as error:
-            raise RegionGone(f"NIXL cannot reach the process that exposed this region any more: {error}") from error
+    def read(
+        self, name: str, there: int, here: int, nbytes: int, deadline: float, check: Callable[[], None], memory: object
+    ) -> None:
+        """Copy registered memory of agent `name` here. Raises `RegionGone`, `OpTimeout`, and what `check` does.
 
-    def run(self, transfer: Transfer, deadline: float, op: str, check: Callable[[], None], memory: object) -> None:
-        """Post a transfer and wait for it. Raises `RegionGone`, `OpTimeout`, what `check` raises.
-
-        A transfer that has not ended may still be carried out: it is kept, with the `memory` that it uses.
+        A transfer that has not ended may still be carried out: it is kept, with the `memory` that it writes to.
         """
-        last, failure = "PROC", None
+        api, state, failure = self._api, "PROC", None
+        local, remote = (api.get_xfer_descs([(address, nbytes, 0)], "DRAM") for address in (here, there))
 
         def ended() -> bool:
-            nonlocal last, failure
-            if not self.local:
-                time.sleep(_SLEEP_SECONDS)
+            nonlocal state, failure
+            time.sleep(_SLEEP_SECONDS)
             try:
-                last = self._api.check_xfer_state(transfer)
+                state = api.check_xfer_state(transfer)
             except Exception as error:
-                last, failure = "ERR", error
-            return last != "PROC"
+                state, failure = "ERR", error
+            return state != "PROC"
 
         try:
-            last = self._api.transfer(transfer)
+            transfer = api.initialize_xfer("READ", local, remote, name)
+            state = api.transfer(transfer)
         except Exception as error:
-            last, failure = "ERR", error
-        if last == "PROC":
+            state, failure = "ERR", error
+        if state == "PROC":
             try:
-                self._wait.until(ended, check, deadline, lambda seconds: OpTimeout(op, 0, seconds))
+                _WAIT.until(ended, check, deadline, lambda seconds: OpTimeout("memory read", 0, seconds))
             except (RegionGone, OpTimeout):
-                self._give_up(transfer, memory)
+                forks.never_destroy((transfer, memory))
                 raise
-        if last != "DONE":
+        if state != "DONE":
             check()
             raise RegionGone("NIXL cannot reach the process that exposed this region any more") from failure
-
-    def _give_up(self, transfer: Transfer, memory: object) -> None:
-        if self.local:  # then it has failed, and UCX does not report it
-            try:
-                self.release(transfer)
-                return
-            except Exception:
-                pass
-        forks.never_destroy((transfer, memory))
-
-    def release(self, transfer: Transfer) -> None:
-        self._api.release_xfer_handle(transfer)
+        api.release_xfer_handle(transfer)

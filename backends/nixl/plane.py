@@ -1,14 +1,13 @@
-"""The memory plane of NIXL: reads and writes memory of another process where it lies.
+"""The memory plane of NIXL: reads memory of a process on another host where it lies.
 
-The owner lists exposed memory in its `region_table`, which NIXL reads like any other memory: a reader that finds the
-region's generation there after its copy has copied from that very region. On one host (the default, `posix,cma,self`)
-the kernel copies between the two tensors, and the owner may be busy or stopped. With UCX_TLS set to transports that
-cross hosts, for example "tcp,self", a thread of NIXL's answers for the owner, which may be busy but not stopped;
-processes of one host still map what lies in mappable memory. Bytes
-then pass through memory of the plane, so those of a read that timed out never reach the user's.
+On one host (the default) it is that of the host. With UCX_TLS set to transports that cross hosts, for example
+"tcp,self", NIXL reads, also between processes of one host: a thread of its own answers for the owner, which may be busy
+but not stopped. It reads the owner's `region_table` like any other memory: a reader that finds the region's generation
+there after its copy has copied from that very region. Bytes pass through memory of the plane, so those of a read that
+timed out never reach the user's.
 
-Writers hold a kernel lock on the region's row, which `close` waits for and which ends with its process. NIXL has no
-atomics to do so from another host: writing there is `Unsupported`.
+NIXL has no atomics with which the owner's `close` could wait for a writer on another host: writing there is
+`Unsupported`.
 """
 
 from __future__ import annotations
@@ -16,27 +15,28 @@ from __future__ import annotations
 import ctypes
 import zlib
 from functools import partial
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 
 from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, check_size, forged, sealed, unsealed
 from holdfast.backends.common.host_plane import HostPlane, Withdraw
-from holdfast.backends.common.region_table import TableAddress, held_open, open_table, slot_address
-from holdfast.backends.nixl.agent import NixlAgent, Registered, Transfer
+from holdfast.backends.common.region_table import TableAddress, open_table, slot_address
+from holdfast.backends.nixl.agent import NixlAgent
+from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.region_owner import RegionOwner, closed
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.exposed import ExposedMemory
-from holdfast.comms.transport.liveness import this_host
 
 BLOCK_BYTES = 4 << 20
 """Bytes between two checks of deadline and generation."""
-STAGE_BYTES = 64 << 10
-"""Up to this size, copying through registered memory costs less than registering the user's."""
 REMEMBERED = 256
 """The number of remote regions that a plane caches."""
+_WORD = 8
+"""Bytes of a generation, before those of a block, in the memory through which they pass."""
 _MOST_METADATA_BYTES = 1 << 16
 
 
@@ -46,81 +46,69 @@ def open_plane() -> NixlPlane:
 
 
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address of a region, in under 512 bytes: table, place in it, memory and agent of the owner.
+    """The address of a region, in under 512 bytes: its place, and where the owner has its table and the memory.
 
-    `metadata` is NIXL's, of the agent `agent` with these two memories; it compresses well.
+    `metadata` is NIXL's, of the agent `agent` with these two memories; it compresses well. "" on one host.
     """
 
     place: bytes
     table: int
     memory: int
     nbytes: int
-    writable: bool
-    agent: str
-    metadata: bytes
+    agent: str = ""
+    metadata: bytes = b""
 
     def encode(self) -> bytes:
         return sealed(msgspec.msgpack.encode(self))
 
     @staticmethod
-    def decode(data: bytes) -> tuple[NixlAddress, TableAddress, bytes]:
-        """Decode an address; returns it, its place in the table, and NIXL's metadata.
-
-        Raises `CorruptData` for anything but what `encode` made: NIXL would trust it.
-        """
+    def decode(data: bytes) -> NixlAddress:
+        """Decode an address. Raises `CorruptData` for anything but what `encode` made: NIXL would trust it."""
         body = unsealed(data)
         try:
-            address = _addresses.decode(body)
-            unpacker = zlib.decompressobj()
-            metadata = unpacker.decompress(address.metadata, _MOST_METADATA_BYTES)
-        except (msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
+            return _addresses.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise forged(error) from error
+
+    def unpacked(self) -> bytes:
+        """The metadata as NIXL takes it. Raises `CorruptData`."""
+        unpacker = zlib.decompressobj()
+        try:
+            metadata = unpacker.decompress(self.metadata, _MOST_METADATA_BYTES)
+        except zlib.error as error:
             raise forged(error) from error
         if not unpacker.eof:
             raise forged("what describes its agent is too long")
-        return address, TableAddress.decode(address.place), metadata
+        return metadata
 
 
 _addresses = msgspec.msgpack.Decoder(NixlAddress)
 
 
 class _RemoteRegion(RegionOwner):
-    """A region of another process: the connection, the words in its table, and whether its process lives."""
+    """A region of another process, and whether that lives."""
 
-    def __init__(self, address: NixlAddress, place: TableAddress, stage: Registered, agent: NixlAgent) -> None:
+    def __init__(self, address: NixlAddress, place: TableAddress) -> None:
         super().__init__(place.owner)
         self.address, self.place = address, place
-        self._stage, self._agent = stage, agent
-        self._row = slot_address(address.table, place.slot)
-        self._word = ctypes.c_uint64.from_address(stage.address)
-        self._look: Transfer | None = None
+        self.row = slot_address(address.table, place.slot)
 
-    def suspect(self) -> None:
+    def look(self) -> None:
         """Raise `RegionGone` if the process or its table is gone: a transfer to missing memory never ends."""
         self.check()
         if self.here:
             with open_table("nixl", self.place):
                 pass
 
-    def check_open(self, deadline: float) -> None:
-        """Raise `RegionGone` unless the region is open now."""
-        if self._look is None:
-            self._look = self._agent.prepare("READ", self._stage.address, self._row, 8, self.address.agent)
-        self._agent.run(self._look, deadline, "memory access", self.suspect, self)
-        self.check()
-        if self._word.value != self.place.generation:
-            raise closed(self.pid)
-
-    def close(self) -> None:
-        if self._look is not None:
-            self._agent.release(self._look)
-            self._look = None
-        super().close()
-
 
 class NixlPlane(HostPlane):
     """See the module. A forked child that uses its parent's plane has one without regions of its own."""
 
     name = "nixl"
+    beyond_host: ClassVar[str] = (
+        "to read, set UCX_TLS=tcp,self (or what your network has) for both processes; to write, let its owner read, or "
+        "use ucx"
+    )
 
     def reset_in_child(self) -> None:
         forks.never_destroy((self._agent, self._remote))  # destroying them would free resources of the parent
@@ -128,122 +116,81 @@ class NixlPlane(HostPlane):
 
     def _begin(self) -> None:
         super()._begin()
+        self._over = Transports.choose(one_host=True).connecting_in_background()
         self._agent: NixlAgent | None = None
-        self._table_memory: Registered | None = None
+        self._registered: list[Any] = []
+        self._stage: torch.Tensor | None = None
         self._remote: dict[Handle, _RemoteRegion] = {}
-        self._stage_memory: torch.Tensor | None = None
-        self._stage: Registered | None = None
 
     def _started(self) -> NixlAgent:
         """The agent, made on first use. The lock is held."""
         if self._agent is None:
-            self._agent = NixlAgent()
+            self._agent = NixlAgent(self._over)
         return self._agent
 
     def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
+        table, exposed = self._own_table().memory, (memory.address, memory.nbytes)
+        address = NixlAddress(place.encode(), table[0], *exposed)
+        if self._over.local:
+            return address.encode(), lambda: None
         agent = self._started()
-        if self._table_memory is None:
-            self._table_memory = agent.register(*self._own_table().memory)
-        exposed = [agent.register(memory.address, memory.nbytes)] if memory.nbytes else []
-        address = NixlAddress(
-            place.encode(),
-            self._table_memory.address,
-            memory.address,
-            memory.nbytes,
-            writable,
-            agent.name,
-            zlib.compress(agent.describe(self._table_memory, *exposed), 9),
-        )
-        return address.encode(), partial(agent.deregister, *exposed) if exposed else lambda: None
+        if not self._registered:
+            self._registered.append(agent.register(*table))
+        registered = agent.register(*exposed) if memory.nbytes else None
+        metadata = agent.describe(table, *[exposed] if memory.nbytes else [])
+        address = msgspec.structs.replace(address, agent=agent.name, metadata=zlib.compress(metadata, 9))
+        return address.encode(), (lambda: None) if registered is None else partial(agent.deregister, registered)
 
     def _place(self, handle: Handle) -> TableAddress:
-        return NixlAddress.decode(handle.address)[1]
-
-    # -- reading and writing
+        return TableAddress.decode(NixlAddress.decode(handle.address).place)
 
     def _in_blocks(self, copy: BlockCopy) -> None:
+        if self._over.local or copy.writing:
+            super()._in_blocks(copy)
+            return
         for block in copy.blocks(BLOCK_BYTES):
             with HeldUntil(self._lock, block):
                 block.look()
-                self._move(block)
+                region = self._remote.get(block.handle) or self._find(block.handle)
+                try:
+                    self._read(region, block)
+                except (RegionGone, OpTimeout):
+                    self._forget(region)
+                    raise
 
-    def _move(self, block: BlockCopy) -> None:
-        """Move one block. The lock is held."""
-        if self._stage is None and self._remote:  # a read timed out: the known regions go, before one is used
-            self._staging(STAGE_BYTES if self._started().local else BLOCK_BYTES)
-        region = self._remote.get(block.handle) or self._find(block.handle)
-        try:
-            region.check()
-            if block.writing:
-                self._push(region, block)
-            else:
-                if block.nbytes:
-                    self._transfer(region, block)
-                region.check_open(block.deadline)
-        except (RegionGone, OpTimeout):
-            self._forget(region)
-            raise
-
-    def _push(self, region: _RemoteRegion, block: BlockCopy) -> None:
-        """Write a block while `close` of the owner waits."""
-        if not region.address.writable:
-            raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
-        if not region.here:
-            raise Unsupported("writing to memory of another host over nixl", "let its owner read, or use ucx")
-        place, deadline = region.place, block.deadline
-        with open_table(self.name, place) as (descriptor, _), held_open(descriptor, place.slot, deadline):
-            region.check_open(deadline)
-            if block.nbytes:
-                self._transfer(region, block)
-            region.check_open(deadline)
-
-    def _transfer(self, region: _RemoteRegion, block: BlockCopy) -> None:
-        agent, address, nbytes, writing = self._started(), block.address, block.nbytes, block.writing
-        there, name = region.address.memory + block.offset, region.address.agent
-        op = "memory write" if writing else "memory read"
-        direct = agent.local and nbytes > STAGE_BYTES
-        memory = agent.register(address, nbytes) if direct else self._staging(nbytes)
-        here = memory.address if direct else memory.address + 8
-        if writing and not direct:
-            ctypes.memmove(here, address, nbytes)
-        transfer = agent.prepare("WRITE" if writing else "READ", here, there, nbytes, name)
-        try:
-            agent.run(transfer, block.deadline, op, region.suspect, self._stage_memory)
-        except (RegionGone, OpTimeout):
-            self._stage = None  # the transfer may still write to it
-            raise
-        else:
-            if not writing and not direct:
-                ctypes.memmove(address, here, nbytes)
-            agent.release(transfer)
-        finally:
-            if direct:
-                agent.deregister(memory)
-
-    def _staging(self, nbytes: int) -> Registered:
-        """Registered memory of the plane: a word for generations, and room for `nbytes`."""
-        if self._stage is None or self._stage.nbytes < nbytes + 8:
-            for region in list(self._remote.values()):
-                self._forget(region)
-            self._stage_memory = torch.empty(max(nbytes, STAGE_BYTES) + 8, dtype=torch.uint8, device="cpu")
-            self._stage = self._started().register(self._stage_memory.data_ptr(), self._stage_memory.nbytes)
-        return self._stage
+    def _read(self, region: _RemoteRegion, block: BlockCopy) -> None:
+        """Read a block, and then its region's generation. The lock is held."""
+        region.look()
+        agent, address = self._started(), region.address
+        if self._stage is None:
+            self._stage = torch.empty(_WORD + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+            self._registered.append(agent.register(self._stage.data_ptr(), self._stage.nbytes))
+        word = self._stage.data_ptr()
+        pieces = [(address.memory + block.offset, word + _WORD, block.nbytes)] if block.nbytes else []
+        for there, here, nbytes in [*pieces, (region.row, word, _WORD)]:
+            try:
+                agent.read(address.agent, there, here, nbytes, block.deadline, region.look, self._stage)
+            except (RegionGone, OpTimeout):
+                self._stage = None  # the transfer may still write to it
+                raise
+        if ctypes.c_uint64.from_address(word).value != region.place.generation:
+            raise closed(region.pid)
+        ctypes.memmove(block.address, word + _WORD, block.nbytes)
 
     def _find(self, handle: Handle) -> _RemoteRegion:
-        address, place, metadata = NixlAddress.decode(handle.address)
+        address, agent = NixlAddress.decode(handle.address), self._started()
+        place = TableAddress.decode(address.place)
         check_size(handle, address.nbytes)
-        agent = self._started()
-        if agent.local and place.owner.host != this_host():
+        if not address.agent:
             raise Unsupported(
-                f"reaching process {place.owner.pid} of another host over {agent.tls}",
-                "set UCX_TLS=tcp,self (or what your network has) for both processes",
+                f"reaching process {place.owner.pid} over {self._over.tls}", "set the same UCX_TLS for both"
             )
+        metadata = address.unpacked()
         if len(self._remote) >= REMEMBERED:
             for other in list(self._remote.values()):
                 self._forget(other)
-        region = _RemoteRegion(address, place, self._staging(STAGE_BYTES if agent.local else BLOCK_BYTES), agent)
+        region = _RemoteRegion(address, place)
         try:
-            region.suspect()
             if address.agent != agent.name:
                 agent.add_peer(metadata, address.agent)
         except BaseException:
@@ -253,7 +200,7 @@ class NixlPlane(HostPlane):
         return region
 
     def _forget(self, region: _RemoteRegion) -> None:
-        """Drop a cached region, and the connection that it uses."""
+        """Drop the connection to a region's owner, and its cached regions."""
         agent = self._started()
         for handle, known in list(self._remote.items()):
             if known.address.agent == region.address.agent:
@@ -268,9 +215,7 @@ class NixlPlane(HostPlane):
         with self._lock:
             for region in list(self._remote.values()):
                 self._forget(region)
-            agent, self._agent = self._agent, None
-            for memory in (self._stage, self._table_memory):
-                if memory is not None and agent is not None:
-                    agent.deregister(memory)
-            self._stage = self._table_memory = None
+            agent, self._agent, self._stage = self._agent, None, None
+            while self._registered and agent is not None:
+                agent.deregister(self._registered.pop())
         super()._release()

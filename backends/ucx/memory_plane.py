@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, check_size, forged, sealed, unsealed
-from holdfast.backends.common.host_plane import HostPlane, Withdraw
+from holdfast.backends.common.host_plane import HostPlane, Withdraw, read_only
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.region_table import TableAddress
 from holdfast.backends.ucx import libucp
@@ -111,7 +111,7 @@ class _Region(Owner):
         elif self._writable:
             self._requests.write(self, self._number, block.offset, memory, None, deadline, "memory write")
         else:
-            raise Unsupported("writing to a read-only region", "its owner must expose it with writable=True")
+            raise read_only()
 
     def check_live(self) -> None:
         self.connection.check()

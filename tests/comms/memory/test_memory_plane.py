@@ -24,6 +24,7 @@ from holdfast.backends.nixl import plane as nixl_plane
 from holdfast.backends.nixl.agent import NixlAgent
 from holdfast.backends.shm import memory_plane as shm_memory
 from holdfast.backends.ucx import memory_plane as ucx_memory
+from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
 from holdfast.comms.plugins.spec import Available
@@ -39,9 +40,12 @@ OPENERS: dict[str, Callable[[], MemoryPlane]] = {
 }
 
 
-@pytest.fixture(params=sorted(OPENERS))
-def plane(request: pytest.FixtureRequest) -> Iterator[MemoryPlane]:
-    with OPENERS[request.param]() as opened:
+@pytest.fixture(params=[*sorted(OPENERS), "nixl over tcp"])
+def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryPlane]:
+    name, *between_hosts = request.param.split(" over ")
+    if between_hosts:
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+    with OPENERS[name]() as opened:
         yield opened
 
 
@@ -68,7 +72,7 @@ def test_a_read_of_zero_bytes_needs_an_existing_region(plane: MemoryPlane) -> No
 
 def test_a_copy_within_one_buffer_is_right_or_refused(plane: MemoryPlane) -> None:
     """A copy in blocks would read bytes that it has overwritten."""
-    base = torch.arange(3 * block_copy.BLOCK_BYTES // 4, dtype=torch.int32)
+    base = torch.arange(3 * host_plane.BLOCK_BYTES // 4, dtype=torch.int32)
     before, half = base.clone(), base.numel() // 2
     with plane.expose(base, writable=True) as region:
         for copy in (plane.read, plane.write):
@@ -363,16 +367,20 @@ def test_a_forked_child_does_not_own_its_parents_regions(start: Callable[..., Ch
             plane.read(theirs, into).wait()
 
 
-def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(start: Callable[..., Child]) -> None:
+def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(
+    start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The child's destructor would mark the agent as ended in memory that both map, and so end the parent's."""
 
     def collects(pipe: Connection) -> None:
         gc.collect()
         pipe.send("collected")
 
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+
     def drops(pipe: Connection) -> None:
         gc.disable()
-        circle: list[object] = [NixlAgent()]
+        circle: list[object] = [NixlAgent(Transports.choose(one_host=True))]
         circle.append(circle)
         del circle
         with children() as begin:
