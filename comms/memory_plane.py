@@ -106,6 +106,13 @@ class MemoryPlane(ABC):
         """
         raise Unsupported(f"mapping a region of plane {self.name!r}", "read it")
 
+    def map_read_only(self, handle: Handle) -> torch.Tensor:
+        """Map a region of this host, to be read alone: its bytes may change once it is closed (verify what was read).
+
+        Nothing may be written into the tensor. Devices can be told of its memory. Raises the errors of `map`.
+        """
+        return self.map(handle, lasting=False)
+
     def map_writable(self, handle: Handle) -> torch.Tensor:
         """Map a writable region of this host: what is written into the tensor is in the region.
 

@@ -213,18 +213,28 @@ class HostPlane(MemoryPlane):
         with OpenMemory(self.name, place.owner, descriptor) as memory:
             if lasting:
                 memory.hold()
-            with open_table(self.name, place) as (table, _):  # after the lock was taken: it stays as it is
-                if generation_in(table, place.slot) != place.generation:
-                    raise closed(place.owner.pid)
+            self._check_generation(place)  # after the lock was taken: it stays as it is
             if lasting:
                 return memory.map(offset, handle.nbytes)
             return self._mapped.get(memory, offset, handle.nbytes)
+
+    def map_read_only(self, handle: Handle) -> torch.Tensor:
+        place, (descriptor, offset) = self._mappable(handle)
+        with OpenMemory(self.name, place.owner, descriptor) as memory:
+            self._check_generation(place)
+            return self._mapped.get(memory, offset, handle.nbytes, read_only=True)
 
     def map_writable(self, handle: Handle) -> torch.Tensor:
         place, (descriptor, offset) = self._mappable(handle)
         with OpenMemory(self.name, place.owner, descriptor, writable=True) as memory:
             self._open_region(handle, writing=True).release(True)
             return self._mapped.get(memory, offset, handle.nbytes)
+
+    def _check_generation(self, place: TableAddress) -> None:
+        """Raise `RegionGone` unless the region is open."""
+        with open_table(self.name, place) as (table, _):
+            if generation_in(table, place.slot) != place.generation:
+                raise closed(place.owner.pid)
 
     def _mappable(self, handle: Handle) -> tuple[TableAddress, tuple[int, int]]:
         """The place of a region, its memfd and its first byte there. Raises `Unsupported`."""

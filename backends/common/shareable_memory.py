@@ -1,8 +1,8 @@
 """Memory of this process that other processes of the host can map.
 
 Each piece is a memfd: it has no name, so no crash leaves it behind, and it lives as long as a process maps it. Others
-open it as /proc/<pid>/fd/<n>. A mapping is private, unless it is made to write to regions: what a process writes into
-it stays in that process.
+open it as /proc/<pid>/fd/<n>. A mapping is private, so what a process writes into it stays in that process, unless it
+is made to write to regions, or to be read alone: devices are told of the pages of the file, not of copies of them.
 
 A lasting mapping holds a shared lock on the file. The owner asks `is_lent` before it writes to memory anew, so memory
 does not change under a lasting mapping, whatever the catalogue of the owner says.
@@ -27,7 +27,7 @@ from holdfast.backends.common.block_copy import SHARE_BYTES, forged, run_in_thre
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 from holdfast.comms.errors import BackendUnavailable, RegionGone
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.mappings import SHAREABLE_MEMORY
+from holdfast.comms.system.mappings import SHAREABLE_MEMORY, Mapping, own_mapping
 from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
@@ -181,14 +181,14 @@ class OpenMemory:
     def nbytes(self) -> int:
         return os.fstat(self._descriptor).st_size
 
-    def map(self, offset: int, nbytes: int) -> torch.Tensor:
+    def map(self, offset: int, nbytes: int, *, read_only: bool = False) -> torch.Tensor:
         """Bytes of the memory, as a uint8 tensor that keeps them. Raises `CorruptData` if they are not all there."""
         check_range(offset, nbytes, self.nbytes)
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         before = offset % mmap.PAGESIZE
-        kind = mmap.MAP_SHARED if self.writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
-        memory = _map(self._descriptor, offset - before, before + nbytes, kind)
+        kind = mmap.MAP_SHARED if self.writable or read_only else mmap.MAP_PRIVATE | _MAP_NORESERVE
+        memory = _map(self._descriptor, offset - before, before + nbytes, kind, not read_only)
         return torch.frombuffer(memory, dtype=torch.uint8)[before:]
 
     def is_current(self, inode: int) -> bool:
@@ -210,18 +210,18 @@ class MappedMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mapped: dict[tuple[int, bool], tuple[OpenMemory, torch.Tensor]] = {}
+        self._mapped: dict[tuple[int, bool, bool], tuple[OpenMemory, torch.Tensor]] = {}
 
-    def get(self, memory: OpenMemory, offset: int, nbytes: int) -> torch.Tensor:
+    def get(self, memory: OpenMemory, offset: int, nbytes: int, *, read_only: bool = False) -> torch.Tensor:
         """Bytes of the memory, as a tensor. Raises `CorruptData` if they are not all there."""
         check_range(offset, nbytes, memory.nbytes)
-        kind = memory.inode, memory.writable
+        kind = memory.inode, memory.writable, read_only
         with self._lock:
             known = self._mapped.pop(kind, None)
             if known is not None:
                 self._mapped[kind] = known
         if known is None:
-            known = memory, memory.map(0, memory.nbytes)
+            known = memory, memory.map(0, memory.nbytes, read_only=read_only)
             _touch(known[1].data_ptr(), known[1].nbytes, _POPULATE_WRITE if memory.writable else _POPULATE_READ)
             with self._lock:
                 self._mapped = {key: each for key, each in self._mapped.items() if each[0].is_current(key[0])}
@@ -242,13 +242,14 @@ def check_range(offset: int, nbytes: int, there: int) -> None:
         raise forged(f"{nbytes} bytes at {offset} are not in the memory that it names")
 
 
-def _map(descriptor: int, offset: int, nbytes: int, kind: int) -> ctypes.Array[ctypes.c_uint8]:
+def _map(descriptor: int, offset: int, nbytes: int, kind: int, writable: bool = True) -> ctypes.Array[ctypes.c_uint8]:
     """Map bytes of a file, from the start of a page on, until the returned array is gone. Its huge pages stay whole."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = _mmap(None, size + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     address = reserved + (offset - reserved) % HUGE_PAGE
     try:
-        _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, kind | _MAP_FIXED, descriptor, offset)
+        access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        _mmap(address, size, access, kind | _MAP_FIXED, descriptor, offset)
     except BaseException:
         _libc.munmap(reserved, size + HUGE_PAGE)
         raise
@@ -256,7 +257,7 @@ def _map(descriptor: int, offset: int, nbytes: int, kind: int) -> ctypes.Array[c
         if start < end:
             _libc.munmap(start, end - start)
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    own_mapping(memory, address, Mapping(size, writable))
     return memory
 
 

@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,38 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@dataclass(slots=True)
+class Mapping:
+    """A mapping of shareable memory in this process. `before_unmap` is called before it goes."""
+
+    nbytes: int
+    writable: bool
+    before_unmap: Callable[[], object] = bool
+
+
+_mappings: dict[tuple[int, int], Mapping] = {}
+"""By process and address: a forked child has the mappings of its parent, not what these were registered with."""
+
+
+def mapping_at(address: int) -> Mapping | None:
+    """The mapping of shareable memory that begins at an address; None if none does, or a fork made it."""
+    return _mappings.get((os.getpid(), address))
+
+
+def own_mapping(memory: object, address: int, mapping: Mapping) -> None:
+    """Unmap what lies at an address once the object `memory` is gone."""
+    key = os.getpid(), address
+    _mappings[key] = mapping
+    weakref.finalize(memory, _unmap, key, mapping.nbytes).atexit = False
+
+
+def _unmap(key: tuple[int, int], nbytes: int) -> None:
+    mapping = _mappings.pop(key, None)
+    if mapping is not None and key[0] == os.getpid():
+        mapping.before_unmap()
+    _libc.munmap(key[1], nbytes)
 
 
 def map_file(descriptor: int, nbytes: int, *, writable: bool = True) -> memoryview:

@@ -13,8 +13,8 @@ import torch
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.ft.state.boxes import Box
-from holdfast.store.data.dense import copy_elements, lies_in_order
-from holdfast.store.data.device_copy import to_host
+from holdfast.store.data.dense import copy_elements, flat_bytes, is_dense, lies_in_order
+from holdfast.store.data.device_copy import GROUP_BYTES, HostCopy, on_device, registrations, to_host
 from holdfast.store.data.digests import (
     COUNT,
     FIRST,
@@ -35,6 +35,8 @@ ROWS_OF_JOB = 64
 """The number of small tensors that one thread copies at a time."""
 CACHED_PLANS = 16
 Flags = npt.NDArray[np.bool_]
+Sources = tuple[Words, Flags, Sequence[HostCopy]]
+"""The addresses of tensors, which of them are copied into place, and the copies from devices that are still to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def pack(blocks: Sequence[PartBlock], skeleton: bytes, allocate: Callable[[int],
             (each.name, str(each.tensor.dtype)[6:], each.shape, each.box, each.tensor.nbytes) for each in blocks
         )  # "torch." is left out
     )
-    sources = _on_host([blocks[at].tensor for at in plan.order])
+    sources = [blocks[at].tensor for at in plan.order]
     return _pack(plan, skeleton, allocate, lambda memory: _locate(plan, sources, memory))
 
 
@@ -108,14 +110,14 @@ def pack_plain(
         plan = _PackPlan(tuple(kinds))
         _plain_plans.put(key, plan)
     located = plain.addresses[plan.order], np.zeros(len(plan.order), bool)
-    return _pack(plan, skeleton, allocate, lambda memory: located)
+    return _pack(plan, skeleton, allocate, lambda memory: (*located, ()))
 
 
 def _pack(
     plan: _PackPlan,
     skeleton: bytes,
     allocate: Callable[[int], torch.Tensor],
-    locate: Callable[[torch.Tensor], tuple[Words, Flags]],
+    locate: Callable[[torch.Tensor], Sources],
 ) -> PackedPart:
     """Make the part in new memory, from what `_locate` finds."""
     layout = plan.layout
@@ -157,32 +159,42 @@ def _digests(memory: torch.Tensor, ranges: Words) -> Words:
     return copy_and_digest(jobs)
 
 
-def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, those on a CUDA device as copies in pinned memory."""
-    found = list(tensors)
-    away = [number for number, tensor in enumerate(found) if tensor.is_cuda]
-    for number, copy in zip(away, to_host([found[number] for number in away]), strict=True):
-        found[number] = copy
-    return found
-
-
-def _locate(plan: _PackPlan, sources: Sequence[torch.Tensor], memory: torch.Tensor) -> tuple[Words, Flags]:
-    """The addresses of the sources (in the order of the layout), and which of them have been copied into place.
-
-    Those that do not have their bytes in order are copied now.
-    """
+def _locate(plan: _PackPlan, sources: Sequence[torch.Tensor], memory: torch.Tensor) -> Sources:
+    """Locate the sources, in the order of the layout; copy those that do not have their bytes in order."""
     addresses = np.zeros(len(sources), np.uint64)
     copied = np.zeros(len(sources), bool)
+    away: list[HostCopy] = []
     for number, source in enumerate(sources):
-        if lies_in_order(source):
+        if on_device(source):
+            away += _from_device(source, plan.layout.entries[number], memory)
+        elif lies_in_order(source):
             addresses[number] = source.data_ptr()
+            continue
         else:
             _copy_elements(source, plan.layout.entries[number], memory)
-            copied[number] = True
-    return addresses, copied
+        copied[number] = True
+    if away:
+        registrations.register(memory)
+    return addresses, copied, away
 
 
-def _fill(plan: _PackPlan, addresses: Words, copied: Flags, base: int) -> Words:
+def _from_device(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor) -> list[HostCopy]:
+    """The copies that bring a tensor of a device into place: of ranges of its bytes, if they lie in order."""
+    target, end = memory[entry.offset : entry.offset + entry.nbytes], entry.offset + entry.nbytes
+    if not entry.nbytes:
+        return []
+    if not is_dense(source):
+        if source.itemsize == 1:  # torch cannot copy all dtypes of one byte
+            return [HostCopy(source.view(torch.uint8), target.view(entry.extent), end)]
+        return [HostCopy(source, target.view(entry.torch_dtype).view(entry.extent), end)]
+    data = flat_bytes(source)
+    return [
+        HostCopy(data[at : at + GROUP_BYTES], target[at : at + GROUP_BYTES], min(entry.offset + at + GROUP_BYTES, end))
+        for at in range(0, entry.nbytes, GROUP_BYTES)
+    ]
+
+
+def _fill(plan: _PackPlan, addresses: Words, copied: Flags, away: Sequence[HostCopy], base: int) -> Words:
     """Copy what is not in place yet into the memory at `base`; return the checksums of all pieces."""
     arrays = plan.layout.arrays
     rows = _small_rows(plan, addresses, copied, base)
@@ -200,7 +212,19 @@ def _fill(plan: _PackPlan, addresses: Words, copied: Flags, base: int) -> Words:
         shares[:, FIRST] = np.arange(len(shares)) * ROWS_OF_JOB
         shares[:, COUNT] = np.minimum(len(rows) - shares[:, FIRST], ROWS_OF_JOB)
         copy_and_digest(shares, rows)
-    return copy_and_digest(jobs)
+    sums = np.zeros(len(jobs), np.uint64)
+    ends, done = arrays.piece_offsets + arrays.piece_nbytes, 0
+
+    def digest_before(end: int) -> None:
+        nonlocal done
+        upto = int(np.searchsorted(ends, end, "right"))
+        sums[done:upto] = copy_and_digest(jobs[done:upto])
+        done = upto
+
+    if away:
+        to_host(away, digest_before)
+    digest_before(plan.layout.data_bytes)
+    return sums
 
 
 def _small_rows(plan: _PackPlan, addresses: Words, copied: Flags, base: int) -> Words:

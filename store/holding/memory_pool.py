@@ -1,7 +1,8 @@
 """The memory of the parts that a process keeps: bounded, reused, and touched before it is needed.
 
 To touch fresh memory costs 5 to 40 times as much as to copy into memory that was touched before. So a thread of the
-pool touches the memory of the next versions beside the program, as soon as it knows the size of one.
+pool touches the memory of the next versions beside the program, as soon as it knows the size of one, and registers it
+with CUDA if the process uses that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.store import cancellation
+from holdfast.store.data.device_copy import register_ahead
 from holdfast.store.errors import StoreFull
 
 ROUNDING = 64 << 10
@@ -178,6 +180,7 @@ class MemoryPool:
         memory: list[torch.Tensor] = []
         try:
             memory = [self._empty(size)]
+            register_ahead(memory[0])
         except Exception as error:  # the next publish touches its memory itself, and reports what is wrong
             _log.info("memory of %d bytes is not touched ahead: %s", size, error)
         with self._changed:

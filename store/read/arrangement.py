@@ -12,6 +12,8 @@ import torch
 
 from holdfast.comms.tensors.shared import groups_sharing_memory
 from holdfast.ft.state.boxes import whole
+from holdfast.store.data.dense import is_dense
+from holdfast.store.data.device_copy import on_device
 from holdfast.store.data.skeleton import Skeleton
 from holdfast.store.data.tree import FlatState
 from holdfast.store.read.read_plan import has_rows
@@ -42,9 +44,16 @@ def placed_tensors(flat: FlatState) -> dict[str, PlacedTensor]:
 
 
 def arrange(
-    flat: FlatState, placed: Mapping[str, PlacedTensor], wanted: Sequence[BoxTarget], same: frozenset[str]
+    flat: FlatState,
+    placed: Mapping[str, PlacedTensor],
+    wanted: Sequence[BoxTarget],
+    same: frozenset[str],
+    fills_devices: bool,
 ) -> Arrangement:
-    """Arrange to fill tensors with `wanted`. `same` are names of tied tensors that get the same bytes as their ties."""
+    """Arrange to fill tensors with `wanted`. `same` are names of tied tensors that get the same bytes as their ties.
+
+    `fills_devices` says whether dense tensors on devices are filled in place.
+    """
     names = tuple(name for name in placed if name not in same)
     doubtful: tuple[tuple[str, ...], ...] = ()
     staged: list[str] = []
@@ -52,7 +61,12 @@ def arrange(
         locals_ = {name: flat.locals[name] for name in names}
         doubtful = tuple(map(tuple, groups_sharing_memory(locals_)))
         in_doubt = {name for group in doubtful for name in group}
-        staged = [name for name in names if name in in_doubt or not has_rows(locals_[name])]
+        direct = {
+            name
+            for name, each in locals_.items()
+            if (fills_devices and is_dense(each) if on_device(each) else has_rows(each))
+        }
+        staged = [name for name in names if name in in_doubt or name not in direct]
     indirect = set(staged)
     targets: dict[str, list[BoxTarget]] = {name: [] for name in names}
     for target in wanted:

@@ -36,6 +36,8 @@ _copies: Recent[tuple[BoxCopy, ...]] = Recent(16)
 class CastVersionReader(VersionReader):
     """A version that is being read in a cast. For one thread; it raises `CastUnavailable` besides."""
 
+    fills_devices = False
+
     def __init__(self, terms: ReadTerms, forms: CastSources) -> None:
         super().__init__(terms)
         self._cast, self._deadline, self._cast_sources = forms.cast, terms.deadline, forms

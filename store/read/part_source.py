@@ -94,6 +94,14 @@ class PartSource:
             self._opened = True
         return self._mapped
 
+    def mapped_for_devices(self) -> torch.Tensor | None:
+        """The mapped region of the current replica in memory that devices can be told of; None if it is gone now."""
+        try:
+            return self._plane.map_read_only(self._current().handle)
+        except RegionGone as error:
+            self._drop(str(error))
+            return None
+
     @property
     def is_mapped(self) -> bool:
         """Whether the current replica has been mapped."""
@@ -162,16 +170,30 @@ class PartSource:
         Raises the errors of `manifest` if there is no other.
         """
         replica = self._current()
+        if self._is_open(replica):
+            self._corrupt = True
+            self._report(self.version, self.shard.part, replica.holder)
+            self._drop(f"holder {replica.holder} has wrong bytes at {offset}")
+        self._current()
+
+    def confirm(self) -> bool:
+        """Whether the current replica is still open, so what was read of its mapping until now was its bytes.
+
+        If not, go on to the next replica. Raises the errors of `manifest` if there is no other.
+        """
+        found = self._is_open(self._current())
+        self._current()
+        return found
+
+    def _is_open(self, replica: Replica) -> bool:
+        """Whether the current replica can be read; drops it if not."""
         try:
             probe = torch.empty(1, dtype=torch.uint8, device="cpu")
             self._plane.read(replica.handle, probe, timeout=max(self._patience(1), 0.1)).wait()
         except (RegionGone, OpTimeout) as error:
             self._drop(str(error))
-        else:
-            self._corrupt = True
-            self._report(self.version, self.shard.part, replica.holder)
-            self._drop(f"holder {replica.holder} has wrong bytes at {offset}")
-        self._current()
+            return False
+        return True
 
     def left(self) -> float:
         """Seconds until the deadline. Raises `StoreTimeout` once it has passed, `CallCancelled` if that happened."""

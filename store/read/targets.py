@@ -9,7 +9,7 @@ import torch
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.tensors.shared import check_agreement
 from holdfast.store.data.dense import copy_elements
-from holdfast.store.data.device_copy import to_device
+from holdfast.store.data.device_copy import DeviceCopies, on_device
 from holdfast.store.data.manifest import quoted
 from holdfast.store.data.skeleton import Skeleton
 from holdfast.store.data.targets import Assignment, check_targets, check_writable
@@ -132,7 +132,7 @@ class Targets:
             return usual
         placed = placed_tensors(self._flat)
         wanted = plain_targets(placed, skeleton) if layout is None else _mapped(placed, reader, strict, layout)
-        return arrange(self._flat, placed, wanted, self._same(reader, layout))
+        return arrange(self._flat, placed, wanted, self._same(reader, layout), reader.fills_devices)
 
 
 def _mapped(placed: Mapping[str, PlacedTensor], reader: VersionReader, strict: bool, layout: Layout) -> list[BoxTarget]:
@@ -157,9 +157,8 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each first tensor, on the CPU, into the second."""
-    away = [pair for pair in pairs if pair[1].is_cuda]
-    to_device([source for source, _ in away], [target for _, target in away])
+    DeviceCopies([pair for pair in pairs if on_device(pair[1])]).wait()
     for source, target in pairs:
-        if not target.is_cuda:
+        if not on_device(target):
             with torch.inference_mode(target.is_inference()):
                 copy_elements(target, source)

@@ -11,6 +11,7 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft.state.boxes import whole
 from holdfast.store.catalog.records import Catalog, Replica, Shard, Version
+from holdfast.store.data.device_copy import on_device
 from holdfast.store.data.manifest import LARGE_BYTES, Manifest, some
 from holdfast.store.data.merging import merge
 from holdfast.store.data.shared_tensors import check_shared, tensors_of
@@ -51,6 +52,9 @@ class VersionReader:
     `RegionGone` if a part has no replica that can be read, `CorruptData` if none is right, `StoreTimeout` after the
     deadline.
     """
+
+    fills_devices = True
+    """Whether `fill` takes dense tensors on CUDA devices."""
 
     def __init__(self, terms: ReadTerms, nearest: Nearest = lambda *_: None) -> None:
         catalog, version, deadline = terms.catalog, terms.version, terms.deadline
@@ -126,11 +130,12 @@ class VersionReader:
 
     def _carry_out(self, plan: ReadPlan, into: Mapping[str, torch.Tensor]) -> None:
         targets = list(into.values())
+        patchable = not any(map(on_device, targets))
         for source, manifest, part in zip(self._sources, self.manifests, plan.parts, strict=True):
             offer = source.shard.delta
-            bases = None if offer is None else self._filled.holding(part, offer.base)
+            bases = self._filled.holding(part, offer.base) if offer is not None and patchable else None
             fill(source, manifest, part, targets, bases)
-            if not source.is_mapped:
+            if not source.is_mapped and patchable:
                 self._filled.remember(part, targets, source.shard.digest)
 
     def map(self, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -23,6 +23,9 @@ class StoreOptions:
 
     peers: Annotated[str, typer.Option(help=f"Other ways to run interleaved, of {PEERS}; all for all of them.")] = ""
     workloads: Annotated[str, typer.Option(help="Only these workloads, as model,small.")] = ""
+    device: Annotated[
+        str, typer.Option(help="Where the tensors are: cpu, or cuda, which has workloads of its own.")
+    ] = "cpu"
     size: Annotated[str, typer.Option(help="Bytes of the large states.")] = "512M"
     starts: Annotated[int, typer.Option(min=1, help="How often all processes are started anew.")] = 2
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each after the first three of a start.")] = 7
@@ -48,20 +51,25 @@ def store(options: StoreOptions) -> None:
 
         holdfast bench store --workloads killed,served
 
+        holdfast bench store --device cuda --size 1G
+
     A publisher, holders and readers are processes of their own. Each version differs from the one before, targets are
     overwritten before each get, and every byte that was got is compared by digest.
 
     Exit status: 0 only if every tensor was right and holdfast took part in every workload; 1 if not; 2 for bad options.
     """
+    from holdfast.comms.errors import Unsupported
     from holdfast.ft.console.console import console, styled, working
     from holdfast.harness.bench.store import drivers, show
     from holdfast.harness.bench.store.run import StorePlan, run
-    from holdfast.harness.bench.store.workloads import WORKLOADS
+    from holdfast.harness.bench.store.workloads import check_device, known_on
 
     try:
+        check_device(options.device)
+        workloads, peers = known_on(options.device)
         plan = StorePlan(
-            workloads=_named("workloads", options.workloads, [each.name for each in WORKLOADS], "all"),
-            peers=_named("peers", options.peers, drivers.PEERS, ""),
+            workloads=_named("workloads", options.workloads, workloads, "all"),
+            peers=_named("peers", options.peers, peers, "" if options.device == "cpu" else "all"),
             size=parse_size(options.size),
             starts=options.starts,
             rounds=options.rounds,
@@ -72,7 +80,7 @@ def store(options: StoreOptions) -> None:
         notes = console(stderr=True)
         with working(notes, plan.command, every=2.0) as progress:
             bench = run(plan, progress)
-    except ValueError as error:
+    except (ValueError, Unsupported) as error:
         raise typer.BadParameter(str(error)) from error
     if options.json:
         typer.echo(bench.json())

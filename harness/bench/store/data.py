@@ -77,18 +77,18 @@ def bytes_of(tensors: Sequence[TensorShape]) -> int:
     return sum(torch.Size(each.shape).numel() * getattr(torch, each.dtype).itemsize for each in tensors)
 
 
-def source(tensors: Sequence[TensorShape], seed: int) -> State:
+def source(tensors: Sequence[TensorShape], seed: int, device: str = "cpu") -> State:
     """Tensors with random values of `seed`, as a model has before its training."""
-    generator = torch.Generator().manual_seed(seed)
-    state = target(tensors)
+    generator = torch.Generator(device).manual_seed(seed)
+    state = target(tensors, device)
     for each in state.values():
         each.normal_(0.0, 0.02, generator=generator)
     return state
 
 
-def target(tensors: Sequence[TensorShape]) -> State:
+def target(tensors: Sequence[TensorShape], device: str = "cpu") -> State:
     """Tensors to get into. Their pages exist."""
-    return {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in tensors}
+    return {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype), device=device) for each in tensors}
 
 
 def on_meta(each: TensorShape) -> torch.Tensor:
@@ -116,12 +116,14 @@ def blank(state: Mapping[str, torch.Tensor]) -> None:
     """Overwrite all bytes."""
     for each in state.values():
         each.view(-1).view(torch.uint8).fill_(BLANK)
+    if any(each.is_cuda for each in state.values()):
+        torch.cuda.synchronize()
 
 
 def digests(state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
     """The digest of the bytes of each tensor."""
     return tuple(
-        xxhash.xxh3_64_intdigest(each.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        xxhash.xxh3_64_intdigest(each.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
         for each in state.values()
     )
 

@@ -20,6 +20,7 @@ from holdfast.harness.bench.store.data import State
 from holdfast.store.follow.follower import Follower
 
 HOLDFAST, MEMCPY, SAFETENSORS, DCP, TORCHSTORE = "holdfast", "memcpy", "safetensors", "dcp", "torchstore"
+PINNED = "pinned"
 PEERS = (TORCHSTORE, MEMCPY, SAFETENSORS, DCP)
 
 _MEMCPY_BYTES = 8 << 20
@@ -34,7 +35,7 @@ class WorkerPlan:
     """What a worker is: its role, a folder on disk and one in shared memory that its team shares.
 
     A publisher's part of a version has `replicas` replicas. `rank` counts the workers of a role; `plane` moves the
-    bytes.
+    bytes; `device` is where the tensors are.
     """
 
     role: str
@@ -43,6 +44,7 @@ class WorkerPlan:
     shared: Path
     replicas: int
     plane: str
+    device: str = "cpu"
 
 
 class StoreDriver(ABC):
@@ -218,8 +220,36 @@ class DcpDriver(StoreDriver):
         return self._folder / str(version)
 
 
-DRIVERS: dict[str, type[HoldfastStoreDriver | MemcpyDriver | SafetensorsDriver | DcpDriver]] = {
+class PinnedDriver(StoreDriver):
+    """One copy between a GPU and pinned memory within one process: what the bus allows.
+
+    A publish copies to memory of its own, a get copies from there.
+    """
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self.detail = "a copy of the same bytes between the GPU and pinned memory, in one process"
+        self._kept: State = {}
+
+    async def publish(self, version: int, state: State) -> None:
+        if not self._kept:
+            self._kept = {
+                name: torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for name, each in state.items()
+            }
+        _copy_on_device(state, self._kept)
+
+    async def get(self, version: int, into: State) -> None:
+        _copy_on_device(self._kept, into)
+
+
+def _copy_on_device(state: State, into: State) -> None:
+    for name, each in state.items():
+        into[name].copy_(each, non_blocking=True)
+    torch.cuda.synchronize()
+
+
+DRIVERS: dict[str, type[HoldfastStoreDriver | MemcpyDriver | PinnedDriver | SafetensorsDriver | DcpDriver]] = {
     HOLDFAST: HoldfastStoreDriver,
+    PINNED: PinnedDriver,
     MEMCPY: MemcpyDriver,
     SAFETENSORS: SafetensorsDriver,
     DCP: DcpDriver,

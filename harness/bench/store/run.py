@@ -13,7 +13,7 @@ from holdfast.harness.bench.store.data import bytes_of
 from holdfast.harness.bench.store.drivers import HOLDFAST
 from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreFailure, StoreRow, ratios
 from holdfast.harness.bench.store.teams import Team, TeamPlan, missing
-from holdfast.harness.bench.store.workloads import WORKLOADS, StoreBenchWorkload
+from holdfast.harness.bench.store.workloads import DEVICE_WORKLOADS, WORKLOADS, StoreBenchWorkload
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.results import Machine
 from holdfast.harness.measure.rounds import TimedTurn, take_turns, total_wrong
@@ -39,7 +39,7 @@ class StorePlan:
 
 def run(plan: StorePlan, progress: Progress = lambda text: None) -> StoreBench:
     """Measure every workload. A contestant that fails is reported, and left out of the rest of its workload."""
-    chosen = [each for each in WORKLOADS if each.name in plan.workloads]
+    chosen = [each for each in (*WORKLOADS, *DEVICE_WORKLOADS) if each.name in plan.workloads]
     skipped = {name: reason for name in plan.peers if (reason := missing(name, plan.torchstore_source)) is not None}
     there = (HOLDFAST, *(name for name in plan.peers if name not in skipped))
     details: dict[str, str] = {}

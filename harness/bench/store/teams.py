@@ -15,6 +15,7 @@ from holdfast.harness.bench.store.data import TensorShape
 from holdfast.harness.bench.store.drivers import (
     HOLDFAST,
     MEMCPY,
+    PINNED,
     SAFETENSORS,
     TORCHSTORE,
     WorkerPlan,
@@ -61,11 +62,12 @@ class TeamPlan:
     sharded: bool = False
     apart: bool = False
     torchstore_source: Path | None = None
+    device: str = "cpu"
 
     def roles(self, contestant: str) -> Sequence[Role]:
         """The role and number of each worker of a contestant."""
         counts = {"publisher": self.publishers, "holder": self.holders, "reader": self.readers}
-        if contestant == MEMCPY:
+        if contestant in (MEMCPY, PINNED):
             counts = {"both": self.readers}
         elif contestant != HOLDFAST:
             counts["holder"] = 0
@@ -121,7 +123,7 @@ def _start(contestant: str, plan: TeamPlan, roles: Sequence[Role], place: Place)
             partial(
                 be_worker,
                 contestant,
-                WorkerPlan(role, rank, place.folder, place.shared, plan.replicas, plane),
+                WorkerPlan(role, rank, place.folder, place.shared, plan.replicas, plane, plan.device),
                 place.address,
             ),
             preload=PRELOAD,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import torch
 
 from holdfast.harness.bench.store import data
 from holdfast.harness.bench.store.data import Shards, TensorShape
@@ -17,6 +18,9 @@ from holdfast.harness.bench.store.drivers import DRIVERS, StoreDriver, WorkerPla
 from holdfast.harness.measure.worker import serve
 
 T = TypeVar("T")
+
+MATRIX, PRODUCTS = 8192, 60
+"""The side of the matrices that a GPU multiplies beside a publish, and how often: for about 90 ms on an H100."""
 
 How = Literal["get", "follow", "copy", "load", "map", "whole"]
 """Get into the target, do so as soon as the version is published ("follow"), or the same copies without a check
@@ -58,6 +62,8 @@ class StoreWorker:
         self._target: data.State = {}
         self._whole: data.State = {}
         self._got: data.State = {}
+        self._matrices: tuple[torch.Tensor, ...] | None = None
+        self._multiplied = 0.0
 
     def prepare(self, tensors: tuple[TensorShape, ...], seed: int, sharded: tuple[int, int] | None = None) -> None:
         """What the state is; a source has values of `seed`.
@@ -71,7 +77,7 @@ class StoreWorker:
 
     def change(self, version: int, share: float = 0.0) -> Digests:
         """Make the source that of a version: a `share` of its elements differ, and one at least."""
-        self._source = self._source or data.source(self._tensors, self._seed)
+        self._source = self._source or data.source(self._tensors, self._seed, self._plan.device)
         data.change(self._source, version, share)
         return Digests(self._shards.digests(self._source) if self._shards else (), data.digests(self._source))
 
@@ -83,9 +89,42 @@ class StoreWorker:
     def blank(self) -> None:
         """Overwrite the target, so that nothing in it can be right by chance."""
         self._got = {}
-        self._target = self._target or (self._shards.target() if self._shards else data.target(self._tensors))
+        self._target = self._target or (self._shards.target() if self._shards else self._new_target())
         data.blank(self._target)
         data.blank(self._whole)
+
+    def _new_target(self) -> data.State:
+        return data.target(self._tensors, self._plan.device)
+
+    async def multiply(self, version: int | None) -> Took:
+        """Multiply matrices on the GPU, beside a publish of the source as a version, if that is given."""
+        if self._matrices is None:
+            self._matrices = tuple(
+                torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device=self._plan.device) for _ in range(3)
+            )
+        one, other, into = self._matrices
+        torch.mm(one, other, out=into)
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+        def publish(number: int) -> None:
+            with torch.cuda.stream(side):  # so that it does not wait for the products
+                asyncio.run(self._driver.publish(number, self._source))
+
+        async def multiply() -> None:
+            publishing = None if version is None else asyncio.create_task(asyncio.to_thread(publish, version))
+            await asyncio.sleep(0)
+            for _ in range(PRODUCTS):
+                torch.mm(one, other, out=into)
+            done = torch.cuda.current_stream().record_event()
+            while not done.query():
+                await asyncio.sleep(1e-4)
+            self._multiplied = time.monotonic()
+            if publishing is not None:
+                await publishing
+
+        took = await _timed(multiply())
+        return Took(took.began, self._multiplied, took.memory)
 
     async def get(self, version: int, how: How = "get") -> Took:
         """Get a version, as `how` says."""
@@ -97,7 +136,7 @@ class StoreWorker:
 
             return await _timed(load())
         if how == "whole":
-            self._whole = self._whole or data.target(self._tensors)
+            self._whole = self._whole or self._new_target()
             self._got = self._whole
             return await _timed(self._driver.get(version, self._whole))
         self._got = self._target

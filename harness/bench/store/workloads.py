@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from holdfast.comms.errors import Unsupported
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.store.data import TensorShape, equal_shapes, model_shapes
-from holdfast.harness.bench.store.drivers import HOLDFAST, MEMCPY, PEERS, SAFETENSORS, TORCHSTORE
+from holdfast.harness.bench.store.drivers import HOLDFAST, MEMCPY, PEERS, PINNED, SAFETENSORS, TORCHSTORE
 from holdfast.harness.bench.store.teams import Team, TeamPlan
-from holdfast.harness.bench.store.worker import Digests, How, Took
+from holdfast.harness.bench.store.worker import MATRIX, PRODUCTS, Digests, How, Took
 from holdfast.harness.measure.rounds import TimedTurn, Workload
 from holdfast.harness.measure.workers import Worker, call
 
@@ -46,12 +49,13 @@ class StoreBenchWorkload(Workload[Team]):
     replicas: int = 1
     sharded: bool = False
     apart: bool = False
+    device: str = "cpu"
 
     def team(self, size: int, threads: int, torchstore_source: Path | None) -> TeamPlan:
         """The workers of each contestant."""
         return TeamPlan(
             self.shapes(size), threads, self.publishers, self.readers, self.holders, self.replicas, self.sharded,
-            self.apart, torchstore_source,
+            self.apart, torchstore_source, self.device,
         )  # fmt: skip
 
     def set_up(self, contestant: Team) -> None:
@@ -202,6 +206,15 @@ def _killed(team: Team, version: int) -> TimedTurn:
     return _turn(seconds, bad)
 
 
+def _multiply(team: Team, version: int) -> TimedTurn:
+    """Multiply matrices on the GPU, then again while a version is published, and have a reader get that."""
+    digests, publishers, readers = change(team, version), team.publishers[:1], team.readers[:1]
+    alone = call(publishers, "multiply", None, into=Took)[0]
+    beside = call(publishers, "multiply", version, into=Took)[0]
+    get(readers, version)
+    return _turn({"alone": alone.seconds, "beside a publish": beside.seconds}, wrong(readers, digests))
+
+
 def _model(nbytes: int) -> tuple[TensorShape, ...]:
     return model_shapes(nbytes, "bfloat16")
 
@@ -221,6 +234,10 @@ def _served_model(nbytes: int) -> tuple[TensorShape, ...]:
 
 def _flat(nbytes: int) -> tuple[TensorShape, ...]:
     return equal_shapes(8, nbytes // 8)
+
+
+def _many(nbytes: int) -> tuple[TensorShape, ...]:
+    return equal_shapes(64, nbytes // 64, "bfloat16")
 
 
 def _small(nbytes: int) -> tuple[TensorShape, ...]:
@@ -323,3 +340,42 @@ WORKLOADS = (
         contestants=(HOLDFAST,),
     ),
 )
+
+DEVICE_WORKLOADS = (
+    StoreBenchWorkload(
+        "gpu",
+        "64 tensors of bfloat16 on the GPU, from another process of the host",
+        ("publish", "get"),
+        _many,
+        exchange,
+        contestants=(HOLDFAST, PINNED),
+        device="cuda",
+    ),
+    StoreBenchWorkload(
+        "products",
+        f"{PRODUCTS} products of matrices of {MATRIX} by {MATRIX} on the GPU that publishes",
+        ("alone", "beside a publish"),
+        _many,
+        _multiply,
+        contestants=(HOLDFAST,),
+        device="cuda",
+    ),
+)
+"""The workloads of `--device cuda`."""
+
+
+def known_on(device: str) -> tuple[list[str], tuple[str, ...]]:
+    """The names of the workloads for tensors on a device, and of the other contestants."""
+    if device == "cpu":
+        return [each.name for each in WORKLOADS], PEERS
+    return [each.name for each in DEVICE_WORKLOADS], (PINNED,)
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError for a device that the bench does not know, `Unsupported` for one that is not here."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {device}; known: cpu, cuda")
+    if device == "cuda" and torch.cuda.device_count() == 0:  # asks NVML: workers are forked from processes without CUDA
+        install = "install torch with CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        look = "look at nvidia-smi and CUDA_VISIBLE_DEVICES: this torch has CUDA, and sees no GPU"
+        raise Unsupported("measuring a GPU on this machine", install if torch.version.cuda is None else look)

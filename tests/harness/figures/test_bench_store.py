@@ -10,10 +10,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from holdfast.harness.bench.store import data
-from holdfast.harness.bench.store.drivers import DCP, HOLDFAST, MEMCPY, SAFETENSORS, TORCHSTORE, StoreDriver, WorkerPlan
+from holdfast.harness.bench.store.drivers import (
+    DCP,
+    HOLDFAST,
+    MEMCPY,
+    PINNED,
+    SAFETENSORS,
+    TORCHSTORE,
+    StoreDriver,
+    WorkerPlan,
+)
 from holdfast.harness.bench.store.results import StoreBench
 from holdfast.harness.bench.store.run import StorePlan, run
 from holdfast.harness.bench.store.teams import missing
@@ -164,9 +174,31 @@ def test_the_command_prints_json() -> None:
     assert {row["contestant"] for row in json.loads(done.stdout)["rows"]} == {HOLDFAST, MEMCPY}
 
 
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="a GPU is here")
+def test_the_command_says_what_a_gpu_needs() -> None:
+    done = said("bench", "store", "--device", "cuda")
+    assert done.exit_code == 2
+    assert "pip install torch --index-url" in done.stderr or "nvidia-smi" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU")
+def test_tensors_of_a_gpu_are_measured_beside_a_pinned_copy() -> None:
+    bench = run(a_plan(("gpu", "products"), (PINNED,), 64 << 20))
+    assert (bench.failures, bench.wrong) == ((), 0)
+    found = {(row.figure, row.contestant) for row in bench.rows}
+    assert {(figure, name) for figure in ("publish", "get") for name in (HOLDFAST, PINNED)} <= found
+    assert {("alone", HOLDFAST), ("beside a publish", HOLDFAST)} <= found
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("--peers", "redis"), "torchstore, memcpy"), (("--workloads", "x"), "small"), (("--size", "x"), "64K")],
+    [
+        (("--peers", "redis"), "torchstore, memcpy"),
+        (("--workloads", "x"), "small"),
+        (("--size", "x"), "64K"),
+        (("--device", "tpu"), "known: cpu, cuda"),
+    ],
 )
 def test_the_command_refuses_what_it_does_not_know(arguments: tuple[str, ...], words: str) -> None:
     done = said("bench", "store", *arguments)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 import xxhash
 
 from holdfast.store import WeightStore
+from holdfast.store.data.device_copy import registrations
 from holdfast.store.delta import native_kernels
 from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.records import BLOCK, Delta, ElementPiece, PackedDelta
@@ -28,6 +32,76 @@ def test_tensors_of_a_device_are_published_and_filled(tmp_path: Path) -> None:
         assert all(torch.equal(into[name], each) for name, each in state.items())
         loaded = store.load(1)
         assert all(torch.equal(loaded[name], each.cpu()) for name, each in state.items())
+
+
+def mixed_state() -> dict[str, torch.Tensor]:
+    """64 tensors of all usual dtypes: large and small ones, some not in order, some of the host."""
+    random = torch.Generator().manual_seed(7)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn)
+    state = {}
+    for number in range(64):
+        size = (3, 129, 70_001, 700_003)[number % 4]
+        each = torch.randint(0, 256, (size * 8,), generator=random).to(torch.uint8)
+        tensor = each.view(dtypes[number % len(dtypes)])[:size] if number % len(dtypes) != 4 else each[:size]
+        if tensor.is_floating_point():
+            tensor = torch.randn(size, generator=random).to(tensor.dtype)
+        state[f"{number}"] = tensor if number % 16 == 5 else tensor.cuda()
+    state["60"] = torch.randn(200, 700, generator=random).cuda().t()
+    state["61"] = torch.randn(200, 700, generator=random).cuda()[:, ::2]
+    state["62"] = torch.randn(500, dtype=torch.complex64, generator=random).cuda().conj()
+    state["63"] = torch.empty(0, 4, device="cuda")
+    return state
+
+
+def wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+        flat = (each.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8) for each in (one, other))
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*flat)
+
+    return [name for name in expected if not same(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_tensors_of_all_kinds_come_and_go(tmp_path: Path, atomic: bool) -> None:
+    state = mixed_state()
+    with WeightStore(f"memory://{tmp_path}") as store:
+        for version in (1, 2, 3):
+            state["0"].add_(1)
+            store.publish(version, state)
+            into = {name: torch.zeros_like(each) for name, each in state.items()}
+            store.get(version, into, atomic=atomic)
+            assert wrong(into, state) == []
+            assert wrong(store.load(version), state) == []
+    assert registrations.refused == ""
+
+
+def _publish_for_ever(url: str, pipe: Connection) -> None:
+    with WeightStore(url, replicas=1) as store:
+        for version in itertools.count(1):
+            store.publish(version, {"w": torch.full((32 << 20,), float(version), device="cuda")})
+            pipe.send(version)
+            pipe.recv()
+
+
+def test_another_process_gets_them_into_its_own(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    url = f"sqlite:///{tmp_path}/register"
+    publisher = context.Process(target=_publish_for_ever, args=(url, theirs), daemon=True)
+    publisher.start()
+    into = {"w": torch.zeros(32 << 20, device="cuda")}
+    try:
+        with WeightStore(url, hold=False) as store:
+            for _ in range(5):
+                assert ours.poll(60)
+                version = ours.recv()
+                assert store.get("latest", into) == version
+                assert into["w"].unique().tolist() == [version]
+                ours.send("go on")
+            assert registrations.refused == ""
+    finally:
+        publisher.kill()
+        publisher.join()
 
 
 def test_what_is_queued_on_the_stream_before_a_publish_is_published(tmp_path: Path) -> None:
