@@ -43,8 +43,8 @@ from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.state.sharded import Build, Shape, Sharded
 from holdfast.ft.state.transfer import Stateful
 from holdfast.ft.step_protocol import NEWCOMER, CommitState, Vote
-from holdfast.ft.telemetry import event_logger, otel
-from holdfast.ft.telemetry.event_log import EventLog, flush_all
+from holdfast.ft.telemetry import otel
+from holdfast.ft.telemetry.event_log import EventLog, flush_all, log_events
 from holdfast.ft.telemetry.flight import FlightRecorder, open_recorder
 from holdfast.ft.telemetry.metrics import PORT, Metrics, OpTally, ports
 from holdfast.ft.termination import TerminationRequest
@@ -151,7 +151,7 @@ class Session:
         faultpoints.arm_from_environment()
         self._identity = new_identity()
         self._events = EventLog(self._identity)
-        event_logger.log_events(self._events)
+        log_events(self._events)
         self._epoch_guard = EpochGuard(self._identity, self._events.emit)
         self._runtime: Runtime | None = None
         self._telemetry: Telemetry | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.comms.transport.liveness import read_proc_stat
 from holdfast.ft.events import Event, ViewInstalled
 from holdfast.ft.launch.launcher import how_it_ended
-from holdfast.ft.telemetry import event_logger
+from holdfast.ft.telemetry import event_log
 
 LATE_SECONDS = 30.0
 """After so many seconds without all ranks a launcher says which are missing."""
@@ -31,7 +31,7 @@ class LastErrorLine:
 
     def hear(self, line: str) -> None:
         """Take in a line that the process has written."""
-        if line.strip() and not line.startswith(event_logger.PREFIX):
+        if line.strip() and not line.startswith(event_log.PREFIX):
             self._last = line
         if line.startswith(_TRACEBACK):
             self._inside = True

@@ -26,8 +26,7 @@ from holdfast.ft.events import (
     stamped,
 )
 from holdfast.ft.processes.zygote_client import zygote_with
-from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.ft.telemetry.event_logger import EventDescriber
+from holdfast.ft.telemetry.event_log import EventDescriber, EventLog
 from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
 from holdfast.harness.chaos.run.points import PointGate, WaitingProcess, fits, gate_address
 from holdfast.harness.chaos.run.process_set import ProcessSet, Results, RunProcess

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.ft import events
-from holdfast.ft.telemetry import event_logger
-from holdfast.ft.telemetry.event_logger import EventLogger
+from holdfast.ft.telemetry import event_log
+from holdfast.ft.telemetry.event_log import EventLogger
 from support.programs.forked_programs import run_holdfast
 
 JOB = """
@@ -55,7 +55,7 @@ def program(*handlers: logging.Handler) -> Iterator[None]:
     root.handlers[:], logger.handlers[:] = handlers, []
     logger.setLevel(logging.NOTSET)
     try:
-        event_logger.set_up()
+        event_log.set_up()
         yield
     finally:
         logger.setLevel(before[0])
@@ -96,7 +96,7 @@ def test_a_program_with_handlers_of_its_own_gets_the_lines_there(capsys: pytest.
 def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_LOG", "loud")
     with pytest.raises(ValueError, match="HOLDFAST_LOG='loud' is none of debug, info, warning, off"):
-        event_logger.set_up()
+        event_log.set_up()
 
 
 # -- which rank tells what
@@ -163,8 +163,8 @@ def test_a_process_writes_no_flood_and_says_how_much_it_left_out(
     log(installed(1, members, members[0]))
     for _ in range(100):
         log(events.RegisterUnreachable(reason="no answer"))
-    assert len(lines.messages) == event_logger.MOST_LINES
-    monkeypatch.setattr(event_logger, "WINDOW", 0.0)
+    assert len(lines.messages) == event_log.MOST_LINES
+    monkeypatch.setattr(event_log, "WINDOW", 0.0)
     log._window_ends = 0.0
     log(events.RegisterUnreachable(reason="no answer"))
     assert lines.messages[-2].endswith("61 lines were left out; HOLDFAST_LOG=debug shows all")
