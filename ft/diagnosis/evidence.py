@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import start_time, this_host
+from holdfast.comms.transport.liveness import is_gone, is_stopped, this_host
 from holdfast.ft.events import Event
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
@@ -39,14 +39,9 @@ def life(process: Peer) -> ProcessState:
     """The current state of a process."""
     if process.host != this_host():
         return ProcessState.UNKNOWN
-    try:
-        if start_time(process.pid) != process.started:
-            return ProcessState.GONE
-        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
-    except (ProcessLookupError, OSError):
+    if is_gone(process):
         return ProcessState.GONE
-    state = stat[stat.rindex(b")") + 2 :][:1]
-    return ProcessState.STOPPED if state in b"Tt" else ProcessState.GONE if state in b"ZX" else ProcessState.RUNNING
+    return ProcessState.STOPPED if is_stopped(process.pid) else ProcessState.RUNNING
 
 
 @dataclass(frozen=True)

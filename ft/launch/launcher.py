@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from abc import ABC, abstractmethod
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory
@@ -14,8 +13,8 @@ class StartFailed(HoldfastError):
     """A process could not be started."""
 
 
-class Launch(ABC):
-    """A running launcher. The caller starts the ranks, with the environment that the launcher would have set.
+class Launch:
+    """A running launcher, here for backends that need none. The caller starts the ranks, with its environment.
 
     Shared memory of the backends' libraries is in a directory of its own, removed by `close`: a rank that is killed
     while UCX or Open MPI makes a segment leaves the file of it.
@@ -32,22 +31,11 @@ class Launch(ABC):
             return own
         return {"UCX_POSIX_DIR": str(self._shared.path), **own}
 
-    @abstractmethod
     def attach(self, rank: int, pidfd: int) -> None:
         """Tie the process `pidfd` to `rank`: the launcher sees its end as the end of the rank that it started."""
 
-    @abstractmethod
     def close(self) -> None:
         """End the launcher and all processes that it started. Idempotent."""
-
-
-class NoLaunch(Launch):
-    """For backends that need no launcher."""
-
-    def attach(self, rank: int, pidfd: int) -> None:
-        pass
-
-    def close(self) -> None:
         self._shared.close()
 
 

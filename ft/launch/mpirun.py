@@ -23,7 +23,7 @@ from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.ft.console.units import counted
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.launch.held_directory import HeldDirectory, private_file
-from holdfast.ft.launch.launcher import Launch, NoLaunch, StartFailed
+from holdfast.ft.launch.launcher import Launch, StartFailed
 from holdfast.ft.launch.stand_in import StandIn, StandInServer, stand_in_command
 
 _START_SECONDS = 60.0
@@ -124,7 +124,7 @@ class MpiJob(Launch):
                     process.wait(_END_SECONDS)
                     break
         self._folder.close()
-        self._shared.close()
+        super().close()
 
     def _said(self) -> str:
         return self._output.read_text(errors="replace").strip()[-2000:] or "it said nothing"
@@ -133,7 +133,7 @@ class MpiJob(Launch):
 def launch(launcher: str, size: int) -> Launch:
     """Start the launcher of this name for `size` ranks. Raises `StartFailed`; `Unsupported` for an unknown name."""
     if not launcher:
-        return NoLaunch()
+        return Launch()
     if launcher == "mpirun":
         return MpiJob(size)
     raise Unsupported(f"starting ranks with {launcher!r}", "start them yourself and call comms.connect in each")
