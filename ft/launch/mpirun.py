@@ -1,7 +1,7 @@
-"""Runs mpirun with a stand-in for each rank, so that the ranks can be forked from the zygote.
+"""Runs mpirun with a proxy for each rank, so that the ranks can be forked from the zygote.
 
-A stand-in sends the environment by which a process finds its place in the MPI job; the rank is forked with that
-environment, and the stand-in dies with it. So ranks start in milliseconds, with this process's channel, and end with
+A proxy sends the environment by which a process finds its place in the MPI job; the rank is forked with that
+environment, and the proxy dies with it. So ranks start in milliseconds, with this process's channel, and end with
 the zygote, while mpirun sees ordinary ranks.
 """
 
@@ -24,13 +24,13 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.launch.held_directory import HeldDirectory, private_file
 from holdfast.ft.launch.launcher import Launch, StartFailed
-from holdfast.ft.launch.stand_in import StandIn, StandInServer, stand_in_command
+from holdfast.ft.launch.process_proxies import ProcessProxy, ProxyServer, proxy_command
 
 _START_SECONDS = 60.0
 _END_SECONDS = 5.0
 _RANK = "PMIX_RANK"
 _OF_MPIRUN = ("TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
-"""Variables that a rank takes from this process and not from its stand-in."""
+"""Variables that a rank takes from this process and not from its proxy."""
 
 
 def mpirun_path() -> str | None:
@@ -45,7 +45,7 @@ def memory_in(folder: Path) -> list[str]:
 
 
 class MpiJob(Launch):
-    """A running mpirun and the stand-ins of its ranks. Raises `StartFailed` if they do not start."""
+    """A running mpirun and the proxies of its ranks. Raises `StartFailed` if they do not start."""
 
     def __init__(self, size: int) -> None:
         program = mpirun_path()
@@ -54,12 +54,12 @@ class MpiJob(Launch):
         super().__init__()
         self._folder = HeldDirectory("holdfast-mpi-")
         self._output = self._folder.path / "mpirun.log"
-        self._arrivals: queue.SimpleQueue[StandIn] = queue.SimpleQueue()
-        self._stand_ins: dict[int, StandIn] = {}
+        self._arrivals: queue.SimpleQueue[ProcessProxy] = queue.SimpleQueue()
+        self._proxies: dict[int, ProcessProxy] = {}
         self._watched: list[OwnedDescriptor] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = LoopThread("holdfast-mpirun")
-        self._server = StandInServer(self._arrivals.put)
+        self._server = ProxyServer(self._arrivals.put)
         try:
             self._thread.run(self._server.start(), _START_SECONDS)
             self._process = self._start(program, size)
@@ -74,7 +74,7 @@ class MpiJob(Launch):
         options += memory_in(self._shared.path)
         with private_file(self._output, "wb") as output:
             return subprocess.Popen(
-                [program, *as_root, *options, sys.executable, *stand_in_command("", self._server.path)],
+                [program, *as_root, *options, sys.executable, *proxy_command("", self._server.path)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -84,7 +84,7 @@ class MpiJob(Launch):
 
     def _gather(self, process: subprocess.Popen[bytes], size: int) -> None:
         deadline = time.monotonic() + _START_SECONDS
-        while len(self._stand_ins) < size:
+        while len(self._proxies) < size:
             if process.poll() is not None:
                 raise StartFailed(f"mpirun ended while starting: {self._said()}")
             if time.monotonic() > deadline:
@@ -92,24 +92,24 @@ class MpiJob(Launch):
             with contextlib.suppress(queue.Empty):
                 there = self._arrivals.get(timeout=0.1)
                 rank = int(there.environ[_RANK])
-                self._stand_ins[rank] = there
+                self._proxies[rank] = there
                 new = {name: value for name, value in there.environ.items() if os.environ.get(name) != value}
                 self._of_rank[rank] = {name: value for name, value in new.items() if name not in _OF_MPIRUN}
 
     def attach(self, rank: int, pidfd: int) -> None:
-        """End the stand-in of `rank` when the process `pidfd` ends: by SIGKILL, which mpirun takes for a failure."""
+        """End the proxy of `rank` when the process `pidfd` ends: by SIGKILL, which mpirun takes for a failure."""
         watched = OwnedDescriptor(os.dup(pidfd))
         self._watched.append(watched)
-        loop, stand_in = self._thread.loop, self._stand_ins[rank]
+        loop, proxy = self._thread.loop, self._proxies[rank]
 
         def ended() -> None:
             loop.remove_reader(watched)
-            stand_in.end(-signal.SIGKILL)
+            proxy.end(-signal.SIGKILL)
 
         loop.call_soon_threadsafe(loop.add_reader, watched, ended)
 
     def close(self) -> None:
-        """End the stand-ins, and with them mpirun, which removes the ranks' shared files. Idempotent."""
+        """End the proxies, and with them mpirun, which removes the ranks' shared files. Idempotent."""
         if self._thread.alive:
             self._thread.run(self._server.close(), _END_SECONDS)
             self._thread.close()

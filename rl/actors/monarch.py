@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.ft.launch.stand_in import StandIn, stand_in_command
+from holdfast.ft.launch.process_proxies import ProcessProxy, proxy_command
 from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.actors.engine import START_SECONDS, ActorOrder, ActorProcess, Child, Engine, OwnProcess
@@ -211,11 +211,11 @@ class MonarchEngine(Engine):
         return await host.process(order, {PRELOAD: ",".join(self._preload), **order.environ})
 
     def spawn_procs(self, mesh: Any, name: str, environ: Mapping[str, str], token: str, path: str = "") -> Any:
-        """Have Monarch start one process on a host: a stand-in, which asks for a fork there."""
-        command = self.monarch.BootstrapCommand(sys.executable, None, stand_in_command(token, path), dict(environ))
+        """Have Monarch start one process on a host: a proxy, which asks for a fork there."""
+        command = self.monarch.BootstrapCommand(sys.executable, None, proxy_command(token, path), dict(environ))
         return mesh.spawn_procs(per_host={"replica": 1}, name=_plain(name), bootstrap_command=command)
 
-    def _spawn(self, request: StandIn) -> ChildProcess:
+    def _spawn(self, request: ProcessProxy) -> ChildProcess:
         if request.token not in self._expected:
             raise StartFailed("nothing waits for this process")
         order, _ = self._expected[request.token]

@@ -31,8 +31,8 @@ from holdfast.ft.environment.slurm_hosts import WORD, own_slurm_host
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.launch.launcher import StartFailed
-from holdfast.ft.launch.stand_in import StandIn, StandInServer
-from holdfast.ft.launch.stand_in_process import VARIABLE
+from holdfast.ft.launch.process_proxies import ProcessProxy, ProxyServer
+from holdfast.ft.launch.proxy_program import VARIABLE
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.child_process import ChildProcess, spawned
 from holdfast.ft.processes.zygote_client import zygote_with
@@ -47,37 +47,37 @@ _LONGEST = 512
 
 
 class Forks:
-    """Forks a process for each stand-in that Monarch starts on this host, and ends the two together.
+    """Forks a process for each proxy that Monarch starts on this host, and ends the two together.
 
-    `spawn` runs in a thread; `on_fork` is told in the event loop what came of it, by the stand-in's token.
+    `spawn` runs in a thread; `on_fork` is told in the event loop what came of it, by the proxy's token.
     """
 
     def __init__(
-        self, spawn: Callable[[StandIn], ChildProcess], on_fork: Callable[[str, Child | StartFailed], None]
+        self, spawn: Callable[[ProcessProxy], ChildProcess], on_fork: Callable[[str, Child | StartFailed], None]
     ) -> None:
         self._spawn, self._on_fork = spawn, on_fork
         self._children: dict[str, Child | None] = {}
-        """By the token of each stand-in that runs; None while its process is forked."""
+        """By the token of each proxy that runs; None while its process is forked."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = StandInServer(self._arrived, self._left)
+        self._server = ProxyServer(self._arrived, self._left)
         self.path = self._server.path
 
     async def start(self) -> None:
-        """Listen for stand-ins."""
+        """Listen for proxies."""
         await self._server.start()
 
     async def close(self) -> None:
-        """Listen no more; stand-ins that still wait end."""
+        """Listen no more; proxies that still wait end."""
         await self._server.close()
         await asyncio.gather(*self._tasks)
 
-    def _arrived(self, request: StandIn) -> None:
+    def _arrived(self, request: ProcessProxy) -> None:
         self._children[request.token] = None
         task = asyncio.create_task(self._serve(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, request: StandIn) -> None:
+    async def _serve(self, request: ProcessProxy) -> None:
         try:
             process = await spawned(partial(self._spawn, request))
         except StartFailed as error:
@@ -92,7 +92,7 @@ class Forks:
         self._on_fork(request.token, child)
 
     def _left(self, token: str) -> None:
-        """The stand-in has ended: Monarch killed it, or it was told to end together with the process."""
+        """The proxy has ended: Monarch killed it, or it was told to end together with the process."""
         if (child := self._children.pop(token, None)) is not None:
             child.kill()
 
@@ -154,7 +154,7 @@ def main(address: str, serving: Callable[[str], object] = lambda line: print(lin
         hosting.get()
 
 
-def _fork(output: Path, request: StandIn) -> ChildProcess:
+def _fork(output: Path, request: ProcessProxy) -> ChildProcess:
     source = zygote_with(*filter(None, request.environ.get(PRELOAD, "").split(",")))
     return source.spawn(become_proc, name=request.token, output=output, environ=request.environ)
 

@@ -22,7 +22,7 @@ def test_shared_code_names_no_backend_in_errors() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-OWN_PROGRAMS = ("ft/processes/zygote", "ft/launch/stand_in_process", "rl/environments/sandbox/inside/")
+OWN_PROGRAMS = ("ft/processes/zygote", "ft/launch/proxy_program", "rl/environments/sandbox/inside/")
 """Programs in which no code but ours runs, so no other part closes descriptors."""
 
 
@@ -65,7 +65,7 @@ LISTENERS = {
     "backends/gloo/onesided.py": "one connection at a time, closed within a second unless it knows the secret",
     "ft/control/bounded_listener.py": "the one that bounds strangers",
     "comms/rendezvous/tcp.py": "torch's TCPStore accepts",
-    "ft/launch/stand_in.py": "in a folder of this user alone",
+    "ft/launch/process_proxies.py": "in a folder of this user alone",
 }
 
 

@@ -1,6 +1,6 @@
 """The process that a foreign launcher (mpirun, Monarch's host) starts in place of one that is forked here.
 
-`python -I -S stand_in_process.py SOCKET TOKEN`: standard library only, starts in milliseconds. It sends the token and
+`python -I -S proxy_program.py SOCKET TOKEN`: standard library only, starts in milliseconds. It sends the token and
 its environment over the Unix socket (by default that of `VARIABLE`), and ends as it is told: with a status, or by the
 signal of a negative one. The launcher takes it for the process, so it ends by SIGKILL when the server is gone.
 """
@@ -15,7 +15,7 @@ import sys
 from typing import NoReturn
 
 VARIABLE = "HOLDFAST_FORK_SOCKET"
-"""The variable with the path of the Unix socket, for stand-ins that are not told it by their command."""
+"""The variable with the path of the Unix socket, for proxies that are not told it by their command."""
 
 SECONDS = 60.0
 

@@ -1,7 +1,7 @@
-"""Lets a foreign launcher's children be forks of the zygote: it starts a stand-in for each, which asks here for it.
+"""Lets a foreign launcher's children be forks of the zygote: it starts a proxy for each, which asks here for it.
 
-The launcher (mpirun, Monarch's host) starts `stand_in_command(...)` as if it were the process. The stand-in sends its
-environment and token over a Unix socket of its owner's, this process has the zygote fork, and the stand-in ends as the
+The launcher (mpirun, Monarch's host) starts `proxy_command(...)` as if it were the process. The proxy sends its
+environment and token over a Unix socket of its owner's, this process has the zygote fork, and the proxy ends as the
 fork ends. If it ends first, as when the launcher kills it, the server says so.
 """
 
@@ -17,19 +17,19 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from holdfast.comms.system.paths import bind_unix
-from holdfast.ft.launch import stand_in_process
+from holdfast.ft.launch import proxy_program
 from holdfast.ft.launch.held_directory import HeldDirectory
 
 _LONGEST = 1 << 20
 
 
-def stand_in_command(token: str, path: str = "") -> list[str]:
-    """The arguments of a Python that becomes the stand-in with this token; `path` is the server's."""
-    return ["-I", "-S", str(stand_in_process.__file__), path, token]
+def proxy_command(token: str, path: str = "") -> list[str]:
+    """The arguments of a Python that becomes the proxy with this token; `path` is the server's."""
+    return ["-I", "-S", str(proxy_program.__file__), path, token]
 
 
-class StandIn:
-    """A stand-in that waits for its process. `environ` is what the launcher gave it."""
+class ProcessProxy:
+    """A proxy that waits for its process. `environ` is what the launcher gave it."""
 
     def __init__(self, token: str, environ: Mapping[str, str], writer: asyncio.StreamWriter) -> None:
         self.token, self.environ = token, environ
@@ -42,15 +42,15 @@ class StandIn:
             self._writer.close()
 
 
-class StandInServer:
-    """Hears stand-ins. `on_arrival` is called for each, `on_gone` with its token when it has ended."""
+class ProxyServer:
+    """Hears proxies. `on_arrival` is called for each, `on_gone` with its token when it has ended."""
 
     def __init__(
-        self, on_arrival: Callable[[StandIn], None], on_gone: Callable[[str], None] = lambda token: None
+        self, on_arrival: Callable[[ProcessProxy], None], on_gone: Callable[[str], None] = lambda token: None
     ) -> None:
         self._on_arrival, self._on_gone = on_arrival, on_gone
         self._folder = HeldDirectory("holdfast-forks-")
-        self.path = str(self._folder.path / "stand-ins")
+        self.path = str(self._folder.path / "proxies")
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -79,10 +79,10 @@ class StandInServer:
             )
             if struct.unpack("3i", credentials)[1] != os.geteuid():
                 return
-            async with asyncio.timeout(stand_in_process.SECONDS):
+            async with asyncio.timeout(proxy_program.SECONDS):
                 line = await reader.readline()
             token, environ = msgspec.json.decode(line, type=tuple[str, dict[str, str]])
-            self._on_arrival(StandIn(token, environ, writer))
+            self._on_arrival(ProcessProxy(token, environ, writer))
             await reader.read(1)  # it sends no more: this is its end
         except (OSError, TimeoutError, ValueError, msgspec.MsgspecError):
             pass
