@@ -15,8 +15,9 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -147,24 +148,28 @@ def to_host(copies: Sequence[HostCopy], arrived: Callable[[int], None]) -> None:
     """
     streams = _streams(copy.source for copy in copies)
     arrivals: list[tuple[int, torch.cuda.Event]] = []
-    under_way = 0
     try:
         with torch.inference_mode():
-            for number, copy in enumerate(copies):
-                stream = streams[copy.source.device]
-                with cuda.on(stream):
-                    copy.target.copy_(copy.source.resolve_conj().resolve_neg(), non_blocking=True)
-                    under_way += copy.target.nbytes
-                    last = number + 1 == len(copies) or copies[number + 1].source.device != copy.source.device
-                    if last or under_way >= GROUP_BYTES:
-                        arrivals.append((copy.end, stream.record_event()))
-                        under_way = 0
+            for device, group in groupby(copies, lambda copy: copy.source.device):
+                with cuda.on(streams[device]):
+                    arrivals += _queue(list(group), streams[device])
         for end, event in arrivals:
             event.synchronize()
             arrived(end)
     finally:
         for stream in streams.values():
             stream.synchronize()
+
+
+def _queue(copies: Sequence[HostCopy], stream: torch.cuda.Stream) -> Iterator[tuple[int, torch.cuda.Event]]:
+    """Queue copies from one device; yields events, with the end of what is there once they have happened."""
+    under_way = 0
+    for copy in copies:
+        copy.target.copy_(copy.source.resolve_conj().resolve_neg(), non_blocking=True)
+        under_way += copy.target.nbytes
+        if copy is copies[-1] or under_way >= GROUP_BYTES:
+            yield copy.end, stream.record_event()
+            under_way = 0
 
 
 class DeviceCopies:
@@ -178,9 +183,11 @@ class DeviceCopies:
         self._streams = _streams(target for _, target in pairs)
         try:
             with torch.inference_mode():
-                for source, target in pairs:
-                    with cuda.on(self._streams[target.device]):
-                        target.copy_(source, non_blocking=True)
+                for device, stream in self._streams.items():
+                    with cuda.on(stream):
+                        for source, target in pairs:
+                            if target.device == device:
+                                target.copy_(source, non_blocking=True)
         except BaseException:
             self.wait()
             raise

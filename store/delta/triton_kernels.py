@@ -7,6 +7,7 @@ since its lanes are scrambled every 1024 bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,7 @@ from holdfast.store.delta.records import (
 )
 
 Tensors = Sequence[torch.Tensor]
+Words = npt.NDArray[np.uint64]
 
 TILE = 1024
 """Elements that one program compares; it divides `BLOCK`."""
@@ -63,13 +65,17 @@ def pack_changes(base, changed, elements, starts, places, values, integer: tl.co
 
 
 @triton.jit
-def digest_lanes(pieces, stripes, secret, lanes_at_start, into):
-    """XXH3's eight lanes of each piece after its first `stripes` stripes of 64 bytes; `pieces` holds the addresses."""
+def digest_lanes(pieces, sizes, secret, lanes_at_start, into, ends):
+    """XXH3's eight lanes of each piece before its last 64 bytes, and those; `pieces` and `sizes` say where it lies."""
     piece = tl.program_id(0)
     lane = tl.arange(0, 8)
     row = tl.arange(0, 16)
+    byte = tl.arange(0, 64)
     data = tl.load(pieces + piece).to(tl.pointer_type(tl.uint64))
-    left = tl.load(stripes + piece)
+    nbytes = tl.load(sizes + piece)
+    end = data.to(tl.pointer_type(tl.uint8)) + (nbytes - 64)
+    tl.store(ends + piece * 64 + byte, tl.load(end + byte))
+    left = (nbytes - 1) // 64
     keys = tl.load(secret + row[:, None] + lane[None, :])
     scramble = tl.load(secret + 16 + lane)
     sums = tl.load(lanes_at_start + lane)
@@ -186,7 +192,7 @@ def patch(base: Tensors, into: Tensors, delta: Delta) -> list[int]:
 
 # -- checksums
 
-_MASK = (1 << 64) - 1
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
     "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -213,39 +219,57 @@ def checksums(data: Tensors) -> list[int]:
     large = [at for at, piece in enumerate(data) if piece.nbytes >= LEAST_DIGEST and piece.data_ptr() % 8 == 0]
     for at in set(range(len(data))) - set(large):
         found[at] = xxhash.xxh3_64_intdigest(data[at].cpu().numpy().data)
-    if not large:
-        return found
-    device = data[large[0]].device
-    lanes = torch.empty(8 * len(large), dtype=torch.uint64, device=device)
-    addresses = _table(np.array([data[at].data_ptr() for at in large], np.int64), device)
-    stripes = _table(np.array([(data[at].nbytes - 1) // 64 for at in large], np.int64), device)
-    secret, start = _unsigned(_SECRET, device), _unsigned(np.array(_START, np.uint64).tobytes(), device)
-    digest_lanes[(len(large),)](addresses, stripes, secret, start, lanes)
-    ends = torch.stack([data[at][-64:] for at in large]).cpu().numpy()
-    for at, sums, end in zip(large, lanes.cpu().numpy().reshape(-1, 8).tolist(), ends, strict=True):
-        found[at] = _finish(sums, end.tobytes(), data[at].nbytes)
+    if large:
+        places = np.array([(data[at].data_ptr(), data[at].nbytes) for at in large], np.int64)
+        for at, digest in zip(large, digests(places[:, 0], places[:, 1], data[large[0]].device).tolist(), strict=True):
+            found[at] = digest
     return found
 
 
-def _unsigned(data: bytes, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint64).to(device)
+def digests(addresses: Numbers, sizes: Numbers, device: torch.device) -> Words:
+    """xxh3 (64 bits) of pieces of at least `LEAST_DIGEST` bytes at addresses of a device, each a multiple of 8.
+
+    The current stream computes them.
+    """
+    lanes = torch.empty(8 * len(sizes), dtype=torch.uint64, device=device)
+    ends = torch.empty(64 * len(sizes), dtype=torch.uint8, device=device)
+    secret, start = _constants(device)
+    digest_lanes[(len(sizes),)](_table(addresses, device), _table(sizes, device), secret, start, lanes, ends)
+    found: Words = lanes.cpu().numpy().reshape(-1, 8)
+    return _finish(found, ends.cpu().numpy().view("<u8").reshape(-1, 8), sizes)
 
 
-def _finish(lanes: list[int], end: bytes, nbytes: int) -> int:
-    """The checksum, from the lanes before the last 64 bytes and those bytes."""
-    for lane in range(8):
-        value = _read(end, 8 * lane)
-        key = value ^ _read(_SECRET, 121 + 8 * lane)
-        lanes[lane ^ 1] += value
-        lanes[lane] += (key & 0xFFFFFFFF) * (key >> 32)
-    total = nbytes * 0x9E3779B185EBCA87
-    for pair in range(4):
-        left, right = (lanes[2 * pair + side] & _MASK ^ _read(_SECRET, 11 + 16 * pair + 8 * side) for side in (0, 1))
-        total += left * right & _MASK ^ left * right >> 64
-    total &= _MASK
-    total = (total ^ total >> 37) * 0x165667919E3779F9 & _MASK
-    return total ^ total >> 32
+@functools.cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The secret, and the lanes at the start."""
+    data = _SECRET, np.array(_START, np.uint64).tobytes()
+    secret, start = (torch.frombuffer(bytearray(each), dtype=torch.uint64).to(device) for each in data)
+    return secret, start
 
 
-def _read(data: bytes, at: int) -> int:
-    return int.from_bytes(data[at : at + 8], "little")
+def _finish(lanes: Words, ends: Words, sizes: Numbers) -> Words:
+    """The checksums, from the lanes of each piece before its last 64 bytes and those bytes."""
+    lanes = lanes + ends[:, [1, 0, 3, 2, 5, 4, 7, 6]]
+    key = ends ^ _secret_at(121, 8)
+    lanes += (key & _LOW) * (key >> _HALF)
+    total: Words = sizes.astype(np.uint64) * np.uint64(0x9E3779B185EBCA87)
+    mixed = lanes ^ _secret_at(11, 8)
+    for pair in range(0, 8, 2):
+        left, right = mixed[:, pair], mixed[:, pair + 1]
+        total += left * right ^ _high_product(left, right)
+    total = (total ^ total >> np.uint64(37)) * np.uint64(0x165667919E3779F9)
+    total ^= total >> _HALF
+    return total
+
+
+def _high_product(left: Words, right: Words) -> Words:
+    """The upper 64 bits of products."""
+    low, cross = (left & _LOW) * (right & _LOW), (left & _LOW) * (right >> _HALF)
+    other, high = (left >> _HALF) * (right & _LOW), (left >> _HALF) * (right >> _HALF)
+    middle = (low >> _HALF) + (cross & _LOW) + (other & _LOW)
+    found: Words = high + (cross >> _HALF) + (other >> _HALF) + (middle >> _HALF)
+    return found
+
+
+def _secret_at(start: int, count: int) -> Words:
+    return np.frombuffer(_SECRET, "<u8", count, start)
