@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -82,13 +83,15 @@ class RasStatus(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(RasStatus)
+_WITHOUT_COMMA = re.compile(rb'(\d)(\s+"status")')
+"""Where NCCL 2.28.9 leaves out a comma: after the last number of each rank from which it has no data."""
 
 
 def decode(answer: bytes) -> RasStatus:
     """Decode the answer to STATUS. Raises `CorruptData`, and `Unsupported` for a service that has no JSON."""
     _refuse_error(answer[:_LINE_BYTES].decode("utf-8", "replace"))
     try:
-        return _decoder.decode(answer)
+        return _decoder.decode(_WITHOUT_COMMA.sub(rb"\1,\2", answer))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptData(f"NCCL's RAS sent {len(answer)} bytes that are no status: {error}") from error
 

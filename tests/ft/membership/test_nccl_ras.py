@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -145,6 +147,16 @@ def test_no_bytes_make_the_decoder_raise_another_error(answer: bytes) -> None:
     except (CorruptData, Unsupported):
         return
     assert isinstance(status, RasStatus)
+
+
+def test_the_comma_that_nccl_2_28_9_leaves_out_before_a_missing_ranks_status_is_no_error() -> None:
+    """As its service answered on a GPU when one of three ranks had been killed."""
+    sound = status_of([rank(1, 101, "h", **DEAD)])
+    answer = re.sub(rb',(\s*"status")', rb"\n         \1", sound)
+    assert answer != sound
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(answer)
+    assert decode(answer) == decode(sound)
 
 
 def lost(missing: list[dict[str, Any]], *, unresponsive: bool = False, present: int = 100) -> list[str]:
