@@ -39,7 +39,7 @@ class StreamWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         self._failed()
-        _cuda.current_stream(self._device).wait_event(self._event)
+        _cuda.current_stream(self._device.index).wait_event(self._event)
         if timeout is None:
             return
         if not wait_for(self._event, time.monotonic() + timeout, self._failed):
@@ -79,13 +79,15 @@ class SideStream:
         """Run `op()` with the side stream current, after what the current stream holds.
 
         The tensors of `op` are kept until the device has finished it: until then their memory must not be reused.
+
+        torch looks for the number of a `torch.device` for some 10 us, and as long for `torch.cuda.stream`.
         """
-        self._stream.wait_stream(_cuda.current_stream(self._device))
-        with _cuda.stream(self._stream):
+        stream = self._stream
+        stream.wait_stream(_cuda.current_stream(self._device.index))
+        with stream:
             op()
             event = _cuda.Event()
-            event.record(self._stream)
-        with _cuda.device(self._device):
+            event.record(stream)
             capturing = _cuda.is_current_stream_capturing()
         if not capturing:
             while self._running and self._running[0][0].query():
@@ -95,7 +97,7 @@ class SideStream:
 
     def entered(self) -> AbstractContextManager[Any]:
         """Make this stream current in the thread that enters."""
-        return _cuda.stream(self._stream)  # type: ignore[no-any-return]
+        return self._stream  # type: ignore[no-any-return]
 
     def release(self) -> None:
         """Release the tensors of the ops."""

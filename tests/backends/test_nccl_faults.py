@@ -5,7 +5,6 @@ Without a GPU: over stand-ins that record the calls of torch's group in order, a
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -661,6 +660,12 @@ def test_streams_are_those_of_the_communicators_device_whatever_device_is_curren
 
         wait_event = wait_stream
 
+        def __enter__(self) -> None:
+            self.before, cuda.at = cuda.at, self.device
+
+        def __exit__(self, *error: object) -> None:
+            cuda.at = self.before
+
     class Cuda:
         """CUDA with the first GPU current."""
 
@@ -672,19 +677,8 @@ def test_streams_are_those_of_the_communicators_device_whatever_device_is_curren
             self.current = {number: Queue(torch.device("cuda", number)) for number in (0, 1)}
             self.asked: list[torch.device] = []
 
-        def current_stream(self, device: torch.device | None = None) -> Queue:
-            return self.current[(device or self.at).index]
-
-        @contextlib.contextmanager
-        def device(self, device: torch.device) -> Iterator[None]:
-            before, self.at = self.at, device
-            yield
-            self.at = before
-
-        @contextlib.contextmanager
-        def stream(self, stream: Queue) -> Iterator[None]:
-            with self.device(stream.device):
-                yield
+        def current_stream(self, number: int | None = None) -> Queue:
+            return self.current[self.at.index if number is None else number]
 
         def is_current_stream_capturing(self) -> bool:
             self.asked.append(self.at)
@@ -695,4 +689,4 @@ def test_streams_are_those_of_the_communicators_device_whatever_device_is_curren
     work = streams.SideStream(second, lambda: None).launch("all_reduce", lambda: None)
     work.wait()
     assert len(cuda.current[1].after) == 1 and cuda.current[0].after == []
-    assert cuda.asked == [second]
+    assert cuda.asked == [second] and cuda.at.index == 0
