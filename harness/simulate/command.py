@@ -1,41 +1,48 @@
-"""The `holdfast simulate` command: options, output, and exit status."""
+"""The `holdfast simulate` command: options, and exit status."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from holdfast.harness.command_line import check_file
+from holdfast.harness.command_line import check_file, with_options
 
 
-def simulate(
+@dataclass(frozen=True)
+class SimulateOptions:
+    """The options of `holdfast simulate`."""
+
     ranks: Annotated[
         int | None,
         typer.Option(min=1, help="How many ranks the job has; by default 8, and with swarm what a seed draws."),
-    ] = None,
-    hosts: Annotated[int | None, typer.Option(min=1, help="On how many hosts; by default 8 ranks are on one.")] = None,
-    scenario: Annotated[str, typer.Option(help="What befalls it: a name, or swarm for all kinds of faults.")] = "swarm",
-    seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal runs, bit for bit.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="With swarm: try so many seeds, from --seed on.")] = 1,
-    schedule: Annotated[Path | None, typer.Option(help="Replay a schedule from a TOML or JSON file instead.")] = None,
-    bug: Annotated[str | None, typer.Option(help="Put a known bug into the code first.")] = None,
-    shrink: Annotated[bool, typer.Option("--shrink", help="Make a failing schedule as small as it gets.")] = False,
+    ] = None
+    hosts: Annotated[int | None, typer.Option(min=1, help="On how many hosts; by default 8 ranks are on one.")] = None
+    scenario: Annotated[str, typer.Option(help="What befalls it: a name, or swarm for all kinds of faults.")] = "swarm"
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal runs, bit for bit.")] = 0
+    seeds: Annotated[int, typer.Option(min=1, help="With swarm: try so many seeds, from --seed on.")] = 1
+    schedule: Annotated[Path | None, typer.Option(help="Replay a schedule from a TOML or JSON file instead.")] = None
+    bug: Annotated[str | None, typer.Option(help="Put a known bug into the code first.")] = None
+    shrink: Annotated[bool, typer.Option("--shrink", help="Make a failing schedule as small as it gets.")] = False
     out: Annotated[Path, typer.Option(help="Where --shrink writes the schedule; the story is put beside it.")] = Path(
         "failing.json"
-    ),
-    museum: Annotated[bool, typer.Option("--museum", help="Look for each known bug.")] = False,
+    )
+    museum: Annotated[bool, typer.Option("--museum", help="Look for each known bug.")] = False
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Simulate faults, inject them into real processes too, and compare the times."),
-    ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="With --compare: so many real faults a case.")] = 2,
-    trace: Annotated[Path | None, typer.Option(help="Write one line for each event to this file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
-) -> None:
+    ] = False
+    repeats: Annotated[int, typer.Option(min=1, help="With --compare: so many real faults a case.")] = 2
+    trace: Annotated[Path | None, typer.Option(help="Write one line for each event to this file.")] = None
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False
+
+
+@with_options(SimulateOptions)
+def simulate(options: SimulateOptions) -> None:
     """Run a job in virtual time, break it in every way, and check every invariant after every event.
 
     [bold]Examples[/bold]
@@ -70,29 +77,13 @@ def simulate(
     from holdfast.comms.errors import HoldfastError
     from holdfast.harness.simulate import show
 
-    check_file(trace, "--trace")
-    if shrink:
-        check_file(out, "--out")
-        check_file(out.with_suffix(".txt"), "--out")
+    check_file(options.trace, "--trace")
+    if options.shrink:
+        check_file(options.out, "--out")
+        check_file(options.out.with_suffix(".txt"), "--out")
     try:
-        with ExitStack() as stack:
-            if trace is not None:
-                lines = stack.enter_context(trace.open("w", encoding="utf-8"))
-                write = lines.write
-            else:
-                write = None
-            if bug is not None:
-                stack.enter_context(show.known_bug_named(bug).inject())
-            if museum:
-                status = show.run_known_bugs(seeds if seeds > 1 else 3000, seed, json)
-            elif compare:
-                status = show.compare_with_processes((4, 16) if ranks is None else (ranks,), repeats, json)
-            elif schedule is not None:
-                status = show.replay(schedule, write, shrink, out, json)
-            elif scenario == "swarm":
-                status = show.swarm(seed, seeds, ranks, hosts, write, shrink, out, json)
-            else:
-                status = show.scenario(scenario, ranks or 8, hosts, seed, write, shrink, out, json)
+        with nullcontext() if options.trace is None else options.trace.open("w", encoding="utf-8") as lines:
+            status = show.run(options, None if lines is None else lines.write)
     except BrokenPipeError:
         raise
     except (HoldfastError, ValueError, OSError) as error:

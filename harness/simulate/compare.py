@@ -20,7 +20,8 @@ from holdfast.ft.console.console import FoldingTable, console
 from holdfast.ft.console.units import counted, format_seconds
 from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.simulate.core.schedule import Fault, JobLayout, KillHost, KillProcess, PauseProcess, Schedule
+from holdfast.harness.simulate.core.faults import Fault, KillHost, KillProcess, PauseProcess
+from holdfast.harness.simulate.core.schedule import JobLayout, Schedule
 from holdfast.harness.simulate.core.world import World
 from holdfast.harness.simulate.machine_costs import MachineCosts, measure_costs
 from holdfast.harness.testbed import netns

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from holdfast.ft.console.console import FoldingTable, console, print_json, styled, working
 from holdfast.ft.console.units import counted
@@ -25,6 +26,9 @@ from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, RANKS_A_
 from holdfast.harness.simulate.search.scenarios import scenario as make_scenario
 from holdfast.harness.simulate.search.shrink import shrink as make_smaller
 from holdfast.harness.simulate.story import RunSummary
+
+if TYPE_CHECKING:
+    from holdfast.harness.simulate.command import SimulateOptions
 
 STEPS = 40
 LINE_SECONDS = 5.0
@@ -47,45 +51,49 @@ def known_bug_named(name: str) -> KnownBug:
     raise ValueError(f"no bug {name!r} in the museum; there are: {', '.join(bug.name for bug in KNOWN_BUGS)}")
 
 
+def run(options: SimulateOptions, trace: TraceWriter | None) -> int:
+    """Do what the options ask for; returns the exit status. `trace` gets a line for each event."""
+    with nullcontext() if options.bug is None else known_bug_named(options.bug).inject():
+        if options.museum:
+            return _known_bugs(options)
+        if options.compare:
+            return _compare(options)
+        if options.schedule is not None:
+            return _finish(load(options.schedule), [], trace, options)
+        if options.scenario == "swarm":
+            return _swarm(options, trace)
+        ranks = options.ranks or RANKS_A_HOST
+        hosts = options.hosts or max(1, ranks // RANKS_A_HOST)
+        steps = STEPS if ranks <= MOST_WITH_STEPS else 0
+        schedule = make_scenario(options.scenario, ranks, hosts, options.seed, steps=steps)
+        return _finish(schedule, [], trace, options) if steps else _measure([schedule], trace, options)
+
+
 # One schedule, or many --------------------------------------------------------------------------------------------
 
 
-def replay(path: Path, trace: TraceWriter | None, shrink: bool, out: Path, json: bool) -> int:
-    """Run the schedule in a file."""
-    return _finish(load(path), [], trace, shrink, out, json)
-
-
-def swarm(
-    seed: int,
-    seeds: int,
-    ranks: int | None,
-    hosts: int | None,
-    trace: TraceWriter | None,
-    shrink: bool,
-    out: Path,
-    json: bool,
-) -> int:
-    """Run the schedules of `seeds` seeds, up to the first that breaks an invariant."""
-    if ranks is not None and ranks > MOST_WITH_STEPS:
-        return _measure(
-            "swarm", [draw(number, ranks, hosts) for number in range(seed, seed + seeds)], trace, shrink, json
-        )
+def _swarm(options: SimulateOptions, trace: TraceWriter | None) -> int:
+    """Run the schedules of the seeds, up to the first that breaks an invariant."""
+    schedules = [draw(options.seed + number, options.ranks, options.hosts) for number in range(options.seeds)]
+    if options.ranks is not None and options.ranks > MOST_WITH_STEPS:
+        return _measure(schedules, trace, options)
     outcomes: list[SimulationResult] = []
-    with _working(f"{seeds} seeds: about {SEED_SECONDS * seeds:.0f} s") as say:
-        for number in range(seed, seed + seeds - 1):
-            outcomes.append(simulate(draw(number, ranks, hosts), trace))
-            say(f"seed {number}: {len(outcomes)} of {seeds}, {sum(o.events for o in outcomes):,} events")
+    with _working(f"{options.seeds} seeds: about {SEED_SECONDS * options.seeds:.0f} s") as say:
+        for schedule in schedules[:-1]:
+            outcomes.append(simulate(schedule, trace))
+            events = sum(outcome.events for outcome in outcomes)
+            say(f"seed {schedule.seed}: {len(outcomes)} of {options.seeds}, {events:,} events")
             if outcomes[-1].violation is not None:
-                return _finish(draw(number, ranks, hosts), outcomes[:-1], None, shrink, out, json)
-    return _finish(draw(seed + seeds - 1, ranks, hosts), outcomes, trace, shrink, out, json)
+                return _finish(schedule, outcomes[:-1], None, options)
+    return _finish(schedules[-1], outcomes, trace, options)
 
 
 def _finish(
-    schedule: Schedule, before: list[SimulationResult], trace: TraceWriter | None, shrink: bool, out: Path, json: bool
+    schedule: Schedule, before: list[SimulationResult], trace: TraceWriter | None, options: SimulateOptions
 ) -> int:
     """Run the last schedule, and show it with those before it, which broke no invariant."""
     outcome, story = _told(schedule, trace)
-    if outcome.violation is not None and shrink:
+    if outcome.violation is not None and options.shrink:
         invariant = outcome.violation.invariant
 
         def fails(smaller: Schedule) -> bool:
@@ -94,14 +102,14 @@ def _finish(
 
         schedule = make_smaller(schedule, fails)
         outcome, story = _told(schedule, None)
-    if json:
+    if options.json:
         print_json({"outcomes": [*before, outcome], "schedule": schedule})
     else:
-        _show_outcomes([*before, outcome], schedule, story, out if shrink else None)
-    if outcome.violation is not None and shrink:
+        _show_outcomes([*before, outcome], schedule, story, options.out if options.shrink else None)
+    if outcome.violation is not None and options.shrink:
         with writing("holdfast simulate"):
-            save(schedule, out)
-            out.with_suffix(".txt").write_text(story, encoding="utf-8")
+            save(schedule, options.out)
+            options.out.with_suffix(".txt").write_text(story, encoding="utf-8")
     return 0 if outcome.violation is None else 1
 
 
@@ -138,28 +146,11 @@ def _show_outcomes(outcomes: list[SimulationResult], schedule: Schedule, story: 
 # Many ranks -------------------------------------------------------------------------------------------------------
 
 
-def scenario(
-    name: str,
-    ranks: int,
-    hosts: int | None,
-    seed: int,
-    trace: TraceWriter | None,
-    shrink: bool,
-    out: Path,
-    json: bool,
-) -> int:
-    """Run a named scenario: with steps for a small job, membership alone for a large one."""
-    hosts = hosts or max(1, ranks // RANKS_A_HOST)
-    if ranks <= MOST_WITH_STEPS:
-        return _finish(make_scenario(name, ranks, hosts, seed, steps=STEPS), [], trace, shrink, out, json)
-    return _measure(name, [make_scenario(name, ranks, hosts, seed)], trace, shrink, json)
-
-
-def _measure(name: str, schedules: list[Schedule], trace: TraceWriter | None, shrink: bool, json: bool) -> int:
+def _measure(schedules: list[Schedule], trace: TraceWriter | None, options: SimulateOptions) -> int:
     """Run schedules of membership alone, up to the first that breaks an invariant."""
-    if shrink:
+    if options.shrink:
         raise ValueError(f"--shrink repeats a run many times: it takes at most {counted(MOST_WITH_STEPS, 'rank')}")
-    results: list[ScaleResult] = []
+    name, results = options.scenario, list[ScaleResult]()
     for schedule in schedules:
         what = f"{name}, seed {schedule.seed}"
         with _working(f"{what}: setting up {counted(schedule.layout.ranks, 'rank')}") as say:
@@ -167,7 +158,7 @@ def _measure(name: str, schedules: list[Schedule], trace: TraceWriter | None, sh
             results.append(measure(schedule, trace, show))
         if results[-1].violation is not None:
             break
-    if json:
+    if options.json:
         print_json(results if name == "swarm" else results[0])
     else:
         _show_scales(name, results)
@@ -205,13 +196,14 @@ def _show_scales(name: str, scales: Iterable[ScaleResult]) -> None:
 # Simulated and real -----------------------------------------------------------------------------------------------
 
 
-def compare_with_processes(sizes: Sequence[int], repeats: int, json: bool) -> int:
+def _compare(options: SimulateOptions) -> int:
     """Simulate faults, inject them into real processes, and show both."""
     from holdfast.harness.simulate.compare import compare, show_comparison
 
-    with working(console(stderr=True), "comparing: about a minute", every=LINE_SECONDS) as say:
-        result = compare(sizes, repeats=repeats, progress=say)
-    if json:
+    sizes = (4, 16) if options.ranks is None else (options.ranks,)
+    with _working("comparing: about a minute") as say:
+        result = compare(sizes, repeats=options.repeats, progress=say)
+    if options.json:
         print_json(result)
     else:
         show_comparison(result)
@@ -220,22 +212,25 @@ def compare_with_processes(sizes: Sequence[int], repeats: int, json: bool) -> in
 
 # Known bugs --------------------------------------------------------------------------------------------------------
 
+MUSEUM_SEEDS = 3000
+"""In so many seeds each known bug is looked for, unless more than one are asked for."""
 
-def run_known_bugs(seeds: int, first: int, json: bool) -> int:
+
+def _known_bugs(options: SimulateOptions) -> int:
     """Look for every known bug."""
-    notes, cores = console(stderr=True), len(os.sched_getaffinity(0))
+    seeds, cores = options.seeds if options.seeds > 1 else MUSEUM_SEEDS, len(os.sched_getaffinity(0))
     begin = f"{counted(len(KNOWN_BUGS), 'bug')} on {counted(cores, 'core')}: about {KNOWN_BUGS_SECONDS / cores:.0f} s"
     looked = 0
-    with working(notes, begin) as say:
+    with working(console(stderr=True), begin) as say:
 
         def done(seen: Sighting) -> None:
             nonlocal looked
             looked += 1
-            what = f"found by {seen.checker!r} in seed {first + seen.seeds - 1}" if seen.found else "NOT found"
+            what = f"found by {seen.checker!r} in seed {options.seed + seen.seeds - 1}" if seen.found else "NOT found"
             say(f"{looked}/{len(KNOWN_BUGS)} {seen.name}: {what}")
 
-        sightings = run_all(seeds, first, done=done)
-    if json:
+        sightings = run_all(seeds, options.seed, done=done)
+    if options.json:
         print_json(sightings)
     else:
         _show_sightings(sightings)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
 
 import msgspec
 
-from holdfast.ft.faultpoints import POINTS
 from holdfast.ft.membership.view import OnDeath
 from holdfast.ft.timeouts import Timeouts
+from holdfast.harness.simulate.core.faults import Fault, KillShare, PartitionHosts
 
 
 class JobLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,177 +115,6 @@ class MachineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("the times and shares of a machine are not negative")
 
 
-class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="fault", kw_only=True):
-    """A fault at `at` seconds. The tags are the names in schedule files.
-
-    Chaos has the same faults as `Kill`, `Cut` and so on, but with ranks and roles for targets and triggers for times.
-    """
-
-    at: float
-
-
-class KillProcess(_Fault, frozen=True, tag="crash"):
-    """A process ends."""
-
-    process: int
-
-
-class KillHost(_Fault, frozen=True, tag="crash_host"):
-    """Every process of a host ends at once."""
-
-    host: int
-
-
-class KillRack(_Fault, frozen=True, tag="crash_rack"):
-    """Every process of a rack ends at once."""
-
-    rack: int
-
-
-class KillShare(_Fault, frozen=True, tag="crash_share"):
-    """A share of all hosts, evenly spread, ends at once."""
-
-    share: float
-
-
-class PauseProcess(_Fault, frozen=True, tag="pause"):
-    """A process is paused for `seconds` (SIGSTOP), and then continues."""
-
-    process: int
-    seconds: float
-
-
-class AtPoint(_Fault, frozen=True, tag="at_point"):
-    """The `nth` arrival at a point of the protocol, from `at` on, kills (0 seconds) or pauses the process."""
-
-    point: str
-    nth: int = 1
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.point not in POINTS:
-            raise ValueError(f"no fault point {self.point!r}; there are {', '.join(POINTS)}")
-
-
-class StartProcess(_Fault, frozen=True, tag="restart"):
-    """A new process starts on a host and wants to take part."""
-
-    host: int
-
-
-class CutPath(_Fault, frozen=True, tag="cut"):
-    """Nothing gets through from one host to another, one way."""
-
-    source: int
-    target: int
-    seconds: float
-
-
-class PartitionHosts(_Fault, frozen=True, tag="isolate"):
-    """These hosts and the others do not reach each other; these do not reach the register either, unless `register`."""
-
-    hosts: tuple[int, ...]
-    seconds: float
-    register: bool = False
-
-
-class DelayPath(_Fault, frozen=True, tag="clog"):
-    """Every message from one host to another takes longer by `delay`; order is kept."""
-
-    source: int
-    target: int
-    delay: float
-    seconds: float
-
-
-class SlowProcess(_Fault, frozen=True, tag="slow"):
-    """Everything that a process does takes longer by `delay`."""
-
-    process: int
-    delay: float
-    seconds: float
-
-
-class DriftClock(_Fault, frozen=True, tag="drift"):
-    """From now on the clock of a process's host runs faster by `share` (slower if negative)."""
-
-    process: int
-    share: float
-
-
-class JumpClock(_Fault, frozen=True, tag="clock_jump"):
-    """The clock of a host jumps forward by `forward` seconds, as that of a virtual machine that was moved."""
-
-    host: int
-    forward: float
-
-
-class DelayConnections(_Fault, frozen=True, tag="links_late"):
-    """For `seconds`, a connection that a host dials stands later by `delay`."""
-
-    host: int
-    delay: float
-    seconds: float
-
-
-class BreakDetector(_Fault, frozen=True, tag="detector_raises"):
-    """A detector of a process raises from now on, whenever it looks."""
-
-    process: int
-    detector: Literal["pidfd", "heartbeat", "observers"]
-
-
-class RefuseSignals(_Fault, frozen=True, tag="signals_refused"):
-    """For `seconds`, the kernel of a host refuses to send SIGKILL."""
-
-    host: int
-    seconds: float
-
-
-class DelayRegister(_Fault, frozen=True, tag="register_late"):
-    """For `seconds`, every answer of the register comes later by `delay`; what is asked for happens at once."""
-
-    delay: float
-    seconds: float
-
-
-class LoseProposals(_Fault, frozen=True, tag="proposals_lost"):
-    """For `seconds`, no proposal is answered. With `writes` it takes effect all the same."""
-
-    seconds: float
-    writes: bool = False
-
-
-class BlockRegister(_Fault, frozen=True, tag="register_away"):
-    """The register does not answer. With `writes` its writes take effect all the same."""
-
-    seconds: float
-    writes: bool = False
-
-
-Fault = (
-    KillProcess
-    | KillHost
-    | KillRack
-    | KillShare
-    | PauseProcess
-    | AtPoint
-    | StartProcess
-    | CutPath
-    | PartitionHosts
-    | DelayPath
-    | SlowProcess
-    | DriftClock
-    | BlockRegister
-    | JumpClock
-    | DelayConnections
-    | BreakDetector
-    | RefuseSignals
-    | DelayRegister
-    | LoseProposals
-)
-
-
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One simulation: equal schedules have equal traces.
 
@@ -322,10 +150,6 @@ def _check(fault: Fault, layout: JobLayout) -> None:
         raise ValueError(f"{fault}: there are hosts 0 to {layout.hosts - 1}")
     if isinstance(fault, KillShare) and not 0 < fault.share < 1:
         raise ValueError(f"{fault}: share must be above 0 and below 1")
-
-
-KINDS: tuple[type, ...] = get_args(Fault)
-Format = Literal["json", "toml"]
 
 
 def load(path: Path) -> Schedule:

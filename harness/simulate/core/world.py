@@ -24,12 +24,12 @@ from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.node import messages
 from holdfast.harness.invariants import Event
-from holdfast.harness.simulate.core import faults
+from holdfast.harness.simulate.core.faults import AtPoint, Fault, inject
 from holdfast.harness.simulate.core.meetings import Meetings
 from holdfast.harness.simulate.core.network import Paths
 from holdfast.harness.simulate.core.process import SimulatedProcess
 from holdfast.harness.simulate.core.register import SimulatedRegister
-from holdfast.harness.simulate.core.schedule import AtPoint, Fault, Schedule
+from holdfast.harness.simulate.core.schedule import Schedule
 from holdfast.harness.simulate.core.trace import Trace, TraceWriter
 from holdfast.harness.simulate.core.worker import SimulatedSession
 
@@ -99,7 +99,7 @@ class World:
             if isinstance(fault, AtPoint):
                 self._points.append((fault, [fault.nth]))
             else:
-                self.after(fault.at, faults.inject, self, fault)
+                self.after(fault.at, inject, self, fault)
                 if self.quiet:
                     self.after(max(0.0, fault.at - EARLY_BEATS * layout.heartbeat), self.wake, fault)
 
@@ -129,7 +129,7 @@ class World:
 
         All other heartbeats would change nothing.
         """
-        doomed = [process for host in faults.hosts_of(self, fault) for process in self._hosts[host]]
+        doomed = [process for host in fault.silenced(self.layout) for process in self._hosts[host]]
         loud = {process.number: process for process in doomed}
         for process in doomed:
             loud.update({self._by_id[m.id].number: self._by_id[m.id] for m in process.core.watched()})
@@ -316,7 +316,7 @@ class World:
             if fault.point == point and self.now >= fault.at and left[0] > 0:
                 left[0] -= 1
                 if left[0] == 0:
-                    faults.inject_at_point(self, process, fault)
+                    fault.strike(self, process)
         if not process.alive:
             return
         if process.paused_until > self.now:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from holdfast.ft.faultpoints import POINTS
-from holdfast.harness.simulate.core.schedule import (
+from holdfast.harness.simulate.core.faults import (
     AtPoint,
     BlockRegister,
     BreakDetector,
@@ -22,20 +22,18 @@ from holdfast.harness.simulate.core.schedule import (
     DelayRegister,
     DriftClock,
     Fault,
-    JobLayout,
     JumpClock,
     KillHost,
     KillProcess,
     KillRack,
     LoseProposals,
-    NetworkModel,
     PartitionHosts,
     PauseProcess,
     RefuseSignals,
-    Schedule,
     SlowProcess,
     StartProcess,
 )
+from holdfast.harness.simulate.core.schedule import JobLayout, NetworkModel, Schedule
 from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, RANKS_A_HOST, racks_for
 
 LAST = 2.5
@@ -248,15 +246,6 @@ def _pair(rng: random.Random, layout: JobLayout) -> dict[str, int]:
 
 def _at_risk(fault: Fault, layout: JobLayout, number: int) -> set[int]:
     """The hosts that the fault may silence. A fault at a point may be anywhere: it counts as a host of its own."""
-    match fault:
-        case KillProcess(process=process) | PauseProcess(process=process):
-            return {layout.host_of(process)}
-        case KillHost(host=host):
-            return {host}
-        case KillRack(rack=rack):
-            return {host for host in range(layout.hosts) if layout.rack_of(host) == rack}
-        case PartitionHosts(hosts=hosts):
-            return set(hosts)
-        case AtPoint():
-            return {-1 - number}
-    return set()
+    if isinstance(fault, AtPoint):
+        return {-1 - number}
+    return set() if isinstance(fault, CutPath | DelayPath) else {*fault.silenced(layout)}

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from holdfast.harness.simulate.core.schedule import (
+from holdfast.harness.simulate.core.faults import (
     BlockRegister,
     Fault,
-    JobLayout,
     KillHost,
     KillProcess,
     KillRack,
     KillShare,
-    NetworkModel,
     PartitionHosts,
-    Schedule,
 )
+from holdfast.harness.simulate.core.schedule import JobLayout, NetworkModel, Schedule
 
 AT = 1.0
 """When the faults of scenarios begin, in seconds."""

@@ -10,18 +10,16 @@ from typing import Any
 
 from msgspec.structs import asdict, replace
 
-from holdfast.harness.simulate.core.schedule import (
+from holdfast.harness.simulate.core.faults import (
     AtPoint,
     Fault,
-    JobLayout,
     KillHost,
     KillProcess,
     KillRack,
     KillShare,
-    NetworkModel,
     PartitionHosts,
-    Schedule,
 )
+from holdfast.harness.simulate.core.schedule import JobLayout, NetworkModel, Schedule
 
 TRIES = 400
 GRID = (1.0, 0.5, 0.1, 0.05, 0.01, 0.001)

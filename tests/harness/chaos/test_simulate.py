@@ -29,29 +29,24 @@ from holdfast.harness.simulate.compare import (
     predict,
     recovery_of,
 )
-from holdfast.harness.simulate.core.schedule import (
+from holdfast.harness.simulate.core.faults import (
     AtPoint,
     BlockRegister,
     BreakDetector,
     CutPath,
     DriftClock,
     Fault,
-    JobLayout,
     JumpClock,
     KillHost,
     KillProcess,
     KillRack,
     LoseProposals,
-    MachineModel,
-    NetworkModel,
     PartitionHosts,
     PauseProcess,
     RefuseSignals,
-    Schedule,
     SlowProcess,
-    load,
-    save,
 )
+from holdfast.harness.simulate.core.schedule import JobLayout, MachineModel, NetworkModel, Schedule, load, save
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
 from holdfast.harness.simulate.known_bugs.reproduce import reproduce
 from holdfast.harness.simulate.known_bugs.run_all import run_all
