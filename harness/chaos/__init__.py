@@ -15,8 +15,6 @@ from holdfast.ft.on_demand import on_demand
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.api import (
-        ChaosFailed,
-        Result,
         corrupt,
         cut,
         delay,
@@ -33,14 +31,13 @@ if TYPE_CHECKING:
         slow_link,
     )
     from holdfast.harness.chaos.run.fault_context import FaultContext
+    from holdfast.harness.chaos.run.scenario_runner import ChaosFailed, Result
     from holdfast.harness.chaos.scenario.fault_type import FaultType
     from holdfast.harness.chaos.scenario.planning import schedule
     from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
     from holdfast.harness.chaos.workloads.session import report_state
 
 _API = (
-    "ChaosFailed",
-    "Result",
     "corrupt",
     "cut",
     "delay",
@@ -60,6 +57,7 @@ _HOMES = {
     **dict.fromkeys(_API, "holdfast.harness.chaos.api"),
     **dict.fromkeys(("BadScenario", "Scenario", "load", "parse"), "holdfast.harness.chaos.scenario.scenario"),
     "FaultType": "holdfast.harness.chaos.scenario.fault_type",
+    **dict.fromkeys(("ChaosFailed", "Result"), "holdfast.harness.chaos.run.scenario_runner"),
     "FaultContext": "holdfast.harness.chaos.run.fault_context",
     "report_state": "holdfast.harness.chaos.workloads.session",
     "schedule": "holdfast.harness.chaos.scenario.planning",

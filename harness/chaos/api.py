@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun
-from holdfast.harness.chaos.run.scenario_runner import ScenarioOutcome, ScenarioRunner
+from holdfast.harness.chaos.run.scenario_runner import Result, ScenarioRunner
 from holdfast.harness.chaos.scenario.fault_type import fault_types
 from holdfast.harness.chaos.scenario.scenario import At, Expect, JobSpec, Scenario, ScenarioFault, check_fits
 from holdfast.harness.chaos.scenario.workload import Python
 
 _WHEN = ("step", "seconds", "random", "point", "in_step", "epoch")
-
-
-class ChaosFailed(AssertionError):
-    """A run had another outcome than expected. The text says why, and how to repeat the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A run under chaos. `values` are the results of the ranks of the last view, by rank; `report` has every figure."""
-
-    report: ChaosRun
-    values: tuple[Any, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether the outcome is the expected one."""
-        return self.report.passed
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """The reasons why the outcome is not the expected one, in words."""
-        return self.report.failures
-
-    def check(self) -> Result:
-        """Return this result if it is as expected. Raises `ChaosFailed` with every reason if not."""
-        if not self.passed:
-            lines = [f"{self.report.title}: not as expected", *(f"  - {failure}" for failure in self.failures)]
-            struck = [f"  {each.number}. {each.when}: {each.words}" for each in self.report.strikes]
-            lines += ["faults:", *struck, f"repeat: {self.report.repeat}" if self.report.repeat else ""]
-            raise ChaosFailed("\n".join(filter(None, lines)))
-        return self
-
-    def write(self, folder: Path | str) -> Path:
-        """Write report.html and run.json into a folder; returns the path of the page."""
-        from holdfast.harness.chaos.outcome.page import write_folder
-        from holdfast.harness.chaos.show import machine
-
-        report = ChaosReport(version=version("holdfast"), machine=machine(), runs=(self.report,))
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        write_folder(report, path)
-        return path / "report.html"
 
 
 def run(
@@ -101,17 +55,12 @@ def run(
     )
     for fault_ in scenario.faults:
         check_fits(scenario, fault_)
-    made = ScenarioRunner().run(scenario, seed, compare=compare, body=fn, args=args, repeat=repeat)
-    return _result(made)
+    return ScenarioRunner().run(scenario, seed, compare=compare, body=fn, args=args, repeat=repeat)
 
 
 def run_scenario(scenario: Scenario, seed: int = 0, *, compare: bool = True, minutes: float | None = None) -> Result:
     """Run a scenario, as `holdfast chaos run` does."""
-    return _result(ScenarioRunner().run(scenario, seed, compare=compare, minutes=minutes))
-
-
-def _result(made: ScenarioOutcome) -> Result:
-    return Result(made.run, tuple(made.values.values()))
+    return ScenarioRunner().run(scenario, seed, compare=compare, minutes=minutes)
 
 
 # Faults -----------------------------------------------------------------------------------------------------

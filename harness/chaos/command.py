@@ -219,26 +219,25 @@ def _run(
     names: list[str], seed: int, minutes: float | None, compare: bool, *, quiet: bool
 ) -> tuple[ChaosReport, list[str]]:
     """Run the scenarios; returns the runs, and why others could not be run. Raises `BadScenario` before the first."""
-    from importlib.metadata import version
-
     import msgspec
 
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console
     from holdfast.harness.chaos.outcome.record import ChaosReport
+    from holdfast.harness.chaos.run.scenario_run import RunCallbacks
     from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
     from holdfast.harness.chaos.scenario import library
     from holdfast.harness.chaos.scenario.scenario import text_of
-    from holdfast.harness.chaos.show import machine, progress
+    from holdfast.harness.chaos.show import ScenarioView
 
     loaded = [(name, library.find(name)) for name in names]
     ids = _ids([scenario.name for _, scenario in loaded], [library.path_of(name) for name in names])
     runs: list[ChaosRun] = []
     refused: list[str] = []
-    with progress(console(stderr=True), console(quiet=quiet)) as bar:
-        runner = ScenarioRunner(bar.step, narrate=bar.note)
+    with ScenarioView(console(stderr=True), console(quiet=quiet)) as view:
+        runner = ScenarioRunner(RunCallbacks(watch=view.step, narrate=view.note))
         for (name, scenario), own in zip(loaded, ids, strict=True):
-            bar.begin(scenario, compare)
+            view.begin_scenario(scenario, compare)
             try:
                 made = runner.run(
                     scenario,
@@ -250,11 +249,11 @@ def _run(
                 )
             except (HoldfastError, ValueError, RuntimeError, OSError) as error:
                 refused.append(f"{name} could not be run: {error}")
-                bar.fail(str(error))
+                view.fail_scenario(str(error))
                 continue
-            bar.end(made.run)
-            runs.append(msgspec.structs.replace(made.run, name=own))
-    return ChaosReport(version=version("holdfast"), machine=machine(), runs=tuple(runs)), refused
+            view.end_scenario(made.report)
+            runs.append(msgspec.structs.replace(made.report, name=own))
+    return ChaosReport.of(*runs), refused
 
 
 def _ids(names: list[str], paths: list[Path]) -> list[str]:

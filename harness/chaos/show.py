@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
 
-import torch
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, panel, styled
-from holdfast.ft.console.units import coarse_seconds, counted
+from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.chaos.outcome.compare import ComparedFigure
 from holdfast.harness.chaos.outcome.measure import STAGES
 from holdfast.harness.chaos.outcome.page import figures_of
 from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun
 from holdfast.harness.chaos.scenario.fault_type import FaultType
 from holdfast.harness.chaos.scenario.scenario import Scenario
-
-_LINE_SECONDS = 10.0
-
-
-def machine() -> str:
-    """A short description of this machine."""
-    cores = len(os.sched_getaffinity(0))
-    system = f"{platform.system()} {platform.release()}"
-    return f"{counted(cores, 'core')}, {system}, Python {platform.python_version()}, torch {torch.__version__}"
+from holdfast.harness.training.live_view import LiveView
 
 
 def listing(scenarios: Sequence[Scenario], kinds: Mapping[str, type[FaultType]]) -> Iterator[RenderableType]:
@@ -52,88 +37,32 @@ def listing(scenarios: Sequence[Scenario], kinds: Mapping[str, type[FaultType]])
     yield faults_table
 
 
-class RunProgress:
-    """The progress of a run: a bar on a terminal, elsewhere a line for each phase and every few seconds.
+class ScenarioView(LiveView):
+    """Shows scenarios while they run: phases and notes go to `notes`, titles and outcomes to `console`."""
 
-    Lines and bar go to `notes`, results to `console`.
-    """
+    def __init__(self, notes: Console, console: Console) -> None:
+        super().__init__(notes)
+        self._notes, self._out = notes, console
 
-    def __init__(self, notes: Console, console: Console, progress: Progress | None) -> None:
-        self._notes, self._console, self._progress = notes, console, progress
-        self._phase, self._began, self._next = "", 0.0, 0.0
-        self._last = (0, 0)
-        self._task: Any = None
-
-    def begin(self, scenario: Scenario, compare: bool) -> None:
+    def begin_scenario(self, scenario: Scenario, compare: bool) -> None:
         """Show that a scenario begins."""
-        self._phase = ""
-        self._console.print(styled(scenario.title, "bold"))
-        if self._progress is None:
+        self._out.print(styled(scenario.title, "bold"))
+        if not self._notes.is_terminal:
             runs = "two runs" if compare else "one run"
             self._notes.print(f"  {scenario.name}: {runs} of at most {scenario.limit:.0f} s, most take a few seconds")
 
-    def step(self, phase: str, done: int, total: int) -> None:
-        """Show that so many steps of a phase are committed."""
-        if self._progress is not None:
-            if phase != self._phase:
-                self._drop()
-                self._began = time.monotonic()
-                self._task = self._progress.add_task(phase, total=total or None)
-            self._progress.update(self._task, completed=done, total=total or None)
-        elif phase != self._phase:
-            self._end_phase()
-            self._began = time.monotonic()
-            self._next = self._began + _LINE_SECONDS
-            self._notes.print(f"  {phase}: begins, {counted(total, 'step')}" if total else f"  {phase}: begins")
-        elif time.monotonic() >= self._next:
-            self._next = time.monotonic() + _LINE_SECONDS
-            self._notes.print(f"  {phase}: {done}/{total} steps")
-        self._phase, self._last = phase, (done, total)
-
-    def note(self, text: str, is_fault: bool) -> None:
-        """Show a fault, or an event of the recovery from it, with the seconds since its phase began."""
-        at = f"{time.monotonic() - self._began:8.2f} s  "
-        self._notes.print(Text(at + text, style="bold red" if is_fault else ""), soft_wrap=True)
-
-    def end(self, run: ChaosRun) -> None:
+    def end_scenario(self, run: ChaosRun) -> None:
         """Show that a scenario is over."""
-        self._drop()
         style, word = ("green", "as expected") if run.passed else ("bold red", "NOT as expected")
-        self._console.print(styled(f"  {word}, {run.seconds:.1f} s", style))
+        self._end(f"{word}, {run.seconds:.1f} s", style)
 
-    def fail(self, why: str) -> None:
+    def fail_scenario(self, why: str) -> None:
         """Show that a scenario could not be run."""
-        self._drop()
-        self._console.print(styled(f"  could not be run: {why.splitlines()[0]}", "bold red"))
+        self._end(f"could not be run: {why.splitlines()[0]}", "bold red")
 
-    def _end_phase(self) -> None:
-        if self._phase and self._progress is None:
-            done, _ = self._last
-            self._notes.print(f"  {self._phase}: {counted(done, 'step')} in {time.monotonic() - self._began:.1f} s")
-
-    def _drop(self) -> None:
-        self._end_phase()
-        self._phase = ""
-        if self._progress is not None and self._task is not None:
-            self._progress.remove_task(self._task)
-            self._task = None
-
-
-@contextmanager
-def progress(notes: Console, console: Console) -> Iterator[RunProgress]:
-    """Show the progress of runs while the `with` block lasts."""
-    if not notes.is_terminal:
-        yield RunProgress(notes, console, None)
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=notes, transient=True) as shown:
-        yield RunProgress(notes, console, shown)
+    def _end(self, words: str, style: str) -> None:
+        self.end_phase()
+        self._out.print(styled(f"  {words}", style))
 
 
 def results(report: ChaosReport) -> Iterator[RenderableType]:

@@ -81,23 +81,22 @@ def demo(
 
 
 def _demo(scenario: Scenario, repeat: str, seed: int, json: bool, folder: Path) -> int:
-    from importlib.metadata import version
-
     from holdfast.ft.console.console import console, print_json
     from holdfast.harness.chaos.outcome.page import write_folder
     from holdfast.harness.chaos.outcome.record import ChaosReport
+    from holdfast.harness.chaos.run.scenario_run import RunCallbacks
     from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
     from holdfast.harness.chaos.scenario import library
     from holdfast.harness.chaos.scenario.scenario import text_of
-    from holdfast.harness.chaos.show import machine, whole_run
+    from holdfast.harness.chaos.show import whole_run
     from holdfast.harness.training.live_view import LiveView
 
     total = scenario.workload.steps or 0
     out = console(quiet=json)
     with LiveView(out, total, quiet=json) as view:
-        runner = ScenarioRunner(observe=view, narrate=view.note)
+        runner = ScenarioRunner(RunCallbacks(observe=view, narrate=view.note))
         source = text_of(library.path_of(scenario.name))
-        run = runner.run(scenario, seed, source=source, compare=False, repeat=repeat).run
+        run = runner.run(scenario, seed, source=source, compare=False, repeat=repeat).report
     if json:
         print_json(as_object(run))
     else:
@@ -106,7 +105,7 @@ def _demo(scenario: Scenario, repeat: str, seed: int, json: bool, folder: Path) 
         if not scenario.expect.held_out:
             out.print("too short a run to judge whether it has learned")
     with writing("holdfast demo"):
-        write_folder(ChaosReport(version=version("holdfast"), machine=machine(), runs=(run,)), folder)
+        write_folder(ChaosReport.of(run), folder)
     typer.echo(f"report: {folder / 'report.html'}", err=json)
     return 0 if run.passed else 1
 

@@ -94,11 +94,14 @@ def combined(rules: Iterable[LinkRule], source: int, target: int, control: bool)
 
 
 class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """The traffic from one process to another. `lost` and `corrupted` count pieces, `reset` connections."""
+    """The traffic from one process to another: their ids, in a report their names.
 
-    source: int
-    target: int
-    control: bool
+    `lost` and `corrupted` count pieces, `reset` connections.
+    """
+
+    source: str
+    target: str
+    plane: Plane
     connections: int
     bytes: int
     lost: int = 0

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.harness.links import seccomp
-from holdfast.harness.links.policy import LinkPolicy, LinkRule, LinkTraffic, combined
+from holdfast.harness.links.policy import LinkPolicy, LinkRule, LinkTraffic, Plane, combined
 from holdfast.harness.links.proxy import Direction, Relay
 
 
@@ -248,11 +250,11 @@ class Supervisor:
 def _add(found: dict[tuple[int, int, bool], LinkTraffic], relay: Relay) -> None:
     for direction in (relay.there, relay.back):
         key = (direction.source, direction.target, direction.control)
-        before = found.get(key) or LinkTraffic(source=key[0], target=key[1], control=key[2], connections=0, bytes=0)
-        found[key] = LinkTraffic(
-            source=key[0],
-            target=key[1],
-            control=key[2],
+        source, target = str(direction.source), str(direction.target)
+        plane: Plane = "control" if direction.control else "data"
+        before = found.get(key) or LinkTraffic(source=source, target=target, plane=plane, connections=0, bytes=0)
+        found[key] = msgspec.structs.replace(
+            before,
             connections=before.connections + (direction is relay.there),
             bytes=before.bytes + direction.bytes,
             lost=before.lost + direction.lost,

@@ -149,7 +149,10 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `outcome` is what came of it, `good` whether that is well; `summary` is a sentence or two."""
+    """A whole run. `outcome` is what came of it, `good` whether that is well; `summary` is a sentence or two.
+
+    `faults` are those that came.
+    """
 
     title: str
     good: bool
@@ -158,9 +161,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     when: str
     seconds: float
     figures: tuple[Figure, ...]
-    learning: Learning
+    learning: Learning | None
     lanes: tuple[ProcessRecord, ...]
     spans: tuple[Span, ...]
     faults: tuple[FaultRecord, ...]
     configuration: tuple[tuple[str, str], ...]
     repeat: tuple[str, ...]
+    seed: int | None = None

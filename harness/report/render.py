@@ -1,8 +1,9 @@
-"""Renders the page: the pictures, then the template, into one self-contained file."""
+"""Renders pages: the pictures, then the template, into one self-contained file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,25 +51,52 @@ def draw_learning(learning: Learning, faults: Sequence[FaultRecord], seconds: fl
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The picture of one recovery, and the activities in it. `number` is that of the fault in the timeline."""
+
+    number: int
+    fault: FaultRecord
+    picture: str
+    activities: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPictures:
+    """What `run.html.j2` shows of a run's processes; its table of faults has so many `columns` of stages."""
+
+    timeline: str
+    roles: Sequence[str]
+    scenes: Sequence[Scene]
+    columns: int
+
+
+def draw_run(report: RunReport, most_scenes: int | None = None) -> RunPictures:
+    """The pictures of `run.html.j2`, with scenes of the first faults that were followed by something."""
+    from markupsafe import Markup
+
+    numbered = [(number, fault) for number, fault in enumerate(report.faults, start=1) if fault.stages]
+    return RunPictures(
+        timeline=Markup(draw_timeline(report.lanes, report.spans, report.faults, report.seconds)),
+        roles=tuple(dict.fromkeys(lane.role for lane in report.lanes)),
+        scenes=tuple(
+            Scene(
+                number,
+                fault,
+                Markup(draw_scene(fault, number, report.lanes, report.spans)),
+                activities(fault, report.spans),
+            )
+            for number, fault in numbered[:most_scenes]
+        ),
+        columns=max((len(fault.stages) for fault in report.faults), default=0),
+    )
+
+
 def render(report: RunReport) -> str:
     """The page as text. Raises ModuleNotFoundError, naming what to install, without jinja2."""
     template = environment().get_template(TEMPLATE)
-    from markupsafe import Markup
-
-    scenes = [
-        Markup(draw_scene(fault, number, report.lanes, report.spans))
-        for number, fault in enumerate(report.faults, start=1)
-    ]
-    page = template.render(
-        report=report,
-        roles=list(dict.fromkeys(lane.role for lane in report.lanes)),
-        pictures=draw_learning(report.learning, report.faults, report.seconds),
-        timeline=Markup(draw_timeline(report.lanes, report.spans, report.faults, report.seconds)),
-        scenes=scenes,
-        activities=[activities(fault, report.spans) for fault in report.faults],
-        columns=max((len(fault.stages) for fault in report.faults), default=0),
-    )
-    return page + "\n"
+    learning = {} if report.learning is None else draw_learning(report.learning, report.faults, report.seconds)
+    return template.render(report=report, pictures=draw_run(report), learning=learning) + "\n"
 
 
 def write(report: RunReport, path: Path) -> None:

@@ -41,8 +41,8 @@ def run_here(config: RunConfig, directory: Path, folder: Path, json: bool) -> No
             view.begin(f"{_started(config)}; the run is in {directory}")
             result = train_here(config, directory, folder, (view,))
     except (KeyboardInterrupt, SystemExit):
-        if view.step:
-            done = f"ended after {view.step:,} of {counted(config.steps, 'step')}"
+        if view.done:
+            done = f"ended after {view.done:,} of {counted(config.steps, 'step')}"
             out.print(f"{done}; holdfast rl resume {directory} goes on", soft_wrap=True)
         raise
     if json:

@@ -1,4 +1,4 @@
-"""Shows a run while it runs: a progress bar or plain lines, and notable events."""
+"""Shows runs while they run: a progress bar or plain lines, and notable events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from holdfast.ft.console.units import coarse_seconds, counted, reward_text
@@ -31,20 +31,24 @@ _BAD = (ProcessLost, EpisodeFailed)
 
 
 class LiveView:
-    """An observer of a run of `steps` steps. A context manager; `quiet` shows nothing.
+    """Shows runs while they run: a bar on a terminal, elsewhere a line every few seconds; and notable events.
 
-    Each line has the seconds since this view began, with its driver, by one clock: events come late from other
-    processes, and those of a resumed run count from the run's first start.
+    It is an observer of a run of `steps` steps of reinforcement learning; other runs call `step`. A context manager;
+    `quiet` shows nothing.
+
+    Each line has the seconds since this view, or its phase, began, by one clock: events come late from other processes,
+    and those of a resumed run count from the run's first start.
     """
 
-    def __init__(self, console: Console, steps: int, *, quiet: bool = False) -> None:
+    def __init__(self, console: Console, steps: int = 0, *, quiet: bool = False) -> None:
         self._began = time.monotonic()
         self._console, self._steps, self._quiet = console, steps, quiet
         self._recent: deque[StepTrained] = deque(maxlen=WINDOW)
         self._held_out: float | None = None
-        self._next = 0.0
+        self._phase, self._done, self._next = "", 0, 0.0
         self._wide = console.width >= 100
         self._progress: Progress | None = None
+        self._task: TaskID | None = None
         if console.is_terminal and not quiet:
             self._progress = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -55,7 +59,8 @@ class LiveView:
                 console=console,
                 transient=True,
             )
-            self._task = self._progress.add_task("steps", total=steps, figures="")
+            if steps:
+                self._task = self._progress.add_task("steps", total=steps, figures="")
 
     def __enter__(self) -> Self:
         if self._progress is not None:
@@ -67,32 +72,54 @@ class LiveView:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        elif self._recent and not self._quiet:
+        elif self._recent:
             self._print(self.figures())
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepTrained):
             self._recent.append(event)
-            self._step(event)
+            self.step("", event.step + 1, self._steps)
         elif isinstance(event, Evaluated):
             self._held_out = event.reward
-        if not self._quiet and (text := _words(event)):
+        if text := _words(event):
             self._print(text, "red" if isinstance(event, _BAD) else "")
 
     @property
-    def step(self) -> int:
+    def done(self) -> int:
         """The steps that were committed, as far as this has seen them."""
-        return self._recent[-1].step + 1 if self._recent else 0
+        return self._done
+
+    def step(self, phase: str, done: int, total: int) -> None:
+        """Show that so many steps of a phase are committed. A new phase has a bar and a clock of its own."""
+        if phase != self._phase:
+            self.end_phase()
+            self._phase, self._began, self._next = phase, time.monotonic(), 0.0
+            if self._progress is not None:
+                self._task = self._progress.add_task(phase, total=total or None, figures="")
+        self._done = done
+        if self._progress is not None and self._task is not None:
+            figures = self.figures(self._wide)
+            self._progress.update(self._task, completed=done, total=total or None, figures=figures)
+        elif time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LINE_SECONDS
+            parts = (phase, f"step {done} of {total}" if total else counted(done, "step"), self.figures())
+            self._print(": ".join(filter(None, parts)))
+
+    def end_phase(self) -> None:
+        """Show that a phase is over."""
+        if self._phase and self._progress is None:
+            self._print(f"{self._phase}: {counted(self._done, 'step')}")
+        if self._progress is not None and self._task is not None:
+            self._progress.remove_task(self._task)
+        self._phase, self._task = "", None
 
     def begin(self, text: str) -> None:
         """Show a line before the first event."""
-        if not self._quiet:
-            self._print(text)
+        self._print(text)
 
     def note(self, text: str, is_fault: bool = True) -> None:
         """Show a line that is no event of this run: a fault, or what the job's ranks did about it."""
-        if not self._quiet:
-            self._print(text, "bold red" if is_fault else "")
+        self._print(text, "bold red" if is_fault else "")
 
     def figures(self, wide: bool = True) -> str:
         """Reward, held-out reward, speed and, if there is room for it, staleness, in words."""
@@ -109,15 +136,10 @@ class LiveView:
             parts.append(f"staleness {sum(behind) / len(behind):.1f}")
         return ", ".join(parts)
 
-    def _step(self, event: StepTrained) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=event.step + 1, figures=self.figures(self._wide))
-        elif not self._quiet and time.monotonic() >= self._next:
-            self._next = time.monotonic() + _LINE_SECONDS
-            self._print(f"step {event.step + 1} of {self._steps}: {self.figures()}")
-
     def _print(self, text: str, style: str = "") -> None:
-        self._console.print(Text(f"{time.monotonic() - self._began:8.2f} s  {text}", style=style), soft_wrap=True)
+        if not self._quiet:
+            line = Text(f"{time.monotonic() - self._began:8.2f} s  {text}", style=style)
+            self._console.print(line, soft_wrap=True)
 
 
 def _words(event: Event) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,8 @@ from holdfast.harness.chaos.outcome.checks import OF_RESULTS, WEIGHTS
 from holdfast.harness.chaos.outcome.compare import ComparedFigure, compared
 from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, HostLoss
 from holdfast.harness.report.charts import OUTAGE, draw_progress, draw_strip
-from holdfast.harness.report.model import FaultRecord, Figure
-from holdfast.harness.report.render import draw_learning, environment
-from holdfast.harness.report.scene import activities, draw_scene
-from holdfast.harness.report.timeline import draw_timeline
+from holdfast.harness.report.model import Figure, RunReport
+from holdfast.harness.report.render import RunPictures, draw_learning, draw_run, environment
 from holdfast.harness.training import episodes_page
 
 SCENES = 6
@@ -26,23 +25,17 @@ SCENES = 6
 _ORDER = ("driver", "rank", "spare", "trainer", "generator", "environment", "publisher", "holder", "reader")
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """One run on the page."""
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One run on the page: what any run's page has, and what chaos adds."""
 
     run: ChaosRun
-    when: str
-    outcome: str
-    figures: tuple[Figure, ...]
-    progress: Any
+    report: RunReport
+    pictures: RunPictures
+    learning: dict[str, Any]
+    progress: str
     stood_still: bool
-    timeline: Any
-    strip: Any
-    faults: tuple[FaultRecord, ...]
-    scenes: tuple[Any, ...]
-    activities: tuple[list[str], ...]
-    roles: tuple[str, ...]
-    columns: int
-    pictures: dict[str, Any]
+    strip: str
     episodes: str
 
 
@@ -84,31 +77,43 @@ def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, 
     path.write_text(page + "\n", encoding="utf-8")
 
 
-def _section(run: ChaosRun, markup: Any) -> Section:
-    faults = run.injected
+def report_of(run: ChaosRun) -> RunReport:
+    """What the page of any run has of this one."""
     lanes = sorted(run.lives, key=lambda life: _ORDER.index(life.role) if life.role in _ORDER else 99)
-    shown = [fault for fault in faults if fault.stages][:SCENES]
+    return RunReport(
+        title=run.title,
+        good=run.passed,
+        outcome=_in_words(run),
+        summary=run.summary,
+        when=f"{datetime.fromisoformat(run.began):%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
+        seconds=run.seconds,
+        figures=figures_of(run),
+        learning=run.learning,
+        lanes=tuple(lanes),
+        spans=run.spans,
+        faults=run.injected,
+        configuration=(("workload", run.workload), *run.configuration.items()),
+        repeat=(run.repeat,),
+        seed=run.seed,
+    )
+
+
+def _section(run: ChaosRun, markup: Any) -> Section:
+    report = report_of(run)
     rows: dict[str, list[tuple[float, str]]] = {}
     for fault in run.strikes:
         recovered = any(stage.name == "detected" for stage in fault.stages)
         for stage in fault.stages:
             rows.setdefault(stage.name if recovered else "next step", []).append((stage.seconds, fault.words))
-    progress = draw_progress(run.progress, faults, run.seconds, _rate(run))
+    progress = draw_progress(run.progress, report.faults, run.seconds, _rate(run))
     return Section(
         run=run,
-        when=f"{datetime.fromisoformat(run.began):%d %B %Y, %H:%M %Z}".strip().lstrip("0"),
-        outcome=_in_words(run),
-        figures=figures_of(run),
+        report=report,
+        pictures=draw_run(report, SCENES),
+        learning={} if run.learning is None else draw_learning(run.learning, report.faults, run.seconds),
         progress=markup(progress),
         stood_still=OUTAGE in progress,
-        timeline=markup(draw_timeline(lanes, run.spans, faults, run.seconds)),
         strip=markup(draw_strip(rows)) if rows else "",
-        faults=faults,
-        scenes=tuple(markup(draw_scene(fault, faults.index(fault) + 1, lanes, run.spans)) for fault in shown),
-        activities=tuple(activities(fault, run.spans) for fault in shown),
-        roles=tuple(dict.fromkeys(lane.role for lane in lanes)),
-        columns=max((len(fault.stages) for fault in faults), default=0),
-        pictures={} if run.learning is None else draw_learning(run.learning, faults, run.seconds),
         episodes=_episodes(run) if run.episodes else "",
     )
 
@@ -120,8 +125,8 @@ def _episodes(run: ChaosRun) -> str:
 
 def _in_words(run: ChaosRun) -> str:
     if not run.passed:
-        return "✗ not as expected"
-    outcome = "✓ held" if run.expected == "held" else "✓ broken, as expected"
+        return "not as expected"
+    outcome = "held" if run.expected == "held" else "broken, as expected"
     return f"{outcome}; results unchecked" if run.unchecked else outcome
 
 

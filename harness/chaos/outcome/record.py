@@ -5,9 +5,15 @@ All times are seconds since the run began; durations are seconds.
 
 from __future__ import annotations
 
+import os
+import platform
+from importlib.metadata import version
+
 import msgspec
 
+from holdfast.ft.console.units import counted
 from holdfast.harness.invariants import CheckResult
+from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, Learning, ProcessRecord, Span
 from holdfast.harness.training.episodes_page import GroupRows
 
@@ -33,19 +39,6 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     rate: float
-
-
-class LinkTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """The traffic from one process to another through the proxy."""
-
-    source: str
-    target: str
-    plane: str
-    connections: int
-    bytes: int
-    lost: int
-    corrupted: int
-    reset: int
 
 
 class HostLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +89,7 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     """Why what the ranks returned was compared with nothing; empty if it was compared."""
     progress: tuple[tuple[float, int], ...] = ()
     """How many steps were committed at which time."""
-    links: tuple[LinkTotals, ...] = ()
+    links: tuple[LinkTraffic, ...] = ()
     learning: Learning | None = None
     """Of a run of reinforcement learning."""
     episodes: tuple[GroupRows, ...] = ()
@@ -125,6 +118,15 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     machine: str
     runs: tuple[ChaosRun, ...]
+
+    @staticmethod
+    def of(*runs: ChaosRun) -> ChaosReport:
+        """The report of runs on this machine."""
+        from torch import __version__ as torch
+
+        cores, system = len(os.sched_getaffinity(0)), f"{platform.system()} {platform.release()}"
+        machine = f"{counted(cores, 'core')}, {system}, Python {platform.python_version()}, torch {torch}"
+        return ChaosReport(version=version("holdfast"), machine=machine, runs=runs)
 
     @property
     def passed(self) -> bool:

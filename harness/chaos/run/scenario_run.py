@@ -58,14 +58,18 @@ PRELOAD = ("holdfast.harness.chaos.run.session_processes", "holdfast.harness.cha
 class RunCallbacks:
     """What is called while a run lasts.
 
-    `watch`: a few times a second, with the number of committed steps and of all steps. `observe`: with the events of a
-    run of reinforcement learning. `narrate`: with a line for each fault that is injected, and for each event of the
-    recoveries (not `is_fault`).
+    `watch`: a few times a second, with the phase of the scenario, the number of committed steps and of all steps.
+    `observe`: with the events of a run of reinforcement learning with faults. `narrate`: with a line for each fault
+    that is injected, and for each event of the recoveries (not `is_fault`).
     """
 
-    watch: Callable[[int, int], None] = lambda done, total: None
+    watch: Callable[[str, int, int], None] = lambda phase, done, total: None
     observe: Observer = lambda event: None
     narrate: Callable[[str, bool], None] = lambda text, is_fault: None
+
+
+QUIET = RunCallbacks()
+"""Nobody watches."""
 
 
 @dataclass(slots=True)
@@ -140,10 +144,11 @@ class ScenarioRun:
         args: Sequence[Any] = (),
         steps: int | None = None,
         seed: int = 0,
-        callbacks: RunCallbacks = RunCallbacks(),
+        phase: str = "",
+        callbacks: RunCallbacks = QUIET,
     ) -> None:
         self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
-        self._steps, self._seed, self._callbacks = steps or 0, seed, callbacks
+        self._steps, self._seed, self._phase, self._callbacks = steps or 0, seed, phase, callbacks
         self._describers: dict[str, EventDescriber] = {}
         self._raw = RawRun(time.monotonic(), faults=[PlannedFault(each) for each in planned])
         self._newest_step = -1
@@ -204,9 +209,8 @@ class ScenarioRun:
             if count:
                 hosts = undo.enter_context(ActorHosts(count, self._directory / "hosts", environ))
             self._raw.began = time.monotonic()
-            training = TrainingProcesses(
-                workload.config, self._folder("training"), environ, self._callbacks.observe, hosts
-            )
+            observe = self._callbacks.observe if self._raw.faults else lambda event: None
+            training = TrainingProcesses(workload.config, self._folder("training"), environ, observe, hosts)
             return training, None if hosts is None else hosts.network
         network = undo.enter_context(Network(count)) if count else None
         self._raw.began = time.monotonic()
@@ -258,7 +262,7 @@ class ScenarioRun:
         if self._links is not None:
             self._links.control_endpoints(self._addresses)
         if new:
-            self._callbacks.watch(self._newest_step + 1, self._steps)
+            self._callbacks.watch(self._phase, self._newest_step + 1, self._steps)
 
     def _describe(self, event: Event) -> None:
         """Narrate what a job logs at INFO, from the first fault on."""

@@ -16,18 +16,18 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.events import StepBegun, StepCommitted
 from holdfast.harness.chaos.outcome import checks, expectation, measure, training
-from holdfast.harness.chaos.outcome.record import ChaosRun, LinkTotals, Speed
+from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed
 from holdfast.harness.chaos.outcome.training import host_losses
-from holdfast.harness.chaos.run.scenario_run import KILLED, RawRun, RunCallbacks, ScenarioRun
+from holdfast.harness.chaos.run.scenario_run import KILLED, QUIET, RawRun, RunCallbacks, ScenarioRun
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
 from holdfast.harness.chaos.scenario.workload import AllReduce, ReinforcementLearning, StoreWorkload
 from holdfast.harness.chaos.workloads.session import BODIES, digest_of
 from holdfast.harness.chaos.workloads.store import weights
 from holdfast.harness.invariants import CHECKERS, Bounds, CheckResult, examine
+from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import Learning, ProcessRecord
 from holdfast.harness.training.episodes_page import GroupRows
-from holdfast.rl.run.telemetry import Observer
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -41,12 +41,44 @@ class Reference:
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ScenarioOutcome:
-    """A run, and the results of its ranks by name ("rank 0", ...)."""
+class ChaosFailed(AssertionError):
+    """A run had another outcome than expected. The text says why, and how to repeat the run."""
 
-    run: ChaosRun
-    values: Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run under chaos. `values` are the results of the ranks of the last view, by rank; `report` has every figure."""
+
+    report: ChaosRun
+    values: tuple[Any, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the outcome is the expected one."""
+        return self.report.passed
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The reasons why the outcome is not the expected one, in words."""
+        return self.report.failures
+
+    def check(self) -> Result:
+        """Return this result if it is as expected. Raises `ChaosFailed` with every reason if not."""
+        if not self.passed:
+            lines = [f"{self.report.title}: not as expected", *(f"  - {failure}" for failure in self.failures)]
+            struck = [f"  {each.number}. {each.when}: {each.words}" for each in self.report.strikes]
+            lines += ["faults:", *struck, f"repeat: {self.report.repeat}" if self.report.repeat else ""]
+            raise ChaosFailed("\n".join(filter(None, lines)))
+        return self
+
+    def write(self, folder: Path | str) -> Path:
+        """Write report.html and run.json into a folder; returns the path of the page."""
+        from holdfast.harness.chaos.outcome.page import write_folder
+
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        write_folder(ChaosReport.of(self.report), path)
+        return path / "report.html"
 
 
 class WorkloadFailed(HoldfastError, RuntimeError):
@@ -54,19 +86,10 @@ class WorkloadFailed(HoldfastError, RuntimeError):
 
 
 class ScenarioRunner:
-    """Runs scenarios one after the other, and reuses fault-free runs of equal workload and job.
+    """Runs scenarios one after the other, and reuses fault-free runs of equal workload and job."""
 
-    `watch(phase, done, total)` is called with the progress, `observe` with the events of a run of reinforcement
-    learning with faults, and `narrate` with a line for each fault that is injected and each event of a recovery.
-    """
-
-    def __init__(
-        self,
-        watch: Callable[[str, int, int], None] = lambda phase, done, total: None,
-        observe: Observer = lambda event: None,
-        narrate: Callable[[str, bool], None] = lambda text, is_fault: None,
-    ) -> None:
-        self._watch, self._observe, self._narrate = watch, observe, narrate
+    def __init__(self, callbacks: RunCallbacks = QUIET) -> None:
+        self._callbacks = callbacks
         self._references: dict[bytes, Reference] = {}
 
     def run(
@@ -80,7 +103,7 @@ class ScenarioRunner:
         body: Callable[..., Any] | None = None,
         args: Sequence[Any] = (),
         repeat: str = "",
-    ) -> ScenarioOutcome:
+    ) -> Result:
         """Run the scenario with the faults that `seed` draws.
 
         `minutes`: the length, at the speed of a run without faults. `compare`: run it without faults, too.
@@ -130,11 +153,6 @@ class ScenarioRunner:
         steps = scenario.workload.steps or 0
         if body is None and scenario.workload.family == "session":
             body, args = BODIES[type(scenario.workload)], (scenario.workload, steps)
-        callbacks = RunCallbacks(
-            watch=lambda done, total: self._watch(phase, done, total),
-            observe=self._observe if planned else lambda event: None,
-            narrate=self._narrate,
-        )
         with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as directory:
             scenario_run = ScenarioRun(
                 scenario,
@@ -144,7 +162,8 @@ class ScenarioRunner:
                 args=args,
                 steps=steps,
                 seed=seed,
-                callbacks=callbacks,
+                phase=phase,
+                callbacks=self._callbacks,
             )
             return scenario_run.run()
 
@@ -180,7 +199,7 @@ def _digests(scenario: Scenario, raw: RawRun) -> dict[str, str]:
 
 def _outcome(
     scenario: Scenario, seed: int, source: str, began: str, raw: RawRun, reference: Reference | None, repeat: str
-) -> ScenarioOutcome:
+) -> Result:
     bounds = Bounds(operation=scenario.job.timeouts.operation + 5.0, progress=scenario.expect.progress)
     findings = _findings(raw, bounds)
     if raw.training is not None:
@@ -243,7 +262,7 @@ def _outcome(
         repeat=repeat,
         output=raw.output[-20000:] if found else "",
     )
-    return ScenarioOutcome(run, raw.results.values)
+    return Result(run, tuple(raw.results.values.values()))
 
 
 def _unchecked(scenario: Scenario, digests: Mapping[str, str], findings: Sequence[CheckResult]) -> str:
@@ -304,17 +323,11 @@ def _in_a_line(raw: RawRun) -> str:
     return f"{why}; {printed[-1]}" if printed else why
 
 
-def _links(raw: RawRun, names: Mapping[int, str]) -> tuple[LinkTotals, ...]:
+def _links(raw: RawRun, names: Mapping[int, str]) -> tuple[LinkTraffic, ...]:
+    """The traffic with the names of the processes."""
     return tuple(
-        LinkTotals(
-            source=names.get(each.source, str(each.source)),
-            target=names.get(each.target, str(each.target)),
-            plane="control" if each.control else "data",
-            connections=each.connections,
-            bytes=each.bytes,
-            lost=each.lost,
-            corrupted=each.corrupted,
-            reset=each.reset,
+        msgspec.structs.replace(
+            each, source=names.get(int(each.source), each.source), target=names.get(int(each.target), each.target)
         )
         for each in raw.traffic
     )

@@ -21,10 +21,8 @@ from holdfast.ft.faultpoints import POINTS, WORKLOAD_POINTS
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.chaos.scenario.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.scenario.workload import ReinforcementLearning, Workload
-from holdfast.rl.config.errors import BadConfig
-
-KeyPath = tuple[str | int, ...]
-"""The place of a value in a document: ("fault", 0, "type")."""
+from holdfast.rl.config.errors import BadConfig, Key, dotted
+from holdfast.rl.config.load import lines_of, nearest_line
 
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -217,7 +215,7 @@ def parse(text: str, name: str, source: str) -> Scenario:
         raise BadScenario(source, int(found[1]) if found else None, f"not TOML: {error}") from None
     for path, value in _floats(raw):
         if not math.isfinite(value) and path[:2] != ("workload", "arguments"):
-            raise BadScenario(source, line_of(text, path), f"{_place(path)}: {value} is not a number to work with")
+            raise BadScenario(source, line_of(text, path), f"{dotted(path)}: {value} is not a number to work with")
     try:
         document = msgspec.convert(raw, _Document)
     except msgspec.ValidationError as error:
@@ -281,7 +279,7 @@ def text_of(path: Path) -> str:
         raise BadScenario(str(path), line, f"not UTF-8: byte 0x{data[error.start]:02x}") from None
 
 
-def _floats(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, float]]:
+def _floats(value: Any, path: Key = ()) -> Iterator[tuple[Key, float]]:
     """Every float in a document, with its path."""
     if isinstance(value, float):
         yield path, value
@@ -340,7 +338,7 @@ _NAMED = re.compile(r"(\w+) ?= ?")
 """The start of a reason that is about one key of a table."""
 
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
-_TABLES: dict[KeyPath, Any] = {(): _Document, ("job",): JobSpec, ("expect",): Expect}
+_TABLES: dict[Key, Any] = {(): _Document, ("job",): JobSpec, ("expect",): Expect}
 
 
 def _explained(
@@ -348,7 +346,7 @@ def _explained(
     text: str,
     source: str,
     raw: Any,
-    prefix: KeyPath = (),
+    prefix: Key = (),
     kind: type[msgspec.Struct] | None = None,
 ) -> BadScenario:
     """The error with the line and, for an unknown key, the allowed ones."""
@@ -360,14 +358,10 @@ def _explained(
         path = (*path, unknown[1])
     named = _NAMED.match(reason)
     line = line_of(text, (*path, named[1]) if named else path)
-    return BadScenario(source, line, f"{_place(path)}: {reason}" if path else reason)
+    return BadScenario(source, line, f"{dotted(path)}: {reason}" if path else reason)
 
 
-def _place(path: KeyPath) -> str:
-    return ".".join(f"[{part}]" if isinstance(part, int) else part for part in path).replace(".[", "[")
-
-
-def _allowed(path: KeyPath, raw: Any, kind: type[msgspec.Struct] | None) -> list[str]:
+def _allowed(path: Key, raw: Any, kind: type[msgspec.Struct] | None) -> list[str]:
     if path and path[-1] == "at":
         return _keys(At)
     if path == ("job", "timeouts"):
@@ -384,15 +378,10 @@ def _keys(kind: type[msgspec.Struct]) -> list[str]:
     return list(kind.__struct_encode_fields__)
 
 
-# Lines of values: tomllib keeps no positions -------------------------------------------------------------------------
-
-_TABLE = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]")
-_ELEMENT = re.compile(r"^\s*\[\[\s*([^\[\]]+?)\s*\]\]")
-_KEY = re.compile(r"""^\s*["']?([A-Za-z0-9_.-]+)["']?\s*=""")
 _PART = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
-def _path_of(text: str) -> KeyPath:
+def _path_of(text: str) -> Key:
     """The path in a message of msgspec: `$.fault[0].type` is ("fault", 0, "type")."""
     parts: list[str | int] = []
     for name, index in _PART.findall(text.removeprefix("$")):
@@ -400,24 +389,6 @@ def _path_of(text: str) -> KeyPath:
     return tuple(parts)
 
 
-def line_of(document: str, path: KeyPath) -> int | None:
+def line_of(document: str, path: Key) -> int | None:
     """The line (from 1) of the value at `path`, or of the nearest table around it; None without one."""
-    found: dict[KeyPath, int] = {}
-    counts: dict[str, int] = {}
-    here: KeyPath = ()
-    for number, line in enumerate(document.splitlines(), start=1):
-        if element := _ELEMENT.match(line):
-            name = element[1]
-            here = (name, counts.get(name, 0))
-            counts[name] = counts.get(name, 0) + 1
-            found[here] = number
-        elif table := _TABLE.match(line):
-            here = tuple(table[1].split("."))
-            found.setdefault(here, number)
-        elif key := _KEY.match(line):
-            found.setdefault((*here, *key[1].split(".")), number)
-    while path:
-        if path in found:
-            return found[path]
-        path = path[:-1]
-    return None
+    return nearest_line(lines_of(document), path)

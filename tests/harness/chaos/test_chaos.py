@@ -210,7 +210,7 @@ def test_faults_whose_moment_never_came_fail_the_run_by_name(chaos: Any) -> None
 
 def link_faults(**traffic: int) -> list[str]:
     """What is not as expected in a run with `lossy` and a cut on one host, which did not end; `traffic` was counted."""
-    raw = RawRun(0.0, traffic=(LinkTraffic(source=1, target=2, control=False, connections=1, bytes=9, **traffic),))
+    raw = RawRun(0.0, traffic=(LinkTraffic(source="1", target="2", plane="data", connections=1, bytes=9, **traffic),))
     made = (chaos_module.lossy(0.1, step=1).what, chaos_module.cut(1, lasts=50.0, step=1).what)
     raw.faults = [
         PlannedFault(Planned(number=number, type="", when=Trigger(step=1), what=what), time=1.0)

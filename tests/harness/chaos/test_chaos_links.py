@@ -171,7 +171,7 @@ def pair(tmp_path: Path) -> Iterator[LinkedPair]:
 def test_bytes_pass_and_are_counted(pair: LinkedPair) -> None:
     data = random.Random(0).randbytes(1 << 20)
     assert pair.ask(data)[0] == data
-    there = next(each for each in pair.links.traffic() if each.source == pair.client.pid)
+    there = next(each for each in pair.links.traffic() if each.source == str(pair.client.pid))
     assert (there.bytes, there.connections) == (1 << 20, 1)
 
 

@@ -88,7 +88,7 @@ def runner() -> ScenarioRunner:
 
 
 def played(runner: ScenarioRunner, faults: str) -> ChaosRun:
-    return runner.run(parse(RUN + faults, "test", "test.toml"), 0).run
+    return runner.run(parse(RUN + faults, "test", "test.toml"), 0).report
 
 
 @pytest.mark.thorough
