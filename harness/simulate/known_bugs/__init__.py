@@ -8,11 +8,11 @@ from __future__ import annotations
 from holdfast.harness.simulate.known_bugs import commit_bugs, evidence_bugs, membership_bugs, node_bugs
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug
 
-KNOWN_BUGS: tuple[KnownBug, ...] = (
-    *membership_bugs.KNOWN_BUGS,
-    *evidence_bugs.KNOWN_BUGS,
-    *commit_bugs.KNOWN_BUGS,
-    *node_bugs.KNOWN_BUGS,
+KNOWN_BUGS = tuple(
+    bug
+    for module in (membership_bugs, evidence_bugs, commit_bugs, node_bugs)
+    for bug in vars(module).values()
+    if isinstance(bug, KnownBug)
 )
 
 __all__ = ["KNOWN_BUGS", "KnownBug"]

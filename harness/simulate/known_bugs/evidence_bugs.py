@@ -16,14 +16,35 @@ from holdfast.ft.membership.view import Member, View
 from holdfast.harness.simulate.known_bugs.known_bug import KnownBug, known_bug, replaced
 
 
+@known_bug(
+    "death during a rebuild",
+    "a new view wipes out all evidence, that of deaths which it does not know of too",
+    "second failure during recovery",
+    Evidence,
+    "for_view",
+)
 def _forgets(after: Callable[..., Evidence]) -> object:
     return lambda self, view, departed, shape: Evidence()
 
 
+@known_bug(
+    "suspicion without refutation",
+    "a suspicion is never taken back: those of different times add up",
+    "SWIM before its suspicion mechanism",
+    Evidence,
+    "with_clearance",
+)
 def _never_cleared(cleared: Callable[..., Evidence]) -> object:
     return lambda self, said, view, shape: self
 
 
+@known_bug(
+    "one accuser is enough",
+    "whoever is unheard by one observer is evicted, though all others hear it",
+    "plain heartbeat detectors; what Rapid's H of K is against",
+    Evidence,
+    "_with_losses",
+)
 def _one_is_enough(judged: Callable[..., Evidence]) -> object:
     def _with_losses(self: Evidence, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
         failed = {who: "somebody suspects it" for who in suspects if self.suspected.get(who) and who not in self.lost}
@@ -54,35 +75,9 @@ def _late_words() -> Iterator[None]:
         yield
 
 
-KNOWN_BUGS: tuple[KnownBug, ...] = (
-    known_bug(
-        "death during a rebuild",
-        "a new view wipes out all evidence, that of deaths which it does not know of too",
-        "second failure during recovery",
-        Evidence,
-        "for_view",
-        _forgets,
-    ),
-    known_bug(
-        "suspicion without refutation",
-        "a suspicion is never taken back: those of different times add up",
-        "SWIM before its suspicion mechanism",
-        Evidence,
-        "with_clearance",
-        _never_cleared,
-    ),
-    known_bug(
-        "one accuser is enough",
-        "whoever is unheard by one observer is evicted, though all others hear it",
-        "plain heartbeat detectors; what Rapid's H of K is against",
-        Evidence,
-        "_with_losses",
-        _one_is_enough,
-    ),
-    KnownBug(
-        "late word counts",
-        "a suspicion that arrives late takes the place of its own retraction, which is told only once",
-        "ours, found by this simulator; SWIM without incarnation numbers",
-        _late_words,
-    ),
+late_word_counts = KnownBug(
+    "late word counts",
+    "a suspicion that arrives late takes the place of its own retraction, which is told only once",
+    "ours, found by this simulator; SWIM without incarnation numbers",
+    _late_words,
 )

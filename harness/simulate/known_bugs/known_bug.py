@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+MakeBroken = Callable[[Any], object]
+
 
 @dataclass(frozen=True, slots=True)
 class KnownBug:
@@ -29,6 +31,10 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def known_bug(name: str, bug: str, origin: str, owner: Any, attribute: str, make: Callable[[Any], object]) -> KnownBug:
-    """A bug in one attribute: `make(original)` returns the broken one."""
-    return KnownBug(name, bug, origin, lambda: replaced(owner, attribute, make(owner.__dict__[attribute])))
+def known_bug(name: str, bug: str, origin: str, owner: Any, attribute: str) -> Callable[[MakeBroken], KnownBug]:
+    """A bug in one attribute of a class or module: the function below makes the broken one of the original."""
+
+    def decorate(make: MakeBroken) -> KnownBug:
+        return KnownBug(name, bug, origin, lambda: replaced(owner, attribute, make(owner.__dict__[attribute])))
+
+    return decorate
