@@ -265,7 +265,6 @@ def export(
     """
     from holdfast.ft.console.units import format_bytes
     from holdfast.harness.bench.collectives.definitions import parse_size
-    from holdfast.harness.cli.store import byte_progress
     from holdfast.store import WeightStore
     from holdfast.store.interop import dcp, safetensors
 
@@ -318,7 +317,6 @@ def import_(
     bytes, or too few processes hold it after the timeout: nothing is
     published then.
     """
-    from holdfast.harness.cli.store import byte_progress
     from holdfast.store import WeightStore
     from holdfast.store.interop.formats import import_version
 

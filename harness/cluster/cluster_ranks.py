@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from holdfast.comms.errors import PeerFailed, Revoked
 from holdfast.ft.error_history import StepFailed
+from holdfast.harness.cluster.errors import RunTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ class ClusterSettings:
 class ClusterRanks(ABC):
     """Ranks that call functions together. Not safe to use from several threads."""
 
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+        self._calls = 0
+
     @abstractmethod
     def start(self) -> None:
         """Start the ranks that do not run yet."""
@@ -82,3 +88,36 @@ class ClusterRanks(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all ranks. Idempotent."""
+
+    # -- the course of a call
+
+    def _gather(self, outcomes: dict[int, RankResult], timeout: float, abort: bool) -> list[RankResult]:
+        """Wait for the outcomes of all ranks; `outcomes` are those that are known already."""
+        began = time.monotonic()
+        deadline = began + timeout
+        aborted = False
+        while missing := [rank for rank in range(self._settings.size) if rank not in outcomes]:
+            if abort and not aborted and (failed := [o for o in outcomes.values() if o.error is not None]):
+                aborted = True
+                deadline = min(deadline, time.monotonic() + self._settings.grace)
+                for rank in missing:
+                    self._abort(rank, f"rank {failed[0].rank} failed")
+            if time.monotonic() >= deadline:
+                error = RunTimeout(missing, time.monotonic() - began, "\n".join(self._end_stuck(missing)))
+                moment = float("inf") if aborted else time.monotonic()
+                outcomes |= {rank: RankResult(rank, moment, error=error) for rank in missing}
+                break
+            self._receive(outcomes, deadline)
+        return [outcomes[rank] for rank in sorted(outcomes)]
+
+    @abstractmethod
+    def _receive(self, outcomes: dict[int, RankResult], deadline: float) -> None:
+        """Wait for outcomes, not beyond the deadline, and add them."""
+
+    @abstractmethod
+    def _abort(self, rank: int, reason: str) -> None:
+        """Abort the communicator of a rank, if it still runs."""
+
+    @abstractmethod
+    def _end_stuck(self, ranks: Sequence[int]) -> list[str]:
+        """End ranks that have not returned; says where each of them was."""

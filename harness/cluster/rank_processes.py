@@ -6,7 +6,7 @@ import importlib.metadata
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess, ZygoteClient, zygote, zygote_with
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult
-from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
+from holdfast.harness.cluster.errors import RankDied, rank_failure
 from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
 
 
@@ -46,11 +46,10 @@ class RankProcesses(ClusterRanks):
     """`size` processes that call functions together. Not safe to use from several threads."""
 
     def __init__(self, settings: ClusterSettings, directory: Path) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._directory = directory
         self._processes: dict[int, ForkedProcess] = {}
         self._launch: Launch | None = None
-        self._calls = 0
         self._echo = Echo(settings.echo)
 
     def pid(self, rank: int) -> int:
@@ -135,22 +134,6 @@ class RankProcesses(ClusterRanks):
                 outcomes[rank] = self._died(rank)
         return outcomes
 
-    def _gather(self, outcomes: dict[int, RankResult], timeout: float, abort: bool) -> list[RankResult]:
-        began = time.monotonic()
-        deadline = began + timeout
-        aborted = False
-        while len(outcomes) < self._settings.size:
-            if abort and not aborted and (failed := [o for o in outcomes.values() if o.error is not None]):
-                aborted = True
-                deadline = min(deadline, time.monotonic() + self._settings.grace)
-                self._abort(outcomes, f"rank {failed[0].rank} failed")
-            if time.monotonic() >= deadline:
-                self._end_stuck(outcomes, began, is_consequence=aborted)
-                break
-            self._receive(outcomes, deadline)
-            self._echo.pump()
-        return [outcomes[rank] for rank in sorted(outcomes)]
-
     def _receive(self, outcomes: dict[int, RankResult], deadline: float) -> None:
         """Wait for messages or ends of the ranks without outcome, 0.1 s at most, so that output flows."""
         poller = select.poll()
@@ -169,6 +152,7 @@ class RankProcesses(ClusterRanks):
                 outcomes[rank] = self._died(rank)
             else:
                 self._read(rank, outcomes, deadline)
+        self._echo.pump()
 
     def _is_pidfd(self, fd: int, waiting: Mapping[int, int]) -> bool:
         return self._processes[waiting[fd]].pidfd == fd
@@ -204,23 +188,20 @@ class RankProcesses(ClusterRanks):
             exit_ = process.wait(5.0)
         return RankResult(rank, time.monotonic(), error=RankDied(rank, exit_, process.epitaph()))
 
-    def _abort(self, outcomes: Mapping[int, RankResult], reason: str) -> None:
-        for rank, process in self._processes.items():
-            if rank not in outcomes:
-                try:
-                    process.channel.send(Abort(self._calls, reason), timeout=1.0)
-                except (ChannelClosed, TimeoutError):
-                    pass
+    def _abort(self, rank: int, reason: str) -> None:
+        try:
+            self._processes[rank].channel.send(Abort(self._calls, reason), timeout=1.0)
+        except (ChannelClosed, TimeoutError):
+            pass
 
-    def _end_stuck(self, outcomes: dict[int, RankResult], began: float, is_consequence: bool) -> None:
-        """End the ranks without an outcome; on SIGABRT their fault handlers write their stacks."""
-        stuck = [rank for rank in self._processes if rank not in outcomes]
+    def _end_stuck(self, ranks: Sequence[int]) -> list[str]:
+        """On SIGABRT their fault handlers write their stacks."""
         self._echo.pump()
-        for rank in stuck:
+        for rank in ranks:
             self._processes[rank].signal(signal.SIGCONT)
             self._processes[rank].signal(signal.SIGABRT)
         where = []
-        for rank in stuck:
+        for rank in ranks:
             process = self._processes[rank]
             try:
                 process.wait(2.0)
@@ -229,7 +210,4 @@ class RankProcesses(ClusterRanks):
                 process.wait(5.0)
             self._echo.skip(process.output)
             where.append(f"[rank {rank}] {last_stack(process.output)}")
-        error = RunTimeout(stuck, time.monotonic() - began, "\n".join(where))
-        moment = float("inf") if is_consequence else time.monotonic()
-        for rank in stuck:
-            outcomes[rank] = RankResult(rank, moment, error=error)
+        return where

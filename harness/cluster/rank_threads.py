@@ -5,12 +5,13 @@ A thread cannot be killed: one that does not return in time stays behind, and th
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,8 +26,10 @@ class RankThreads(ClusterRanks):
     """Ranks that are `size` new threads in each call."""
 
     def __init__(self, settings: ClusterSettings) -> None:
-        self._settings = settings
-        self._calls = 0
+        super().__init__(settings)
+        self._done: queue.SimpleQueue[RankResult] = queue.SimpleQueue()
+        self._running: list[Running] = []
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         pass
@@ -42,12 +45,11 @@ class RankThreads(ClusterRanks):
     ) -> list[RankResult]:
         self._calls += 1
         settings = self._settings
-        meeting = dist.HashStore()
-        done: queue.SimpleQueue[RankResult] = queue.SimpleQueue()
-        running = [Running(self._calls) for _ in range(settings.size)]
+        meeting, limit = dist.HashStore(), min(timeout, settings.timeout)
+        done = self._done = queue.SimpleQueue()
+        running = self._running = [Running(self._calls) for _ in range(settings.size)]
 
         def body(rank: int) -> None:
-            limit = min(timeout, settings.timeout)
             link = ConnectArguments(
                 settings.backend, rank, settings.size, meeting, f"call-{self._calls}", settings.device, limit
             )
@@ -58,63 +60,35 @@ class RankThreads(ClusterRanks):
                 failure = rank_failure(rank, error, pack_error(error).trace)
                 done.put(RankResult(rank, running[rank].failed_at or time.monotonic(), error=failure))
 
-        threads = [
+        self._threads = [
             threading.Thread(target=body, args=(rank,), name=f"holdfast-rank-{rank}", daemon=True)
             for rank in range(settings.size)
         ]
-        for thread in threads:
+        for thread in self._threads:
             thread.start()
-        outcomes = self._gather(done, running, threads, timeout, abort)
-        for rank, thread in enumerate(threads):
-            if rank not in {o.rank for o in outcomes if isinstance(o.error, RunTimeout)}:
-                thread.join(5.0)
+        outcomes = self._gather({}, timeout, abort)
+        for outcome in outcomes:
+            if not isinstance(outcome.error, RunTimeout):
+                self._threads[outcome.rank].join(5.0)
         return outcomes
 
     def close(self) -> None:
         pass
 
-    def _gather(
-        self,
-        done: queue.SimpleQueue[RankResult],
-        running: list[Running],
-        threads: list[threading.Thread],
-        timeout: float,
-        abort: bool,
-    ) -> list[RankResult]:
-        began = time.monotonic()
-        deadline = began + timeout
-        outcomes: dict[int, RankResult] = {}
-        aborted = False
-        while len(outcomes) < len(threads):
-            try:
-                outcome = done.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                outcomes |= _stuck(outcomes, running, threads, began, aborted)
-                break
+    def _receive(self, outcomes: dict[int, RankResult], deadline: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            outcome = self._done.get(timeout=max(0.0, deadline - time.monotonic()))
             outcomes[outcome.rank] = outcome
-            if outcome.error is not None and abort and not aborted:
-                aborted = True
-                deadline = min(deadline, time.monotonic() + self._settings.grace)
-                for rank, call in enumerate(running):
-                    if rank not in outcomes:
-                        call.abort(f"rank {outcome.rank} failed")
-        return [outcomes[rank] for rank in sorted(outcomes)]
 
+    def _abort(self, rank: int, reason: str) -> None:
+        self._running[rank].abort(reason)
 
-def _stuck(
-    outcomes: dict[int, RankResult],
-    running: list[Running],
-    threads: list[threading.Thread],
-    began: float,
-    is_consequence: bool,
-) -> dict[int, RankResult]:
-    stuck = [rank for rank in range(len(threads)) if rank not in outcomes]
-    frames = sys._current_frames()
-    where = []
-    for rank in stuck:
-        running[rank].abort("out of time")
-        frame = frames.get(threads[rank].ident or 0)
-        where.append(f"[rank {rank}] " + "".join(traceback.format_stack(frame)[-6:]))
-    error = RunTimeout(stuck, time.monotonic() - began, "\n".join(where))
-    moment = float("inf") if is_consequence else time.monotonic()
-    return {rank: RankResult(rank, moment, error=error) for rank in stuck}
+    def _end_stuck(self, ranks: Sequence[int]) -> list[str]:
+        """A thread cannot be ended: its ops are aborted, and it stays behind if it is in none."""
+        frames = sys._current_frames()
+        where = []
+        for rank in ranks:
+            self._abort(rank, "out of time")
+            frame = frames.get(self._threads[rank].ident or 0)
+            where.append(f"[rank {rank}] " + "".join(traceback.format_stack(frame)[-6:]))
+        return where

@@ -180,11 +180,6 @@ class Network:
             if other != host:
                 self._lose(other, [self.addresses[host]])
 
-    def separate(self, one: int, other: int) -> None:
-        """Lose what two hosts send to each other; both still hear the rest."""
-        self._lose(one, [self.addresses[other]])
-        self._lose(other, [self.addresses[one]])
-
     def throttle(self, host: int, bits_per_second: int, latency: float = 0.05) -> None:
         """Limit the host's rate in both directions; packets that would wait longer than `latency` seconds are lost."""
         for space, name in ((self._switch, f"port{host}"), (self._spaces[host], "eth0")):
