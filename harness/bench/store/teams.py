@@ -53,8 +53,8 @@ class TeamPlan:
     be on another host, and all go over TCP.
     """
 
-    tensors: tuple[TensorShape, ...]
-    threads: int
+    tensors: tuple[TensorShape, ...] = ()
+    threads: int = 1
     publishers: int = 1
     readers: int = 1
     holders: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -43,20 +43,11 @@ class StoreBenchWorkload(Workload[Team]):
     shapes: Callable[[int], tuple[TensorShape, ...]]
     body: Callable[[Team, int], TimedTurn]
     contestants: Sequence[str] = EVERYONE
-    publishers: int = 1
-    readers: int = 1
-    holders: int = 0
-    replicas: int = 1
-    sharded: bool = False
-    apart: bool = False
-    device: str = "cpu"
+    workers: TeamPlan = field(default_factory=TeamPlan)
 
     def team(self, size: int, threads: int, torchstore_source: Path | None) -> TeamPlan:
         """The workers of each contestant."""
-        return TeamPlan(
-            self.shapes(size), threads, self.publishers, self.readers, self.holders, self.replicas, self.sharded,
-            self.apart, torchstore_source, self.device,
-        )  # fmt: skip
+        return replace(self.workers, tensors=self.shapes(size), threads=threads, torchstore_source=torchstore_source)
 
     def set_up(self, contestant: Team) -> None:
         contestant.prepare()
@@ -266,8 +257,7 @@ WORKLOADS = (
         _model,
         exchange,
         contestants=(HOLDFAST, MEMCPY, TORCHSTORE),
-        holders=1,
-        replicas=2,
+        workers=TeamPlan(holders=1, replicas=2),
     ),
     StoreBenchWorkload(
         "small",
@@ -291,9 +281,7 @@ WORKLOADS = (
         _half_model,
         _reshard,
         contestants=(HOLDFAST, TORCHSTORE),
-        publishers=FSDP_RANKS,
-        readers=TP_RANKS,
-        sharded=True,
+        workers=TeamPlan(publishers=FSDP_RANKS, readers=TP_RANKS, sharded=True),
     ),
     StoreBenchWorkload(
         "verification",
@@ -310,7 +298,7 @@ WORKLOADS = (
         _model,
         _delta,
         contestants=(HOLDFAST,),
-        apart=True,
+        workers=TeamPlan(apart=True),
     ),
     StoreBenchWorkload(
         "killed",
@@ -319,8 +307,7 @@ WORKLOADS = (
         _model,
         _killed,
         contestants=(HOLDFAST,),
-        holders=1,
-        replicas=2,
+        workers=TeamPlan(holders=1, replicas=2),
     ),
     StoreBenchWorkload(
         "fan-out",
@@ -329,7 +316,7 @@ WORKLOADS = (
         _quarter_model,
         _fan_out,
         contestants=(HOLDFAST, TORCHSTORE, MEMCPY),
-        readers=FAN_OUT,
+        workers=TeamPlan(readers=FAN_OUT),
     ),
     StoreBenchWorkload(
         "served",
@@ -349,7 +336,7 @@ DEVICE_WORKLOADS = (
         _many,
         exchange,
         contestants=(HOLDFAST, PINNED),
-        device="cuda",
+        workers=TeamPlan(device="cuda"),
     ),
     StoreBenchWorkload(
         "products",
@@ -358,7 +345,7 @@ DEVICE_WORKLOADS = (
         _many,
         _multiply,
         contestants=(HOLDFAST,),
-        device="cuda",
+        workers=TeamPlan(device="cuda"),
     ),
 )
 """The workloads of `--device cuda`."""
