@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.charts import draw_curve, draw_histogram, draw_rate
+from holdfast.harness.report.lanes import activities, draw_scene, draw_timeline
 from holdfast.harness.report.model import FaultRecord, Learning, RunReport
-from holdfast.harness.report.scene import activities, draw_scene
-from holdfast.harness.report.timeline import draw_timeline
 
 if TYPE_CHECKING:
     from jinja2 import Environment

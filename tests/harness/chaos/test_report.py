@@ -28,9 +28,8 @@ from holdfast.harness.report import (
     write,
 )
 from holdfast.harness.report.charts import Point, draw_curve, smoothed
-from holdfast.harness.report.scene import LEAST, LONGEST, window
+from holdfast.harness.report.lanes import LEAST, LEFT, LONGEST, WIDTH, busy, draw_timeline, window
 from holdfast.harness.report.svg import AxisScale
-from holdfast.harness.report.timeline import LEFT, WIDTH, busy, draw_timeline
 from support.browser import needs_chromium, screenshot
 
 SVG = "{http://www.w3.org/2000/svg}"
