@@ -129,7 +129,6 @@ MANY_PARAMETERS = {
     "harness/chaos/api.py: run": "public",
     "harness/cluster/job.py: __init__": "public",
     "harness/cluster/local_cluster.py: __init__": "public",
-    "harness/simulate/command.py: simulate": "options of a command",
 }
 """Functions of the harness with more, and why."""
 

@@ -58,11 +58,12 @@ PRELOAD = ("holdfast.harness.chaos.run.session_processes", "holdfast.harness.cha
 class RunCallbacks:
     """What is called while a run lasts.
 
-    `watch`: a few times a second, with the phase of the scenario, the number of committed steps and of all steps.
+    `watch`: a few times a second, with the `phase` of the scenario, the number of committed steps and of all steps.
     `observe`: with the events of a run of reinforcement learning with faults. `narrate`: with a line for each fault
     that is injected, and for each event of the recoveries (not `is_fault`).
     """
 
+    phase: str = ""
     watch: Callable[[str, int, int], None] = lambda phase, done, total: None
     observe: Observer = lambda event: None
     narrate: Callable[[str, bool], None] = lambda text, is_fault: None
@@ -144,11 +145,10 @@ class ScenarioRun:
         args: Sequence[Any] = (),
         steps: int | None = None,
         seed: int = 0,
-        phase: str = "",
         callbacks: RunCallbacks = QUIET,
     ) -> None:
         self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
-        self._steps, self._seed, self._phase, self._callbacks = steps or 0, seed, phase, callbacks
+        self._steps, self._seed, self._callbacks = steps or 0, seed, callbacks
         self._describers: dict[str, EventDescriber] = {}
         self._raw = RawRun(time.monotonic(), faults=[PlannedFault(each) for each in planned])
         self._newest_step = -1
@@ -262,7 +262,7 @@ class ScenarioRun:
         if self._links is not None:
             self._links.control_endpoints(self._addresses)
         if new:
-            self._callbacks.watch(self._phase, self._newest_step + 1, self._steps)
+            self._callbacks.watch(self._callbacks.phase, self._newest_step + 1, self._steps)
 
     def _describe(self, event: Event) -> None:
         """Narrate what a job logs at INFO, from the first fault on."""

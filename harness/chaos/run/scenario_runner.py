@@ -162,8 +162,7 @@ class ScenarioRunner:
                 args=args,
                 steps=steps,
                 seed=seed,
-                phase=phase,
-                callbacks=self._callbacks,
+                callbacks=replace(self._callbacks, phase=phase),
             )
             return scenario_run.run()
 
