@@ -86,10 +86,10 @@ async def measure(engine: Engine, name: str, kills: int) -> KillFigures:
             await _until(service, kill)
             descriptors.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
             (victim,) = [each for each in service.status().replicas if each.slot == kill % REPLICAS]
-            probe = asyncio.create_task(_probe(service, victim.slot, victim.pids[0]))
+            probe = asyncio.create_task(_probe(service, victim.slot, victim.pid))
             await asyncio.sleep(_SETTLE_SECONDS)
             killed.append(time.monotonic())
-            os.kill(victim.pids[0], signal.SIGKILL)
+            os.kill(victim.pid, signal.SIGKILL)
             rerouted.append(await probe - killed[-1])
         await _until(service, kills)
         over = True

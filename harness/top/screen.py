@@ -91,7 +91,7 @@ def _recovery(fault: LastFault) -> Text:
     return words
 
 
-_HEALTH = {"ready": "green", "starting": "yellow", "draining": "cyan", "lost": "bold red"}
+_HEALTH = {"ready": "green", "starting": "yellow", "lost": "bold red"}
 OLD = 10.0
 """Seconds after which the driver of a run should have written its status again."""
 
@@ -120,8 +120,8 @@ def render_run(directory: Path, status: RunStatus) -> RenderableType:
         for replica in service.replicas:
             table.add_row(
                 replica.name,
-                ", ".join(map(str, replica.pids)) or "-",
-                _gone(status) if {*replica.pids} & {*status.gone} else Text(replica.health, _HEALTH[replica.health]),
+                str(replica.pid or "-"),
+                _gone(status) if replica.pid in status.gone else Text(replica.health, _HEALTH[replica.health]),
                 str(replica.load),
                 "-" if replica.version is None else str(replica.version),
                 str(replica.restarts or ""),

@@ -26,8 +26,7 @@ from holdfast.rl.actors.errors import (
     ServiceFailed,
 )
 
-Health = Literal["starting", "ready", "draining", "lost"]
-Policy = Literal["least_loaded", "round_robin"]
+Health = Literal["starting", "ready", "lost"]
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 5.0
 _STOP_SECONDS = 10.0
@@ -41,8 +40,6 @@ class ServiceOptions:
     """How a service runs its actor. Raises ValueError for what cannot be."""
 
     num_replicas: int = 1
-    procs: int = 1
-    """Processes of a replica. All of them do each call; its result is that of the first."""
     engine: Engine | None = None
     """None: the engine in use (`async with engine`)."""
     name: str = ""
@@ -70,14 +67,12 @@ class ServiceOptions:
     """Seconds without an answer to pings after which a replica is replaced; a stopped one is found at once."""
     start_failures: int = 5
     """Failures to start, one after the other, after which the service is given up."""
-    drain: float = 60.0
-    """Seconds that a replica may take to end its calls and sessions when the service is scaled down."""
 
     def __post_init__(self) -> None:
-        for name in ("num_replicas", "procs", "concurrency", "queue", "tries", "start_failures"):
+        for name in ("num_replicas", "concurrency", "queue", "tries", "start_failures"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give 1 or more")
-        for name in ("timeout", "heartbeat", "silence", "drain"):
+        for name in ("timeout", "heartbeat", "silence"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give seconds, more than 0")
         if self.deadline is not None and not self.deadline > 0:
@@ -85,7 +80,7 @@ class ServiceOptions:
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica: the place `slot` of its service, and the processes in it now.
+    """A replica: the place `slot` of its service, and the process in it now; `pid` is 0 until it is started.
 
     `load` counts its calls in flight and open sessions, `restarts` how often the slot was filled again.
     """
@@ -93,11 +88,14 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     slot: int
     host: str
-    pids: tuple[int, ...]
+    pid: int
     health: Health
     load: int
     restarts: int
     version: int | None = None
+
+
+ReplicaEventKind = Literal["ready", "lost", "start_failed", "took_over"]
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,13 +108,13 @@ class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
     service: str
     replica: str
     slot: int
-    kind: Literal["ready", "lost", "start_failed", "stopped", "took_over"]
+    kind: ReplicaEventKind
     detail: str = ""
     seconds: float = 0.0
 
 
 class ServiceReplica:
-    """The processes that one slot of a service has now, on the host that is `moves` after the slot's own.
+    """The process that one slot of a service has now, on the host that is `moves` after the slot's own.
 
     `on_lost(replica, served)` is called at most once, with whether it was in service.
     """
@@ -137,7 +135,7 @@ class ServiceReplica:
         self.gone = asyncio.Event()
         """Set when it is lost."""
         self._on_lost = on_lost
-        self._members: list[ActorProcess] = []
+        self._process: ActorProcess | None = None
         self._beating: asyncio.Task[None] | None = None
 
     @property
@@ -151,25 +149,17 @@ class ServiceReplica:
         return self.health == "ready" and self.outstanding < self.options.concurrency
 
     async def start(self, engine: Engine, actor: type[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Start all processes, and prepare it. Raises `ActorStartFailed`, or what `prepare` does."""
-        starting = [
-            engine.start(
-                self.name if self.options.procs == 1 else f"{self.name}-rank{rank}",
-                actor,
-                *args,
-                on_exit=self.lose,
-                environ=self._environ(rank),
-                python=self.options.python,
-                host=self.host or None,
-                **kwargs,
-            )
-            for rank in range(self.options.procs)
-        ]
-        found = await asyncio.gather(*starting, return_exceptions=True)
-        self._members = [each for each in found if not isinstance(each, BaseException)]
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
+        """Start the process, and prepare it. Raises `ActorStartFailed`, or what `prepare` does."""
+        self._process = await engine.start(
+            self.name,
+            actor,
+            *args,
+            on_exit=self.lose,
+            environ=self.options.environ,
+            python=self.options.python,
+            host=self.host or None,
+            **kwargs,
+        )
         self._beating = asyncio.create_task(self._beat())
         if self.options.prepare is not None:
             async with asyncio.timeout(self.options.timeout):
@@ -178,13 +168,10 @@ class ServiceReplica:
             raise HoldfastError(f"replica {self.name} was lost: {self.why}")
 
     async def call(self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Call all processes; the result is that of the first. One that hangs costs the replica.
-
-        Raises what `ActorProcess.call` does.
-        """
-        calls = [each.call(method, *args, timeout=timeout, **kwargs) for each in self._members]
+        """Call the process. A call that hangs costs the replica. Raises what `ActorProcess.call` does."""
+        assert self._process is not None, "it was started"
         try:
-            return await calls[0] if len(calls) == 1 else (await asyncio.gather(*calls))[0]
+            return await self._process.call(method, *args, timeout=timeout, **kwargs)
         except EndpointTimeout:
             self.lose(f"{method} hangs: it was not answered within {timeout:.3g} s")
             raise
@@ -195,18 +182,19 @@ class ServiceReplica:
             return
         served = self.health != "starting"
         self.health, self.why = "lost", why
-        for each in self._members:
-            each.kill()
+        if self._process is not None:
+            self._process.kill()
         self.gone.set()
         self._on_lost(self, served)
 
     async def stop(self) -> None:
-        """End its processes, in good order unless it is lost. Idempotent."""
+        """End its process, in good order unless it is lost. Idempotent."""
         if self._beating is not None:
             self._beating.cancel()
         patience = 0.0 if self.health == "lost" else _STOP_SECONDS
         self.health, self.why = "lost", self.why or "it was stopped"
-        await asyncio.gather(*[each.stop(patience) for each in self._members])
+        if self._process is not None:
+            await self._process.stop(patience)
 
     def status(self, restarts: int) -> ReplicaStatus:
         """What is known of it now."""
@@ -214,22 +202,19 @@ class ServiceReplica:
             name=self.name,
             slot=self.slot,
             host=self.host,
-            pids=tuple(each.pid for each in self._members),
+            pid=0 if self._process is None else self._process.pid,
             health=self.health,
             load=self.load,
             restarts=restarts,
         )
 
-    def _environ(self, rank: int) -> dict[str, str]:
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.options.procs)}
-        return {**own, **self.options.environ}
-
     async def _beat(self) -> None:
-        """Look at all processes again and again; lose the replica when one is stopped, or silent for too long.
+        """Look at the process again and again; lose the replica when it is stopped, or silent for too long.
 
-        A ping costs more than anything else that an idle run does. So every interval has a look at the processes of
-        this host, which finds those that are stopped, and a ping follows a stop, or `_PING_SECONDS` without any.
+        A ping costs more than anything else that an idle run does. So every interval has a look at a process of this
+        host, which finds one that is stopped, and a ping follows a stop, or `_PING_SECONDS` without any.
         """
+        assert self._process is not None, "it was started"
         interval, silence = self.options.heartbeat, self.options.silence
         calm = min(_PING_SECONDS, silence / 5)
         missed, most = 0, max(1, math.ceil((silence - calm) / interval))
@@ -239,7 +224,7 @@ class ServiceReplica:
                 await asyncio.sleep(interval)
                 continue
             try:
-                await asyncio.gather(*[each.ping(interval) for each in self._members])
+                await self._process.ping(interval)
             except EndpointTimeout as late:
                 missed += 1
                 if not self.host and is_stopped(late.pid):
@@ -253,49 +238,37 @@ class ServiceReplica:
                 await asyncio.sleep(interval)
 
     def _is_stopped(self) -> bool:
-        """Whether the kernel says that a process is stopped; one in a frozen cgroup is found by its silence."""
+        """Whether the kernel says that the process is stopped; one in a frozen cgroup is found by its silence."""
+        assert self._process is not None, "it was started"
         try:
-            return not self.host and any(read_proc_stat(each.pid)[:1] in _STOPPED for each in self._members)
+            return not self.host and read_proc_stat(self._process.pid)[:1] in _STOPPED
         except OSError:  # this process has no free descriptor
             return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoice:
-    """How to choose: by `policy`, or with a `key` always the same replica while that is ready."""
+    """How to choose: the least loaded, or with a `key` always the same replica while that is ready."""
 
-    policy: Policy = "least_loaded"
     key: Hashable = None
     avoid: frozenset[str] = frozenset()
     """Replicas that are chosen only if there is no other."""
 
 
-class Router:
-    """Chooses the replica for a call: the next in turn, the least loaded, or that of a key."""
-
-    def __init__(self) -> None:
-        self._last = -1
-        self._chosen = 0
-
-    def choose(self, replicas: Sequence[ServiceReplica], choice: RouteChoice) -> ServiceReplica | None:
-        """The replica for a call, with one more call in flight; None if the call has to wait."""
-        ready = [each for each in replicas if each.health == "ready"]
-        ready = [each for each in ready if each.name not in choice.avoid] or ready
-        free = [each for each in ready if each.routable]
-        if choice.key is not None:
-            home = max(ready, key=lambda each: affinity(choice.key, each.slot), default=None)
-            found = home if home in free else None
-        elif choice.policy == "round_robin":
-            later = [each for each in free if each.slot > self._last]
-            found = min(later or free, key=lambda each: each.slot, default=None)
-            self._last = found.slot if found is not None else self._last
-        else:
-            found = min(free, key=lambda each: (each.load, each.used), default=None)
-        if found is not None:
-            self._chosen += 1
-            found.used = self._chosen
-            found.outstanding += 1
-        return found
+def choose(replicas: Sequence[ServiceReplica], choice: RouteChoice) -> ServiceReplica | None:
+    """The replica for a call, with one more call in flight; None if the call has to wait."""
+    ready = [each for each in replicas if each.health == "ready"]
+    ready = [each for each in ready if each.name not in choice.avoid] or ready
+    free = [each for each in ready if each.routable]
+    if choice.key is not None:
+        home = max(ready, key=lambda each: affinity(choice.key, each.slot), default=None)
+        found = home if home in free else None
+    else:
+        found = min(free, key=lambda each: (each.load, each.used), default=None)
+    if found is not None:
+        found.used = 1 + max(each.used for each in replicas)
+        found.outstanding += 1
+    return found
 
 
 def affinity(key: Hashable, slot: int) -> int:
@@ -312,7 +285,6 @@ class Slot:
     fillings: int = 0
     moves: int = 0
     """How often its host was away when a replica was to start there."""
-    leaving: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is ready for the first time, and when the service has failed."""
     task: asyncio.Task[None] | None = None
@@ -334,12 +306,9 @@ class ReplicaSet:
         self.calls = self.retried = self.lost = self.overloaded = 0
         self.slots: dict[int, Slot] = {}
         self._engine, self._actor, self._args, self._kwargs = engine, actor, args, kwargs
-        self._router = Router()
         self._waiting: dict[asyncio.Future[ServiceReplica], RouteChoice] = {}
         self._over: HoldfastError | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
-        self._scaling = asyncio.Lock()
 
     @property
     def replicas(self) -> list[ServiceReplica]:
@@ -356,24 +325,19 @@ class ReplicaSet:
         if self._over is not None:
             raise again(self._over)
 
-    async def scale(self, count: int) -> None:
-        """Start replicas, or let the last ones end their calls and leave. Raises `ServiceFailed`."""
-        async with self._scaling:
-            self.check()
-            leaving = [self.slots[number] for number in sorted(self.slots)[count:]]
-            missing = [number for number in range(count) if number not in self.slots]
-            for number in missing:
-                slot = self.slots[number] = Slot(number, self._new(number, 0, 0))
-                slot.task = asyncio.create_task(self._keep(slot))
-            await asyncio.gather(*[self._drain(slot) for slot in leaving])
-            for number in missing:
-                await self.slots[number].ready.wait()
-            self.check()
+    async def start(self) -> None:
+        """Start all replicas. Raises `ServiceFailed`."""
+        for number in range(self.options.num_replicas):
+            slot = self.slots[number] = Slot(number, self._new(number, 0, 0))
+            slot.task = asyncio.create_task(self._keep(slot))
+        for slot in tuple(self.slots.values()):
+            await slot.ready.wait()
+        self.check()
 
     async def acquire(self, choice: RouteChoice) -> ServiceReplica:
         """Wait for a replica; the caller must `release` it. Raises `Overloaded`."""
         self.check()
-        found = self._router.choose(self.replicas, choice)
+        found = choose(self.replicas, choice)
         if found is not None:
             return found
         if len(self._waiting) >= self.options.queue:
@@ -396,12 +360,11 @@ class ReplicaSet:
         self.settle()
 
     def settle(self) -> None:
-        """Give replicas to waiting calls, as far as there are free ones; wake what waits for idle ones."""
-        self._idle.set()
+        """Give replicas to waiting calls, as far as there are free ones."""
         for waiting, choice in tuple(self._waiting.items()):
             if not any(each.routable for each in self.replicas):
                 return
-            if not waiting.done() and (found := self._router.choose(self.replicas, choice)) is not None:
+            if not waiting.done() and (found := choose(self.replicas, choice)) is not None:
                 waiting.set_result(found)
                 del self._waiting[waiting]
 
@@ -422,7 +385,7 @@ class ReplicaSet:
 
     async def _keep(self, slot: Slot) -> None:
         failures, since = 0, time.monotonic()
-        while not slot.leaving:
+        while True:
             replica = slot.replica = self._new(slot.number, slot.fillings, slot.moves)
             slot.fillings += 1
             try:
@@ -453,26 +416,6 @@ class ReplicaSet:
             since = time.monotonic()
             self._start(replica.stop())
 
-    async def _drain(self, slot: Slot) -> None:
-        """Let a replica end its calls, then stop it."""
-        slot.leaving = True
-        if slot.replica.health == "ready":
-            slot.replica.health = "draining"
-            deadline = time.monotonic() + self.options.drain
-            while slot.replica.load and slot.replica.health == "draining" and time.monotonic() < deadline:
-                self._idle.clear()
-                try:
-                    async with asyncio.timeout(deadline - time.monotonic()):
-                        await self._idle.wait()
-                except TimeoutError:
-                    break
-        if slot.task is not None:
-            slot.task.cancel()
-            await asyncio.gather(slot.task, return_exceptions=True)
-        await slot.replica.stop()
-        self._tell(slot.replica, "stopped")
-        self.slots.pop(slot.number, None)
-
     def _new(self, number: int, filling: int, moves: int) -> ServiceReplica:
         name = f"{self.name}-{number}" + (f".{filling}" if filling else "")
         return ServiceReplica(name, number, self.options, self._was_lost, moves)
@@ -481,7 +424,6 @@ class ReplicaSet:
         if served:
             self.lost += 1
             self._tell(replica, "lost", replica.why)
-        self._idle.set()
 
     def _end(self, error: HoldfastError) -> None:
         self._over = self._over or error
@@ -494,7 +436,7 @@ class ReplicaSet:
     def _tell(
         self,
         replica: ServiceReplica,
-        kind: Literal["ready", "lost", "start_failed", "stopped", "took_over"],
+        kind: ReplicaEventKind,
         detail: str = "",
         seconds: float = 0.0,
     ) -> None:

@@ -63,15 +63,12 @@ class ServiceEndpoint:
     def options(
         self,
         *,
-        policy: str | None = None,
         key: Hashable = None,
         timeout: float | None = None,
         deadline: float | None = None,
     ) -> ServiceEndpoint:
-        """Choose by "least_loaded" or "round_robin", or with a `key` always the same replica; bound the time."""
-        if policy not in (None, "least_loaded", "round_robin"):
-            raise ValueError(f"policy={policy!r}: give 'least_loaded' or 'round_robin', or a key")
-        choice = RouteChoice(policy=policy or self.choice.policy, key=self.choice.key if key is None else key)  # type: ignore[arg-type]
+        """With a `key` choose always the same replica, else the least loaded one; bound the time."""
+        choice = self.choice if key is None else RouteChoice(key=key)
         return replace(self, choice=choice, timeout=timeout or self.timeout, deadline=deadline or self.deadline)
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,12 +203,6 @@ class Service:
             replica.sessions -= 1
             self._replicas.settle()
 
-    async def scale(self, count: int) -> None:
-        """Change the number of replicas; those that go end their calls and sessions first. Raises `ServiceFailed`."""
-        if count < 1:
-            raise ValueError(f"scale({count}): a service has 1 replica or more; close it instead")
-        await self._replicas.scale(count)
-
     def check(self) -> None:
         """Raise `ServiceFailed` or `ServiceClosed` if the service is over."""
         self._replicas.check()
@@ -267,7 +258,7 @@ class ServiceSpec:
         name = options.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", actor.__name__).lower()
         replicas = ReplicaSet(options.engine or current_engine(), name, actor, options, args, kwargs)
         try:
-            await replicas.scale(options.num_replicas)
+            await replicas.start()
         except BaseException:
             await asyncio.shield(replicas.close())
             raise

@@ -269,7 +269,7 @@ class EnvironmentServers:
     def _hear(self, event: ReplicaEvent) -> None:
         if self._recorder is not None:
             self._recorder.hear(event)
-        if event.kind in ("lost", "start_failed", "stopped"):
+        if event.kind in ("lost", "start_failed"):
             self._urls.pop(event.replica, None)
             self._use()
 

@@ -244,10 +244,9 @@ class Generators:
     def _replicas_of(self, readers: Iterable[Reader]) -> dict[str, str]:
         """The living replicas of readers of the store, by their names there."""
         found = {
-            (self._engine.host_identity(each.host), pid): each.name
+            (self._engine.host_identity(each.host), each.pid): each.name
             for each in self._services["generator"].status().replicas
             if each.health == "ready"
-            for pid in each.pids
         }
         known = ((each.id, found.get((each.peer.host, each.pid))) for each in readers)
         return {reader: replica for reader, replica in known if replica is not None}

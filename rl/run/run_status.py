@@ -47,7 +47,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     def pids(self) -> tuple[int, ...]:
         """The processes of the run that the status names."""
         replicas = (replica for service in self.services for replica in service.replicas)
-        return (self.driver, *(row.pid for row in self.trainers), *(pid for each in replicas for pid in each.pids))
+        return (self.driver, *(row.pid for row in self.trainers), *(each.pid for each in replicas if each.pid))
 
     @property
     def age(self) -> float:

@@ -77,7 +77,7 @@ class ProcessRecorder:
         if self.service is None or name in self._found:
             return
         replicas = self.service.status().replicas
-        mine = next(((each.host, each.pids[0]) for each in replicas if each.name == name and each.pids), ("", 0))
+        mine = next(((each.host, each.pid) for each in replicas if each.name == name), ("", 0))
         host, pid = self._found[name] = mine
         replaces, self._in_slot[slot] = self._in_slot.get(slot, ""), name
         self._telemetry.emit(ProcessStarted(time=at, name=name, role=self._role, host=host, pid=pid, replaces=replaces))

@@ -121,7 +121,7 @@ async def main(interpreter: str) -> None:
                 equal.append([each.tokens for each in found] == greedy(model))
                 assert all(set(each.versions) == {version} for each in found)
                 if version == KILLED_AFTER:
-                    os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
+                    os.kill(service.status().replicas[0].pid, signal.SIGKILL)
                     began = time.monotonic()
                     await service.generate.route(request)
                     rows.append(

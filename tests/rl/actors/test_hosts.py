@@ -176,10 +176,10 @@ def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, st
         async with await options.as_service() as counter:
             before = counter.status()
             assert [each.host for each in before.replicas] == [first, second] * 2
-            assert len({zygote_of(each.pids[0]) for each in before.replicas}) == 2
+            assert len({zygote_of(each.pid) for each in before.replicas}) == 2
             flying = [asyncio.create_task(counter.echo.route(i, 0.5)) for i in range(16)]
             await asyncio.sleep(0.1)
-            os.kill(before.replicas[1].pids[0], signal.SIGKILL)
+            os.kill(before.replicas[1].pid, signal.SIGKILL)
             assert await asyncio.gather(*flying) == list(range(16))
             while counter.status().replicas[1].health != "ready":
                 await asyncio.sleep(0.01)
@@ -215,7 +215,7 @@ def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[
             else:
                 raise AssertionError("the host is away")
             signal_host(second, signal.SIGCONT)
-            while os.path.exists(f"/proc/{lost.pids[0]}"):
+            while os.path.exists(f"/proc/{lost.pid}"):
                 await asyncio.sleep(0.01)
             while True:
                 try:

@@ -64,7 +64,7 @@ async def drawn_with(generators: Generators, seed: int = 0) -> int:
 
 
 def pids(generators: Generators) -> list[int]:
-    return [each.pids[0] for each in generators.status()[0].replicas if each.health == "ready"]
+    return [each.pid for each in generators.status()[0].replicas if each.health == "ready"]
 
 
 async def test_after_a_switch_every_request_gets_its_version(store: WeightStore, tmp_path: Path) -> None:
