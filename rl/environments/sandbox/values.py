@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any
 
 from holdfast.rl.environments.sandbox.inside.execute import decode
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-12
-"""Two floats that differ by no more than these are equal; an int and a float are compared exactly. NaN equals NaN."""
+"""Two floats that differ by no more than these are equal, and NaN equals NaN.
+
+Compared exactly are an int and a float, elements of sets, and keys.
+"""
 
 _DEEPEST = 100
 """Of nested containers: a value that is deeper equals nothing."""
 
 _MOST_IN_KEY = 1000
 """Elements of a container within a set or a key: the code may choose them so that their hashes collide."""
-
-_MOST_APART = 1000
-"""Elements of a set, or keys, that are compared in pairs because `==` finds no equal one."""
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 
@@ -58,51 +58,20 @@ def _same(got: Any, wanted: Any, depth: int) -> bool:
     if not isinstance(items, list) or len(items) != len(wanted):
         return False
     if isinstance(wanted, dict):
-        return kind == "dict" and _same_dict([(_key(key), item) for key, item in items], wanted, depth - 1)
+        found = {_key(key): item for key, item in items}
+        same = kind == "dict" and found.keys() == wanted.keys()
+        return same and all(_same(found[key], wanted[key], depth - 1) for key in wanted)
     if isinstance(wanted, set | frozenset):
-        return kind in ("set", "frozenset") and _same_set(frozenset(map(_key, items)), wanted)
+        return kind in ("set", "frozenset") and frozenset(map(_key, items)) == wanted
     return bool(kind == type(wanted).__name__) and all(
         _same(mine, yours, depth - 1) for mine, yours in zip(items, wanted, strict=True)
     )
 
 
-def _same_dict(got: list[tuple[Hashable, Any]], wanted: dict[Any, Any], depth: int) -> bool:
-    items = dict(got)
-    if len(items) != len(wanted):
-        return False
-    common = items.keys() & wanted.keys()
-    return all(_same(items[key], wanted[key], depth) for key in common) and _pair_up(
-        items.keys() - common,
-        wanted.keys() - common,
-        lambda mine, yours: _equal(mine, yours) and _same(items[mine], wanted[yours], depth),
-    )
-
-
-def _same_set(got: frozenset[Hashable], wanted: set[Any] | frozenset[Any]) -> bool:
-    return len(got) == len(wanted) and _pair_up(got - wanted, wanted - got, _equal)
-
-
-def _pair_up(got: Iterable[Any], wanted: Iterable[Any], same: Callable[[Any, Any], bool]) -> bool:
-    """Whether each element that `==` did not find has a partner, which only rounded floats can have."""
-    left = list(got)
-    if len(left) > _MOST_APART:
-        return False
-    for yours in wanted:
-        partner = next((place for place, mine in enumerate(left) if same(mine, yours)), None)
-        if partner is None:
-            return False
-        del left[partner]
-    return not left
-
-
 def _equal(one: Any, other: Any) -> bool:
-    """Whether hashable plain values are equal, but for the rounding of floats."""
+    """Whether scalars are equal, but for the rounding of floats."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or (one != one and other != other)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, frozenset) and isinstance(other, frozenset):
-        return _same_set(one, other)
     return bool(one == other)
 
 
