@@ -30,7 +30,7 @@ class GeneratorNotReady(HoldfastError):
 
     def __init__(self, why: str) -> None:
         self.why = why
-        super().__init__(f"the generator is not ready: {why}; ask another one, or call catch_up()")
+        super().__init__(f"the generator is not ready: {why}; ask another one, or call update()")
 
 
 class GeneratorClosed(HoldfastError):

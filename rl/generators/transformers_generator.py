@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from holdfast.comms.errors import HoldfastError
@@ -60,18 +59,6 @@ class RequestLimits:
             )
 
 
-class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a generator: the version it serves, whether it may, and its load."""
-
-    version: int | None
-    ready: bool
-    running: int
-    waiting: int
-    requests: int
-    tokens: int
-    failure: str = ""
-
-
 class TransformersGenerator:
     """A generator: its methods are the endpoints of an actor. `generate` may be called twice.
 
@@ -95,7 +82,6 @@ class TransformersGenerator:
         length = longest_sequence(model)
         self._limits = RequestLimits(length, int(model.config.vocab_size))
         self._work = WorkLog()
-        self._requests = self._tokens = 0
         self._store = None if store is None else WeightStore(store, hold=False)
         self._follower: Follower | None = None
         try:
@@ -128,12 +114,9 @@ class TransformersGenerator:
         left = self._timeout - (time.monotonic() - began)
         reply = asyncio.wrap_future(self._thread.submit(request))
         try:
-            found = await asyncio.wait_for(reply, max(left, 0.001))
+            return await asyncio.wait_for(reply, max(left, 0.001))
         except TimeoutError as error:
             raise GenerationTimeout(self._timeout, len(request.seeds)) from error
-        self._requests += 1
-        self._tokens += sum(len(each.tokens) for each in found)
-        return found
 
     async def update(self, version: int) -> int:
         """Wait for a version, which is served from the next token on unless a newer one is; returns its number.
@@ -142,12 +125,6 @@ class TransformersGenerator:
         """
         await asyncio.to_thread(self._await_here, version)
         return version
-
-    async def catch_up(self) -> int:
-        """Wait for the store's newest version, and serve it; returns its number. Raises the errors of `update`."""
-        if self._store is None:
-            return 0
-        return await self.update(await asyncio.to_thread(self._store.wait, 0, self._timeout))
 
     def _await_here(self, version: int) -> None:
         """Wait until a version is here, or a newer one is served."""
@@ -167,20 +144,6 @@ class TransformersGenerator:
             except StoreTimeout:
                 if left <= 0:
                     raise
-
-    async def health(self) -> GeneratorHealth:
-        """The state of this generator."""
-        running, waiting = self._thread.load
-        failure = why_not_ready(self._follower) if self._follower is not None else ""
-        return GeneratorHealth(
-            version=self.version,
-            ready=not failure,
-            running=running,
-            waiting=waiting,
-            requests=self._requests,
-            tokens=self._tokens,
-            failure=failure,
-        )
 
     async def work(self) -> WorkReport:
         """What this generator did since the last call."""
@@ -248,11 +211,6 @@ class GenerationThread:
     def version(self) -> int | None:
         """The version of the weights in the model; None before the first."""
         return 0 if self._follower is None else self._follower.version
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """The samples that are being drawn, and the requests that wait."""
-        return self._batch.running, len(self._queue)
 
     def submit(self, request: SamplingRequest) -> Reply:
         """Queue a request. Raises `GeneratorClosed`."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+import msgspec
+
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Finish, SamplingRequest
@@ -30,7 +32,7 @@ from holdfast.rl.generators.errors import (
     VersionGone,
 )
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.transformers_generator import GeneratorHealth, RequestLimits, await_visible
+from holdfast.rl.generators.transformers_generator import RequestLimits, await_visible
 from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
 from holdfast.store import Follower, Layout, WeightStore
 
@@ -101,11 +103,19 @@ class SharedSpan:
             self._log.add(self._what, number, began, self._log.processor() - cpu)
 
 
+class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that a generator serves, whether it may, and how many samples it draws."""
+
+    version: int | None
+    ready: bool
+    running: int
+
+
 class VllmGenerator:
     """A generator: its methods are the endpoints of an actor. `generate` may be called twice.
 
     `source` is the model, `store` the URL of the store that its weights come from: it serves nothing before the first
-    `update` or `catch_up`. As a `reader` with a name it needs neither: it serves what `switch` commits, and its process
+    `update`. As a `reader` with a name it needs none: it serves what `switch` commits, and its process
     ends if that cannot be loaded. Raises `ModelMisfit` if the model cannot serve, `Unsupported` where vLLM is not
     installed.
     """
@@ -147,7 +157,6 @@ class VllmGenerator:
         self._running: set[asyncio.Task[Any]] = set()
         self._work = WorkLog(processor_with_descendants)
         self._generating = SharedSpan(self._work, "generate")
-        self._requests = self._tokens = 0
 
     @property
     def version(self) -> int | None:
@@ -166,15 +175,11 @@ class VllmGenerator:
             async with asyncio.timeout(self._config.timeout):
                 await self._keep_up()
                 if request.version is None:
-                    found = await self._draw_all(request)
-                else:
-                    async with self._exactly(request.version, deadline):
-                        found = await self._draw_all(request)
+                    return await self._draw_all(request)
+                async with self._exactly(request.version, deadline):
+                    return await self._draw_all(request)
         except TimeoutError as error:
             raise GenerationTimeout(self._config.timeout, len(request.seeds)) from error
-        self._requests += 1
-        self._tokens += sum(len(each.tokens) for each in found)
-        return found
 
     async def update(self, version: int) -> int:
         """Read a version and serve it, unless a newer one is served; returns its number.
@@ -200,27 +205,10 @@ class VllmGenerator:
             self._served, self._digests, self._failure = version, digests, None
         return version
 
-    async def catch_up(self) -> int:
-        """Wait for the store's newest version, and serve it; returns its number. Raises the errors of `update`."""
-        newest = await asyncio.to_thread(self._store.wait, 0, self._config.timeout)
-        return await self.update(newest)
-
     async def health(self) -> GeneratorHealth:
         """The state of this generator."""
-        failure = ""
-        try:
-            self._check_ready()
-        except GeneratorNotReady as error:
-            failure = error.why
-        return GeneratorHealth(
-            version=self._served,
-            ready=not failure,
-            running=len(self._running),
-            waiting=0,
-            requests=self._requests,
-            tokens=self._tokens,
-            failure=failure,
-        )
+        ready = self._failure is None and self._served is not None
+        return GeneratorHealth(version=self._served, ready=ready, running=len(self._running))
 
     async def work(self) -> WorkReport:
         """What this generator did since the last call, and the processor time of vLLM's processes with its own."""

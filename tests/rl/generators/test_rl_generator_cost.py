@@ -83,7 +83,7 @@ def test_the_time_from_a_published_version_to_serving_it(tmp_path: Any) -> None:
         store.publish(0, model.state_dict())
         generator = TransformersGenerator(source, store.url)
         try:
-            asyncio.run(generator.catch_up())
+            asyncio.run(generator.update(0))
             seconds = []
             for version in range(1, 12):
                 with torch.no_grad():

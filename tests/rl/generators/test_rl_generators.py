@@ -255,14 +255,13 @@ async def test_weights_change_between_two_tokens_or_after_the_batch(
     gate = Gate()
     generator = generators(source(), store=store.url, mode="asynchronous", update=update, between=gate)
     asked = request((1, 2, 3), samples=2, tokens=8)
-    assert await generator.catch_up() == 1
+    assert await generator.update(1) == 1
     running = asyncio.create_task(generator.generate(asked))
     await asyncio.to_thread(gate.reached.wait, 20.0)
     publish(store, 2)
     assert await generator.update(2) == 2
     later = asyncio.create_task(generator.generate(asked))
-    while not (await generator.health()).waiting:
-        await asyncio.sleep(0.001)
+    await asyncio.sleep(0)  # it is queued
     gate.open.set()
     assert all(each.versions == (2,) * 8 for each in await later)
     for each in await running:
@@ -277,7 +276,7 @@ async def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the
     publish(store, 1)
     gate = Gate()
     generator = generators(source(), store=store.url, mode="asynchronous", between=gate)
-    await generator.catch_up()
+    await generator.update(1)
     running = asyncio.create_task(generator.generate(request((1, 2, 3), tokens=2)))
     await asyncio.to_thread(gate.reached.wait, 20.0)
     publish(store, 2)
@@ -367,8 +366,9 @@ async def test_a_reader_with_a_name_serves_what_switches_commit(
         assert found.versions == (version,) * 5
     publish(store, 4)
     late = generators(source(), reader="two", **options)
-    assert late.version == 3 and {each.ready for each in (await late.health(), await generator.health())} == {True}
-    assert [each.versions for each in await late.generate(request((1, 2)))] == [(3,) * 5]
+    assert late.version == 3
+    for each in (late, generator):
+        assert [found.versions for found in await each.generate(request((1, 2)))] == [(3,) * 5]
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
@@ -377,7 +377,7 @@ def test_after_a_failed_update_it_is_not_ready_until_one_worked(
 ) -> None:
     publish(store, 1)
     generator = generators(source(), store=store.url, mode=mode)
-    asyncio.run(generator.catch_up())
+    asyncio.run(generator.update(1))
     before = run(generator, request((1, 2), version=1))
     real = WeightStore.get
 
@@ -394,7 +394,6 @@ def test_after_a_failed_update_it_is_not_ready_until_one_worked(
             asyncio.run(generator.update(2))
         with pytest.raises(errors.GeneratorNotReady, match="half of it came"):
             run(generator, request((1, 2)))
-        assert not asyncio.run(generator.health()).ready
         assert run(generator, request((1, 2), version=1)) == before, "the version that is whole here, if it is named"
     asyncio.run(generator.update(2))
     assert {each.versions for each in run(generator, request((1, 2)))[0]} == {(2,) * 5}
@@ -469,10 +468,11 @@ def test_a_register_that_was_away_leaves_a_healthy_generator_ready(generators: G
         publish(store, 1)
         generator = generators(source(), store=store.url)
         generator._follower._stager.client.patience = 0.3
-        assert asyncio.run(generator.catch_up()) == 1
+        assert asyncio.run(generator.update(1)) == 1
+        follower = generator._follower
         folder.rename(away)
-        eventually(lambda: not asyncio.run(generator.health()).ready, 20.0)
+        eventually(lambda: follower.failure is not None, 20.0)
         away.rename(folder)
-        eventually(lambda: asyncio.run(generator.health()).ready, 20.0)
+        eventually(lambda: follower.failure is None, 20.0)
         assert [each.versions for each in run(generator, request((1,)))[0]] == [(1,) * 5]
         generator.close()
