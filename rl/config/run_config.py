@@ -382,7 +382,6 @@ class EvaluationConfig(_Section, frozen=True, kw_only=True):
 
     every: Annotated[int, Meta(ge=0, description="Updates between evaluations; 0: never.")] = 25
     prompts: Annotated[int, Meta(ge=0, description="Held-out prompts of an evaluation; 0: all.")] = 0
-    keep_best: Annotated[bool, Meta(description="Keep the checkpoint with the best reward.")] = True
 
 
 class CheckpointConfig(_Section, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from holdfast.rl.config.load import load_config, parse_config
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.resume import check_unchanged, differences, dump, fingerprint, placed, resolved
 from holdfast.rl.config.run_config import PRESETS, CriterionConfig, Objective, RunConfig, objective
-from support.source_tree import ROOT
+from support.source_tree import ROOT, modules, parsed
 
 EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
 PYTHON = '[[reward]]\nkind = "python"\nfunction = '
@@ -339,3 +340,20 @@ def test_an_interpreter_is_found_from_the_folder_of_the_document_on(tmp_path: Pa
     config = parse_config('[generator]\nkind = "vllm"\npython = "env/python"', "run.toml", folder=tmp_path)
     assert placed(config, tmp_path).generator.python == str(python)
     assert extra_python("vllm", placed(config, tmp_path).generator.python) == python
+
+
+def _fields(kind: Any) -> Iterator[str]:
+    for field in msgspec.structs.fields(kind):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _fields(field.type)
+        else:
+            yield field.name
+
+
+def test_every_option_is_read_by_the_run() -> None:
+    """One that nothing reads would change nothing, whatever a user wrote."""
+    product = [path for path in modules() if path.parts[0] in ("rl", "harness")]
+    nodes = [node for path in product for node in ast.walk(parsed(path))]
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and id(node) not in called}
+    assert set(_fields(RunConfig)) <= read
