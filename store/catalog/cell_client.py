@@ -151,7 +151,7 @@ class CellClient(Generic[Value]):
     def _is_given_up(self, error: RegisterAway) -> bool:
         if self._away_since is None:
             self._away_since = time.monotonic()
-            if self.patience:
+            if self.patience and not self._closed.is_set():
                 _log.warning("the store waits for its register, up to %.3g s: %s", self.patience, error)
         return self._closed.is_set() or not error.retryable or self.gave_up
 

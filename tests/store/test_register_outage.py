@@ -128,3 +128,12 @@ def test_a_store_that_closes_does_not_wait_for_its_register(register: Register) 
     closing.join(30.0)
     assert not closing.is_alive()
     register.come_back()
+
+
+def test_a_register_that_was_closed_is_not_said_to_be_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with WeightStore(f"sqlite://{tmp_path}/job.sqlite", timeout=30.0) as store:
+        client = store.open_catalog()
+        client.close()
+        with pytest.raises(RegisterAway, match="closed"):
+            client.read()
+    assert not caplog.records
