@@ -117,7 +117,7 @@ def ask(program: subprocess.Popen[str], line: str | None) -> str:
     while (answer := program.stdout.readline()).strip():
         if answer.startswith(("{", "ready")):
             return answer
-    raise SystemExit(f"a program has ended: {program.args}")
+    raise SystemExit(f"a program has ended: {program.args!r}")
 
 
 def figures(library: str, case: Case, turn: Turn) -> Figures:
