@@ -14,8 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from holdfast.comms import memory_plane
-from holdfast.comms.errors import HoldfastError, OpTimeout, Unsupported
-from holdfast.comms.memory_plane import Handle
+from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.registers import RegisterAway
@@ -34,7 +33,7 @@ INLINE_BYTES = 1024
 """A part of up to this many bytes travels in the directory itself."""
 GRANT_SECONDS = 30.0
 SLOW_TOUCH = 50e6
-"""Bytes a second at which the owner gets new memory, and a plane that cannot map moves bytes, in any case."""
+"""Bytes a second at which the owner gets new memory, in any case."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -152,30 +151,26 @@ class LocalClient:
     def _put(self, entries: Mapping[str, Any]) -> None:
         volume = self._volume()
         forms, blocks = blocks_of(entries)
-        claim, taken = 0, list[int]()
+        claim = grant = 0
 
         def allocate(nbytes: int) -> torch.Tensor:
-            nonlocal claim
-            mapped = None
-            if nbytes > INLINE_BYTES:
-                claim = self._swap_claim(0) or secrets.randbits(62)
-                taken.append(self._granted(claim, nbytes))
-                mapped = self._map(taken[0])[0]
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if mapped is None else mapped
+            nonlocal claim, grant
+            if nbytes <= INLINE_BYTES:
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            claim = self._swap_claim(0) or secrets.randbits(62)
+            grant = self._granted(claim, nbytes)
+            return self._map(grant)
 
         def claim_next(now: StoreRecord, used: Set[int]) -> StoreRecord:
-            return record.claim(now, claim, self._me, packed.nbytes, used, ahead=True) if taken else now
+            return record.claim(now, claim, self._me, packed.nbytes, used, ahead=True) if claim else now
 
         try:
             packed = pack(blocks, b"", allocate)
-            there = packed.memory[: packed.nbytes]
-            if taken and (place := self._map(taken[0]))[0] is None:
-                self._plane.write(place[1], there, place[2], timeout=_limit(there.nbytes)).wait()
+            inline = b"" if grant else packed.memory[: packed.nbytes].numpy().tobytes()
             kinds = tuple(dict.fromkeys(forms.values()))
             numbers = {form: number for number, form in enumerate(kinds)}
             keys = {key: numbers[form] for key, form in forms.items()}
-            where = (taken[0], b"") if taken else (0, there.numpy().tobytes())
-            part = KeyPart(volume, kinds, keys, packed.digest, packed.manifest_at, packed.nbytes, *where)
+            part = KeyPart(volume, kinds, keys, packed.digest, packed.manifest_at, packed.nbytes, grant, inline)
             self._record.commit(part, lambda now: now.check(part), claim_next)
             claim = self._swap_claim(claim) if claim else 0
         finally:
@@ -227,31 +222,19 @@ class LocalClient:
             raise
 
     def _memory(self, part: KeyPart) -> torch.Tensor:
-        """The bytes of a part, where they lie or in a copy."""
-        if not part.grant:
-            return torch.frombuffer(bytearray(part.inline), dtype=torch.uint8)
-        mapped, handle, offset = self._map(part.grant)
-        if mapped is None:
-            mapped = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
-            self._plane.read(handle, mapped, offset, timeout=_limit(mapped.nbytes)).wait()
-        return mapped
+        """The bytes of a part, where they lie."""
+        return self._map(part.grant) if part.grant else torch.frombuffer(bytearray(part.inline), dtype=torch.uint8)
 
-    def _map(self, grant: int) -> tuple[torch.Tensor | None, Handle, int]:
-        """A grant that this process claims, mapped for writing, and its place in its slab.
-
-        None for the first if the plane cannot map it.
-        """
+    def _map(self, grant: int) -> torch.Tensor:
+        """A grant that this process claims, mapped for writing."""
         now = self._record.cell.newest()[1]
         slab = now.slab_of(grant)
+        if (mapped := self._mapped.get(slab.first)) is None:
+            for gone in self._mapped.keys() - {each.first for each in now.slabs}:
+                self._mapped.pop(gone, None)
+            mapped = self._mapped[slab.first] = self._plane.map_writable(slab.handle)
         offset = (grant - slab.first) * slab.size
-        if slab.first not in self._mapped:
-            there = {each.first for each in now.slabs}
-            for other in [each for each in self._mapped if each not in there]:
-                self._mapped.pop(other, None)
-            with suppress(Unsupported):
-                self._mapped[slab.first] = self._plane.map_writable(slab.handle)
-        mapped = self._mapped.get(slab.first)
-        return None if mapped is None else mapped[offset : offset + slab.size], slab.handle, offset
+        return mapped[offset : offset + slab.size]
 
     def _volume(self) -> str:
         volume = self.strategy.get_client_id()

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import holdfast.store.torchstore as ts
-from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
-from holdfast.comms.memory_plane import Handle, memory
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.store.torchstore import api
 from holdfast.store.torchstore.errors import NoSuchKey, NoSuchSlice, NotInitialized, ObjectRefused
 from support.waiting import eventually
@@ -420,21 +419,11 @@ def put_and_get_all_kinds() -> None:
     assert torch.equal(get("large", columns), tensor)
 
 
-def test_a_plane_that_cannot_map_reads_and_writes_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: object, handle: Handle) -> torch.Tensor:
-        raise Unsupported("mapping")
-
-    monkeypatch.setattr("holdfast.backends.shm.memory_plane.ShmPlane.map_writable", refuse)
-    put_and_get_all_kinds()
-
-
 def test_bytes_that_are_damaged_in_the_store_are_not_taken_for_those_that_were_put() -> None:
     put_and_get_all_kinds()
     client = run(ts.client())
     (part,) = client._record.read(lambda now: now.find(["large"]))["large"]
-    _, handle, offset = client._map(part.grant)
-    with memory("shm") as plane:
-        plane.map_writable(handle)[offset + 4 * (2600 * 1000 + 910)] ^= 1
+    client._map(part.grant)[4 * (2600 * 1000 + 910)] ^= 1
     for wanted in (None, a_slice((2500, 900), (400, 50), (3000, 1000))):
         with pytest.raises(CorruptData, match="damaged"):
             get("large", tensor_slice_spec=wanted)
