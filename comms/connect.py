@@ -41,7 +41,7 @@ from holdfast.comms.rendezvous.handles import VERSION, Members, ProcessHandle, e
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
 from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, MeetingCounters, OfferExchange, connected_nonces
 from holdfast.comms.rendezvous.offers import Offer, shorten
-from holdfast.comms.rendezvous.own_store import LOOPBACK, address_for, own_store
+from holdfast.comms.rendezvous.tcp import LOOPBACK, address_for
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import flag, own_address
 from holdfast.comms.system.keys import job_key
@@ -150,20 +150,18 @@ def connect(
         del place
         decide = functools.partial(_choose, rank=exchange.place.rank, name=name)
         with exchange.meeting(offer, decide) as meeting:
-            communicator = _build(
+            communicator = _join(
                 meeting.decision,
-                functools.partial(
-                    Context,
+                KnownMembers(
                     rank=exchange.place.rank,
-                    size=exchange.place.size,
-                    name=name,
-                    epoch=0,
-                    device=where,
+                    peers=[each.peer for each in meeting.offers],
                     store=meeting.store,
-                    peers=tuple(each.peer for each in meeting.offers),
-                    deadline=deadline,
+                    epoch=0,
+                    name=name,
                     address=own_address(),
                 ),
+                where,
+                deadline,
                 OpSettings(
                     timeout,
                     any(each.check for each in meeting.offers),
@@ -283,7 +281,7 @@ def make_handle(communicator: Communicator) -> tuple[str, object]:
     device, request = communicator.device, communicator._membership.request
     runnable, _ = _runnable_with_hints(request or communicator.backend, device, communicator._context.hints)
     address = address_for(communicator.peers) if own_address() == "" else own_address()
-    store = own_store(address, communicator._executor.timeout)
+    store = tcp.serve(address, 0, communicator._executor.timeout)
     handle = ProcessHandle(
         VERSION,
         fingerprint(job_key()),
@@ -441,31 +439,9 @@ def connect_members(
     unless `settings` say another. `hints` are the backend's, as in `connect`. The call raises the error that `over()`
     returns, once it returns one.
     """
-    info = registry().backend(backend).info
-    settings = settings or OpSettings(timeout)
-    recorder, previous, size = settings.recorder, members.previous, len(members.peers)
-    connecting = True
-    make_context = functools.partial(
-        Context,
-        rank=members.rank,
-        size=size,
-        name=members.name,
-        epoch=members.epoch,
-        device=torch.device("cpu" if device is None else device),
-        store=members.store,
-        peers=tuple(members.peers),
-        deadline=time.monotonic() + timeout,
-        over=lambda: over() if connecting else None,
-        journal=None
-        if recorder is None
-        else recorder.journal(members.name, members.epoch, members.rank, size, backend),
-        previous=None if previous is None or previous.backend != backend else previous.transport,
-        connect_payload=tuple(members.connect_payload),
-        address=members.address,
-    )
-    communicator = _build(info, make_context, replace(settings, check=checks_are_on()), hints)
-    connecting = False
-    return communicator
+    where = torch.device("cpu" if device is None else device)
+    ops = replace(settings or OpSettings(timeout), check=checks_are_on())
+    return _join(registry().backend(backend).info, members, where, time.monotonic() + timeout, ops, hints, over)
 
 
 def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.device | None = None) -> str:
@@ -532,12 +508,20 @@ class Unconnected(MessageTransport):
         """Does nothing."""
 
 
-def _build(
-    info: BackendInfo, make_context: Callable[..., Context], settings: OpSettings, hints: Hints | None
+def _join(
+    info: BackendInfo,
+    members: KnownMembers,
+    device: torch.device,
+    deadline: float,
+    settings: OpSettings,
+    hints: Hints | None,
+    over: Callable[[], HoldfastError | None] = lambda: None,
 ) -> Communicator:
-    """Connect the backend's transport with the context that `make_context` makes, and a communicator over it."""
+    """Connect the backend's transport, and make a communicator over it."""
     assert info.connect is not None, "a preference holds only backends that connect"
+    recorder, previous, size = settings.recorder, members.previous, len(members.peers)
     built: list[Communicator] = []
+    connecting = True
 
     def build(transport: Transport) -> None:
         discard()
@@ -547,12 +531,32 @@ def _build(
         while built:
             discard_unconnected(built.pop())
 
-    context = make_context(meanwhile=build, links=info.links, hints=parse_hints(info.name, info.hints, hints))
+    context = Context(
+        rank=members.rank,
+        size=size,
+        name=members.name,
+        epoch=members.epoch,
+        device=device,
+        store=members.store,
+        peers=tuple(members.peers),
+        deadline=deadline,
+        over=lambda: over() if connecting else None,
+        journal=None
+        if recorder is None
+        else recorder.journal(members.name, members.epoch, members.rank, size, info.name),
+        previous=None if previous is None or previous.backend != info.name else previous.transport,
+        connect_payload=tuple(members.connect_payload),
+        address=members.address,
+        meanwhile=build,
+        links=info.links,
+        hints=parse_hints(info.name, info.hints, hints),
+    )
     try:
         transport = _connect(info.connect, context)
     except BaseException:
         discard()
         raise
+    connecting = False
     if not built or built[0].transport is not transport:
         build(transport)
     return built.pop()  # the context refers to `build`, which must not keep the communicator alive

@@ -15,10 +15,10 @@ from holdfast.backends.mpi.base import MpiMessages, abandon
 from holdfast.backends.mpi.buffers import buffer_of, copy_out, counts, gathered_buffer, receive_buffer
 from holdfast.comms import arithmetic
 from holdfast.comms._native import OpCall
-from holdfast.comms.algorithms.message_passing import segments
+from holdfast.comms.algorithms.message_passing.algorithms import segmented_all_reduce
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpPlan
-from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.base import Context, Transport
 
 Tensor = torch.Tensor
 
@@ -87,7 +87,7 @@ class MpiTransport(MpiMessages):
             tensor.copy_(scaled)
         if large:
             exchange = self._exchange("all_reduce", deadline)
-            segments.all_reduce(exchange, tensor.view(-1), op, PART_BYTES)
+            segmented_all_reduce(exchange, tensor.view(-1), op, PART_BYTES)
         elif (prepared := self._prepare(tensor.dtype, op, tensor.nbytes)) is not None:
             prepared(tensor, deadline)
         elif kind is not None:
@@ -227,8 +227,8 @@ class MpiTransport(MpiMessages):
 
     def function(self, plan: OpPlan) -> Callable[..., None]:
         reduction, dtype = plan.reduction, plan.dtype
-        if plan.op != "all_reduce" or plan.nbytes >= SEGMENTED_BYTES or reduction is None or dtype is None:
-            return super().function(plan)
+        if plan.op != "all_reduce" or plan.nbytes >= self._segmented_bytes or reduction is None or dtype is None:
+            return Transport.function(self, plan)
         kind = _native_op(dtype, reduction)
         if kind is None or reduction.name in arithmetic.SCALED:
             return super().function(plan)

@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.comms.errors import BackendUnavailable, OpTimeout, PeerFailed, again
+from holdfast.comms.errors import BackendUnavailable, OpTimeout, PeerFailed
+from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.transport.liveness import Liveness
 
 T = TypeVar("T")
@@ -104,29 +105,17 @@ def bounded(
     `check` is called in the wait, and may raise. MPI has calls that cannot be interrupted. One that does not return
     keeps its thread.
     """
-    began = time.monotonic()
-    result: list[T] = []
-    errors: list[BaseException] = []
+    began, seen = time.monotonic(), 0.0
 
-    def run() -> None:
-        try:
-            result.append(task())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="holdfast-mpi-connect", daemon=True)
-    thread.start()
-    while True:
-        thread.join(min(0.05, max(0.0, deadline - time.monotonic())))
-        if not thread.is_alive():
-            break
+    def look() -> None:
+        nonlocal seen
         check()
+        now = time.monotonic()
         if liveness is not None and (dead := liveness.dead()):
-            thread.join(_GRACE_SECONDS)
-            if thread.is_alive():
+            seen = seen or now
+            if now > seen + _GRACE_SECONDS:
                 raise PeerFailed(dead, "its process ended while the ranks connected")
-        elif time.monotonic() >= deadline:
-            raise OpTimeout("connect", 0, time.monotonic() - began)
-    if errors:
-        raise again(errors[0])
-    return result[0]
+        elif now >= deadline:
+            raise OpTimeout("connect", 0, now - began)
+
+    return run_interruptible(task, look, every=0.02, delays_exit=False)

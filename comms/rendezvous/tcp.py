@@ -9,17 +9,21 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.comms.rendezvous.fetching import first_line
 from holdfast.comms.system import forks
+from holdfast.comms.system.environment import own_address
 from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.signal_safety import shared_lock
+from holdfast.comms.transport.base import Peer
 
+LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 
 _END_SECONDS = 0.5
@@ -46,15 +50,15 @@ class NoAnswer(ConnectionError):
 def serve(host: str, port: int, timeout: float, interface: str | None = None) -> dist.TCPStore:
     """Serve a store at one interface (default: `host`); return the existing one while it is still referenced.
 
-    A group that torch makes in this process at the same port shares the server. Port 0 takes a free port. Raises
-    OSError if `host` is not an address of this machine, or the port is in use.
+    A group that torch makes in this process at the same port shares the server. Port 0 is a free port, the same for all
+    users in this process. Raises OSError if `host` is not an address of this machine, or the port is in use.
     """
     place = (host, port)
     with _lock:
         store = _served.get(place)
         if store is None:
             listener = _listen(interface or host, port)
-            store = dist.TCPStore(
+            store = _served[place] = dist.TCPStore(
                 host,
                 listener.getsockname()[1],
                 is_master=True,
@@ -63,9 +67,23 @@ def serve(host: str, port: int, timeout: float, interface: str | None = None) ->
                 multi_tenant=True,
                 master_listen_fd=listener.detach(),
             )
-            if port:
-                _served[place] = store
         return store
+
+
+def address_for(peers: Sequence[Peer]) -> str:
+    """Where `peers` reach this process: loopback on one host, else what HOLDFAST_HOST or HOLDFAST_INTERFACE says.
+
+    Without that it is what this host's name stands for.
+    """
+    if len({peer.host for peer in peers}) <= 1:
+        return LOOPBACK
+    try:
+        return own_address() or socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise HoldfastError(
+            f"this host's name has no address ({error}), and the other ranks are on other hosts; set "
+            "HOLDFAST_INTERFACE to an address that they reach"
+        ) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,7 +1,6 @@
 """Collectives for transports that only pass messages: a backend supplies three primitives.
 
-`cost` chooses the algorithm from the size, the number of ranks and two measured constants that all ranks share. The
-algorithms are in `ring`, `doubling`, `tree`, `bruck` and `pairwise`.
+`cost` chooses the algorithm from the size, the number of ranks and two measured constants that all ranks share.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from holdfast.comms import arithmetic
-from holdfast.comms.algorithms.message_passing import bruck, cost, doubling, pairwise, ring, tree
+from holdfast.comms.algorithms.message_passing import algorithms, cost
 from holdfast.comms.algorithms.message_passing.exchange import Exchange, Posted
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plan import OpPlan
 from holdfast.comms.transport.base import Context, Link, Transport
 
 Tensor = torch.Tensor
@@ -28,9 +28,13 @@ _MOST_CHOICES = 256
 """The ops and sizes for which a transport remembers the algorithm."""
 
 _ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
-    "all_reduce": {"doubling": doubling.all_reduce, "halving": doubling.halving_all_reduce, "ring": ring.all_reduce},
-    "broadcast": {"binomial": tree.broadcast, "pipeline": tree.pipelined_broadcast},
-    "all_gather": {"bruck": bruck.all_gather, "ring": ring.all_gather},
+    "all_reduce": {
+        "doubling": algorithms.doubling_all_reduce,
+        "halving": algorithms.halving_all_reduce,
+        "ring": algorithms.ring_all_reduce,
+    },
+    "broadcast": {"binomial": algorithms.binomial_broadcast, "pipeline": algorithms.pipelined_broadcast},
+    "all_gather": {"bruck": algorithms.bruck_all_gather, "ring": algorithms.ring_all_gather},
 }
 
 
@@ -92,6 +96,14 @@ class MessageTransport(Transport):
             self._algorithms[key] = algorithm
         return algorithm
 
+    def function(self, plan: OpPlan) -> Callable[..., None]:
+        reduction = plan.reduction
+        plain = reduction is not None and reduction.name not in arithmetic.SCALED
+        if plan.op != "all_reduce" or not plain or not plan.nbytes or self.size == 1:
+            return super().function(plan)
+        algorithm = self._algorithm("all_reduce", plan.nbytes)
+        return lambda tensor, deadline: algorithm(self._exchange("all_reduce", deadline), tensor.view(-1), reduction)
+
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
@@ -109,7 +121,7 @@ class MessageTransport(Transport):
         if self.rank != dst and partial.data_ptr() == tensor.data_ptr():
             partial = partial.clone()
         if tensor.numel():
-            tree.reduce(exchange, partial, dst, op)
+            algorithms.binomial_reduce(exchange, partial, dst, op)
         if self.rank == dst:
             if partial.data_ptr() != tensor.data_ptr():
                 tensor.view(-1).copy_(partial)
@@ -118,7 +130,7 @@ class MessageTransport(Transport):
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
         exchange = self._exchange("reduce_scatter", deadline)
         given = [arithmetic.prescale(tensor, op).view(-1) for tensor in inputs]
-        output.view(-1).copy_(pairwise.reduce_scatter(exchange, given, op))
+        output.view(-1).copy_(algorithms.reduce_scatter(exchange, given, op))
         arithmetic.postscale(output, op, self.size)
 
     # -- moves
@@ -130,21 +142,21 @@ class MessageTransport(Transport):
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         exchange = self._exchange("all_gather", deadline)
-        pairwise.copy_own(outputs[self.rank], tensor)
+        algorithms.copy_own(outputs[self.rank], tensor)
         flats = [output.view(-1) for output in outputs]
         self._algorithm("all_gather", max(flat.nbytes for flat in flats))(exchange, flats)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
-        pairwise.all_to_all(self._exchange("all_to_all", deadline), outputs, inputs)
+        algorithms.all_to_all(self._exchange("all_to_all", deadline), outputs, inputs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
-        pairwise.gather(self._exchange("gather", deadline), tensor, outputs, dst)
+        algorithms.gather(self._exchange("gather", deadline), tensor, outputs, dst)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
-        pairwise.scatter(self._exchange("scatter", deadline), tensor, inputs, src)
+        algorithms.scatter(self._exchange("scatter", deadline), tensor, inputs, src)
 
     def barrier(self, deadline: float) -> None:
-        bruck.barrier(self._exchange("barrier", deadline))
+        algorithms.barrier(self._exchange("barrier", deadline))
 
     # -- point to point
 

@@ -17,7 +17,6 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreSilent
-from holdfast.comms.rendezvous.own_store import address_for, own_store
 from holdfast.comms.rendezvous.seal import Seal
 from holdfast.comms.system.keys import job_key
 
@@ -42,8 +41,8 @@ class PairStores:
         self._own: dist.TCPStore | None = None
         self._places: list[tuple[str, int, str]] = []
         if group.size > 1:
-            address = address_for(group.peers)
-            self._own = own_store(address, timeout)
+            address = tcp.address_for(group.peers)
+            self._own = tcp.serve(address, 0, timeout)
             # The scope is new for each group of a process: its keys are those of no group before.
             self._places = group.all_gather_object((address, self._own.port, secrets.token_hex(8)), timeout)
 

@@ -201,7 +201,7 @@ def connect_again(comm: comms.Communicator, place: str, where: str) -> str:
 
 def test_ranks_that_connect_with_a_dying_rank_fail_at_once(process_backend: str, tmp_path: Path) -> None:
     with LocalCluster(3, process_backend) as cluster:
-        outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.comms.connect._build")
+        outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.comms.connect._join")
     survivors = [outcome.value for outcome in outcomes if outcome.rank != 1]
     assert "lost (1,)" in survivors, "the other survivor may name the one that gives up first"
     assert all(str(value).startswith("lost") for value in survivors), [repr(outcome) for outcome in outcomes]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import HoldfastError, Mismatch, ReduceOp
-from holdfast.comms.algorithms.message_passing import bruck, cost, doubling, ring, tree
+from holdfast.comms.algorithms.message_passing import algorithms, cost
 from holdfast.comms.algorithms.message_passing.exchange import Exchange
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.transport.base import Context, Link
@@ -89,7 +89,11 @@ def soon() -> float:
     return time.monotonic() + 20.0
 
 
-ALL_REDUCES = {"ring": ring.all_reduce, "doubling": doubling.all_reduce, "halving": doubling.halving_all_reduce}
+ALL_REDUCES = {
+    "ring": algorithms.ring_all_reduce,
+    "doubling": algorithms.doubling_all_reduce,
+    "halving": algorithms.halving_all_reduce,
+}
 
 
 @pytest.mark.parametrize("name", ALL_REDUCES)
@@ -131,7 +135,7 @@ def test_trees_and_gathers_are_right_from_every_root(size: int) -> None:
     def body(transport: QueueTransport) -> None:
         rank = transport.rank
         for root in range(size):
-            for run in (tree.broadcast, tree.pipelined_broadcast):
+            for run in (algorithms.binomial_broadcast, algorithms.pipelined_broadcast):
                 tensor = torch.full((70_000,), float(rank))
                 run(transport._exchange("broadcast", soon()), tensor, root)
                 assert torch.equal(tensor, torch.full((70_000,), float(root)))
@@ -145,7 +149,7 @@ def test_trees_and_gathers_are_right_from_every_root(size: int) -> None:
             taken = torch.full((rank + 1,), -1)
             transport.scatter(taken, lists if rank == root else None, root, soon())
             assert torch.equal(taken, lists[rank])
-        for gather in (bruck.all_gather, ring.all_gather):
+        for gather in (algorithms.bruck_all_gather, algorithms.ring_all_gather):
             flats = [torch.full((3 * r,), float(r if r == rank else -1)) for r in range(size)]
             gather(transport._exchange("all_gather", soon()), flats)
             assert all(torch.equal(flat, torch.full((3 * r,), float(r))) for r, flat in enumerate(flats))
@@ -199,7 +203,7 @@ def test_the_model_counts_the_messages_that_are_sent() -> None:
 
         return body
 
-    assert in_ranks(8, count(lambda e, t: doubling.all_reduce(e, t, ReduceOp.SUM))) == [3] * 8
-    assert in_ranks(8, count(lambda e, t: doubling.halving_all_reduce(e, t, ReduceOp.SUM))) == [6] * 8
-    assert in_ranks(8, count(lambda e, t: ring.all_reduce(e, t, ReduceOp.SUM))) == [14] * 8
-    assert in_ranks(8, count(lambda e, t: bruck.barrier(e))) == [3] * 8
+    assert in_ranks(8, count(lambda e, t: algorithms.doubling_all_reduce(e, t, ReduceOp.SUM))) == [3] * 8
+    assert in_ranks(8, count(lambda e, t: algorithms.halving_all_reduce(e, t, ReduceOp.SUM))) == [6] * 8
+    assert in_ranks(8, count(lambda e, t: algorithms.ring_all_reduce(e, t, ReduceOp.SUM))) == [14] * 8
+    assert in_ranks(8, count(lambda e, t: algorithms.barrier(e))) == [3] * 8
