@@ -1,6 +1,6 @@
 """`CheckedOps`: from an op's arguments to what the executor runs.
 
-Each op checks its arguments, and says what must agree on all ranks and how the transport is called. Their meaning is at
+Each op checks its arguments, describes itself, and says how the transport is called. Their meaning is at
 the methods of `Communicator` with the same names.
 """
 
@@ -68,19 +68,16 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "all_reduce",
-                tensor.nbytes,
-                lambda: _alike(tensor, op.name, "reproducible" * reproducible),
-                tensor,
-                "reproducible " + op.name if reproducible else op.name,
-                inputs=(tensor,),
-                outputs=(tensor,),
-                reduction=op,
-            ),
-            prepare,
+        description = OpDescription(
+            "all_reduce",
+            tensor.nbytes,
+            tensors=tensor,
+            detail="reproducible " + op.name if reproducible else op.name,
+            inputs=(tensor,),
+            outputs=(tensor,),
+            reduction=op,
         )
+        return CheckedOp(description, prepare)
 
     def _all_reduce_sparse(self, tensor: Tensor, op: ReduceOp, reproducible: bool) -> CheckedOp:
         stored = tensor.detach().coalesce()
@@ -105,19 +102,15 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "all_reduce",
-                values.nbytes,
-                lambda: _alike(tensor, op.name, "sparse"),
-                None,
-                f"sparse {op.name}",
-                inputs=(tensor,),
-                outputs=(tensor,),
-                reduction=op,
-            ),
-            prepare,
+        description = OpDescription(
+            "all_reduce",
+            values.nbytes,
+            detail=(f"sparse {op.name}", tensor.dtype, str(tuple(tensor.shape))),
+            inputs=(tensor,),
+            outputs=(tensor,),
+            reduction=op,
         )
+        return CheckedOp(description, prepare)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> CheckedOp:
         dst = self._check.rank(dst, "dst")
@@ -135,20 +128,17 @@ class CheckedOps:
             return body
 
         words = op.name, f"to {dst}"
-        return CheckedOp(
-            OpDescription(
-                "reduce",
-                tensor.nbytes,
-                lambda: _alike(tensor, *words),
-                tensor,
-                words,
-                dst,
-                inputs=(tensor,),
-                outputs=(tensor,) if dst == self.rank else (),
-                reduction=op,
-            ),
-            prepare,
+        description = OpDescription(
+            "reduce",
+            tensor.nbytes,
+            tensors=tensor,
+            detail=words,
+            peer=dst,
+            inputs=(tensor,),
+            outputs=(tensor,) if dst == self.rank else (),
+            reduction=op,
         )
+        return CheckedOp(description, prepare)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp) -> CheckedOp:
         output, inputs = self._check.output(output, "output"), self._check.operands(inputs, "inputs")
@@ -167,19 +157,16 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "reduce_scatter",
-                output.nbytes,
-                lambda: _alike_list(inputs, op.name),
-                tuple(inputs),
-                op.name,
-                inputs=tuple(inputs),
-                outputs=(output,),
-                reduction=op,
-            ),
-            prepare,
+        description = OpDescription(
+            "reduce_scatter",
+            output.nbytes,
+            tensors=tuple(inputs),
+            detail=op.name,
+            inputs=tuple(inputs),
+            outputs=(output,),
+            reduction=op,
         )
+        return CheckedOp(description, prepare)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, op: ReduceOp) -> CheckedOp:
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
@@ -198,19 +185,16 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "reduce_scatter_single",
-                output.nbytes,
-                lambda: _alike(output, op.name),
-                output,
-                op.name,
-                inputs=(tensor,),
-                outputs=(output,),
-                reduction=op,
-            ),
-            prepare,
+        description = OpDescription(
+            "reduce_scatter_single",
+            output.nbytes,
+            tensors=output,
+            detail=op.name,
+            inputs=(tensor,),
+            outputs=(output,),
+            reduction=op,
         )
+        return CheckedOp(description, prepare)
 
     # -- moves
 
@@ -230,19 +214,16 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "broadcast",
-                tensor.nbytes,
-                lambda: _alike(tensor, words),
-                tensor,
-                words,
-                src,
-                inputs=(tensor,) if src == self.rank else (),
-                outputs=(tensor,),
-            ),
-            prepare,
+        description = OpDescription(
+            "broadcast",
+            tensor.nbytes,
+            tensors=tensor,
+            detail=words,
+            peer=src,
+            inputs=(tensor,) if src == self.rank else (),
+            outputs=(tensor,),
         )
+        return CheckedOp(description, prepare)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> CheckedOp:
         outputs, tensor = self._check.outputs(outputs, "outputs"), self._check.operand(tensor)
@@ -260,17 +241,10 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "all_gather",
-                tensor.nbytes,
-                lambda: _alike_list(outputs),
-                tuple(outputs),
-                inputs=(tensor,),
-                outputs=tuple(outputs),
-            ),
-            prepare,
+        description = OpDescription(
+            "all_gather", tensor.nbytes, tensors=tuple(outputs), inputs=(tensor,), outputs=tuple(outputs)
         )
+        return CheckedOp(description, prepare)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> CheckedOp:
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
@@ -288,17 +262,10 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "all_gather_single",
-                tensor.nbytes,
-                lambda: _alike(tensor),
-                tensor,
-                inputs=(tensor,),
-                outputs=(output,),
-            ),
-            prepare,
+        description = OpDescription(
+            "all_gather_single", tensor.nbytes, tensors=tensor, inputs=(tensor,), outputs=(output,)
         )
+        return CheckedOp(description, prepare)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> CheckedOp:
         if len(inputs) != self.size:
@@ -321,18 +288,10 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "all_to_all",
-                sum(t.nbytes for t in inputs),
-                lambda: str(dtype),
-                None,
-                dtype,
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-            ),
-            prepare,
+        description = OpDescription(
+            "all_to_all", sum(t.nbytes for t in inputs), detail=dtype, inputs=tuple(inputs), outputs=tuple(outputs)
         )
+        return CheckedOp(description, prepare)
 
     def all_to_all_single(
         self,
@@ -369,18 +328,10 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "all_to_all_single",
-                tensor.nbytes,
-                lambda: str(tensor.dtype),
-                None,
-                tensor.dtype,
-                inputs=(tensor,),
-                outputs=(output,),
-            ),
-            prepare,
+        description = OpDescription(
+            "all_to_all_single", tensor.nbytes, detail=tensor.dtype, inputs=(tensor,), outputs=(output,)
         )
+        return CheckedOp(description, prepare)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int) -> CheckedOp:
         tensor = self._check.operand(tensor)
@@ -399,19 +350,15 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "gather",
-                tensor.nbytes,
-                lambda: f"to {dst}, {tensor.dtype}",
-                None,
-                tensor.dtype,
-                dst,
-                inputs=(tensor,),
-                outputs=tuple(outputs or ()),
-            ),
-            prepare,
+        description = OpDescription(
+            "gather",
+            tensor.nbytes,
+            detail=(tensor.dtype, f"to {dst}"),
+            peer=dst,
+            inputs=(tensor,),
+            outputs=tuple(outputs or ()),
         )
+        return CheckedOp(description, prepare)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int) -> CheckedOp:
         tensor = self._check.output(tensor)
@@ -430,22 +377,18 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(
-            OpDescription(
-                "scatter",
-                tensor.nbytes,
-                lambda: f"from {src}, {tensor.dtype}",
-                None,
-                tensor.dtype,
-                src,
-                inputs=tuple(inputs or ()),
-                outputs=(tensor,),
-            ),
-            prepare,
+        description = OpDescription(
+            "scatter",
+            tensor.nbytes,
+            detail=(tensor.dtype, f"from {src}"),
+            peer=src,
+            inputs=tuple(inputs or ()),
+            outputs=(tensor,),
         )
+        return CheckedOp(description, prepare)
 
     def barrier(self) -> CheckedOp:
-        return CheckedOp(OpDescription("barrier", 0, lambda: ""), lambda: self._transport.barrier)
+        return CheckedOp(OpDescription("barrier", 0), lambda: self._transport.barrier)
 
     # -- point to point
 
@@ -457,7 +400,7 @@ class CheckedOps:
             flat = packed(tensor)
             return lambda deadline: self._transport.send(flat, dst, tag, deadline)
 
-        return CheckedOp(OpDescription("send", tensor.nbytes, None, tensor, tag, dst, inputs=(tensor,)), prepare)
+        return CheckedOp(OpDescription("send", tensor.nbytes, False, tensor, tag, dst, inputs=(tensor,)), prepare)
 
     def recv(self, tensor: Tensor, src: int, tag: int) -> CheckedOp:
         tensor = self._check.output(tensor)
@@ -472,7 +415,7 @@ class CheckedOps:
 
             return body
 
-        return CheckedOp(OpDescription("recv", tensor.nbytes, None, tensor, tag, src, outputs=(tensor,)), prepare)
+        return CheckedOp(OpDescription("recv", tensor.nbytes, False, tensor, tag, src, outputs=(tensor,)), prepare)
 
     def batch_send_recv(self, batch: Sequence[Send | Recv]) -> CheckedOp:
         if not all(isinstance(item, Send | Recv) for item in batch):
@@ -499,20 +442,11 @@ class CheckedOps:
         description = OpDescription(
             "batch_send_recv",
             sum(send.tensor.nbytes for send in sends),
-            None,
+            False,
             inputs=tuple(send.tensor for send in sends),
             outputs=tuple(recv.tensor for recv in recvs),
         )
         return CheckedOp(description, prepare)
-
-
-def _alike(tensor: Tensor, *details: str) -> str:
-    """The text of details, dtype and shape that must be equal on all ranks. The shape, which may be long, is last."""
-    return ", ".join([*filter(None, details), str(tensor.dtype), str(tuple(tensor.shape))])
-
-
-def _alike_list(tensors: Sequence[Tensor], *details: str) -> str:
-    return ", ".join([*details, str(tensors[0].dtype), f"{[tensor.numel() for tensor in tensors]} elements"])
 
 
 def _sum_sparse(transport: Transport, entries: Tensor, op: ReduceOp, deadline: float) -> Tensor:

@@ -701,7 +701,7 @@ class Communicator:
             made.append(Exposure(memory, WindowInfo(sizes, shapes, tensor.dtype, self.device, memory.access, atomics)))
 
         self._executor.issue(
-            OpDescription("window", tensor.nbytes, lambda: str(tensor.dtype), None, tensor.dtype),
+            OpDescription("window", tensor.nbytes, detail=tensor.dtype),
             lambda: body,
             False,
             timeout,
@@ -737,7 +737,8 @@ class Communicator:
         `agreed()` returns the text that must be equal on all ranks; it is None for an op that not all ranks issue.
         `root` is the root or the other side, -1 for an op without one.
         """
-        description = OpDescription(name, nbytes, agreed, detail=f"from {root}" if root >= 0 else None, peer=root)
+        detail = agreed() if agreed is not None else f"from {root}" if root >= 0 else None
+        description = OpDescription(name, nbytes, agreed is not None, detail=detail, peer=root)
         return self._executor.issue(description, lambda: body, async_op, timeout)
 
     # -- the end

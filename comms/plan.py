@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import msgspec
 import torch
@@ -18,14 +18,14 @@ OpTensors = torch.Tensor | tuple[torch.Tensor, ...] | None
 class OpDescription(msgspec.Struct, frozen=True):
     """One op of one rank, described once. `nbytes` is the size of this rank's input.
 
-    `agreed()` returns the text that must be equal on all ranks; it is None for point-to-point ops. `detail` tells
-    journals what else must agree (a reduction, a tag). `peer` is the root or the other side, -1 if there is none.
+    All ranks issue a `collective` alike. What must agree between ranks are `tensors`, in dtype and shape, and `detail`
+    (a reduction, a root, a tag; several are a tuple). `peer` is the root or the other side, -1 if there is none.
     `inputs` and `outputs` are for hooks: the tensors that this rank reads and writes.
     """
 
     name: str
     nbytes: int
-    agreed: Callable[[], str] | None
+    collective: bool = True
     tensors: OpTensors = None
     detail: Hashable = None
     peer: int = -1
@@ -33,10 +33,14 @@ class OpDescription(msgspec.Struct, frozen=True):
     outputs: tuple[torch.Tensor, ...] = ()
     reduction: ReduceOp | None = None
 
-    @property
-    def collective(self) -> bool:
-        """Whether all ranks issue this op alike."""
-        return self.agreed is not None
+    def agreed(self) -> str:
+        """The text of what must be equal on all ranks. The shape, which may be long, is last."""
+        words = [*self.detail] if isinstance(self.detail, tuple) else [self.detail or ""]
+        if isinstance(self.tensors, torch.Tensor):
+            words += [self.tensors.dtype, tuple(self.tensors.shape)]
+        elif self.tensors:
+            words += [self.tensors[0].dtype, f"{[tensor.numel() for tensor in self.tensors]} elements"]
+        return ", ".join(filter(None, map(str, words)))
 
 
 OPS = (

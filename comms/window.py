@@ -20,11 +20,8 @@ call closes the window and raises `RegionGone`; until then the other ranks acces
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +30,7 @@ from typing import Generic, Literal, TypeVar, overload
 import torch
 
 from holdfast.comms import _native
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, Unsupported, UsedAfterFork
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.cpu_wait import Wait
@@ -44,7 +41,7 @@ from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES, packed, unpack
 from holdfast.comms.transport.base import Transport
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here
-from holdfast.comms.work import DONE, Work
+from holdfast.comms.work import DONE, Lane, Work
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -118,7 +115,7 @@ class Window:
         self.rank = rank
         self._expose, self._meet, self._owner, self._timeout = expose, meet, owner, timeout
         self._ended = False
-        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._lanes: dict[tuple[str, int], Lane] = {}
         self._issuing = threading.Lock()
         self._exposure: Exposure | None = None
         self._exposed: ExposedMemory | None = None
@@ -369,7 +366,7 @@ class Window:
 
         with self._issuing:
             if key not in self._lanes:
-                self._lanes[key] = _Lane(f"holdfast-window-{key[0]}-{key[1]}")
+                self._lanes[key] = Lane(f"holdfast-window-{key[0]}-{key[1]}", "a call of a window")
             self._lanes[key].issue(work, run)
         return work
 
@@ -427,7 +424,7 @@ class Window:
             lanes = list(self._lanes.values())
             self._lanes.clear()
         for lane in lanes:
-            lane.end(deadline)
+            lane.end(deadline - time.monotonic())
 
     def close_when_left(self, then: Callable[[], None]) -> bool:
         """Close. If a signal's handler asks for it inside a call, `then` is called after that; else False."""
@@ -473,40 +470,6 @@ class Window:
             if not least <= value <= most:
                 raise ValueError(f"{value} does not fit in {self.dtype}")
         return rank, index * self._itemsize, numbers
-
-
-class _Lane:
-    """Calls that run one after the other, in the order of issue, on a thread of their own."""
-
-    def __init__(self, name: str) -> None:
-        self.last: Work = DONE
-        self._works: weakref.WeakSet[Work] = weakref.WeakSet()
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run_calls, args=(self._calls,), name=name, daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._calls.put, None).atexit = False
-        forks.reset_in_children(self)
-
-    def issue(self, work: Work, run: Callable[[], None]) -> None:
-        self.last = work
-        self._works.add(work)
-        self._calls.put(run)
-
-    def end(self, deadline: float) -> None:
-        """Let the thread end after the calls that were issued."""
-        self._calls.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(max(deadline - time.monotonic(), 0.0))
-
-    def reset_in_child(self) -> None:
-        for work in list(self._works):
-            work.abandon(UsedAfterFork("a call of a window", os.getppid()))
-
-
-def _run_calls(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()
-        del call  # it refers to the window, which this thread must not keep alive
 
 
 def _wait_for(work: Work, rank: int, name: str, deadline: float) -> None:

@@ -1,15 +1,21 @@
-"""`Work`: the handle of an op that may still be running."""
+"""`Work`: the handle of an op that may still be running, and `Lane`, the thread that runs such ops in order."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.comms.errors import StillRunning, again
+from holdfast.comms.errors import StillRunning, UsedAfterFork, again
 from holdfast.comms.quantities import seconds
+from holdfast.comms.system import forks
+from holdfast.comms.system.signal_safety import run_shielded
 
 T = TypeVar("T")
 
@@ -122,3 +128,56 @@ class Work:
 
 
 DONE = Work.completed("op")
+
+
+class Lane:
+    """Works that run one after the other, in the order of issue, on a thread that begins with the first.
+
+    A forked child, which lacks that thread, fails them: the error calls each `what`.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        self.last: Work = DONE
+        self.thread: threading.Thread | None = None
+        self._name, self._what, self._pid = name, what, os.getpid()
+        self._running = [DONE]
+        self._issued: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._issued.put, None).atexit = False
+        forks.reset_in_children(self)
+
+    def issue(self, work: Work, task: Callable[[], None]) -> None:
+        """Queue `task`, which completes the work."""
+        if self.thread is None:
+            run_shielded(self._start)  # Ctrl-C between its two lines would leave a thread that never starts
+        self.last = work
+        self._issued.put((work, task))
+
+    def end(self, seconds: float) -> bool:
+        """Let the thread end after the works that were issued; whether it has, within so many seconds."""
+        if self.thread is None:
+            return True
+        self._issued.put(None)
+        if self.thread is threading.current_thread():
+            return True
+        self.thread.join(max(seconds, 0.0))
+        return not self.thread.is_alive()
+
+    def reset_in_child(self) -> None:
+        error = UsedAfterFork(self._what, self._pid)
+        self._running[0].abandon(error)
+        with contextlib.suppress(queue.Empty):
+            while (item := self._issued.get_nowait()) is not None:
+                item[0].abandon(error)
+
+    def _start(self) -> None:
+        self.thread = threading.Thread(
+            target=_run_all, args=(self._issued, self._running), name=self._name, daemon=True
+        )
+        self.thread.start()
+
+
+def _run_all(issued: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None], running: list[Work]) -> None:
+    while (item := issued.get()) is not None:
+        running[0], task = item
+        task()
+        del item, task  # they refer to what was called, which this thread must not keep alive

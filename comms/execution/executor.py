@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import queue
 import threading
 import time
 import weakref
@@ -43,7 +41,6 @@ from holdfast.comms.errors import (
     PeerFailed,
     Revoked,
     Unsupported,
-    UsedAfterFork,
     describe,
 )
 from holdfast.comms.execution.agreement import Agreement
@@ -61,7 +58,7 @@ from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
 from holdfast.comms.tensors.packing import dlpack_device
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import stopped_ranks
-from holdfast.comms.work import DONE, Work
+from holdfast.comms.work import DONE, Lane, Work
 
 Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
@@ -106,10 +103,7 @@ class Executor:
         self.hooks.move_to(context.name, context.epoch, context.rank)
         self._order = _native.Order()
         self._ending = HandlerLock()
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._worker: threading.Thread | None = None
-        self._last: Work = DONE
-        self._running: Work = DONE
+        self._lane = Lane(f"holdfast-ops-{self._name}", f"an op of communicator {self._name!r}")
         self._over: HoldfastError | None = None
         self.over_once_closed: HoldfastError = Revoked(context.epoch, "closed", own=True)
         """What ops raise after `close`, unless something else has ended this before."""
@@ -122,17 +116,11 @@ class Executor:
         """The name of the communicator that this one was split from, and the ranks there of its members."""
         if transport.ends_before_exit:
             _until_exit.add(self)
-        self._pid = os.getpid()
         forks.reset_in_children(self)
 
     def reset_in_child(self) -> None:
-        """Fail the running and the queued ops in a forked child, which has no thread to run them."""
-        error = UsedAfterFork(f"an op of communicator {self._name!r}", self._pid)
-        self._order.over = True  # a prepared op must not use the transport of its parent
-        self._running.abandon(error)
-        with contextlib.suppress(queue.Empty):
-            while (item := self._queue.get_nowait()) is not None:
-                item[0].abandon(error)
+        """Refuse ops in a forked child: a prepared one must not use the transport of its parent."""
+        self._order.over = True
 
     def fast_path(self, check: ArgumentChecks) -> _native.FastPath | None:
         """The compiled path of usual ops; None if agreement checks are on, or tensors of the device are never plain."""
@@ -170,7 +158,7 @@ class Executor:
     @property
     def progress(self) -> tuple[int, bool]:
         """How many collectives were issued, and whether any op is running. From any thread."""
-        return self._order.joint, self._order.busy or not self._last.done()
+        return self._order.joint, self._order.busy or not self._lane.last.done()
 
     def issue(
         self,
@@ -207,7 +195,7 @@ class Executor:
             if hints:
                 prepare = partial(self._prepare_hinted, hints, prepare)
             op = _IssuedOp(description, order.seq, joint, prepare, order.begun)
-            if self._agreement is not None and description.agreed is not None:
+            if self._agreement is not None and description.collective:
                 agreed = description.agreed() + (f" with hints {dict(sorted(hints.items()))}" if hints else "")
                 op.check = partial(self._agreement.check, f"{description.name}({agreed}) as op {joint}")
             body: Body = op.run
@@ -216,10 +204,10 @@ class Executor:
             if async_op:
                 body = partial(self._unless_over, body)
             elif order.queued:  # no op overtakes those that the worker has still to run
-                if self._last.done():
+                if self._lane.last.done():
                     order.queued = False
                 else:
-                    body = partial(self._after, self._last, body)
+                    body = partial(self._after, self._lane.last, body)
             if self.hooks.observed and not op.begun:
                 try:  # a hook may refuse the op; its number is free again
                     event = self.hooks.begin(description, op.seq, async_op)
@@ -254,7 +242,7 @@ class Executor:
         except BaseException as error:
             if op.complete:  # only a hook failed: no rank waits for this one
                 raise
-            if op.refused and threading.current_thread() is not self._worker:  # no byte has moved
+            if op.refused and threading.current_thread() is not self._lane.thread:  # no byte has moved
                 self._reuse_number(op.seq, op.joint)
                 raise
             self._failed(op.description.name, op.seq, op.joint, error)
@@ -278,7 +266,7 @@ class Executor:
         Not on the worker thread: later ops have numbers already, and all ranks refuse what the worker refuses.
         """
         order = self._order
-        if order.seq == seq and threading.current_thread() is not self._worker:
+        if order.seq == seq and threading.current_thread() is not self._lane.thread:
             order.seq -= 1
             order.joint -= 1 if joint else 0
 
@@ -326,9 +314,6 @@ class Executor:
         raise Revoked(self._epoch, over.reason if isinstance(over, Revoked) else str(over)) from over
 
     def _enqueue(self, op: _IssuedOp, body: Body, deadline: float) -> Work:
-        if self._worker is None:
-            run_shielded(self._start_worker)  # Ctrl-C between the two lines would leave a thread that never starts
-
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def task() -> None:
@@ -336,15 +321,9 @@ class Executor:
                 self._run(op, body, deadline)
 
         self._order.queued = True
-        self._last = work = Work(op.description.name)
-        self._queue.put((work, task))
+        work = Work(op.description.name)
+        self._lane.issue(work, partial(work.run, task))
         return work
-
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            self._running, task = item
-            self._running.run(task)
-            del item, task  # they refer to the communicator, which this thread must not keep alive
 
     def _observed(self, op: _IssuedOp, event: OpEvent, body: Body, deadline: float) -> None:
         """Run the body of an op, and then the hooks after it."""
@@ -420,7 +399,7 @@ class Executor:
     def close_when_done(self) -> None:
         """Wait for the ops that were issued, then close. For a collected communicator: a work may still be awaited."""
         with contextlib.suppress(Exception):
-            self._last.wait(self.timeout)
+            self._lane.last.wait(self.timeout)
         with contextlib.suppress(HoldfastError):
             self.close()
 
@@ -448,24 +427,18 @@ class Executor:
     def _begin_close(self) -> None:
         if self._over is None:
             self._over, self._order.over = self.over_once_closed, True
-        if not self._closed and not self._aborted and not (self._last.done() and self._order.idle):
+        if not self._closed and not self._aborted and not (self._lane.last.done() and self._order.idle):
             self._transport.abort(self._over)  # an op is pending: it must not be in the transport when that is freed
             self._leaking = True
         self._closed = True
-
-    def _start_worker(self) -> None:
-        self._worker = threading.Thread(target=self._work, name=f"holdfast-ops-{self._name}", daemon=True)
-        self._worker.start()
 
     def _release(self) -> None:
         if self._released:
             return
         self._released = True
         idle = _LOOKS.reaches(lambda: self._order.idle, time.monotonic() + _CLOSE_SECONDS)
-        if self._worker is not None:  # it ends after the ops before it, which the abort has ended
-            self._queue.put(None)
-            self._worker.join(_CLOSE_SECONDS)
-        if not idle or (self._worker is not None and self._worker.is_alive()):
+        ended = self._lane.end(_CLOSE_SECONDS)  # after the ops before it, which the abort has ended
+        if not idle or not ended:
             raise HoldfastError(
                 f"communicator {self._name!r} cannot be closed: its backend did not end a pending op within "
                 f"{_CLOSE_SECONDS:.0f} s of its abort; its resources are kept until the process ends"

@@ -28,7 +28,7 @@ class Gate:
 
     def __init__(self, comm: Communicator) -> None:
         self._go, self._begun = threading.Event(), threading.Event()
-        self.work: Work = comm._executor.issue(OpDescription("gated", 0, None), lambda: self._wait, True, None)
+        self.work: Work = comm._executor.issue(OpDescription("gated", 0, False), lambda: self._wait, True, None)
         assert self._begun.wait(20.0)
 
     def _wait(self, deadline: float) -> None:
@@ -66,7 +66,7 @@ def test_a_callback_learns_of_a_failure(comm: Communicator) -> None:
         raise PeerFailed((0,), "for this test")
 
     gate, errors, called = Gate(comm), list[BaseException | None](), threading.Event()
-    failing = comm._executor.issue(OpDescription("failing", 0, None), lambda: fail, True, None)
+    failing = comm._executor.issue(OpDescription("failing", 0, False), lambda: fail, True, None)
     failing.add_done_callback(lambda work: errors.append(work.exception()))
     failing.add_done_callback(lambda work: called.set())
     gate.open()

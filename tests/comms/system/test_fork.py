@@ -144,7 +144,7 @@ def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(tmp_path: Path) -
             go.wait(20.0)
 
         works: list[Work] = [
-            comm._executor.issue(OpDescription("slow", 0, None), lambda: slow, True, None) for _ in range(3)
+            comm._executor.issue(OpDescription("slow", 0, False), lambda: slow, True, None) for _ in range(3)
         ]
         assert begun.wait(20.0)
         try:
