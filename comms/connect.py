@@ -261,7 +261,7 @@ def unconnected(
     run none of the backends.
     """
     where = torch.device("cpu" if device is None else device)
-    runnable, unavailable = _runnable_with_hints(backend, where, hints)
+    runnable, unavailable = runnable_backends(backend, where, hints)
     if not runnable:
         raise _none_available(backend, unavailable)
     info = registry().backend(runnable[0]).info
@@ -279,7 +279,7 @@ def unconnected(
 def make_handle(communicator: Communicator) -> tuple[str, object]:
     """This process's handle as a member, and the store that it names, which lives as long as it is held."""
     device, request = communicator.device, communicator._membership.request
-    runnable, _ = _runnable_with_hints(request or communicator.backend, device, communicator._context.hints)
+    runnable, _ = runnable_backends(request or communicator.backend, device, communicator._context.hints)
     address = address_for(communicator.peers) if own_address() == "" else own_address()
     store = tcp.serve(address, 0, communicator._executor.timeout)
     handle = ProcessHandle(
@@ -455,26 +455,22 @@ def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.d
     raise _none_available(preference, unavailable)
 
 
-def runnable_backends(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """The backends of a preference that this process can run, in order; and why it cannot run the others.
+def runnable_backends(
+    backend: str, device: torch.device, hints: Hints | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """The backends of a preference that this process can run with these hints, in order; and why not the others.
 
     Calls `prepare` of those that it can run. Raises `BackendUnavailable` for an unknown name, ValueError for an empty
-    preference.
+    preference, and if all that could run lack a hint.
     """
     names = _preference(backend, device)
     unavailable = _unavailable(names)
+    unavailable |= _without_hints([name for name in names if name not in unavailable], unavailable, hints)
     runnable = [name for name in names if name not in unavailable]
     for name in runnable:
         if (prepare := registry().backend(name).info.prepare) is not None:
             prepare()
     return runnable, unavailable
-
-
-def _runnable_with_hints(backend: str, device: torch.device, hints: Hints | None) -> tuple[list[str], dict[str, str]]:
-    """As `runnable_backends`, of those that have all of the hints."""
-    runnable, unavailable = runnable_backends(backend, device)
-    lacking = _without_hints(runnable, unavailable, hints)
-    return [name for name in runnable if name not in lacking], {**unavailable, **lacking}
 
 
 _CONNECTOR = Connector(connect_part, make_handle, check_members_of, connect_members_of)

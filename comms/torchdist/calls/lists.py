@@ -10,6 +10,8 @@ from itertools import pairwise
 
 import torch
 
+from holdfast.comms.tensors.overlap import span
+
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 
@@ -78,11 +80,5 @@ def pairs(op: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
 
 def overlap(tensors: Tensors) -> bool:
     """Whether any two of the tensors may share memory."""
-    extents = sorted(map(_extent, (tensor for tensor in tensors if tensor.numel())))
+    extents = sorted(span(tensor) for tensor in tensors if tensor.numel())
     return any(end > start for (_, end), (start, _) in pairwise(extents))
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The address of the tensor's first byte, and the address after its last byte."""
-    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
