@@ -28,7 +28,6 @@ from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.quantities import time_left
 from holdfast.comms.system.environment import flag
-from holdfast.comms.torchdist import several_tensors
 from holdfast.comms.torchdist.calls import lists
 from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
 from holdfast.comms.torchdist.calls.hooks import CompletedWork, Hook, TorchHooks, check_available
@@ -243,12 +242,12 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         tensors, op = call.outputs, call.opts.reduceOp
         lists.alike("allreduce", tensors)
         if tensors[0].layout != torch.strided:
-            summed = several_tensors.total(tensors, reduction(op, tensors[0]))
+            summed = lists.total(tensors, reduction(op, tensors[0]))
             work = self._all_reduce_at_once([summed], tensors, op, call.opts)
-            several_tensors.copy_to_all(summed, tensors)
+            lists.copy_to_all(summed, tensors)
             return work
         if len(tensors) > 1:
-            several_tensors.copy_to_all(several_tensors.total(tensors, reduction(op, tensors[0])), tensors)
+            lists.copy_to_all(lists.total(tensors, reduction(op, tensors[0])), tensors)
         places = {tensor.data_ptr(): tensor for tensor in tensors}.values()
         return self._run([self._all_reduce(tensor, op) for tensor in places], tensors, call.opts)
 

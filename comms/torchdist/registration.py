@@ -1,14 +1,21 @@
-"""Registers the backend `holdfast` with torch, and makes its process groups."""
+"""Registers the backend `holdfast` with torch, and makes its process groups.
+
+torch functions that accept only torch's own backends are patched, so that they accept a holdfast group.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect
@@ -19,7 +26,6 @@ from holdfast.comms.torchdist.group_members import checked_members, group_store
 from holdfast.comms.torchdist.options import Options, resolve_options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, behind
 from holdfast.comms.torchdist.session_group import SessionProcessGroup
-from holdfast.comms.torchdist.torch_patches import accept_builtin_hooks, accept_monitored_barrier
 
 BACKEND = "holdfast"
 DEVICE_BACKEND = "holdfast_device"
@@ -37,8 +43,8 @@ def register() -> None:
     # torch 2.15 attaches its flight recorder to the C++ backends of a group that does not record by itself.
     recording: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(BACKEND)
-    accept_monitored_barrier()
-    accept_builtin_hooks()
+    _accept_monitored_barrier()
+    _accept_builtin_hooks()
 
 
 def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
@@ -97,3 +103,38 @@ def create_for_device(given: Any, pg_options: object = None) -> HoldfastBackend:
             f"it takes torch 2.14; let {BACKEND!r} be the backend of the whole group",
         )
     return HoldfastBackend(create(given, pg_options))
+
+
+def _accept_builtin_hooks() -> None:
+    """Let DDP over holdfast use the Python version of its FP16 hook: the built-in one needs C++ futures."""
+    original: Callable[[Any, Any], None] = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(original)
+    def register(self: Any, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        if behind(self.process_group) is None or comm_hook_type != dist.BuiltinCommHookType.FP16_COMPRESS:
+            original(self, comm_hook_type)
+        else:
+            dist._register_comm_hook(self.reducer, self.process_group, fp16_compress_hook)
+
+    patched: Any = DistributedDataParallel
+    patched._register_builtin_comm_hook = register
+
+
+def _accept_monitored_barrier() -> None:
+    """Let torch's `monitored_barrier`, which accepts only gloo, call that of a holdfast group."""
+    original = c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        ours = behind(c10d.GroupMember.WORLD if group is None else group)
+        if ours is not None:
+            ours.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            original(group, timeout, wait_all_ranks)
+
+    c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier

@@ -1,6 +1,6 @@
-"""Checks lists of tensors as torch's gloo group does. Each function raises ValueError if its check fails.
+"""Lists of tensors in one call: in torch, the tensors of several devices of one rank.
 
-Several tensors in one call are, in torch, the tensors of several devices of one rank.
+They are checked as torch's gloo group does, which raises ValueError, and reduced to one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from itertools import pairwise
 
 import torch
 
+from holdfast.comms import arithmetic
+from holdfast.comms.errors import Unsupported
+from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors.overlap import span
 
 Tensor = torch.Tensor
@@ -82,3 +85,33 @@ def overlap(tensors: Tensors) -> bool:
     """Whether any two of the tensors may share memory."""
     extents = sorted(span(tensor) for tensor in tensors if tensor.numel())
     return any(end > start for (_, end), (start, _) in pairwise(extents))
+
+
+# -- reductions
+
+
+def total(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """The reduction of the tensors, in memory of its own.
+
+    Raises `Unsupported` for several tensors if their reduction depends on the number of ranks, and for several sparse
+    ones unless they are summed.
+    """
+    result = tensors[0].detach().clone()
+    if len(tensors) == 1:
+        return result
+    if result.layout != torch.strided:
+        if op is not ReduceOp.SUM:
+            raise Unsupported(f"allreduce of several sparse tensors by {op.name}", "pass one tensor, or sum them")
+        return sum(tensors[1:], result).detach()
+    if op.name in arithmetic.SCALED:
+        raise Unsupported(f"allreduce ({op.name}) of several tensors of one rank", "pass one tensor")
+    for tensor in tensors[1:]:
+        arithmetic.combine(result, tensor.detach(), op)
+    return result
+
+
+def copy_to_all(result: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set each of the tensors to the result."""
+    with torch.no_grad():  # `detach` would give a sparse tensor other values
+        for tensor in tensors:
+            tensor.copy_(result)
