@@ -78,30 +78,22 @@ class ExpertLinks(ABC):
 
 def open_links(comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> ExpertLinks:
     """Open links for frames of `head` words and up to `payload` more; collective."""
-    access = _access(comm, timeout)
-    if fences and access != "mapped":
+    if registry().backends[comm.backend].capabilities.windows:
+        links = WindowLinks(comm, head, payload, fences, timeout)
+        if links.mapped:
+            return links
+        links.close()
+    if fences:
         raise Unsupported(
             f"silence='mask' over this {comm.backend!r}",
             "a stopped rank cannot be fenced there, and might go on alone later; use silence='raise', or a backend "
             "that maps windows between processes of one host (`holdfast backends`)",
         )
-    if access == "mapped":
-        return WindowLinks(comm, head, payload, fences, timeout)
     return MessageLinks(comm, head, payload, timeout)
 
 
-def _access(comm: Communicator, timeout: float) -> str:
-    """How a window of `comm` reaches other ranks' memory; "" without windows. Collective."""
-    if not registry().backends[comm.backend].capabilities.windows:
-        return ""
-    with comm.window(torch.zeros(1, dtype=torch.int64, device="cpu"), timeout) as window:
-        return window.info.access
-
-
 class WindowLinks(ExpertLinks):
-    """Each rank exposes, for each other one, a slot a kind of frame. A frame is a put and a signal.
-
-    Where windows are mapped, a frame is written in its place, and there is no put.
+    """Each rank exposes, for each other one, a slot a kind of frame. A frame is written in its place, and signalled.
 
     A slot is free again when its next frame can come: see `Switch`. Element 0 of a rank's window is the last step that
     it decided, or `_FENCED`. Either is set by compare-and-swap, so a rank decides a step or is fenced, never both.
@@ -114,17 +106,18 @@ class WindowLinks(ExpertLinks):
         self._starts = [sum(self._sizes[:kind]) for kind in range(5)]
         self._slot = sum(self._sizes)
         self._memory = torch.zeros(1 + comm.size * self._slot, dtype=torch.int64, device="cpu")
-        self._staging = torch.zeros(whole, dtype=torch.int64, device="cpu")
         self._window = comm.window(self._memory, timeout)
+        self.mapped = self._window.info.access == "mapped"
+        """Whether the windows can carry frames."""
         self._theirs: dict[int, Tensor] = {}
-        for rank in range(comm.size) if self._window.info.access == "mapped" else ():
-            with contextlib.suppress(RegionGone):  # it is gone already: a put to it finds that
+        for rank in range(comm.size) if self.mapped else ():
+            with contextlib.suppress(RegionGone):  # it is gone already: a signal to it finds that
                 self._theirs[rank] = self._window.map(rank)
 
     def frame(self, rank: int, kind: int, words: int) -> Tensor:
         start = self._place(self._rank, kind)
         theirs = self._theirs.get(rank)
-        return self._staging[:words] if theirs is None else theirs[start : start + words]
+        return _words(words) if theirs is None else theirs[start : start + words]
 
     def _place(self, owner: int, kind: int) -> int:
         """The first element of the slot for `owner`'s frames."""
@@ -132,8 +125,6 @@ class WindowLinks(ExpertLinks):
 
     def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
         with self._reported(rank):
-            if rank not in self._theirs:  # else it lies there already
-                self._window.put(frame, rank, self._place(self._rank, kind), timeout)
             self._window.signal(rank, timeout)
 
     def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
