@@ -700,12 +700,8 @@ class Communicator:
             atomics = self._atomics and tensor.dtype in ATOMIC_DTYPES
             made.append(Exposure(memory, WindowInfo(sizes, shapes, tensor.dtype, self.device, memory.access, atomics)))
 
-        self._executor.issue(
-            OpDescription("window", tensor.nbytes, detail=tensor.dtype),
-            lambda: body,
-            False,
-            timeout,
-        )
+        description = OpDescription("window", tensor.nbytes, detail=tensor.dtype)
+        self._executor.issue(description, lambda: body, False, timeout)
         return made[0]
 
     def register(self, tensor: Tensor) -> Registration:
