@@ -23,6 +23,7 @@ from holdfast.store.cancellation import Cancellation
 from holdfast.store.errors import CallCancelled
 from holdfast.store.follow.follower import Follower
 from holdfast.store.lease import Lease
+from holdfast.store.read.device_reads import DeviceReadCounts
 from holdfast.store.weight_store import WeightStore
 
 P = ParamSpec("P")
@@ -304,6 +305,11 @@ class AsyncWeightStore(_Asynchronous[WeightStore]):
     inspect = coroutine(WeightStore.inspect)
     switch = coroutine(WeightStore.switch, timed=True, waits=True)
     readers = coroutine(WeightStore.readers)
+
+    @property
+    def device_reads(self) -> DeviceReadCounts:
+        """See `WeightStore.device_reads`."""
+        return DeviceReadCounts() if self._store is None else self._store.device_reads
 
     @like(WeightStore.pin)
     async def pin(self, *args: Any) -> AsyncLease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import secrets
@@ -14,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
-from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, RegionGone
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, RegionGone, Unsupported
 from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.comms.system import forks
@@ -27,6 +28,8 @@ from holdfast.store.catalog.client import DEFAULT, CatalogClient
 from holdfast.store.catalog.fleet_records import Reader, reader_name
 from holdfast.store.catalog.fleet_targets import Digests, digests_of
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Spread, Version
+from holdfast.store.data import device_memory
+from holdfast.store.data.device_copy import registrations
 from holdfast.store.data.packing import PackedPart
 from holdfast.store.data.rebuild import rebuild
 from holdfast.store.data.targets import check_writable
@@ -45,6 +48,8 @@ from holdfast.store.read.arrangement import Arrangement
 from holdfast.store.read.cast_reader import CastVersionReader
 from holdfast.store.read.cast_sources import CastSources
 from holdfast.store.read.delta import FilledTargets
+from holdfast.store.read.device_reads import DeviceReadCounts, DeviceReads
+from holdfast.store.read.device_reads import warm_up as warm_up_digests
 from holdfast.store.read.read_plan import PlanCache
 from holdfast.store.read.slices import Slice, chosen, copied, mapped
 from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Targets
@@ -145,6 +150,12 @@ class WeightStore:
     known. `expect` tells that size, the bytes of a part's tensors, before the first publish. `reserve` does the same
     for all versions that are kept and the one that is being published, and the constructor waits for it.
 
+    With `device_copies`, readers of the same host and GPU copy CUDA tensors within the GPU, from a copy that the
+    publisher keeps there: that takes as much memory of the GPU as `keep + 1` times the part, beside torch's. Publishers
+    and readers ask for it, each for itself; `Unsupported` if it cannot be had in this process. A copy that cannot be
+    read (its publisher died, CUDA refuses, wrong bytes) is counted in `device_reads`, emitted as "device_copy_unused",
+    and the replica in memory of the host is read. A reader has a copy open as long as its publisher lives.
+
     A register that is away is waited for: a call raises `RegisterAway` if that takes longer than `timeout`, or than the
     call may take. Safe to use from several threads; not in a
     process forked from the one that opened it.
@@ -165,6 +176,7 @@ class WeightStore:
         expect: int = 0,
         reserve: int = 0,
         observe: Observe | None = None,
+        device_copies: bool = False,
     ) -> None:
         self.url, self.name = url if isinstance(url, str) else url.url, name
         local = self.url.startswith("memory://")
@@ -179,6 +191,8 @@ class WeightStore:
         self._plans, self._filled = PlanCache(), FilledTargets()
         self._arrangements: Recent[Arrangement] = Recent(CACHED_ARRANGEMENTS)
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._device_reads = self._open_device_reads() if device_copies else None
+        self._slow = ""
         with ExitStack() as undo:
             limit = None if limit is None else integer_in(limit, "limit", 1)
             holder = Holder(secrets.token_hex(6), this_process(), not hold, limit)
@@ -256,6 +270,9 @@ class WeightStore:
             _, catalog = self._catalog_client.read()
             transitions.check_fence(catalog, fence)
             packed = self._pack(version, mine, deadline)
+            device = None
+            if self._device_reads is not None:
+                device = self._replica_holder.device_copies.copy(packed, mine.sources())
 
             def observe(kind: str) -> None:
                 self._observe(kind, {"version": version, "part": part, "bytes": packed.nbytes})
@@ -263,9 +280,32 @@ class WeightStore:
             observe("copied")
             if not self._hold:
                 self._catalog_client.change(lambda now: transitions.join(now, self._replica_holder.holder))
+            self._note_slow()
             terms = PublishTerms(version, part, parts, self._replicas, self._keep, fence, self._spread, shares)
-            publication = Publication(self._catalog_client, self._replica_holder, self._plane, terms, packed, observe)
+            publication = Publication(
+                self._catalog_client, self._replica_holder, self._plane, terms, packed, observe, device
+            )
             publication.run(max(deadline - time.monotonic(), 0.0))
+
+    def _open_device_reads(self) -> DeviceReads:
+        """Raises `Unsupported` if this process cannot share memory of devices."""
+        device_memory.ipc.check()
+        if importlib.util.find_spec("triton") is None:
+            raise Unsupported("copies of weights on a device without triton", "pip install triton")
+        warm_up_digests(torch.device("cuda", torch.cuda.current_device()))
+        observe = self._observe
+
+        def tell(version: int, part: int, holder: str, why: str) -> None:
+            observe("device_copy_unused", {"version": version, "part": part, "holder": holder, "why": why})
+
+        return DeviceReads(tell)
+
+    def _note_slow(self) -> None:
+        """Tell the catalogue, once, why copies from devices are slow here, if they are."""
+        if self._slow == (why := registrations.refused):
+            return
+        self._slow, me = why, self._replica_holder.holder.id
+        self._catalog_client.change(lambda now: transitions.note_slow(now, me, why))
 
     def _pack(self, version: int, part: PublishedPart, deadline: float) -> PackedPart:
         pool, taken = self._replica_holder.pool, []
@@ -382,10 +422,17 @@ class WeightStore:
 
     def _reader(self, catalog: Catalog, version: Version, deadline: float, cast: WireCast | None) -> VersionReader:
         report, me = self._replica_holder.report_corrupt, os.getpid()
-        terms = ReadTerms(self._plane, catalog, version, deadline, report, self._plans, self._filled, me)
+        terms = ReadTerms(
+            self._plane, catalog, version, deadline, report, self._plans, self._filled, me, self._device_reads
+        )
         if cast is None:
             return VersionReader(terms, self._host_copies.nearest)
         return CastVersionReader(terms, CastSources(self._catalog_client, self._plane, cast, version, deadline))
+
+    @property
+    def device_reads(self) -> DeviceReadCounts:
+        """How many parts this store read from copies on the GPU, and how often a copy could not be used."""
+        return DeviceReadCounts() if self._device_reads is None else self._device_reads.counts
 
     # -- the catalogue
 
@@ -545,6 +592,8 @@ class WeightStore:
         """Close its followers, wait for other holders to copy what only this process holds, and leave. Idempotent."""
         for follower in list(self._followers):
             follower.close()
+        if self._device_reads is not None:
+            self._device_reads.close()
         if self._ending.detach() is not None:
             _end(self._replica_holder, self._host_copies, self._catalog_client, self._plane, self._timeout)
 

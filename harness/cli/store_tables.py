@@ -70,6 +70,8 @@ def holders_table(report: StoreReport) -> Table:
         state = Text("leaving" if holder.leaving else "holds")
         if not holder.alive or holder.away:
             state = Text("away" if holder.alive else "dead", "red")
+        if holder.slow:
+            state.append(f"; copies from the GPU are slow: {holder.slow}", "yellow")
         memory = format_bytes(holder.nbytes)
         if holder.limit is not None:
             memory += f" of {format_bytes(holder.limit)}"

@@ -33,24 +33,34 @@ With "auto" they are on as many hosts as the stores that keep replicas are.
 class Holder(msgspec.Struct, frozen=True, array_like=True):
     """An open store that keeps replicas. A `leaving` holder still serves readers, but its replicas do not count.
 
-    `limit` is the most bytes that its replicas may take.
+    `limit` is the most bytes that its replicas may take. `slow` says why its copies from devices are slow, if they are.
     """
 
     id: str
     peer: Peer
     leaving: bool = False
     limit: int | None = None
+    slow: str = ""
 
     @property
     def pid(self) -> int:
         return self.peer.pid
 
 
+class DeviceAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where memory of a CUDA device lies: the UUID of the GPU, its handle for CUDA IPC, and the size in bytes."""
+
+    gpu: str
+    handle: bytes
+    nbytes: int
+
+
 class Replica(msgspec.Struct, frozen=True, array_like=True):
-    """A part in the memory of the store with id `holder`."""
+    """A part in the memory of the store with id `holder`; `device` is its copy on a device, if it has one."""
 
     holder: str
     handle: Handle
+    device: DeviceAddress | None = None
 
 
 class ServingCopy(msgspec.Struct, frozen=True, array_like=True):

@@ -145,6 +145,12 @@ def join(catalog: Catalog, holder: Holder) -> Catalog:
     return host_back(replace(catalog, holders=(*catalog.holders, holder)), holder.peer.host)
 
 
+def note_slow(catalog: Catalog, holder_id: str, why: str) -> Catalog:
+    """Note why a holder's copies from devices are slow."""
+    holders = (replace(holder, slow=why) if holder.id == holder_id else holder for holder in catalog.holders)
+    return replace(catalog, holders=tuple(holders))
+
+
 def leave(catalog: Catalog, holder_id: str) -> Catalog:
     """Mark a holder as leaving, so that others copy its replicas.
 

@@ -26,8 +26,14 @@ from holdfast.comms.system.mappings import mapping_at
 
 Tensor = torch.Tensor
 
-GROUP_BYTES = 64 << 20
-"""About so many bytes arrive on the host before their checksums are computed, beside the copies that follow."""
+GROUP_BYTES = 128 << 20
+"""About so many bytes arrive on the host before their checksums are computed, beside the copies that follow.
+
+Fewer would not pay for the start of the threads: 64 MiB arrive in 1.2 ms, and 16 threads digested them in 1.4. Only the
+last ones come in groups of `CHUNK_BYTES`, so that little is left to do once all have arrived.
+"""
+CHUNK_BYTES = 32 << 20
+"""The most bytes that one copy moves to the host."""
 _READ_ONLY = 8
 """cudaHostRegisterReadOnly: the device only reads the memory, as this process does."""
 _log = logging.getLogger("holdfast.store")
@@ -163,16 +169,17 @@ def to_host(copies: Sequence[HostCopy], arrived: Callable[[int], None]) -> None:
 
 def _queue(copies: Sequence[HostCopy], stream: torch.cuda.Stream) -> Iterator[tuple[int, torch.cuda.Event]]:
     """Queue copies from one device; yields events, with the end of what is there once they have happened."""
-    under_way = 0
+    under_way, left = 0, sum(copy.target.nbytes for copy in copies)
     for copy in copies:
         copy.target.copy_(copy.source.resolve_conj().resolve_neg(), non_blocking=True)
         under_way += copy.target.nbytes
-        if copy is copies[-1] or under_way >= GROUP_BYTES:
+        left -= copy.target.nbytes
+        if copy is copies[-1] or under_way >= (GROUP_BYTES if left >= GROUP_BYTES else CHUNK_BYTES):
             yield copy.end, stream.record_event()
             under_way = 0
 
 
-class DeviceCopies:
+class CopiesToDevices:
     """Copies of bytes of the host to devices that were begun; `wait` returns when they are there.
 
     The current streams of the devices wait for the copies, so what is queued later sees the new elements.

@@ -14,7 +14,7 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.ft.state.boxes import Box
 from holdfast.store.data.dense import copy_elements, flat_bytes, is_dense, lies_in_order
-from holdfast.store.data.device_copy import GROUP_BYTES, HostCopy, on_device, registrations, to_host
+from holdfast.store.data.device_copy import CHUNK_BYTES, HostCopy, on_device, registrations, to_host
 from holdfast.store.data.digests import (
     COUNT,
     FIRST,
@@ -189,8 +189,8 @@ def _from_device(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor)
         return [HostCopy(source, target.view(entry.torch_dtype).view(entry.extent), end)]
     data = flat_bytes(source)
     return [
-        HostCopy(data[at : at + GROUP_BYTES], target[at : at + GROUP_BYTES], min(entry.offset + at + GROUP_BYTES, end))
-        for at in range(0, entry.nbytes, GROUP_BYTES)
+        HostCopy(data[at : at + CHUNK_BYTES], target[at : at + CHUNK_BYTES], min(entry.offset + at + CHUNK_BYTES, end))
+        for at in range(0, entry.nbytes, CHUNK_BYTES)
     ]
 
 

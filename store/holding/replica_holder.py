@@ -24,6 +24,7 @@ from holdfast.store.delta.records import PackedDelta
 from holdfast.store.errors import StoreTimeout
 from holdfast.store.holding.cast_maker import CastMaker
 from holdfast.store.holding.death_watcher import DeathWatcher
+from holdfast.store.holding.device_copies import DeviceCopies, DeviceCopy
 from holdfast.store.holding.host_watcher import HostWatcher
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.read.filling import copy_part
@@ -47,7 +48,8 @@ Observe = Callable[[str, dict[str, object]], None]
 
 Publishers emit "copied", "announced" and "published" (version, part, bytes); holders "replica_made" (version, part,
 seconds, cpu), "cast_made" (version, part, cast), "holders_died" (pids) and, as readers do, "replica_corrupt" (version,
-part, holder). `cpu` are the processor seconds of the thread.
+part, holder). Readers emit "device_copy_unused" (version, part, holder, why). `cpu` are the processor seconds of the
+thread.
 The store that removed a visible version emits "lost" (version) if its last replica went with a holder, else
 "retired" (version). The store that found that a host is away, or back, emits "host_away" or "host_back" (host, hosts):
 replicas are spread over `hosts` hosts from then on.
@@ -67,6 +69,7 @@ class _Kept:
     bringing: int = 0
     listed: int = 0
     delta: tuple[Region, torch.Tensor] | None = None
+    device: DeviceCopy | None = None
 
 
 class ReplicaHolder:
@@ -81,6 +84,7 @@ class ReplicaHolder:
         self._kept: dict[Key, _Kept] = {}
         self.pool, self._delta_pool = pool, pool.beside()
         pool.make_room = self._drop_delta
+        self.device_copies = DeviceCopies()
         self._casts = CastMaker(client, plane, pool, holder, self.memory_of, self._tell_cast)
         self._due: dict[Key, float] = {}
         self._rounds: dict[Key, int] = {}
@@ -128,6 +132,7 @@ class ReplicaHolder:
             self._close(each)
         self.pool.close()
         self._delta_pool.close()
+        self.device_copies.close()
 
     def rejoined(self, catalog: Catalog) -> Catalog:
         """The catalogue with this store, which may have been removed while its host was away; not once it closes."""
@@ -135,16 +140,15 @@ class ReplicaHolder:
 
     # -- the replicas of this process
 
-    def keep(self, key: Key, memory: torch.Tensor, nbytes: int) -> Replica:
-        """Expose a part. It stays at least until the same caller calls `decide`."""
-        region = self._plane.expose(memory[:nbytes])
+    def keep(self, key: Key, memory: torch.Tensor, nbytes: int, device: DeviceCopy | None = None) -> Replica:
+        """Expose a part, and its copy on a device. It stays at least until the same caller calls `decide`."""
+        offered = _Kept(self._plane.expose(memory[:nbytes]), memory, device=device)
         with self._lock:
-            kept = self._kept.setdefault(key, _Kept(region, memory))
+            kept = self._kept.setdefault(key, offered)
             kept.bringing += 1
-        if kept.region is not region:
-            region.close()
-            self.pool.give_back(memory)
-        return Replica(self.holder.id, kept.region.handle)
+        if kept is not offered:
+            self._close(offered)
+        return Replica(self.holder.id, kept.region.handle, None if kept.device is None else kept.device.address)
 
     def decide(self, key: Key, at: int, catalog: Catalog) -> bool:
         """Let the catalogue decide from now on whether a part stays; call it once for each `keep`.
@@ -177,6 +181,8 @@ class ReplicaHolder:
     def _close(self, kept: _Kept) -> None:
         kept.region.close()
         self.pool.give_back(kept.memory)
+        if kept.device is not None:
+            self.device_copies.give_back(kept.device)
         if kept.delta is not None:
             kept.delta[0].close()
             self._delta_pool.give_back(kept.delta[1])

@@ -175,6 +175,7 @@ class _Living:
             holder.limit,
             None if pages is None else pages.nbytes,
             None if pages is None else pages.huge,
+            holder.slow,
         )
 
     def version(self, version: Version, tensors: int | None, why: str = "") -> VersionReport:

@@ -20,7 +20,8 @@ class HolderReport:
     longer beats in the register, its replicas do not count.
 
     `touched` is all memory that the process has ready for parts of its stores, those to come too, `huge` what of it
-    lies on huge pages; None for a process whose memory cannot be looked at, such as one of another host.
+    lies on huge pages; None for a process whose memory cannot be looked at, such as one of another host. `slow` says
+    why its copies from CUDA devices are slow, if they are.
     """
 
     id: str
@@ -34,6 +35,7 @@ class HolderReport:
     limit: int | None
     touched: int | None
     huge: int | None
+    slow: str = ""
 
 
 @dataclass(frozen=True, slots=True)

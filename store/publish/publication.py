@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.comms.transport.liveness import this_host
-from holdfast.ft.state.boxes import whole
+from holdfast.ft.state.boxes import Box, whole
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.failure_domains import why_unsafe
@@ -28,6 +28,7 @@ from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.layouts import element_pieces
 from holdfast.store.delta.records import ElementPiece, PackedDelta
 from holdfast.store.errors import StoreFull, StoreTimeout
+from holdfast.store.holding.device_copies import DeviceCopy
 from holdfast.store.holding.replica_holder import Key, ReplicaHolder
 from holdfast.store.read.part_source import PartSource
 from holdfast.store.reshard.giving import given
@@ -138,6 +139,12 @@ class PublishedPart:
         part, parts, blocks, shares = given(placed)
         return PublishedPart(flat, part, parts, shares, tuple(_blocks_to_pack(placed, blocks)))
 
+    def sources(self) -> dict[tuple[str, Box | None], torch.Tensor]:
+        """The tensors of the part, by name and box."""
+        if self.blocks is None:
+            return {(name, None): tensor for name, tensor in self.flat.tensors.items()}
+        return {(each.name, each.box): each.tensor for each in self.blocks}
+
     def pack(self, allocate: Callable[[int], torch.Tensor]) -> PackedPart:
         """Copy the part into memory from `allocate(nbytes)`."""
         if self.blocks is not None:
@@ -222,9 +229,10 @@ class Publication:
         terms: PublishTerms,
         packed: PackedPart,
         observe: Callable[[str], None],
+        device: DeviceCopy | None = None,
     ) -> None:
         self._catalog_client, self._replica_holder, self._plane = client, holder, plane
-        self._terms, self._packed, self._observe = terms, packed, observe
+        self._terms, self._packed, self._observe, self._device = terms, packed, observe, device
         self._key = (terms.version, terms.part, packed.digest)
         self._began = time.monotonic()
 
@@ -234,7 +242,7 @@ class Publication:
         On any error the part is withdrawn, unless enough processes hold it by then. Raises `StoreTimeout`,
         `StaleEpoch`, `Mismatch`.
         """
-        replica = self._replica_holder.keep(self._key, self._packed.memory, self._packed.nbytes)
+        replica = self._replica_holder.keep(self._key, self._packed.memory, self._packed.nbytes, self._device)
         publisher = self._replica_holder.holder.id
         shard = Shard(self._terms.part, self._packed.digest, self._packed.manifest_at, publisher, (replica,))
         try:

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import torch
 
-from holdfast.store.data.dense import flat_bytes
-from holdfast.store.data.device_copy import DeviceCopies, on_device, registrations
+from holdfast.store.data.device_copy import registrations
 from holdfast.store.data.digests import (
-    COUNT,
-    FIRST,
     NBYTES,
     NO_COPIES,
-    ROW_BYTES,
-    ROW_SOURCE,
-    ROW_TARGET,
-    ROWS,
     SOURCE,
-    SOURCE_STRIDE,
     TARGET,
-    TARGET_STRIDE,
     Words,
     calls,
     copy_and_digest,
 )
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.delta import TensorMemory, read_delta
+from holdfast.store.read.device_reads import DeviceReads
 from holdfast.store.read.part_plan import Indexes, PartPlan
 from holdfast.store.read.part_source import PartSource
+from holdfast.store.read.part_targets import PartTargets, runs_of
 
 RUN_BYTES = 8 << 20
 """About so many bytes of adjacent pieces are read from another host at once."""
@@ -43,17 +35,21 @@ def fill(
     plan: PartPlan,
     targets: Sequence[torch.Tensor],
     bases: Sequence[TensorMemory] | None = None,
+    device_reads: DeviceReads | None = None,
 ) -> None:
     """Fill the targets with what `plan` takes from a part. Pieces that fail are read from the next replica.
 
-    Where the part is not mapped and has a delta from the bytes in `bases`, laid out like the targets, that is read.
+    What `device_reads` finds on the targets' device is not read from the host. Where the part is not mapped and has a
+    delta from the bytes in `bases`, laid out like the targets, that is read.
     Raises the errors of `PartSource.manifest`; what was filled before stays.
     """
-    into = _Targets(plan, targets)
+    into = PartTargets(plan, targets)
     expected = manifest.sums[plan.pieces]
     todo = np.arange(len(plan.jobs))
     if bases is not None and len(todo) and source.mapped() is None:
         todo = read_delta(source, manifest, plan, targets, bases)
+    if device_reads is not None and len(todo):
+        todo = device_reads.fill(source, into, expected, todo)
     while len(todo):
         mapped = source.mapped()
         if mapped is not None:
@@ -93,65 +89,9 @@ def _whole(manifest: Manifest) -> PartPlan:
     return PartPlan(np.arange(len(pieces)), jobs, np.zeros(len(pieces), np.intp), NO_COPIES, none)
 
 
-class _Targets:
-    """The targets of a plan. Compiled code fills those of the host, copies of CUDA those on devices."""
-
-    def __init__(self, plan: PartPlan, targets: Sequence[torch.Tensor]) -> None:
-        self.plan, self._targets = plan, targets
-        self._addresses = np.array([target.data_ptr() for target in targets], np.uint64)
-        away = np.array([*map(on_device, targets), False], bool)  # the last one is number -1: no target
-        self.away = away[plan.job_targets]
-        """The jobs whose whole piece goes to a device."""
-        self._rows_away = away[plan.copy_targets]
-        self.any_away = bool(away.any())
-
-    def addressed(self, base: int) -> tuple[Words, Words]:
-        """Jobs and row copies with addresses, for a region at `base`. They leave the targets on devices out."""
-        jobs, copies = self.plan.addressed(base, self._addresses)
-        jobs[self.away, TARGET] = 0
-        copies[self._rows_away, ROWS] = 0
-        return jobs, copies
-
-    def place(self, start: int, nbytes: int) -> torch.Tensor | None:
-        """The bytes of the host that receive `nbytes` of whole pieces from job `start` on; None if there are none."""
-        target = int(self.plan.job_targets[start])
-        if target < 0 or self.away[start]:
-            return None
-        begin = int(self.plan.jobs[start, TARGET])
-        return flat_bytes(self._targets[target])[begin : begin + nbytes]
-
-    def begin_copies(self, memory: torch.Tensor, first: int, todo: Indexes) -> DeviceCopies:
-        """Begin to copy what the jobs `todo` take to devices, from `memory`, which has the region from `first` on."""
-        plan, pairs = self.plan, list[tuple[torch.Tensor, torch.Tensor]]()
-        whole = todo[self.away[todo]]
-        for start, stop in _runs(plan, whole, None):
-            job, last = plan.jobs[whole[start]], plan.jobs[whole[stop - 1]]
-            at, into = int(job[SOURCE]) - first, int(job[TARGET])
-            nbytes = int(last[SOURCE] + last[NBYTES] - job[SOURCE])
-            data = flat_bytes(self._targets[plan.job_targets[whole[start]]])
-            pairs.append((memory[at : at + nbytes], data[into : into + nbytes]))
-        for job in plan.jobs[todo[plan.jobs[todo, COUNT] > 0]]:
-            for number in range(int(job[FIRST]), int(job[FIRST] + job[COUNT])):
-                if self._rows_away[number]:
-                    row, data = plan.copies[number], flat_bytes(self._targets[plan.copy_targets[number]])
-                    shape = int(row[ROWS]), int(row[ROW_BYTES])
-                    pairs.append(
-                        (
-                            _rows(memory, shape, int(row[ROW_SOURCE]) - first, int(row[SOURCE_STRIDE])),
-                            _rows(data, shape, int(row[ROW_TARGET]), int(row[TARGET_STRIDE])),
-                        )
-                    )
-        return DeviceCopies(pairs)
-
-
-def _rows(data: torch.Tensor, shape: tuple[int, int], start: int, stride: int) -> torch.Tensor:
-    """Rows of flat bytes."""
-    if shape[0] == 1:
-        return data[start : start + shape[1]]
-    return data.as_strided(shape, (stride, 1), data.storage_offset() + start)
-
-
-def _from_mapping(source: PartSource, into: _Targets, mapped: torch.Tensor, expected: Words, todo: Indexes) -> Indexes:
+def _from_mapping(
+    source: PartSource, into: PartTargets, mapped: torch.Tensor, expected: Words, todo: Indexes
+) -> Indexes:
     """Do the jobs `todo` from a mapped region; return those that are still to do."""
     if into.any_away:
         shared = source.mapped_for_devices()
@@ -179,10 +119,10 @@ def _from_mapping(source: PartSource, into: _Targets, mapped: torch.Tensor, expe
     return failed
 
 
-def _by_reading(source: PartSource, into: _Targets, expected: Words, todo: Indexes) -> Indexes:
+def _by_reading(source: PartSource, into: PartTargets, expected: Words, todo: Indexes) -> Indexes:
     """Do the jobs `todo` with reads: of whole pieces straight into their targets. Return those still to do."""
     plan = into.plan
-    for start, stop in _runs(plan, todo, RUN_BYTES):
+    for start, stop in runs_of(plan, todo, RUN_BYTES):
         run = todo[start:stop]
         first, last = plan.jobs[run[0]], plan.jobs[run[-1]]
         offset = int(first[SOURCE])
@@ -202,26 +142,3 @@ def _by_reading(source: PartSource, into: _Targets, expected: Words, todo: Index
         if into.any_away:
             into.begin_copies(place, offset, run).wait()
     return todo[:0]
-
-
-def _runs(plan: PartPlan, todo: Indexes, most: int | None) -> list[tuple[int, int]]:
-    """Ranges of `todo` that are adjacent in the region and, if they are copied whole, in one target.
-
-    Each has about `most` bytes at most.
-    """
-    jobs, targets = plan.jobs[todo], plan.job_targets[todo]
-    ends = jobs[:, SOURCE] + jobs[:, NBYTES]
-    goes_on = (targets[1:] < 0) | (jobs[:-1, TARGET] + jobs[:-1, NBYTES] == jobs[1:, TARGET])
-    adjacent = (ends[:-1] == jobs[1:, SOURCE]) & (targets[:-1] == targets[1:]) & goes_on
-    cuts = [0, *(np.flatnonzero(~adjacent) + 1).tolist(), len(todo)]
-    runs: list[tuple[int, int]] = []
-    for start, stop in pairwise(cuts):
-        while start < stop:
-            room = (
-                stop
-                if most is None
-                else start + int(np.searchsorted(ends[start:stop], jobs[start, SOURCE] + np.uint64(most), "right"))
-            )
-            runs.append((start, max(start + 1, room)))
-            start = runs[-1][1]
-    return runs

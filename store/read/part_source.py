@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
 
 from holdfast.comms.errors import BackendUnavailable, CorruptData, HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane
-from holdfast.comms.transport.liveness import this_process
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_host, this_process
 from holdfast.store import cancellation
 from holdfast.store.catalog.fan_out import sources_for
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
@@ -53,6 +54,7 @@ class PartSource:
     ) -> None:
         self.version, self.shard, self.deadline = version.number, shard, deadline
         self._plane, self._report = plane, report
+        self._catalog = catalog
         self._began = time.monotonic()
         self._replicas = deque(sources_for(catalog, version, shard, this_store()))
         self._failures: list[str] = []
@@ -185,11 +187,22 @@ class PartSource:
         self._current()
         return found
 
+    def of_this_host(self) -> Iterator[tuple[Peer, Replica]]:
+        """The replicas of this host that are left, and their processes."""
+        for replica in list(self._replicas):
+            holder = self._catalog.holder(replica.holder)
+            if holder is not None and holder.peer.host == this_host():
+                yield holder.peer, replica
+
+    def check_open(self, replica: Replica) -> None:
+        """Raise `RegionGone` or `OpTimeout` unless a replica can still be read."""
+        probe = torch.empty(1, dtype=torch.uint8, device="cpu")
+        self._plane.read(replica.handle, probe, timeout=max(self._patience(1), 0.1)).wait()
+
     def _is_open(self, replica: Replica) -> bool:
         """Whether the current replica can be read; drops it if not."""
         try:
-            probe = torch.empty(1, dtype=torch.uint8, device="cpu")
-            self._plane.read(replica.handle, probe, timeout=max(self._patience(1), 0.1)).wait()
+            self.check_open(replica)
         except (RegionGone, OpTimeout) as error:
             self._drop(str(error))
             return False

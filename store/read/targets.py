@@ -9,7 +9,7 @@ import torch
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.tensors.shared import check_agreement
 from holdfast.store.data.dense import copy_elements
-from holdfast.store.data.device_copy import DeviceCopies, on_device
+from holdfast.store.data.device_copy import CopiesToDevices, on_device
 from holdfast.store.data.manifest import quoted
 from holdfast.store.data.skeleton import Skeleton
 from holdfast.store.data.targets import Assignment, check_targets, check_writable
@@ -157,7 +157,7 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each first tensor, on the CPU, into the second."""
-    DeviceCopies([pair for pair in pairs if on_device(pair[1])]).wait()
+    CopiesToDevices([pair for pair in pairs if on_device(pair[1])]).wait()
     for source, target in pairs:
         if not on_device(target):
             with torch.inference_mode(target.is_inference()):

@@ -18,6 +18,7 @@ from holdfast.store.data.shared_tensors import check_shared, tensors_of
 from holdfast.store.data.skeleton import decode
 from holdfast.store.data.targets import VersionTensor
 from holdfast.store.read.delta import FilledTargets
+from holdfast.store.read.device_reads import DeviceReads
 from holdfast.store.read.filling import fill
 from holdfast.store.read.part_source import PartSource, ReportCorrupt
 from holdfast.store.read.read_plan import PlanCache, ReadPlan
@@ -43,6 +44,7 @@ class ReadTerms:
     plans: PlanCache
     filled: FilledTargets
     reader: int
+    device_reads: DeviceReads | None = None
 
 
 class VersionReader:
@@ -60,6 +62,7 @@ class VersionReader:
         catalog, version, deadline = terms.catalog, terms.version, terms.deadline
         self.number = version.number
         self._plans, self._filled, self._reader = terms.plans, terms.filled, terms.reader
+        self._device_reads = terms.device_reads
         self._sources = []
         for shard in version.shards:
             self._sources.append(PartSource(terms.plane, catalog, version, shard, deadline, terms.report))
@@ -134,7 +137,7 @@ class VersionReader:
         for source, manifest, part in zip(self._sources, self.manifests, plan.parts, strict=True):
             offer = source.shard.delta
             bases = self._filled.holding(part, offer.base) if offer is not None and patchable else None
-            fill(source, manifest, part, targets, bases)
+            fill(source, manifest, part, targets, bases, self._device_reads)
             if not source.is_mapped and patchable:
                 self._filled.remember(part, targets, source.shard.digest)
 

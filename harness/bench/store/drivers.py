@@ -35,7 +35,7 @@ class WorkerPlan:
     """What a worker is: its role, a folder on disk and one in shared memory that its team shares.
 
     A publisher's part of a version has `replicas` replicas. `rank` counts the workers of a role; `plane` moves the
-    bytes; `device` is where the tensors are.
+    bytes; `device` is where the tensors are. With `device_copies` they go from process to process within the GPU.
     """
 
     role: str
@@ -45,6 +45,7 @@ class WorkerPlan:
     replicas: int
     plane: str
     device: str = "cpu"
+    device_copies: bool = False
 
 
 class StoreDriver(ABC):
@@ -89,7 +90,9 @@ class HoldfastStoreDriver(StoreDriver):
         self.detail = f"holdfast {version_of('holdfast')}"
         url = url_of("sqlite", plan.folder / "register")
         holds = plan.role != "reader"
-        self._store = WeightStore(url, replicas=plan.replicas, hold=holds, keep=2, plane=plan.plane)
+        self._store = WeightStore(
+            url, replicas=plan.replicas, hold=holds, keep=2, plane=plan.plane, device_copies=plan.device_copies
+        )
         self._mapped: tuple[int, State] = 0, {}
         self._follower: Follower | None = None
         self._pool = ThreadPoolExecutor(torch.get_num_threads())

@@ -63,6 +63,7 @@ class TeamPlan:
     apart: bool = False
     torchstore_source: Path | None = None
     device: str = "cpu"
+    device_copies: bool = False
 
     def roles(self, contestant: str) -> Sequence[Role]:
         """The role and number of each worker of a contestant."""
@@ -123,7 +124,9 @@ def _start(contestant: str, plan: TeamPlan, roles: Sequence[Role], place: Place)
             partial(
                 be_worker,
                 contestant,
-                WorkerPlan(role, rank, place.folder, place.shared, plan.replicas, plane, plan.device),
+                WorkerPlan(
+                    role, rank, place.folder, place.shared, plan.replicas, plane, plan.device, plan.device_copies
+                ),
                 place.address,
             ),
             preload=PRELOAD,

@@ -112,11 +112,10 @@ class StoreWorker:
                 asyncio.run(self._driver.publish(number, self._source))
 
         async def multiply() -> None:
-            publishing = None if version is None else asyncio.create_task(asyncio.to_thread(publish, version))
-            await asyncio.sleep(0)
             for _ in range(PRODUCTS):
                 torch.mm(one, other, out=into)
-            done = torch.cuda.current_stream().record_event()
+            done = torch.cuda.current_stream().record_event()  # all is queued, as by a trainer that runs ahead
+            publishing = None if version is None else asyncio.create_task(asyncio.to_thread(publish, version))
             while not done.query():
                 await asyncio.sleep(1e-4)
             self._multiplied = time.monotonic()

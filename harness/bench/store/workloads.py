@@ -339,6 +339,15 @@ DEVICE_WORKLOADS = (
         workers=TeamPlan(device="cuda"),
     ),
     StoreBenchWorkload(
+        "gpu-copies",
+        "the same, with a copy on the GPU that the reader copies from (CUDA IPC)",
+        ("publish", "get"),
+        _many,
+        exchange,
+        contestants=(HOLDFAST,),
+        workers=TeamPlan(device="cuda", device_copies=True),
+    ),
+    StoreBenchWorkload(
         "products",
         f"{PRODUCTS} products of matrices of {MATRIX} by {MATRIX} on the GPU that publishes",
         ("alone", "beside a publish"),

@@ -184,7 +184,7 @@ def test_the_command_says_what_a_gpu_needs() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU")
 def test_tensors_of_a_gpu_are_measured_beside_a_pinned_copy() -> None:
-    bench = run(a_plan(("gpu", "products"), (PINNED,), 64 << 20))
+    bench = run(a_plan(("gpu", "gpu-copies", "products"), (PINNED,), 64 << 20))
     assert (bench.failures, bench.wrong) == ((), 0)
     found = {(row.figure, row.contestant) for row in bench.rows}
     assert {(figure, name) for figure in ("publish", "get") for name in (HOLDFAST, PINNED)} <= found

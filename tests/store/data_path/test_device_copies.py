@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from holdfast.backends.inproc.memory_plane import InprocPlane
-from holdfast.comms.errors import Unsupported
+from holdfast.comms.errors import BackendUnavailable, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.tensors.plain_tensors import PlainTensors
-from holdfast.store import WeightStore
-from holdfast.store.data import device_copy, tree
+from holdfast.store import WeightStore, weight_store
+from holdfast.store.catalog.records import DeviceAddress
+from holdfast.store.data import device_copy, device_memory, tree
 from holdfast.store.data.device_copy import Cuda, HostCopy, Registrations, to_host
+from holdfast.store.data.device_memory import CudaIpc
 from holdfast.store.data.digests import copy_and_digest
-from holdfast.store.read import filling
+from holdfast.store.data.packing import PartBlock, pack
+from holdfast.store.read import device_reads, filling
+from holdfast.store.read.part_targets import PartTargets
+from holdfast.store.read.read_plan import local_tensor, plan_read
+from holdfast.store.reshard.plan import BoxTarget
 
 Tensor = torch.Tensor
 
@@ -198,7 +207,7 @@ def test_a_refusal_is_said_once_and_the_bytes_are_right(
 
 def test_bytes_are_digested_while_the_next_ones_are_copied(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """All copies are queued before the first is waited for; the program's stream is waited for before the first."""
-    monkeypatch.setattr(device_copy, "GROUP_BYTES", 100)
+    monkeypatch.setattr(device_copy, "CHUNK_BYTES", 100)
     copies = [HostCopy(torch.ones(60), torch.zeros(60), 240 * (number + 1)) for number in range(3)]
     to_host(copies, lambda end: cuda.log.append(f"digest {end}"))
     arrivals = [line for end in (240, 480, 720) for line in ("arrived", f"digest {end}")]
@@ -234,3 +243,178 @@ def test_a_version_that_goes_while_it_is_copied_is_not_taken(
         into = on_the_device(cuda, blank(state))
         assert store.get("latest", into) == 2
         check(into, newer)
+
+
+def test_rows_of_a_tensor_go_to_a_device(cuda: FakeCuda) -> None:
+    """What a shard by columns takes: some bytes of each row."""
+    whole = torch.randn(600, 700)
+    part = pack([PartBlock("w", whole, (600, 700))], b"", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    for local, box in ((torch.zeros(600, 100), ((0, 600), (300, 400))), (torch.zeros(50, 700), ((9, 59), (0, 700)))):
+        into = {"here": cuda.put(local)}
+        wanted = BoxTarget("here", "w", box, ((0, local.shape[0]), (0, local.shape[1])))
+        plan = plan_read([part.manifest.layout], [wanted], {"here": local_tensor(local)}).parts[0]
+        targets = PartTargets(plan, [local])
+        assert targets.only_away.all()
+        targets.begin_copies(part.memory, 0, np.arange(len(plan.jobs))).wait()
+        (rows, columns) = (slice(*each) for each in box)
+        assert torch.equal(into["here"], whole[rows, columns])
+
+
+# Copies on the device -------------------------------------------------------------------------------------------------
+
+
+class FakeIpc(CudaIpc):
+    """Memory of the host that passes for a device's; handles are numbers. `failure` is what CUDA says to `open`."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.failure, self.opened = cuda, "", 0
+        self.made: dict[bytes, Tensor] = {}
+
+    def check(self) -> None:
+        """All is there."""
+
+    def gpu(self, device: torch.device) -> str:
+        return "GPU-0"
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        return self.cuda.put(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
+
+    def address(self, memory: Tensor) -> DeviceAddress:
+        handle = len(self.made).to_bytes(64)
+        self.made[handle] = memory
+        return DeviceAddress("GPU-0", handle, memory.nbytes)
+
+    def open(self, address: DeviceAddress, device: torch.device) -> Tensor:
+        if self.failure:
+            raise BackendUnavailable("CUDA", self.failure)
+        self.opened += 1
+        return self.made[address.handle]
+
+
+class NothingOwn(dict[bytes, Tensor]):
+    """No memory is this process's own: all of it is opened, as in another process."""
+
+    def __setitem__(self, handle: bytes, memory: Tensor) -> None:
+        """Forgets it."""
+
+
+def digests_of_host(addresses: Any, sizes: Any, device: torch.device) -> Any:
+    jobs = np.zeros((len(sizes), 5), np.uint64)
+    jobs[:, 0], jobs[:, 1] = addresses, sizes
+    return copy_and_digest(jobs)
+
+
+@pytest.fixture
+def ipc(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
+    fake = FakeIpc(cuda)
+    monkeypatch.setattr(device_memory, "ipc", fake)
+    monkeypatch.setattr(device_memory, "_own", NothingOwn())
+    monkeypatch.setattr(device_reads, "digests", digests_of_host)
+    monkeypatch.setattr(weight_store, "warm_up_digests", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    return fake
+
+
+Events = list[dict[str, object]]
+
+
+@pytest.fixture
+def unused() -> Events:
+    """The events of copies that could not be used."""
+    return []
+
+
+@pytest.fixture
+def store(tmp_path: Path, ipc: FakeIpc, unused: Events) -> Iterator[WeightStore]:
+    def observe(kind: str, fields: dict[str, object]) -> None:
+        if kind == "device_copy_unused":
+            unused.append(fields)
+
+    with WeightStore(f"memory://{tmp_path}", device_copies=True, observe=observe) as opened:
+        yield opened
+
+
+def test_a_reader_copies_within_the_device(store: WeightStore, cuda: FakeCuda, ipc: FakeIpc, unused: Events) -> None:
+    """Large tensors and runs of small ones; what goes to the host comes from the host."""
+    state = on_the_device(cuda, a_state())
+    for version in range(1, 7):
+        state["large"] += 1
+        store.publish(version, state)
+        into = on_the_device(cuda, blank(state))
+        store.get(version, into)
+        check(into, state)
+        check(store.load(version), state)
+    assert (store.device_reads.read, store.device_reads.unused, unused) == (6, 0, [])
+    assert len(ipc.made) <= 3, "of the versions that are kept, and of the one that is published"
+    assert ipc.opened == len(ipc.made), "each copy is opened once"
+
+
+def test_of_a_copy_on_the_device_only_host_tensors_are_read_from_the_host(
+    store: WeightStore, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"large": cuda.put(torch.randn(1 << 20)), "half": cuda.put(torch.randn(1 << 18))}
+    store.publish(1, state)
+    monkeypatch.setattr(filling, "copy_and_digest", None)
+    into = on_the_device(cuda, blank(state))
+    store.get(1, into)
+    check(into, state)
+
+
+@pytest.mark.parametrize("fault", ["refused", "damaged", "dead", "superseded"])
+def test_what_the_device_does_not_have_is_read_from_the_host(
+    store: WeightStore, cuda: FakeCuda, ipc: FakeIpc, unused: Events, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = on_the_device(cuda, a_state())
+    store.publish(1, state)
+    expected, version = state, 1
+    if fault == "refused":
+        ipc.failure = "invalid device context"
+    elif fault == "damaged":
+        for memory in ipc.made.values():
+            memory[3_000_000] ^= 1
+    elif fault == "dead":
+        monkeypatch.setattr(device_reads, "is_gone", lambda peer: True)
+    else:
+        expected, version = {name: each.clone() for name, each in state.items()}, 3
+        on_the_device(cuda, expected)["half"] += 1
+
+        def supersede(*arguments: Any) -> Any:
+            monkeypatch.setattr(device_reads, "digests", digests_of_host)
+            for number in (2, 3):
+                store.publish(number, expected)
+            return digests_of_host(*arguments)
+
+        monkeypatch.setattr(device_reads, "digests", supersede)
+    into = on_the_device(cuda, blank(state))
+    assert store.get("latest", into) == version
+    check(into, expected)
+    why = {
+        "refused": "invalid device context",
+        "damaged": "pieces have wrong bytes",
+        "dead": "is gone",
+        "superseded": "closed",
+    }
+    assert store.device_reads.unused == len(unused) == 1
+    assert why[fault] in str(unused[0]["why"])
+    assert {"version", "part", "holder"} <= unused[0].keys()
+
+
+def test_copies_on_a_device_go_with_their_versions(store: WeightStore, cuda: FakeCuda, ipc: FakeIpc) -> None:
+    made = weakref.WeakSet[Tensor]()
+    allocate = ipc.allocate
+    ipc.allocate = lambda nbytes, device: made.add(found := allocate(nbytes, device)) or found  # type: ignore[method-assign,func-returns-value]
+    for version in range(1, 5):
+        store.publish(version, {"w": cuda.put(torch.randn(1 << 20))})
+    store.close()
+    ipc.made.clear()
+    cuda._spans.clear()
+    gc.collect()
+    assert not made
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(Unsupported, match="no CUDA device"):
+        WeightStore(f"memory://{tmp_path}", device_copies=True)

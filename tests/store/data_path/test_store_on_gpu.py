@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
-from multiprocessing.connection import Connection
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,33 +75,137 @@ def test_tensors_of_all_kinds_come_and_go(tmp_path: Path, atomic: bool) -> None:
     assert registrations.refused == ""
 
 
-def _publish_for_ever(url: str, pipe: Connection) -> None:
-    with WeightStore(url, replicas=1) as store:
-        for version in itertools.count(1):
-            store.publish(version, {"w": torch.full((32 << 20,), float(version), device="cuda")})
-            pipe.send(version)
-            pipe.recv()
+PUBLISHER = """
+import sys
+import torch
+from holdfast.store import WeightStore
+url, device_copies, replicas = sys.argv[1:]
+with WeightStore(url, replicas=int(replicas), device_copies=device_copies == "True") as store:
+    for version in range(1, 100):
+        w = torch.full((32 << 20,), float(version), device="cuda")
+        store.publish(version, {"w": w, "small": w[:9], "of the host": torch.full((5,), float(version))})
+        print(version, flush=True)
+        sys.stdin.readline()
+"""
 
 
-def test_another_process_gets_them_into_its_own(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    url = f"sqlite:///{tmp_path}/register"
-    publisher = context.Process(target=_publish_for_ever, args=(url, theirs), daemon=True)
-    publisher.start()
-    into = {"w": torch.zeros(32 << 20, device="cuda")}
-    try:
-        with WeightStore(url, hold=False) as store:
-            for _ in range(5):
-                assert ours.poll(60)
-                version = ours.recv()
-                assert store.get("latest", into) == version
-                assert into["w"].unique().tolist() == [version]
-                ours.send("go on")
-            assert registrations.refused == ""
-    finally:
+class Publisher:
+    """Another process, which publishes a version of 128 MiB each time it is asked to. It is no fork: CUDA is in use."""
+
+    def __init__(self, url: str, device_copies: bool, replicas: int) -> None:
+        program = [sys.executable, "-c", PUBLISHER, url, str(device_copies), str(replicas)]
+        self.process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def version(self) -> int:
+        """The version that is published now."""
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def publisher(url: str, request: pytest.FixtureRequest) -> Iterator[Publisher]:
+    started = Publisher(url, *request.param)
+    yield started
+    started.kill()
+
+
+def targets() -> dict[str, torch.Tensor]:
+    return {
+        "w": torch.zeros(32 << 20, device="cuda"),
+        "small": torch.zeros(9, device="cuda"),
+        "of the host": torch.zeros(5),
+    }
+
+
+def values(into: dict[str, torch.Tensor]) -> set[float]:
+    return {value for each in into.values() for value in each.unique().tolist()}
+
+
+@pytest.mark.parametrize("publisher", [(False, 1), (True, 1)], indirect=True, ids=["the host", "the device"])
+def test_another_process_gets_them_into_its_own(url: str, publisher: Publisher, request: pytest.FixtureRequest) -> None:
+    device_copies = "the device" in request.node.name
+    into = targets()
+    with WeightStore(url, hold=False, device_copies=device_copies) as store:
+        for number in range(5):
+            version = publisher.version()
+            assert store.get("latest", into, atomic=number == 4) == version
+            assert values(into) == {version}
+            publisher.go_on()
+        assert store.device_reads.unused == 0
+        assert store.device_reads.read == (4 if device_copies else 0), "an atomic get goes by way of the host"
+    assert registrations.refused == ""
+
+
+@pytest.mark.parametrize("publisher", [(True, 2)], indirect=True)
+def test_a_publisher_killed_while_its_copies_are_open(url: str, publisher: Publisher) -> None:
+    """The test's process holds the part, too: it is read from there, and what the publisher had on the GPU is not."""
+    into = targets()
+    with WeightStore(url, replicas=2, device_copies=True) as store:
+        version = publisher.version()
+        assert store.get(version, into) == version
+        assert on_the_device(store) == (1, 0)
         publisher.kill()
-        publisher.join()
+        for each in into.values():
+            each.zero_()
+        assert store.get(version, into, timeout=20) == version
+        assert values(into) == {version}
+        assert store.device_reads.read == 1
+
+
+def on_the_device(store: WeightStore) -> tuple[int, int]:
+    return store.device_reads.read, store.device_reads.unused
+
+
+def test_within_a_process_they_are_copied_on_the_device(tmp_path: Path) -> None:
+    state = mixed_state()
+    with WeightStore(f"memory://{tmp_path}", device_copies=True) as store:
+        for version in (1, 2, 3):
+            state["0"].add_(1)
+            store.publish(version, state)
+            into = {name: torch.zeros_like(each) for name, each in state.items()}
+            store.get(version, into)
+            assert wrong(into, state) == []
+        assert on_the_device(store) == (3, 0)
+
+
+def test_a_copy_on_the_device_with_wrong_bytes_is_not_taken(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, object]]] = []
+    state = mixed_state()
+    with WeightStore(f"memory://{tmp_path}", device_copies=True, observe=lambda *event: events.append(event)) as store:
+        store.publish(1, state)
+        (kept,) = store._replica_holder._kept.values()
+        assert kept.device is not None
+        kept.device.memory[5_000_000] ^= 1
+        torch.cuda.synchronize()
+        into = {name: torch.zeros_like(each) for name, each in state.items()}
+        store.get(1, into)
+        assert wrong(into, state) == []
+        assert on_the_device(store) == (0, 1)
+    (unused,) = [fields for kind, fields in events if kind == "device_copy_unused"]
+    assert "wrong bytes" in str(unused["why"])
+
+
+def test_a_version_that_is_pinned_stays_while_later_ones_come_and_go(tmp_path: Path) -> None:
+    with WeightStore(f"memory://{tmp_path}", device_copies=True, keep=1) as store:
+        store.publish(1, {"w": torch.ones(4 << 20, device="cuda")})
+        lease = store.pin(1)
+        for version in range(2, 6):
+            store.publish(version, {"w": torch.full((4 << 20,), float(version), device="cuda")})
+        into = {"w": torch.zeros(4 << 20, device="cuda")}
+        for version in (1, 5):
+            assert store.get(version, into) == version
+            assert into["w"].unique().tolist() == [version]
+        assert on_the_device(store) == (2, 0)
+        lease.release()
 
 
 def test_what_is_queued_on_the_stream_before_a_publish_is_published(tmp_path: Path) -> None:
