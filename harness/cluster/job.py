@@ -20,7 +20,6 @@ import cloudpickle
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
-from holdfast.ft.console.output import Echo, last_stack
 from holdfast.ft.console.units import counted
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.job_contract import LocalContract
@@ -35,6 +34,7 @@ from holdfast.ft.registers import RegisterAway
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterSettings, RankResult, values
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
+from holdfast.harness.cluster.output import Echo, last_stack
 from holdfast.harness.cluster.rank_processes import zygote_of_ranks
 from holdfast.harness.cluster.session_worker import STACK_SIGNAL, Ended, session_target
 from holdfast.harness.cluster.spares import standing_by

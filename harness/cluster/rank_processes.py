@@ -15,7 +15,6 @@ import cloudpickle
 
 from holdfast.comms.plugins.registry import GROUP
 from holdfast.comms.system.paths import url_of
-from holdfast.ft.console.output import Echo, last_stack
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.mpirun import launch
 from holdfast.ft.processes.channel import ChannelClosed
@@ -24,6 +23,7 @@ from holdfast.ft.processes.zygote_client import ForkedProcess, ZygoteClient, zyg
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult
 from holdfast.harness.cluster.errors import RankDied, rank_failure
+from holdfast.harness.cluster.output import Echo, last_stack
 from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
 
 
