@@ -143,8 +143,8 @@ class RestartBudget:
 class Launcher:
     """The processes of one job on this host, from start to end. `start` is the launcher that the plan's backend needs.
 
-    `torch` has the variables of each process for torch.distributed. `agent` is there if other hosts take part in the
-    job. `log` gives the file for the output of a process.
+    `torch` has the variables of each process for torch.distributed. `watch` follows the job; `agent` is there if other
+    hosts take part in it. `log` gives the file for the output of a process.
     """
 
     def __init__(
@@ -154,13 +154,13 @@ class Launcher:
         console: Console,
         start: Launch,
         torch: TorchEnvironment,
+        watch: JobWatch,
         agent: HostAgent | None = None,
         log: Callable[[int], Path] | None = None,
     ) -> None:
         self._plan, self._contract, self._console, self._launch = plan, contract, console, start
         self._torch = torch
-        self._agent, self._log = agent, log
-        self._watch: JobWatch | None = None if agent is None else agent.watch
+        self._watch, self._agent, self._log = watch, agent, log
         self._selector = selectors.DefaultSelector()
         self._processes: list[GuardedProcess] = []
         self._lines: dict[int, LineSplitter] = {}
@@ -255,7 +255,7 @@ class Launcher:
         """Print each missing rank and where it is; first after a while, then after twice as long each time."""
         if waited < self._late:
             return
-        view = self._view()
+        view = self._watch.view
         if view is not None and view.phase != "forming":
             self._late = float("inf")
             return
@@ -340,15 +340,9 @@ class Launcher:
         shown = Text.from_ansi(visible_but_colours(line), style=style) if "\x1b" in line else Text(visible(line), style)
         self._console.print(Text.assemble((f"[{number}] ", colour), shown), soft_wrap=True)
 
-    def _view(self) -> View | None:
-        if self._watch is not None:
-            return self._watch.view
-        with self._contract.open_register() as register:
-            return register.read()
-
     def _over(self) -> View | None:
         """The last view of the job if it is over; else None."""
-        view = self._view()
+        view = self._watch.view
         return view if view is not None and view.phase in ("finished", "failed") else None
 
     def _give_up(self) -> View | None:
@@ -356,10 +350,10 @@ class Launcher:
 
         Returns its last view if so.
         """
-        if self._watch is not None:
+        if self._agent is not None:
             return None
         left = sum(process.returncode is None for process in self._processes) + len(self._due)
-        view = self._view()  # after the count: a job's last view is in the register before its members end
+        view = self._watch.read()  # after the count: a job's last view is in the register before its members end
         if view is None or view.phase not in ("forming", "running") or left >= view.job.min_size:
             return None
         needed = counted(view.job.min_size, "member")
@@ -426,7 +420,7 @@ class Launcher:
         ]
 
     def _judge(self) -> int:
-        view = self._view() if self._watch is None else self._watch.read()
+        view = self._watch.read()
         if self._leaving is not None and (view is None or view.phase != "finished"):
             self._console.print(Text("holdfast run: left the job after SIGTERM", "bold"), soft_wrap=True)
             return TERMINATED
@@ -523,7 +517,8 @@ def launch(plan: LaunchPlan, log_directory: Path | None = None, host: HostPlan |
         try:
             start = stack.enter_context(closing(launch_ranks(launcher, plan.size + plan.spares)))
             log = None if log_directory is None else partial(_output_file, log_directory, node)
-            job = Launcher(plan, contract, out, start, torch, agent, log)
+            watch = stack.enter_context(closing(JobWatch(contract.register_url))) if agent is None else agent.watch
+            job = Launcher(plan, contract, out, start, torch, watch, agent, log)
             signals.leave = job.leave
             return job.run()
         except KeyboardInterrupt:
