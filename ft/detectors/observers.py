@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.partition import CutOff, Resign, SuspicionGraph
+from holdfast.ft.detectors.partition import SuspicionGraph
 from holdfast.ft.detectors.silence import SilenceEvent, SilenceTracker
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion, Unreachable
 from holdfast.ft.membership.view import Member, View
@@ -77,12 +77,12 @@ class ObserversDetector(Detector):
         self._suspect(self._silence.look(now), now)
         for finding in self._observers.look(now):
             match finding:
-                case CutOff(evidence):
-                    self.context.note(events.LostMajority(evidence=evidence))
-                    self.context.stop(evidence)
-                case Resign(evidence):
-                    self.context.note(events.ResignedItself(evidence=evidence))
-                    self.context.resign(evidence)
+                case events.LostMajority():
+                    self.context.note(finding)
+                    self.context.stop(finding.evidence)
+                case events.ResignedItself():
+                    self.context.note(finding)
+                    self.context.resign(finding.evidence)
                 case Unreachable(member, evidence):
                     self.context.note(events.MemberUnreachable(member=member, evidence=evidence))
                     self._remove(finding)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from holdfast.ft.events import LostMajority, ResignedItself
 from holdfast.ft.membership.events import Unreachable
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.timeouts import Timeouts
@@ -30,21 +31,8 @@ STALEMATE = 3.0
 """The number of suspect times for which pairs that do not hear each other may stay in one epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class CutOff:
-    """This process hears less than half of the job. It must stop."""
-
-    evidence: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resign:
-    """This process had stopped because it was cut off, and hears the others again. They must continue without it."""
-
-    evidence: str
-
-
-Conclusion = CutOff | Resign | Unreachable
+Conclusion = LostMajority | ResignedItself | Unreachable
+"""This process must stop; it had stopped, and the others must go on without it; they must without another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +107,8 @@ class SuspicionGraph:
             return self._while_cut_off(silent, now)
         if silent and self._in_minority(view, silent):
             self._cut_off_since = now
-            return (CutOff(f"cut off: {len(silent)} of the {len(self._watched)} members watched elsewhere are silent"),)
+            words = f"cut off: {len(silent)} of the {len(self._watched)} members watched elsewhere are silent"
+            return (LostMajority(evidence=words),)
         return self._stalemate(view, now)
 
     def _in_minority(self, view: View, silent: list[str]) -> bool:
@@ -142,7 +131,7 @@ class SuspicionGraph:
                 self._cut_off_since = None
                 return ()
             self._resigned = True
-            return (Resign(f"it was cut off for {now - since:.2f} s and had stopped"),)
+            return (ResignedItself(evidence=f"it was cut off for {now - since:.2f} s and had stopped"),)
         if now - since < PATIENCE * self._timeouts.suspect:
             return ()
         new = [member for member in silent if member not in self._failed]

@@ -12,7 +12,6 @@ left alone until its time is up (`Timeouts.operation`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -62,7 +61,7 @@ class ProgressDetector(Detector):
     def look(self, now: float) -> None:
         self._progress.here(self.context.place(), now)
         for late in self._progress.look(now):
-            self.context.note(events.MemberLate(member=late.member, op=late.op, evidence=late.evidence))
+            self.context.note(late)
         if self._late is not None and now - self._late[2] >= self.context.timeouts.suspect:
             (view, failure, _), self._late = self._late, None
             self._blame(view, failure, now)
@@ -89,15 +88,6 @@ class ProgressDetector(Detector):
             for rank in failure.missing_ranks:
                 if 0 <= rank < len(view.members) and view.members[rank].id != me.id:
                     self.context.suspect(view.members[rank].id, f"{me.id} waited for it in vain: {failure}")
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """A member that has not entered an op in which this process waits, with what a look at it showed."""
-
-    member: str
-    op: int
-    evidence: str
 
 
 class StragglerTracker:
@@ -152,7 +142,7 @@ class StragglerTracker:
             and place.entered < op
         )
 
-    def look(self, now: float) -> tuple[Straggler, ...]:
+    def look(self, now: float) -> tuple[events.MemberLate, ...]:
         """The members that this process waits for; each is returned once an op, at its second look."""
         if not self.waiting(now):
             return ()
@@ -164,7 +154,8 @@ class StragglerTracker:
             doing = self._doing(member)
             if doing is not None:
                 self._told.add(key)
-                late.append(Straggler(member.id, self._mine.entered, f"{self.words(member.id, now)}; {doing}"))
+                evidence = f"{self.words(member.id, now)}; {doing}"
+                late.append(events.MemberLate(member=member.id, op=self._mine.entered, evidence=evidence))
         return tuple(late)
 
     def words(self, member: str, now: float) -> str:

@@ -19,8 +19,7 @@ from holdfast.ft.membership.events import (
     Event,
     ProvenDeaths,
     ReadRegister,
-    ReportDeaths,
-    ReportSuspicions,
+    Report,
     Suspicion,
 )
 from holdfast.ft.membership.evidence import Evidence
@@ -107,9 +106,9 @@ def reports(
     blind = tuple(m for m in to if m.peer.host != me.peer.host)
     effects: list[Effect] = []
     if findings.deaths and blind:
-        effects.append(ReportDeaths(findings.deaths, blind))
-    if findings.seen and to:  # the suspects too: if only one direction is cut, they learn that this side has stopped
-        effects.append(ReportSuspicions(findings.seen, to))
+        effects.append(Report(ProvenDeaths(findings.deaths), blind))
+    if to:  # the suspects too: if only one direction is cut, they learn that this side has stopped
+        effects += [Report(word, to) for word in findings.seen]
     return tuple(effects)
 
 

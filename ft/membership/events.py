@@ -204,17 +204,13 @@ class ReadRegister(Struct, frozen=True):
     epoch: int
 
 
-class ReportDeaths(Struct, frozen=True):
-    """Tell the members `to` of deaths that they cannot see themselves."""
+class Report(Struct, frozen=True):
+    """Tell the members `to` what this process has found.
 
-    deaths: tuple[Death, ...]
-    to: tuple[Member, ...]
+    That is deaths that they cannot see themselves, or a member of another host that it suspects or has cleared.
+    """
 
-
-class ReportSuspicions(Struct, frozen=True):
-    """Tell the members `to` which members of other hosts this process suspects, or has cleared."""
-
-    seen: tuple[Suspicion | Cleared, ...]
+    finding: ProvenDeaths | Suspicion | Cleared
     to: tuple[Member, ...]
 
 
@@ -251,16 +247,4 @@ class Fence(Struct, frozen=True):
     reason: str
 
 
-Effect = (
-    Revoke
-    | Propose
-    | Announce
-    | ReadRegister
-    | ReportDeaths
-    | ReportSuspicions
-    | AnnounceSelf
-    | Install
-    | Evicted
-    | Refused
-    | Fence
-)
+Effect = Revoke | Propose | Announce | ReadRegister | Report | AnnounceSelf | Install | Evicted | Refused | Fence

@@ -36,8 +36,7 @@ from holdfast.ft.membership.events import (
     ProvenDeaths,
     ReadRegister,
     Refused,
-    ReportDeaths,
-    ReportSuspicions,
+    Report,
     Revoke,
     SpareAnnounced,
     Started,
@@ -277,11 +276,8 @@ class Node:
                 self._announce_to(view, to, messages.notice(ViewDeltaReceived(change)))
             case ReadRegister():
                 self._register_client.read()
-            case ReportDeaths(deaths, to):
-                self._tell(to, messages.notice(ProvenDeaths(deaths)))
-            case ReportSuspicions(seen, to):
-                for statement in seen:
-                    self._tell(to, messages.notice(statement))
+            case Report(finding, to):
+                self._tell(to, messages.notice(finding))
             case AnnounceSelf(view, to):
                 self.was_spare = True
                 self._announced_self_to = {member.id: member for member in to}

@@ -30,10 +30,11 @@ from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader, OpPosition
 from holdfast.ft.detectors.observers import NOT_LISTENING, ObserversDetector
-from holdfast.ft.detectors.partition import Conclusion, CutOff, Resign, SuspicionGraph
+from holdfast.ft.detectors.partition import Conclusion, SuspicionGraph
 from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
 from holdfast.ft.detectors.progress import ProgressDetector, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
+from holdfast.ft.events import LostMajority, ResignedItself
 from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled, Suspicion, Unreachable
 from holdfast.ft.membership.view import Job, Member, Phase, View
 from holdfast.ft.node.connections import MemberConnections
@@ -77,7 +78,7 @@ def test_the_smaller_side_of_a_partition_stops_at_once_and_the_larger_does_not()
     small, large = observers(4), observers(0)
     from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
     from_to(large, [(0, 4), (0, 5)], 0.0)
-    assert [type(finding) for _, finding in judged(small, 0.5)] == [CutOff]
+    assert [type(finding) for _, finding in judged(small, 0.5)] == [LostMajority]
     assert judged(large, 0.5) == []
 
 
@@ -87,14 +88,14 @@ def test_a_member_that_was_cut_off_resigns_when_it_hears_the_others_again() -> N
     judged(small, 0.3)
     for member in range(4):
         small.clear("p4", f"p{member}")
-    assert [type(finding) for _, finding in judged(small, 2.0, 0.3)] == [Resign]
+    assert [type(finding) for _, finding in judged(small, 2.0, 0.3)] == [ResignedItself]
 
 
 def test_while_the_job_is_forming_a_member_that_hears_the_others_again_stays() -> None:
     small = observers(4, phase="forming")
     for began in (0.0, 1.0):
         from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], began)
-        assert [type(finding) for _, finding in judged(small, began + 0.3, began)] == [CutOff]
+        assert [type(finding) for _, finding in judged(small, began + 0.3, began)] == [LostMajority]
         for member in range(4):
             small.clear("p4", f"p{member}")
         assert judged(small, began + 0.9, began + 0.3) == []
@@ -120,7 +121,7 @@ def test_of_two_equal_sides_the_one_with_the_first_rank_continues() -> None:
     for rank, cut_off in ((0, False), (2, True)):
         side = observers(rank, "AABB")
         from_to(side, [(rank, other) for other in range(4) if other // 2 != rank // 2], 0.0)
-        assert any(isinstance(finding, CutOff) for _, finding in judged(side, 0.3)) == cut_off
+        assert any(isinstance(finding, LostMajority) for _, finding in judged(side, 0.3)) == cut_off
 
 
 def test_one_cut_link_costs_the_fewest_members_after_a_while() -> None:

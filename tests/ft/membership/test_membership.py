@@ -29,8 +29,7 @@ from holdfast.ft.membership.events import (
     ProvenDeaths,
     ReadRegister,
     Refused,
-    ReportDeaths,
-    ReportSuspicions,
+    Report,
     Revoke,
     SpareAnnounced,
     Stalled,
@@ -319,11 +318,9 @@ def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
     away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
     view = structs.replace(RUNNING, members=(member(0), member(1), away))
     state, effects = core(0, view).on(Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
-    assert effects == (
-        ReportSuspicions((Suspicion("p2", "p0", "silent for 0.5 s", 1),), (member(1), away)),
-    )  # one of two: too few
+    assert effects == (Report(Suspicion("p2", "p0", "silent for 0.5 s", 1), (member(1), away)),)  # one of two: too few
     cleared, effects = state.on(Cleared("p2", "p0"), 10.1)
-    assert effects == (ReportSuspicions((Cleared("p2", "p0", 2),), (member(1), away)),)
+    assert effects == (Report(Cleared("p2", "p0", 2), (member(1), away)),)
     assert cleared.on(Suspicion("p2", "p1", "silent for 0.5 s"), 10.2)[1] == ()
     _, effects = state.on(Suspicion("p2", "p1", "silent for 0.5 s"), 10.1)
     assert isinstance(effects[0], Revoke)
@@ -374,7 +371,7 @@ def test_members_on_other_hosts_get_a_report_of_a_death_they_cannot_see() -> Non
     away = Member("p2", "other:1", structs.replace(member(2).peer, host="other"))
     view = structs.replace(RUNNING, members=(member(0), member(1), away))
     _, effects = core(0, view).on(dead(1), 10.0)
-    assert ReportDeaths((Death("p1", "its process ended"),), (away,)) in effects
+    assert Report(ProvenDeaths((Death("p1", "its process ended"),)), (away,)) in effects
 
 
 def test_a_suspicion_is_reported_again_after_pauses_that_double_up_to_a_limit() -> None:
@@ -382,7 +379,7 @@ def test_a_suspicion_is_reported_again_after_pauses_that_double_up_to_a_limit() 
     state, effects = core(0, view).on(Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
     now, beat = 10.0, Timeouts().heartbeat
     for doubling in (0, 1, 2, 3, 4, 4):
-        assert any(isinstance(each, ReportSuspicions) for each in effects), doubling
+        assert any(isinstance(each, Report) for each in effects), doubling
         due = now + beat * 2**doubling
         assert state.tell_at == pytest.approx(due) and state.wake_at == pytest.approx(due)
         state, effects = state.on(Tick(), due - beat / 2)
@@ -397,7 +394,7 @@ def test_that_a_suspect_is_heard_again_is_repeated_a_few_times_only() -> None:
     state, effects = state.on(Cleared("p2", "p0"), 11.0)
     reports = []
     while state.tell_at is not None and len(reports) < 100:
-        reports.append(any(isinstance(each, ReportSuspicions) for each in effects))
+        reports.append(any(isinstance(each, Report) for each in effects))
         state, effects = state.on(Tick(), state.tell_at)
     assert effects == () and all(reports) and 3 < len(reports) < 100
 

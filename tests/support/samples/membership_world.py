@@ -27,7 +27,7 @@ from holdfast.ft.membership.events import (
     Propose,
     ProvenDeaths,
     ReadRegister,
-    ReportDeaths,
+    Report,
     Revoke,
     SpareAnnounced,
     Started,
@@ -251,9 +251,9 @@ def _perform(world: World, i: int, effect: Effect) -> World:
             for other in to:
                 world = _mail(world, int(other.id[1:]), SpareAnnounced(me))
             return world
-        case ReportDeaths(deaths, to):
+        case Report(ProvenDeaths() as deaths, to):
             for other in to:
-                world = _mail(world, int(other.id[1:]), ProvenDeaths(deaths))
+                world = _mail(world, int(other.id[1:]), deaths)
             return world
         case Install(view):
             _check_install(world, i, view)
