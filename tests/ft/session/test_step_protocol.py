@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -17,9 +18,17 @@ from holdfast.comms import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revok
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import step_protocol as protocol
 from holdfast.ft.attempt import FAILURES
-from holdfast.ft.events import CommunicatorBuilt, StepAborted, StepPrepared
+from holdfast.ft.events import (
+    CommunicatorBuilt,
+    Event,
+    RecoveryEnded,
+    StepAborted,
+    StepBegun,
+    StepCommitted,
+    StepPrepared,
+)
 from holdfast.ft.membership.view import Job, Member, OnDeath, View
-from holdfast.ft.step_protocol import BROKEN_EPOCHS, HOLDER, CommitState, Vote
+from holdfast.ft.step_protocol import BROKEN_EPOCHS, HOLDER, NEWCOMER, CommitState, Decision, Vote
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
 
@@ -366,27 +375,36 @@ def test_the_model_finds_each_known_bug_of_the_commit(name: str) -> None:
 
 # -- one rank
 
+Asked = TypeVar("Asked", bound=protocol.ProtocolRequest)
+GO_ON = structs.replace(JOB, on_death="go_on")
+DIED = PeerFailed((1,), "it died")
+
 
 class Alone:
-    """The protocol of a job's only rank, which a test drives."""
+    """The protocol of a job's only rank, which a test drives. Other members, where there are some, vote as it does.
 
-    def __init__(self) -> None:
+    `following`: the views that come after the first; then the rank is the only one, in one epoch after another.
+    """
+
+    def __init__(self, first: View | None = None, *following: View, steps: int = 2, spare: bool = False) -> None:
         self.commits = CommitState()
-        self.commits.total = 2
-        self.view = view_of(1, ["p0"])
-        self.steps = protocol.StepProtocol(self.commits, "p0", Timeouts()).run()
+        self.commits.total = steps
+        self.view = first or view_of(1, ["p0"])
+        self.following, self.spare, self.now = deque(following), spare, 0.0
+        self.protocol = protocol.StepProtocol(self.commits, "p0", Timeouts(heartbeat=0.25, suspect=2.0))
+        self.steps = self.protocol.run()
         self.request: protocol.ProtocolRequest | None = next(self.steps)
 
     def answer(self) -> Any:
         match self.request:
             case protocol.JoinJob():
-                return self.view, False
+                return self.view, self.spare
             case protocol.AwaitView(newer_than):
-                phase = "finished" if self.commits.done == 2 else "running"
-                self.view = view_of(newer_than + 1, ["p0"], phase)
+                phase = "finished" if self.commits.done == self.commits.total else "running"
+                self.view = self.following.popleft() if self.following else view_of(newer_than + 1, ["p0"], phase)
                 return self.view
-            case protocol.Connect(_, _, vote):
-                return [vote]
+            case protocol.Connect(view, _, vote) | protocol.CollectVotes(view, _, vote):
+                return [vote] * len(view.members)
             case protocol.RestoreState(done):
                 return done
             case protocol.AwaitEnd():
@@ -394,22 +412,50 @@ class Alone:
             case protocol.LeaveEpoch(failure):
                 return failure
             case protocol.CommitStep() | protocol.Now():
-                return 0.0
+                return self.now
         return None
 
     def go_on(self, error: HoldfastError | None = None) -> None:
-        answer = self.answer() if error is None else None
+        self._resume(lambda: self.steps.throw(error) if error is not None else self.steps.send(self.answer()))
+
+    def go_on_with(self, answer: Any) -> None:
+        self._resume(lambda: self.steps.send(answer))
+
+    def _resume(self, resume: Callable[[], protocol.ProtocolRequest]) -> None:
         try:
-            self.request = self.steps.send(answer) if error is None else self.steps.throw(error)
+            self.request = resume()
         except StopIteration:
             self.request = None
 
     def all_requests(self) -> list[protocol.ProtocolRequest]:
+        """Go on to the end; the requests on the way."""
         requests = []
         while self.request is not None:
             requests.append(self.request)
             self.go_on()
         return requests
+
+    def go_to(self, kind: type[protocol.ProtocolRequest]) -> list[protocol.ProtocolRequest]:
+        """Go on to the next request of a kind; the requests before it."""
+        requests = []
+        while not isinstance(self.request, kind):
+            assert self.request is not None, f"no {kind.__name__} after {requests}"
+            requests.append(self.request)
+            self.go_on()
+        return requests
+
+    def fail_at(self, kind: type[protocol.ProtocolRequest], why: HoldfastError = DIED) -> None:
+        """Go on to the next request of a kind, and let it fail."""
+        self.go_to(kind)
+        self.go_on(why)
+
+
+def of_kind(requests: Iterable[protocol.ProtocolRequest], *kinds: type[Asked]) -> list[Asked]:
+    return [request for request in requests if isinstance(request, kinds)]
+
+
+def recorded(requests: Iterable[protocol.ProtocolRequest]) -> list[Event]:
+    return [request.event for request in of_kind(requests, protocol.RecordStep)]
 
 
 def at_request(number: int) -> Alone:
@@ -449,15 +495,10 @@ def test_any_other_error_at_any_request_ends_the_steps() -> None:
 
 def test_the_user_is_told_of_the_outcome_after_the_next_epoch_stands() -> None:
     alone = Alone()
-    while not isinstance(alone.request, protocol.RunBody):
-        alone.go_on()
-    alone.go_on(PeerFailed((1,), "it died"))
-    recovery = []
-    while not isinstance(alone.request, protocol.Settled):
-        recovery.append(alone.request)
-        alone.go_on()
-    assert alone.request == protocol.Settled(committed=False)
-    events = [request.event for request in recovery if isinstance(request, protocol.RecordStep)]
+    alone.fail_at(protocol.RunBody)
+    recovery = alone.go_to(protocol.Settled)
+    assert alone.request == protocol.Settled(committed=False, over=False)
+    events = recorded(recovery)
     assert [type(event) for event in events] == [CommunicatorBuilt, StepAborted]
     assert getattr(events[1], "epoch", 0) == 1, "the attempt's, not the next one"
 
@@ -473,14 +514,12 @@ def test_a_failure_without_a_cause_is_reported_and_then_ends_the_epoch_a_few_tim
 
 def no_cause(alone: Alone, failure: HoldfastError) -> list[str]:
     """Fail the next body, and let nothing end the epoch; the kinds of requests up to the wait for the next view."""
-    while not isinstance(alone.request, protocol.RunBody):
-        alone.go_on()
-    alone.go_on(failure)
+    alone.fail_at(protocol.RunBody, failure)
     kinds = []
     while not isinstance(alone.request, protocol.AwaitView):
         kinds.append(type(alone.request).__name__)
         if isinstance(alone.request, protocol.AwaitEnd):
-            alone.request = alone.steps.send(False)
+            alone.go_on_with(False)
         else:
             alone.go_on()
     return kinds
@@ -499,19 +538,280 @@ def test_a_failure_leaves_no_reference_to_the_frames_of_the_user_behind() -> Non
             raise PeerFailed((1,), "it died")
         except FAILURES as failure:
             alone.go_on(failure)
-        while not isinstance(alone.request, protocol.Settled):
-            alone.go_on()
+        alone.go_to(protocol.Settled)
         return weakref.ref(large)
 
     alone = Alone()
-    while not isinstance(alone.request, protocol.RunBody):
-        alone.go_on()
+    alone.go_to(protocol.RunBody)
     assert body()() is None
 
 
 def test_votes_that_cannot_be_of_one_job_end_the_steps() -> None:
     alone = Alone()
-    while not isinstance(alone.request, protocol.Connect):
-        alone.go_on()
+    alone.go_to(protocol.Connect)
     with pytest.raises(Mismatch, match="come apart"):
-        alone.steps.send([Vote(HOLDER, 0, False, 2), Vote(HOLDER, 2, False, 2)])
+        alone.go_on_with([Vote(HOLDER, 0, False, 2), Vote(HOLDER, 2, False, 2)])
+
+
+def test_each_step_is_staged_prepared_and_committed_while_its_epoch_is_held() -> None:
+    requests = Alone().all_requests()
+    assert of_kind(requests, protocol.StageState) == [protocol.StageState(1), protocol.StageState(2)]
+    events = [(type(it.event), it.in_epoch) for it in of_kind(requests, protocol.RecordStep) if it.in_epoch]
+    assert events == [(StepBegun, 1), (StepPrepared, 1), (StepCommitted, 1)] * 2
+    assert of_kind(requests, protocol.Settled) == [protocol.Settled(committed=True, over=False)] * 2
+
+
+def test_communicators_of_earlier_epochs_are_closed_once_in_each_epoch_after_its_first_commit() -> None:
+    alone = Alone(steps=4)
+    alone.go_to(protocol.Settled)
+    alone.go_on()
+    alone.fail_at(protocol.Settled)
+    requests = alone.all_requests()
+    kinds = (protocol.CloseRetired, protocol.CommitStep)
+    assert [type(request) for request in of_kind(requests, *kinds)] == [kinds[1], kinds[0], kinds[1]]
+    first = [type(request) for request in of_kind(Alone(steps=3).all_requests(), *kinds)]
+    assert first == [kinds[1], kinds[0], kinds[1], kinds[1]]
+
+
+def test_the_detectors_have_three_silences_and_two_heartbeats_to_find_the_cause_of_a_failure() -> None:
+    alone = Alone()
+    alone.fail_at(protocol.RunBody)
+    alone.go_to(protocol.AwaitEnd)
+    assert alone.request == protocol.AwaitEnd(1, protocol.EVIDENT_SECONDS)
+    alone.go_on()
+    assert alone.request == protocol.AwaitEnd(1, 3 * 2.0 + 2 * 0.25)
+
+
+def test_the_time_that_a_communicator_took_to_build_is_reported() -> None:
+    alone = Alone(view_of(1, ["p1", "p0"]))
+    alone.go_to(protocol.Now)
+    alone.now = 2.0
+    alone.go_to(protocol.Connect)
+    alone.now = 5.0
+    assert recorded(alone.go_to(protocol.StepBoundary)) == [CommunicatorBuilt(epoch=1, seconds=3.0, rank=1, size=2)]
+
+
+def test_the_first_commit_after_a_change_of_members_reports_how_long_the_job_stood_still() -> None:
+    alone = Alone(view_of(1, ["p0", "p1"]), view_of(2, ["p0", "p2", "p3"]), steps=4)
+    passed = []
+    for now in (1.0, 3.0):
+        passed += alone.go_to(protocol.CommitStep)
+        alone.now = now
+        alone.go_on()
+    alone.fail_at(protocol.RunBody)
+    for now in (10.0, 11.0):
+        passed += alone.go_to(protocol.CommitStep)
+        alone.now = now
+        alone.go_on()
+    passed += alone.all_requests()
+    assert [event for event in recorded(passed) if isinstance(event, RecoveryEnded)] == [
+        RecoveryEnded(step=2, epoch=2, seconds=7.0, usual=2.0, joined=2, left=1)
+    ]
+
+
+def test_a_recovery_takes_the_longest_time_between_two_commits_until_a_step_is_done_again() -> None:
+    times, (one, two, three) = protocol.RecoveryTimes(), (view_of(epoch, ["p0"]) for epoch in (1, 2, 3))
+    assert [times.commit(now, one, step, True) for step, now in enumerate((0.0, 1.0, 3.0))] == [None] * 3
+    assert times.commit(10.0, two, 3, False) is None, "found out by the rebuild"
+    assert times.commit(14.0, two, 4, True) == RecoveryEnded(step=4, epoch=2, seconds=7.0, usual=1.5)
+    assert times.commit(15.0, two, 5, True) is None
+    assert times.commit(17.0, three, 6, True) == RecoveryEnded(step=6, epoch=3, seconds=2.0, usual=1.0)
+
+
+def test_a_job_that_has_done_one_step_has_no_usual_time() -> None:
+    times = protocol.RecoveryTimes()
+    assert times.commit(1.0, view_of(1, ["p0"]), 0, True) is None
+    assert times.commit(4.0, view_of(2, ["p0"]), 1, True) == RecoveryEnded(step=1, epoch=2, seconds=3.0, usual=None)
+
+
+def test_only_the_state_that_a_job_is_founded_with_is_transferred_as_such() -> None:
+    alone = Alone(view_of(1, ["p0", "p1"]), view_of(2, ["p0", "p1", "p2"]))
+    alone.go_to(protocol.TransferState)
+    assert alone.request == protocol.TransferState(Decision(False, 0, 0, (1,), 0), 0, founding=True)
+    alone.fail_at(protocol.RunBody)
+    alone.go_to(protocol.Connect)
+    mine = alone.commits.vote()
+    alone.go_on_with([mine, mine, Vote(NEWCOMER, 0, False, 2)])
+    alone.go_to(protocol.TransferState)
+    assert alone.request == protocol.TransferState(Decision(False, 0, 0, (2,), 0), 0, founding=False)
+
+
+def test_a_newcomer_confirms_that_it_has_the_state_and_goes_on_at_the_step_after_it() -> None:
+    alone = Alone(view_of(1, ["p1", "p0"]), spare=True, steps=8)
+    alone.go_to(protocol.Connect)
+    alone.go_on_with([Vote(HOLDER, 5, False, 8), alone.commits.vote()])
+    alone.go_to(protocol.TransferState)
+    alone.go_on_with(5)
+    assert len(of_kind(alone.go_to(protocol.RunBody), protocol.ConfirmTransfer)) == 1
+    assert alone.request == protocol.RunBody(5)
+
+
+def test_a_rank_that_returns_to_a_checkpoint_repeats_the_steps_after_it() -> None:
+    alone = Alone()
+    alone.go_to(protocol.Settled)
+    alone.fail_at(protocol.RunBody)
+    alone.go_to(protocol.RestoreState)
+    assert alone.request == protocol.RestoreState(1)
+    alone.go_on_with(0)
+    alone.go_to(protocol.RunBody)
+    assert alone.request == protocol.RunBody(0)
+    assert alone.commits.vote() == Vote(HOLDER, 0, False, 2, rewinds=1)
+
+
+# -- the end of the job
+
+
+def test_a_rank_that_has_done_all_steps_waits_until_the_end_is_agreed() -> None:
+    alone = Alone(view_of(1, ["p0"]), view_of(2, ["p0"]))
+    alone.go_to(protocol.ProposeFinish)
+    alone.go_on()
+    assert alone.request == protocol.AwaitView(1)
+    assert alone.go_to(protocol.ProposeFinish), "a member joined meanwhile: it needs the state of this rank"
+    assert alone.request == protocol.ProposeFinish(2)
+
+
+def test_a_step_that_the_others_finished_the_job_with_is_committed_and_the_user_told_that_the_job_is_over() -> None:
+    alone = Alone(view_of(1, ["p0", "p1"]), view_of(2, ["p0", "p1"], "finished"), steps=1)
+    alone.fail_at(protocol.AwaitBarrier)
+    requests = alone.all_requests()
+    commits = of_kind(requests, protocol.CommitStep)
+    assert commits == [protocol.CommitStep(StepCommitted(step=0, epoch=2, how="finished"))]
+    assert requests[-1] == protocol.Settled(committed=True, over=True)
+
+
+def test_a_job_that_is_stopped_may_lack_steps_and_one_that_finishes_may_not() -> None:
+    finished = view_of(2, ["p0"], "finished")
+    stopped = Alone(None, structs.replace(finished, stopped=True))
+    stopped.fail_at(protocol.RunBody)
+    assert stopped.all_requests()[-1] == protocol.Settled(committed=False, over=True)
+    lacking = Alone(None, finished)
+    lacking.fail_at(protocol.RunBody)
+    with pytest.raises(HoldfastError, match="after 0 of 2 steps here"):
+        lacking.all_requests()
+
+
+@pytest.mark.parametrize("phase", ["finished", "failed"])
+def test_a_process_that_comes_after_the_end_does_nothing(phase: Any) -> None:
+    assert Alone(view_of(3, ["p0"], phase)).all_requests() == [protocol.JoinJob()]
+
+
+# -- degraded epochs
+
+
+def degraded(epoch: int, since: int = 1, job: Job = GO_ON) -> View:
+    return view_of(epoch, ["p0"], job=job, degraded_from=since)
+
+
+FIRST = view_of(1, ["p0", "p1"], job=GO_ON)
+REBUILDS = (protocol.BreakEpoch, protocol.Connect, protocol.TransferState, protocol.RestoreState)
+
+
+def test_a_step_that_all_have_prepared_is_committed_in_a_degraded_epoch_which_goes_on() -> None:
+    alone = Alone(FIRST, degraded(2))
+    alone.fail_at(protocol.AwaitBarrier)
+    passed = alone.go_to(protocol.RunBody)
+    assert of_kind(passed, protocol.CommitStep) == [
+        protocol.CommitStep(StepCommitted(step=0, epoch=2, how="recovered"))
+    ], "which holds no epoch"
+    assert of_kind(passed, protocol.Settled) == [protocol.Settled(committed=True, over=False)]
+    assert of_kind(passed, *REBUILDS) == []
+    passed = alone.go_to(protocol.Settled)
+    votes = protocol.CollectVotes(degraded(2), "step 1", Vote(HOLDER, 1, True, 2))
+    assert of_kind(passed, protocol.CollectVotes, protocol.AwaitBarrier) == [votes], "the barrier has a dead member"
+    assert of_kind(passed, protocol.CommitStep) == [
+        protocol.CommitStep(StepCommitted(step=1, epoch=2, how="normal"), in_epoch=2)
+    ]
+
+
+def test_a_rank_that_has_its_results_prepares_the_step_in_the_degraded_epoch() -> None:
+    alone = Alone(FIRST, degraded(2))
+    alone.fail_at(protocol.StageState)
+    passed = alone.go_to(protocol.CollectVotes)
+    assert protocol.RecordStep(StepPrepared(step=0, epoch=2), in_epoch=2) in passed
+    assert alone.request == protocol.CollectVotes(degraded(2), "open step", Vote(HOLDER, 0, True, 2))
+    assert of_kind(alone.go_to(protocol.RunBody), *REBUILDS) == []
+    assert alone.request == protocol.RunBody(1)
+
+
+def test_a_rank_that_has_prepared_the_step_does_not_prepare_it_again() -> None:
+    alone = Alone(FIRST, degraded(2))
+    alone.fail_at(protocol.AwaitBarrier)
+    assert not [event for event in recorded(alone.go_to(protocol.CollectVotes)) if isinstance(event, StepPrepared)]
+
+
+def test_a_step_that_is_undone_is_done_again_over_a_new_communicator() -> None:
+    alone = Alone(FIRST, degraded(2))
+    alone.fail_at(protocol.RunBody)
+    passed = alone.go_to(protocol.CollectVotes)
+    assert alone.request == protocol.CollectVotes(degraded(2), "open step", Vote(HOLDER, 0, False, 2))
+    passed = alone.go_to(protocol.RunBody)
+    assert [type(request) for request in of_kind(passed, protocol.BreakEpoch, protocol.Connect)] == list(REBUILDS[:2])
+    assert of_kind(passed, protocol.Settled) == [protocol.Settled(committed=False, over=False)]
+    assert alone.request == protocol.RunBody(0) and alone.view.epoch == 3
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_death_between_two_steps_leaves_nothing_open_and_the_degraded_epoch_goes_on(done: int) -> None:
+    alone = Alone(FIRST, degraded(2))
+    for _ in range(done):
+        alone.go_to(protocol.Settled)
+    alone.fail_at(protocol.StepBoundary)
+    passed = alone.go_to(protocol.RunBody)
+    assert of_kind(passed, *REBUILDS, protocol.Settled) == []
+    assert [type(event) for event in recorded(passed)] == [StepBegun], "no step was there to prepare or to abort"
+    assert alone.request == protocol.RunBody(done) and alone.view == degraded(2)
+
+
+def test_a_job_that_only_finishes_the_step_builds_a_new_communicator_after_it() -> None:
+    job = structs.replace(JOB, on_death="finish_step")
+    alone = Alone(structs.replace(FIRST, job=job), degraded(2, job=job))
+    alone.fail_at(protocol.AwaitBarrier)
+    passed = alone.go_to(protocol.RunBody)
+    kinds = (protocol.CommitStep, protocol.BreakEpoch, protocol.Connect, protocol.Settled)
+    assert [type(request) for request in of_kind(passed, *kinds)] == list(kinds)
+
+
+def test_a_degraded_epoch_ends_if_a_member_lacks_the_state() -> None:
+    alone = Alone(view_of(1, ["p0", "p1", "p2"], job=GO_ON), structs.replace(FIRST, epoch=2, degraded_from=1))
+    alone.fail_at(protocol.AwaitBarrier)
+    alone.go_to(protocol.CollectVotes)
+    alone.go_on_with([alone.commits.vote(), Vote(NEWCOMER, 0, False, 2)])
+    assert len(of_kind(alone.go_to(protocol.RunBody), protocol.BreakEpoch, protocol.Connect)) == 2
+
+
+def test_a_member_without_the_communicator_of_the_others_asks_for_a_new_one() -> None:
+    new = Alone(degraded(2), spare=True)
+    failed = Alone(FIRST, degraded(2))
+    failed.fail_at(protocol.Connect)
+    for alone in (new, failed):
+        assert of_kind(alone.go_to(protocol.BreakEpoch), protocol.CollectVotes) == []
+        alone.go_to(protocol.Connect)
+        assert alone.view.epoch == 3
+
+
+def test_a_degraded_epoch_ends_at_the_next_boundary_once_a_member_asks_for_it() -> None:
+    alone = Alone(FIRST, degraded(2), steps=4)
+    alone.protocol.wants_rebuild = True  # which is forgotten: this epoch is whole
+    alone.fail_at(protocol.AwaitBarrier)
+    alone.go_to(protocol.Settled)
+    alone.go_on()
+    assert of_kind(alone.go_to(protocol.Settled), protocol.BreakEpoch) == []
+    alone.protocol.wants_rebuild = True
+    passed = alone.go_to(protocol.BreakEpoch)
+    assert of_kind(passed, protocol.RunBody) == []
+    assert "a member asks for it" in str(alone.request)
+    passed = alone.all_requests()
+    assert [request.step for request in of_kind(passed, protocol.RunBody)] == [2, 3]
+    assert len(of_kind(passed, protocol.BreakEpoch)) == 1, "the new epoch is whole"
+
+
+def test_a_degraded_epoch_ends_when_a_checkpoint_is_due() -> None:
+    alone = Alone(FIRST, degraded(2))
+    alone.fail_at(protocol.AwaitBarrier)
+    alone.go_to(protocol.StepBoundary)
+    alone.go_on_with(True)
+    assert of_kind(alone.go_to(protocol.BreakEpoch), protocol.RunBody) == []
+    assert "a checkpoint is due" in str(alone.request)
+    passed = alone.all_requests()
+    assert [request.step for request in of_kind(passed, protocol.RunBody)] == [1]
+    assert len(of_kind(passed, protocol.BreakEpoch)) == 1

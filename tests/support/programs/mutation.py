@@ -20,6 +20,7 @@ import random
 import select
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from typing import NoReturn
 from support.source_tree import ROOT
 
 SURVIVORS_AT_MOST = 0.1
+LINES_OF_FAILURE = 30
 NO_PROCESSES = "not shm and not gloo and not ucx and not mpi"
 
 
@@ -208,38 +210,41 @@ class _Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
         exec(self.get_code(self._name), module.__dict__)
 
 
-def _run_tests(target: Target, mutant: Mutant | None) -> NoReturn:
-    """Run the tests in this process, a fork, and end with their status."""
+def _run_tests(target: Target, mutant: Mutant | None, output: int) -> NoReturn:
+    """Run the tests in this process, a fork, with its output in a file, and end with their status."""
     status = 99
     try:
         os.setpgid(0, 0)
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         if mutant is not None:
             sys.meta_path.insert(0, _Mutated(mutant))
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not thorough", "-k", NO_PROCESSES]
         status = int(pytest.main([*options, "--hypothesis-seed=1", *target.tests]))
+        sys.stdout.flush()
     finally:
         os._exit(status)
 
 
-def passes(target: Target, mutant: Mutant | None, limit: float) -> bool:
-    """Whether the tests pass, within `limit` seconds: a mutant that hangs is noticed."""
-    pid = os.fork()
-    if pid == 0:
-        _run_tests(target, mutant)
-    pidfd = os.pidfd_open(pid)
-    try:
-        if not select.select([pidfd], [], [], limit)[0]:
-            os.kill(pid, signal.SIGKILL)
-    finally:
-        os.close(pidfd)
-        status = os.waitpid(pid, 0)[1]
-        _end_what_is_left(pid)
-    return status == 0
+def failure(target: Target, mutant: Mutant | None, limit: float) -> str | None:
+    """The last lines that the tests write if they fail or take longer than `limit` seconds; None if they pass."""
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            _run_tests(target, mutant, output.fileno())
+        pidfd = os.pidfd_open(pid)
+        try:
+            if not select.select([pidfd], [], [], limit)[0]:
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+            status = os.waitpid(pid, 0)[1]
+            _end_what_is_left(pid)
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()
+    return None if status == 0 else "\n".join([*lines[-LINES_OF_FAILURE:], f"status {status}, limit {limit:.0f} s"])
 
 
 def _end_what_is_left(group: int) -> None:
@@ -281,13 +286,13 @@ def main() -> int:
         if not mine:
             continue
         began = time.monotonic()
-        if not passes(TARGETS[name], None, 600.0):
-            print(f"{name}: the tests fail without a mutant")
+        if (lines := failure(TARGETS[name], None, 600.0)) is not None:
+            print(f"{name}: the tests fail without a mutant\n{lines}")
             return 2
         limit = 5.0 * (time.monotonic() - began) + 20.0
         print(f"{name}: {len(mine)} mutants, {limit:.0f} s at most each", flush=True)
         for mutant in mine:
-            if passes(TARGETS[name], mutant, limit):
+            if failure(TARGETS[name], mutant, limit) is None:
                 survivors.append(mutant)
                 print(f"survived: {mutant}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants were noticed (seed {arguments.seed})")
