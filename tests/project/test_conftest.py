@@ -6,11 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from holdfast.ft.launch.held_directory import MARKER
+from support.leaks import Snapshot, shared_memory
 from support.source_tree import ROOT
 
 TESTS = ROOT / "tests"
@@ -88,6 +91,31 @@ def test_a_clean_session_passes_and_counts_its_skips(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "3 skipped: there is no GPU" in done.stdout
+
+
+SEMAPHORE = """
+import multiprocessing
+made = multiprocessing.get_context("spawn").Semaphore()
+print(made._semlock.name, flush=True)
+input()
+"""
+
+
+def test_what_programs_of_other_sessions_have_in_shared_memory_is_no_leak() -> None:
+    """One uses a semaphore; another was killed, and the next program removes the folder that it held."""
+    before = Snapshot.take()
+    with subprocess.Popen([sys.executable, "-c", SEMAPHORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        semaphore = Path(f"/dev/shm/sem.{other.stdout.readline().decode().strip().removeprefix('/')}")
+        folder = Path(tempfile.mkdtemp(prefix="holdfast-ranks-", dir="/dev/shm"))
+        try:
+            (folder / MARKER).touch()
+            assert {semaphore, folder} <= shared_memory() - before.shared_memory
+            found = before.files_left_behind(patience=0.0)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            other.communicate(b"\n")
+    assert not [line for line in found if str(semaphore) in line or str(folder) in line]
 
 
 IGNORED = "print(next(line for line in open('/proc/self/status') if line.startswith('SigIgn')).split()[1])"

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from holdfast.ft.launch.held_directory import MARKER
+
 LASTING = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 """Kinds of descriptors that count: they can keep another process waiting or memory alive."""
 
@@ -97,11 +99,18 @@ def shared_memory() -> set[Path]:
 
 
 def _in_use(path: Path) -> bool:
-    """True if a living process has the file, or one in the folder, open or mapped."""
+    """True if a living process has the file, or one in the folder, open or mapped.
+
+    The maker of a semaphore has it mapped under another name, but with the same number.
+    """
+    try:
+        mapped = re.compile(rf"{re.escape(str(path))}| {path.stat().st_ino} +{SHARED_MEMORY}/")
+    except FileNotFoundError:  # it is gone meanwhile
+        return True
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
-                if str(path) in (process / "maps").read_text():
+                if mapped.search((process / "maps").read_text()):
                     return True
                 if any(fd.readlink().is_relative_to(path) for fd in (process / "fd").iterdir()):
                     return True
@@ -137,7 +146,9 @@ class Snapshot:
         return settle(self._unused, patience)
 
     def _unused(self) -> list[str]:
-        return [f"shared memory: {path}" for path in shared_memory() - self.shared_memory if not _in_use(path)]
+        """Leaves out the folder of a killed program, which may be of another session: the next program removes it."""
+        new = [path for path in shared_memory() - self.shared_memory if not (path / MARKER).is_file()]
+        return [f"shared memory: {path}" for path in new if not _in_use(path)]
 
     def living(self) -> list[str]:
         """One line for each new process and thread; cheap."""

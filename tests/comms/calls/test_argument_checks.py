@@ -13,10 +13,12 @@ from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.execution.argument_checks import TAGS, ArgumentChecks
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
 
 NAMES = frozenset({"float32", "float16", "int64", "bool"})
 CPU = torch.device("cpu")
+HINTS = (Hint("chunks", int, "of an op", per_op=True), Hint("whole", int, "of a communicator"))
 
 
 def checks_of(rank: int = 1, size: int = 3, **capabilities: Any) -> ArgumentChecks:
@@ -72,6 +74,16 @@ def test_the_average_of_what_is_widened_is_taken_before_the_sum() -> None:
     assert checks.carrier_op(ReduceOp.AVG, torch.float32) is ReduceOp.AVG
 
 
+def test_a_factor_that_is_a_tensor_is_applied_before_the_sum() -> None:
+    op, tensor = ReduceOp.premul_sum(torch.tensor([3.0])), torch.full((2,), 2.0)
+    assert not checks.reducible(tensor, op)
+    assert torch.equal(checks.carrier(tensor, op), torch.full((2,), 6.0)) and tensor[0] == 2.0
+    assert checks.carrier_op(op, tensor.dtype) is ReduceOp.SUM
+    number = ReduceOp.premul_sum(3.0)
+    assert checks.reducible(tensor, number) and checks.carrier(tensor, number) is tensor
+    assert checks.carrier_op(number, tensor.dtype) is number
+
+
 @pytest.mark.parametrize("dtype", EIGHT_BIT_FLOATS, ids=str)
 def test_floats_of_eight_bits_are_reduced_as_float32(dtype: torch.dtype) -> None:
     tensor = torch.ones(4).to(dtype)
@@ -79,6 +91,17 @@ def test_floats_of_eight_bits_are_reduced_as_float32(dtype: torch.dtype) -> None
     assert checks.carrier(tensor, ReduceOp.MAX).dtype == torch.float32
     with pytest.raises(Unsupported, match=r"reducing float8.*over 'stub'"):
         checks_of(reduces={"cpu": frozenset({"float16"})}).reducible(tensor, ReduceOp.MAX)
+
+
+def test_an_op_takes_the_hints_that_its_backend_announces_for_ops() -> None:
+    info = BackendInfo("stub", API_VERSION, "for checks", Capabilities({}, {}), lambda: Available(), None, hints=HINTS)
+    hinted = ArgumentChecks(0, 2, CPU, info)
+    assert hinted.hints({"chunks": "4"}) == {"chunks": 4}
+    assert hinted.hints({}) is None and hinted.hints(None) is None
+    with pytest.raises(ValueError, match="whole"):
+        hinted.hints({"whole": 4})
+    with pytest.raises(ValueError, match="chunks"):
+        checks.hints({"chunks": 4})
 
 
 def test_ranks_and_tags_are_numbers_of_any_integer_type() -> None:
@@ -96,6 +119,7 @@ def test_rows_are_divided_evenly_or_as_asked() -> None:
     checks.evenly_divided(torch.ones(0, 2), "input")
     checks.own_part(torch.ones(4), [1, 2, 1], torch.ones(8), [3, 2, 3])
     checks.own_part(torch.ones(0), [0, 0, 0], torch.ones(0), [0, 0, 0])
+    checks.own_part(torch.ones(3, 2), [1, 1, 1], torch.ones(4), [1, 2, 1])  # as many elements, in rows of another size
 
 
 def test_one_tensor_for_each_rank_belongs_to_the_root() -> None:
@@ -126,6 +150,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: checks.rank(1.0, "root"), TypeError, "root must be a whole number"),
     (lambda: checks.message(SMALL, 1, "dst", 0), ValueError, "dst=1: a rank cannot send to"),
     (lambda: checks.message(SMALL, 0, "dst", TAGS), ValueError, f"tag={TAGS} is out of range"),
+    (lambda: checks.line(0, "dst", 2**30), ValueError, "tags are whole numbers from 0 to 1073741823"),
     (lambda: checks.message(SMALL, 0, "dst", -1), ValueError, "tag=-1 is out of range"),
     (lambda: checks.message(torch.ones(1, dtype=torch.int8), 0, "dst", 0), Unsupported, "moving int8"),
     (lambda: checks.one_for_each([SMALL] * 2, "parts", SMALL.dtype), ValueError, "parts has 2 tensors.* 3 ranks"),
@@ -138,6 +163,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: checks.whole(torch.ones(7), torch.ones(2), "output", "input"), ValueError, "needs 6: size times input"),
     (lambda: checks.evenly_divided(torch.ones(4, 3), "input"), ValueError, "input has 4 rows, not a multiple of 3"),
     (lambda: checks.evenly_divided(torch.tensor(1.0), "input"), ValueError, "input has 1 rows"),
+    (lambda: checks.split_rows(torch.ones(4), None, "input"), ValueError, "input has 4 rows, .* pass split sizes"),
     (lambda: checks.split_rows(torch.ones(3), [1, 2], "input"), ValueError, "input: split sizes .* over 3 ranks"),
     (lambda: checks.split_rows(torch.ones(3), [1, 1, 2], "input"), ValueError, "do not divide 3 rows"),
     (lambda: checks.split_rows(torch.ones(3), [4, 0, -1], "input"), ValueError, "do not divide 3 rows"),

@@ -17,7 +17,7 @@ from holdfast import comms
 from holdfast.comms import Communicator, ReduceOp, _native
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import Recv, Send
-from holdfast.comms.tensors.memory import check_memory, plain_tensor
+from holdfast.comms.tensors.memory import check_memory, is_sparse, locate, plain_tensor
 from holdfast.comms.tensors.packing import plain, span
 from holdfast.ft.state.codec import encode_state
 from holdfast.harness import LocalCluster
@@ -34,7 +34,9 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, dtype=inner.dtype, layout=inner.layout
+        )
         made.inner = inner
         return made
 
@@ -56,6 +58,9 @@ class Stubborn(torch.Tensor):
 
 class Tagged(torch.Tensor):
     """An ordinary subclass."""
+
+
+KINDS = [torch.Tensor, Tagged, Stubborn]
 
 
 class Named(torch.nn.Parameter):
@@ -349,14 +354,85 @@ def test_native_functions_refuse_a_null_address() -> None:
     _native.copy(0, 0, 0)
 
 
-@given(st.integers(0, 8), st.integers(1, 8), st.integers(0, 80))
-def test_plain_memory_is_what_its_storage_covers(offset: int, count: int, held: int) -> None:
-    tensor = torch.zeros(16)[offset : offset + count]
+@given(
+    st.integers(0, 4),
+    st.integers(0, 3),
+    st.integers(0, 4),
+    st.integers(0, 5),
+    st.integers(0, 80),
+    st.sampled_from(KINDS),
+)
+def test_plain_memory_is_what_its_storage_covers(
+    offset: int, rows: int, columns: int, stride: int, held: int, kind: type[torch.Tensor]
+) -> None:
+    """Native code and Python code agree on it, for tensors of any strides and of any class."""
+    tensor = torch.zeros(40).as_strided((rows, columns), (stride, 1), offset)
     tensor.untyped_storage().resize_(held)
-    covered = 4 * (offset + count) <= held
-    assert plain(tensor) == covered
+    covered = not tensor.numel() or 4 * (offset + (rows - 1) * stride + columns) <= held
+    assert plain(tensor) == (covered and tensor.is_contiguous()) or not tensor.numel()
+    given_tensor = tensor if kind is torch.Tensor else tensor.as_subclass(kind)
     if covered:
-        assert plain_tensor(tensor) is tensor
+        found = plain_tensor(given_tensor)
+        assert type(found) is torch.Tensor and (found is tensor) == (kind is torch.Tensor)
+        assert (found.stride(), found.storage_offset()) == ((stride, 1), offset)
+        assert found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     else:
-        with pytest.raises(Unsupported, match="freed or resized"):
-            plain_tensor(tensor)
+        with pytest.raises(Unsupported, match=f"holds {held} bytes.*freed or resized"):
+            plain_tensor(given_tensor)
+
+
+@pytest.mark.parametrize("make", [lambda it: it.conj(), lambda it: it.conj().imag, lambda it: it])
+def test_a_subclass_is_used_as_the_numbers_that_it_has(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Conjugates and negatives that are not worked out yet remain so."""
+    tensor = make(torch.tensor([1 + 2j, 3 - 4j]))
+    found = plain_tensor(tensor.as_subclass(Tagged))
+    assert type(found) is torch.Tensor and torch.equal(found, tensor)
+    assert (found.is_conj(), found.is_neg(), found.data_ptr()) == (tensor.is_conj(), tensor.is_neg(), tensor.data_ptr())
+
+
+def test_a_tensor_of_inference_mode_can_be_written_outside_of_it() -> None:
+    with torch.inference_mode():
+        tensor = strided()
+        assert plain_tensor(tensor) is tensor
+    plain_tensor(tensor).zero_()
+    assert not tensor.any()
+
+
+def test_a_tensor_of_another_device_than_the_communicators_is_refused() -> None:
+    with FakeTensorMode():
+        second = torch.ones(COUNT, device="cuda:1")
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(ValueError, match=f"mine is on cuda:1, which a communicator on {device} cannot use"):
+            plain_tensor(second, "mine", torch.device(device))
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(Unsupported, match="no memory of its own"):
+            plain_tensor(second, "mine", torch.device(device))
+    for make in (torch.ones, parameter, tagged):
+        with pytest.raises(ValueError, match="tensor is on cpu"):
+            plain_tensor(make(COUNT) if make is torch.ones else make(), device=torch.device("cuda"))
+        with pytest.raises(Unsupported):
+            plain_tensor(torch.empty(1, device="meta"), device=torch.device("meta"))
+
+
+def test_a_tensor_without_memory_is_named_by_its_kind() -> None:
+    with pytest.raises(Unsupported, match="mine is a meta tensor that has no memory"):
+        plain_tensor(torch.empty(1, device="meta"), "mine")
+    with pytest.raises(Unsupported, match="mine is a FakeTensor that has no memory"):
+        plain_tensor(fake(), "mine")
+    with pytest.raises(TypeError, match="mine: expected a tensor, not list"):
+        plain_tensor([1.0], "mine")
+
+
+def test_the_one_stretch_of_memory_of_a_tensor_is_found() -> None:
+    tensor = tagged()
+    assert locate(tensor) == (tensor.data_ptr(), 4 * COUNT)
+    with pytest.raises(ValueError, match="not contiguous"):
+        locate(strided())
+    with pytest.raises(Unsupported):
+        locate(freed())
+
+
+def test_a_sparse_tensor_is_known_whatever_its_class() -> None:
+    assert is_sparse(sparse()) and is_sparse(torch.nn.Parameter(sparse()))
+    assert not any(is_sparse(each) for each in (torch.ones(COUNT), tagged(), stubborn(), "sparse"))
+    assert is_sparse(Wrapper(sparse())) and not is_sparse(wrapper())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast import comms
 from holdfast.comms import Communicator, Recv, Send
-from holdfast.comms.quantities import integer, integer_in, seconds, time_left
+from holdfast.comms.quantities import integer, integer_in, seconds, seconds_or, time_left
 from holdfast.comms.work import DONE
 from holdfast.ft import Timeouts
 from holdfast.harness import LocalCluster
@@ -25,7 +25,7 @@ INTEGERS: list[Callable[[int], Any]] = [int, np.int64, np.uint8, np.int16, lambd
 NO_INTEGERS: list[Any] = [True, np.True_, 1.0, np.float32(1), "1", None, [1], torch.tensor(1.5), torch.ones(2)]
 TIMEOUTS: list[Any] = [5, 5.0, np.float32(5), np.int64(5), timedelta(seconds=5)]
 NO_TIMEOUTS: list[Any] = [True, "5", float("nan"), float("inf"), -float("inf"), np.float64("nan")]
-NO_TIMEOUTS += [1e12, 10**400, -(10**400)]
+NO_TIMEOUTS += [1e9, -1e9, 1e12, 10**400, -(10**400)]
 
 
 @given(st.integers(0, 200), st.sampled_from(INTEGERS))
@@ -54,6 +54,11 @@ def test_a_timeout_is_never_a_wait_without_an_end(value: Any) -> None:
 @pytest.mark.parametrize("value", [-1, -0.1, timedelta(-1), np.float32(-2)], ids=repr)
 def test_a_negative_timeout_counts_as_zero(value: Any) -> None:
     assert seconds(value) == 0.0
+
+
+def test_no_timeout_is_the_default() -> None:
+    assert seconds_or(None, 7.0) == 7.0
+    assert seconds_or(timedelta(seconds=5), 7.0) == 5.0 and seconds_or(0, 7.0) == 0.0
 
 
 def test_bounds_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Parts of a session on their own: decisions, silence, epoch guard, timeouts, fault points."""
+"""Parts of a session on their own: votes, silence, epoch guard, timeouts, fault points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
@@ -30,116 +30,14 @@ from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.membership.view_delta import delta_between
 from holdfast.ft.node.epoch_guard import EpochGuard
-from holdfast.ft.step_protocol import BROKEN_EPOCHS, FOUNDER, HOLDER, NEWCOMER, CommitState, Decision, Vote, decide
+from holdfast.ft.step_protocol import HOLDER, Vote
 from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
 from support.waiting import PATIENCE
 
-# -- decisions
-
-
-def holder(done: int, prepared: bool) -> Vote:
-    return Vote(HOLDER, done, prepared, 10)
-
-
-def test_recovery_commits_a_step_that_all_had_prepared() -> None:
-    decisions = [decide([holder(4, True), holder(4, True)], rank) for rank in range(2)]
-    assert [(v.committed, v.done) for v in decisions] == [(True, 5), (True, 5)]
-
-
-def test_recovery_repeats_a_step_that_one_had_not_prepared() -> None:
-    decisions = [decide([holder(4, True), holder(4, False)], rank) for rank in range(2)]
-    assert [(v.committed, v.done) for v in decisions] == [(False, 4), (False, 4)]
-
-
-def test_recovery_commits_a_step_that_one_has_committed() -> None:
-    votes = [holder(5, False), holder(4, True), holder(5, True)]
-    assert [decide(votes, rank).committed for rank in range(3)] == [False, True, False]
-    assert {decide(votes, rank).done for rank in range(3)} == {5}, "and the one after it is done again"
-
-
-def test_newcomers_have_no_vote_and_get_the_state_from_the_first_member_that_has_it() -> None:
-    votes = [Vote(NEWCOMER, 0, False, 10), holder(4, True), holder(4, True), Vote(FOUNDER, 0, False, 10)]
-    decision = decide(votes, 1)
-    assert (decision.committed, decision.done) == (True, 5)
-    assert (decision.source, decision.receivers) == (1, (0, 3))
-    assert not decide(votes, 0).committed
-
-
-def test_founders_take_the_state_of_the_first_of_them() -> None:
-    votes = [Vote(NEWCOMER, 0, False, 10), Vote(FOUNDER, 0, False, 10), Vote(FOUNDER, 0, False, 10)]
-    decision = decide(votes, 2)
-    assert (decision.source, decision.receivers) == (1, (0, 2))
-    assert (decision.committed, decision.done) == (False, 0)
-
-
-def test_a_member_that_missed_a_rollback_takes_the_state_of_members_that_did_not() -> None:
-    votes = [holder(6, True), Vote(HOLDER, 4, False, 10, rewinds=1), Vote(HOLDER, 4, False, 10, rewinds=1)]
-    decisions = [decide(votes, rank) for rank in range(3)]
-    assert [(v.committed, v.done, v.source, v.receivers) for v in decisions] == [(False, 4, 1, (0,))] * 3
-    late = CommitState()
-    late.standing, late.done, late.total = HOLDER, 6, 10
-    late.settle(decisions[0])
-    late.take_over(4)
-    assert late.vote() == votes[1]
-
-
-def test_the_end_of_a_job_commits_a_prepared_last_step_and_refuses_missing_ones() -> None:
-    state = CommitState()
-    state.total = 3
-    with pytest.raises(HoldfastError, match="newcomer"):
-        state.finishes()
-    state.standing, state.done = HOLDER, 1
-    state.prepare()
-    with pytest.raises(HoldfastError, match="after 1 of 3 steps"):
-        state.finishes()
-    state.commit()
-    with pytest.raises(HoldfastError, match="after 2 of 3 steps"):
-        state.finishes()
-    state.prepare()
-    assert state.finishes()
-    state.commit()
-    assert state.vote() == Vote(HOLDER, 3, False, 3) and not state.finishes(), "nothing is open"
-
-
-def test_few_epochs_between_two_commits_may_end_without_a_cause() -> None:
-    state = CommitState()
-    assert [state.may_break() for _ in range(BROKEN_EPOCHS + 1)] == [True] * BROKEN_EPOCHS + [False]
-    state.commit()
-    assert state.may_break()
-
-
-def test_a_new_process_has_done_nothing_and_needs_the_state() -> None:
-    assert CommitState().vote() == Vote(NEWCOMER, 0, False, -1)
-
-
-def test_founders_hold_the_state_once_each_of_them_has_that_of_the_first() -> None:
-    state = CommitState()
-    state.found()
-    state.prepare()
-    state.settle(waits := Decision(False, 0, 0, (1,), 0))
-    assert state.vote() == Vote(FOUNDER, 0, False, -1) and state.pending == waits
-    state.synchronised()
-    assert state.vote() == Vote(HOLDER, 0, False, -1) and state.pending is None
-    alone = CommitState()
-    alone.found()
-    alone.settle(Decision(False, 0, 0, (), 0))
-    assert alone.vote() == Vote(HOLDER, 0, False, -1) and alone.pending is None
-    new = CommitState()
-    new.settle(Decision(False, 0, 0, (), 0))
-    assert new.vote().standing == NEWCOMER
-
-
-def test_each_return_to_a_checkpoint_is_counted_and_drops_the_open_step() -> None:
-    state = CommitState()
-    state.commit()
-    state.prepare()
-    state.go_back(0)
-    assert state.vote() == Vote(NEWCOMER, 0, False, -1, rewinds=1)
-    state.go_back(0)
-    assert state.vote().rewinds == 2
+# -- votes
 
 
 def test_votes_are_exchanged_by_an_op_if_they_did_not_come_with_the_connections() -> None:
@@ -154,30 +52,6 @@ def test_votes_are_exchanged_by_an_op_if_they_did_not_come_with_the_connections(
     with LocalCluster(2, "inproc") as cluster:
         votes = [Vote(HOLDER, 4 + rank, True, 10, rewinds=3) for rank in range(2)]
         assert cluster.run(body) == [(votes, votes[:1]), (votes, votes[1:])]
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("rewinds", range(4))
-def test_a_vote_arrives_as_the_numbers_that_it_was_sent_as(prepared: bool, rewinds: int) -> None:
-    vote = Vote(HOLDER, 4, prepared, 10, rewinds)
-    assert Vote.of(vote.numbers()) == vote
-
-
-def test_a_job_ends_when_no_member_has_the_state() -> None:
-    with pytest.raises(HoldfastError, match="everybody who had it died"):
-        decide([Vote(NEWCOMER, 0, False, 10)], 0)
-
-
-def test_ranks_with_different_steps_are_refused() -> None:
-    with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps, rank 0 for 10"):
-        decide([holder(4, False), Vote(HOLDER, 4, False, 20)], 0)
-    stray = [holder(4, False), Vote(NEWCOMER, 0, False, 20)]
-    with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps"):
-        decide(stray, 1)
-    assert decide(stray, 0).receivers == (1,), "a newcomer that is wrong has to go, the others stay"
-    for behind in (holder(4, False), holder(3, True)):
-        with pytest.raises(Mismatch, match="come apart"):
-            decide([behind, holder(5, False)], 0)
 
 
 # -- silence

@@ -609,21 +609,6 @@ def test_the_first_commit_after_a_change_of_members_reports_how_long_the_job_sto
     ]
 
 
-def test_a_recovery_takes_the_longest_time_between_two_commits_until_a_step_is_done_again() -> None:
-    times, (one, two, three) = protocol.RecoveryTimes(), (view_of(epoch, ["p0"]) for epoch in (1, 2, 3))
-    assert [times.commit(now, one, step, True) for step, now in enumerate((0.0, 1.0, 3.0))] == [None] * 3
-    assert times.commit(10.0, two, 3, False) is None, "found out by the rebuild"
-    assert times.commit(14.0, two, 4, True) == RecoveryEnded(step=4, epoch=2, seconds=7.0, usual=1.5)
-    assert times.commit(15.0, two, 5, True) is None
-    assert times.commit(17.0, three, 6, True) == RecoveryEnded(step=6, epoch=3, seconds=2.0, usual=1.0)
-
-
-def test_a_job_that_has_done_one_step_has_no_usual_time() -> None:
-    times = protocol.RecoveryTimes()
-    assert times.commit(1.0, view_of(1, ["p0"]), 0, True) is None
-    assert times.commit(4.0, view_of(2, ["p0"]), 1, True) == RecoveryEnded(step=1, epoch=2, seconds=3.0, usual=None)
-
-
 def test_only_the_state_that_a_job_is_founded_with_is_transferred_as_such() -> None:
     alone = Alone(view_of(1, ["p0", "p1"]), view_of(2, ["p0", "p1", "p2"]))
     alone.go_to(protocol.TransferState)
