@@ -256,7 +256,7 @@ def failure(target: Target, mutant: Mutant | None, limit: float) -> str | None:
                 os.kill(pid, signal.SIGKILL)
         finally:
             os.close(pidfd)
-            status = os.waitpid(pid, 0)[1]
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             _end_what_is_left(pid)
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()
