@@ -29,7 +29,7 @@ from holdfast.backends.nccl.device_reduction import PLAIN, combine, device_reduc
 from holdfast.backends.nccl.ending import ends, failure_of_end
 from holdfast.backends.nccl.grouped_calls import CallingThread, marks_open_group, run_as_group, this_thread
 from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for, within
-from holdfast.backends.nccl.torch_groups import LEGACY, kind_of_group, make_group, set_timeout
+from holdfast.backends.nccl.torch_groups import LEGACY, blocks, kind_of_group, make_group, set_timeout
 from holdfast.comms._native import OpCall
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
@@ -108,7 +108,7 @@ class NcclTransport(TorchGroup):
         """Connect the ranks, which are all there. NCCL connects them with the first op, a barrier here.
 
         If a rank dies or hangs meanwhile, the op blocks with the communicator's lock held, so an abort has no effect.
-        The op is then abandoned, and ends by the bound of `bound_handshakes`.
+        The op is then abandoned. It ends once that rank's process does, or by the bound of `bound_handshakes`.
         """
         began = time.monotonic()
 
@@ -123,7 +123,7 @@ class NcclTransport(TorchGroup):
             with self._side.entered():  # the current stream may still hold an op of the communicator before
                 self.barrier(deadline)
 
-        run_interruptible(first_op, look)
+        run_interruptible(first_op, look, delays_exit=not blocks())
 
     # -- queueing and ending an op
 

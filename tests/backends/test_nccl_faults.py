@@ -494,7 +494,7 @@ class Older:
         self.config = SimpleNamespace(blocking=None)
 
 
-def test_the_group_is_made_without_blocking_unless_the_user_says(environment: pytest.MonkeyPatch) -> None:
+def test_the_older_group_blocks_unless_the_user_says_otherwise(environment: pytest.MonkeyPatch) -> None:
     environment.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
     environment.setattr(torch_groups, "kind_of_group", lambda: torch_groups.LEGACY)
     environment.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
@@ -502,12 +502,14 @@ def test_the_group_is_made_without_blocking_unless_the_user_says(environment: py
     place: Any = SimpleNamespace(store=None, rank=0, size=1, deadline=soon(12), hints={})
     gpu = torch.device("cuda", 1)
     group = torch_groups.make_group(place, gpu)
-    assert group.made.config.blocking == 0 and 11 < group.made._timeout.total_seconds() <= 12
+    assert torch_groups.blocks() and group.made.config.blocking is None
+    assert 11 < group.made._timeout.total_seconds() <= 12
     assert group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "300", "torch reads it once, so no timeout decides"
-    environment.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
+    environment.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
     environment.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
     group = torch_groups.make_group(place, gpu)
-    assert group.made.config.blocking is None and group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
+    assert not torch_groups.blocks() and group.made.config.blocking is None
+    assert group.variables["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
 
 
 @pytest.mark.parametrize(
@@ -537,6 +539,7 @@ def test_the_group_is_the_one_that_torch_takes_for_nccl(
         assert type(group) is (Made2 if taken == "nccl2" else dist.ProcessGroupNCCL)
         assert bound - 1 < group.made._timeout.total_seconds() <= bound, "each communicator has its own bound"
         assert group.variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2", "a failure does not end the process"
+        assert group.made.config.blocking == (0 if taken == "nccl2" else None)
         if taken == "nccl2":
             assert group.device == (torch.device("cuda", 1) if torch_has == "2.15" else None)
             assert getattr(group.made, "lazy_init", None) == (True if torch_has == "2.15" else None)
