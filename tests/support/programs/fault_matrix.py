@@ -25,7 +25,6 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, Recv, Revoked, Send
-from holdfast.comms.system.cpu_wait import POLL
 from holdfast.comms.system.paths import url_of
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.conformance.helpers import capabilities, wait_for_files
@@ -237,11 +236,9 @@ def _failure(call: Callable[[], Any], comm: Communicator | None = None) -> Excep
         work = call()
         if work is not None:
             work.wait()
-        if comm is not None and comm.device.type == "cuda":  # the op was only queued
+        if comm is not None and comm.device.type == "cuda":  # the op was only queued: the next one says how it ended
             torch.cuda.synchronize()
-            POLL.reaches(lambda: comm.over is not None, time.monotonic() + LONG)
-            if comm.over is not None:
-                raise comm.over
+            comm.barrier(timeout=LONG)
     except Exception as error:
         return error
     return None
