@@ -20,6 +20,7 @@ call closes the window and raises `RegionGone`; until then the other ranks acces
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
 from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES, packed, unpack
-from holdfast.comms.transport.base import Transport
+from holdfast.comms.transport.base import Transport, gather_bytes
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here
 from holdfast.comms.work import DONE, Lane, Work
 
@@ -51,6 +52,8 @@ _RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in 
 _CLOSE_SECONDS = 10.0
 _MOST_DIMENSIONS = 64
 """The most dimensions of a torch tensor."""
+_SHAPE = struct.Struct(f"={2 + _MOST_DIMENSIONS}q")
+"""A dtype's code, the number of dimensions, and their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,14 +513,13 @@ def check_exposable(tensor: Tensor) -> None:
 
 def shapes_of_all(transport: Transport, tensor: Tensor, deadline: float) -> tuple[tuple[int, ...], ...]:
     """The shapes of all ranks' tensors; collective. Raises `Mismatch` on all ranks unless all have one dtype."""
-    words = [DTYPE_CODE[tensor.dtype], tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())]
-    rows = [torch.zeros(len(words), dtype=torch.int64, device="cpu") for _ in range(transport.size)]
-    transport.all_gather(rows, torch.tensor(words, dtype=torch.int64, device="cpu"), deadline)
-    codes = [int(row[0]) for row in rows]
-    for rank, code in enumerate(codes):
-        if code != codes[0]:
+    shape = [*tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())]
+    own = _SHAPE.pack(DTYPE_CODE[tensor.dtype], tensor.dim(), *shape)
+    rows = [_SHAPE.unpack(row) for row in gather_bytes(transport, own, deadline)]
+    for rank, (code, *_) in enumerate(rows):
+        if code != rows[0][0]:
             raise Mismatch(
-                f"rank {rank} exposes {DTYPES[code]} in a window, rank 0 {DTYPES[codes[0]]}; all ranks must "
+                f"rank {rank} exposes {DTYPES[code]} in a window, rank 0 {DTYPES[rows[0][0]]}; all ranks must "
                 "pass one dtype (view the tensors as uint8 to exchange bytes)"
             )
-    return tuple(tuple(int(size) for size in row[2 : 2 + int(row[1])]) for row in rows)
+    return tuple(row[2 : 2 + row[1]] for row in rows)

@@ -19,14 +19,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import torch
-
 from holdfast.comms.errors import CorruptData, OpTimeout
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Requests, Source
 from holdfast.comms.system import forks
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.transport.base import Transport
+from holdfast.comms.transport.base import Transport, gather_bytes
 
 _CARD = struct.Struct("=46s16sH")
 """Address, secret and port of a rank's listener."""
@@ -194,12 +192,10 @@ def _connect(
     secret = secrets.token_bytes(16)
     with contextlib.closing(_listener(connections, transport.size)) as listener:
         host, port = listener.getsockname()[:2]
-        card = bytearray(_CARD.pack(host.encode(), secret, port))
-        cards = [torch.zeros(_CARD.size, dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
-        transport.all_gather(cards, torch.frombuffer(card, dtype=torch.uint8), deadline)
+        cards = gather_bytes(transport, _CARD.pack(host.encode(), secret, port), deadline)
         try:
             for rank in range(transport.rank):
-                address, theirs, their_port = _CARD.unpack(bytes(cards[rank].numpy()))
+                address, theirs, their_port = _CARD.unpack(cards[rank])
                 left = max(deadline - time.monotonic(), 0.001)
                 made[rank] = socket.create_connection((address.rstrip(b"\0").decode(), their_port), left)
                 made[rank].sendall(_HELLO.pack(theirs, transport.rank))

@@ -17,8 +17,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker, explain
@@ -26,7 +24,7 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, REPLY, Channel, Pending, Requests, Source
 from holdfast.comms.system.cpu_wait import Wait
-from holdfast.comms.transport.base import Transport
+from holdfast.comms.transport.base import Transport, gather_bytes
 
 _MESSAGE = 1
 _SOURCE = struct.Struct("<i")
@@ -263,8 +261,6 @@ def _exchange(transport: Transport, card: bytes, deadline: float) -> list[bytes]
         raise HoldfastError(
             f"UCX's address of this process has {len(card)} bytes; set UCX_NET_DEVICES to fewer devices"
         )
-    padded = bytearray((len(card).to_bytes(4, "little") + card).ljust(_CARD_BYTES, b"\0"))
-    cards = [torch.zeros(_CARD_BYTES, dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
-    transport.all_gather(cards, torch.frombuffer(padded, dtype=torch.uint8), deadline)
-    texts = [bytes(each.numpy()) for each in cards]
+    padded = (len(card).to_bytes(4, "little") + card).ljust(_CARD_BYTES, b"\0")
+    texts = gather_bytes(transport, padded, deadline)
     return [text[4 : 4 + int.from_bytes(text[:4], "little")] for text in texts]

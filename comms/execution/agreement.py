@@ -8,14 +8,14 @@ moved.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.transport.base import Transport
+from holdfast.comms.transport.base import Transport, gather_bytes
 
 _DIGEST, _LENGTH, _TEXT = 16, 4, 172
-_BYTES = _DIGEST + _LENGTH + _TEXT
 
 
 class Agreement:
@@ -23,8 +23,6 @@ class Agreement:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._own = torch.zeros(_BYTES, dtype=torch.uint8, device="cpu")
-        self._all = [torch.zeros(_BYTES, dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
 
     def check(self, words: str, deadline: float) -> None:
         """Raise `Mismatch` unless `words` (the next collective and its number) is the same on every rank.
@@ -34,15 +32,12 @@ class Agreement:
         encoded = words.encode()
         digest = hashlib.blake2b(encoded, digest_size=_DIGEST).digest()
         message = digest + len(encoded).to_bytes(_LENGTH, "little") + encoded[:_TEXT].ljust(_TEXT, b"\0")
-        self._own.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-        self._transport.all_gather(self._all, self._own, deadline)
-        if all(torch.equal(self._all[0][:_DIGEST], other[:_DIGEST]) for other in self._all[1:]):
-            return
-        self._raise(self._descriptions(encoded, deadline))
+        messages = gather_bytes(self._transport, message, deadline)
+        if len({each[:_DIGEST] for each in messages}) > 1:
+            self._raise(self._descriptions(messages, encoded, deadline))
 
-    def _descriptions(self, mine: bytes, deadline: float) -> list[str]:
+    def _descriptions(self, messages: Sequence[bytes], mine: bytes, deadline: float) -> list[str]:
         """Every rank's description, in full. All ranks have seen the same messages, so all call this."""
-        messages = [bytes(each.numpy()) for each in self._all]
         lengths = [int.from_bytes(message[_DIGEST : _DIGEST + _LENGTH], "little") for message in messages]
         texts = [message[_DIGEST + _LENGTH :] for message in messages]
         if max(lengths) > _TEXT:

@@ -23,7 +23,7 @@ from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.local_causes import check_shared_memory, unopenable_file
 from holdfast.comms.system.mappings import map_file
 from holdfast.comms.tensors.exposed import ExposedMemory
-from holdfast.comms.transport.base import Peer, Transport
+from holdfast.comms.transport.base import Peer, Transport, gather_bytes
 
 _PLACE = struct.Struct("=qqqq")
 """Descriptors of the header and of the memory, the offset in the latter and the size, in bytes."""
@@ -59,7 +59,7 @@ def try_window(
     """As `make_window`; returns the error if a rank cannot share its memory or map that of the others."""
     rank, size = transport.rank, transport.size
     held, failure, parts = ExitStack(), list[Exception](), list[Part]()
-    place = bytearray(_PLACE.pack(-1, -1, 0, 0))
+    place = _PLACE.pack(-1, -1, 0, 0)
     try:
         with _noting(failure):
             header_fd = OwnedDescriptor(os.memfd_create("holdfast-window", os.MFD_CLOEXEC))
@@ -67,19 +67,17 @@ def try_window(
             os.fchmod(header_fd, 0o600)
             os.ftruncate(header_fd, 8 * header_words(size))
             memory_fd, offset = _share(tensor) if tensor.nbytes else (-1, 0)
-            place[:] = _PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes)
+            place = _PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes)
         exposed = ExposedMemory(tensor)
-        places = [torch.zeros(_PLACE.size, dtype=torch.uint8, device="cpu") for _ in range(size)]
-        transport.all_gather(places, torch.frombuffer(place, dtype=torch.uint8), deadline)
+        places = gather_bytes(transport, place, deadline)
         with _noting(failure):
             for peer, of_peer in enumerate(places):
                 if not failure:
-                    where = _PLACE.unpack(bytes(of_peer.numpy()))
+                    where = _PLACE.unpack(of_peer)
                     parts.append(_map(backend, held, peers[peer].pid, peer, rank, size, where))
             if not failure:
                 parts[rank].header[0] = OPEN
-        failed = [torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(size)]
-        transport.all_gather(failed, torch.tensor([len(failure)], dtype=torch.uint8, device="cpu"), deadline)
+        failed = [flag != b"\0" for flag in gather_bytes(transport, bytes([len(failure)]), deadline)]
     except BaseException:
         held.close()
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import struct
 import threading
 import time
 from collections import deque
@@ -36,9 +37,10 @@ from holdfast.comms.onesided.requests import (
 from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.tensors.packing import span
-from holdfast.comms.transport.base import Transport
+from holdfast.comms.transport.base import Transport, gather_bytes
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
+_SIZE = struct.Struct("=Q")
 _MOST_POSTED = 64
 """Posted calls to one rank without an answer; the next one waits for the oldest."""
 _EXPLAIN_SECONDS = 0.05
@@ -60,12 +62,11 @@ class RequestService:
         number, mine = next(self._windows), Exposed(ExposedMemory(tensor), size=self.size)
         self.requests.expose(number, mine)
         try:
-            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-            transport.all_gather(sizes, torch.tensor([tensor.nbytes], device="cpu"), deadline)
+            sizes = gather_bytes(transport, _SIZE.pack(tensor.nbytes), deadline)
         except BaseException:
             self.requests.withdraw(number)
             raise
-        return RequestWindow(self, number, mine, [int(size) for size in sizes])
+        return RequestWindow(self, number, mine, [_SIZE.unpack(size)[0] for size in sizes])
 
     def check(self, rank: int) -> None:
         """Raise if `rank` is gone, or the communicator has ended here or elsewhere."""

@@ -248,3 +248,10 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release every descriptor, thread and segment. The communicator calls this once, while no op runs."""
+
+
+def gather_bytes(transport: Transport, own: bytes | bytearray, deadline: float) -> list[bytes]:
+    """The bytes of each rank, in rank order; collective. All ranks pass the same number."""
+    gathered = [torch.zeros(len(own), dtype=torch.uint8, device="cpu") for _ in range(transport.size)]
+    transport.all_gather(gathered, torch.frombuffer(bytearray(own), dtype=torch.uint8), deadline)
+    return [bytes(each.numpy()) for each in gathered]
