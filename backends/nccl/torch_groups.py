@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from holdfast.backends.nccl import settings
 from holdfast.backends.nccl.streams import until
+from holdfast.comms.system.environment import flag
 from holdfast.comms.transport.base import Context
 
 LEGACY, NCCL2 = "nccl-legacy", "nccl2"
@@ -39,7 +40,7 @@ def blocks() -> bool:
 
     Without blocking, NCCL starts a thread for each op: 130 us of host time more with two ranks (H200, NCCL 2.28).
     """
-    return kind_of_group() == LEGACY and os.environ.get(settings.NONBLOCKING, "0") in ("", "0")
+    return kind_of_group() == LEGACY and not flag(settings.NONBLOCKING)
 
 
 def make_group(context: Context, device: torch.device) -> Any:
