@@ -47,6 +47,9 @@ class TorchGroup(Transport):
 
     _watching = True
 
+    on_end: Callable[[HoldfastError], None] = staticmethod(lambda error: None)
+    """Called once, from any thread, with what has ended the group."""
+
     def __init__(self, context: Context) -> None:
         self.rank, self.size = context.rank, context.size
         self._epoch = context.epoch
@@ -116,7 +119,8 @@ class TorchGroup(Transport):
 
     def abort(self, error: HoldfastError) -> None:
         with self._ending:
-            if self._error is None:
+            first = self._error is None
+            if first:
                 self._error = error
                 if isinstance(error, Revoked) and error.own:
                     self._leave_reason(error.reason)
@@ -124,6 +128,13 @@ class TorchGroup(Transport):
                 self._end_group()
             except Exception:
                 _log.exception("the group of rank %d could not be ended; its ops end by their timeouts", self.rank)
+        if first:
+            self.on_end(error)
+
+    @property
+    def ended(self) -> HoldfastError | None:
+        """What has ended the group; None while it runs."""
+        return self._error
 
     def _leave_reason(self, reason: str) -> None:
         """Write to the store why this rank ends the group: the others see a closed connection alone."""

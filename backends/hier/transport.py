@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,25 +87,40 @@ class HostLayout:
 class _Part:
     """A transport over some of the ranks, whose errors name ranks of the whole."""
 
-    def __init__(self, transport: Transport, members: tuple[int, ...], context: Context) -> None:
-        self.transport, self.members, self._epoch, self._peers = transport, members, context.epoch, context.peers
+    def __init__(
+        self,
+        transport: Transport,
+        members: tuple[int, ...],
+        context: Context,
+        ended: Callable[[], HoldfastError | None] = lambda: None,
+    ) -> None:
+        """`ended()` is what has ended the whole, if that is known."""
+        self.transport, self.members, self._ended = transport, members, ended
+        self._epoch, self._peers = context.epoch, context.peers
 
     def run(self, op: str, *arguments: Any) -> None:
         """Call an op of the transport."""
         try:
             getattr(self.transport, op)(*arguments)
-        except PeerFailed as error:
+        except HoldfastError as error:
+            if (told := self._of_whole(error)) is error:
+                raise
+            raise told from error
+
+    def _of_whole(self, error: HoldfastError) -> HoldfastError:
+        if (ended := self._ended()) is not None:
+            return ended.again()
+        if isinstance(error, PeerFailed):
             ranks = [self.members[rank] for rank in error.ranks]
             # A library that lost a connection may not know whose; the kernel may know of a rank in another part.
             ranks = ranks or [rank for rank, peer in enumerate(self._peers) if is_gone(peer)]
-            raise PeerFailed(ranks, error.evidence) from error
-        except OpTimeout as error:
+            return PeerFailed(ranks, error.evidence)
+        if isinstance(error, OpTimeout):
             missing = [self.members[rank] for rank in error.missing_ranks]
-            raise OpTimeout(error.op, error.seq, error.waited, missing) from error
-        except Revoked as error:
-            if len(self.members) == self.transport.size and self.members == tuple(range(len(self.members))):
-                raise
-            raise Revoked(self._epoch, f"{error.reason} (counted among ranks {list(self.members)})") from error
+            return OpTimeout(error.op, error.seq, error.waited, missing)
+        if isinstance(error, Revoked) and self.members != tuple(range(self.transport.size)):
+            return Revoked(self._epoch, f"{error.reason} (counted among ranks {list(self.members)})")
+        return error
 
 
 class _PartJournal:
@@ -142,11 +157,15 @@ class HierarchicalTransport(Transport):
         self._host, self._local = layout.place(context.rank)
         here = layout.hosts[self._host]
         self._flat = flat
-        self._inner = None if inner is None else _Part(inner, here, context)
+        self._inner = None if inner is None else _Part(inner, here, context, self._ended)
         on_rail = tuple(host[self._local] for host in layout.hosts) if rail is not None else ()
-        self._rail = None if rail is None else _Part(rail, on_rail, context)
+        self._rail = None if rail is None else _Part(rail, on_rail, context, self._ended)
         self._parts = [part for part in (flat, inner, rail) if part is not None]
         self._cheaper: dict[tuple[str, int], bool] = {}
+
+    def _ended(self) -> HoldfastError | None:
+        """What has ended the whole, if a part tells it of itself."""
+        return None
 
     # -- the cost model
 
@@ -289,9 +308,34 @@ class HierarchicalTransport(Transport):
 
 
 class StreamedHierarchy(HierarchicalTransport):
-    """The layers over transports of a device: all parts queue their share of an op on one stream, in this order."""
+    """The layers over transports of a device: all parts queue their share of an op on one stream, in this order.
+
+    An op returns before it is complete, so none meets the end of the ranks that it waits for. The flat transport
+    watches all ranks: when it ends, the layers end with it, and what they have queued.
+    """
 
     streams = True
+
+    def __init__(
+        self,
+        context: Context,
+        layout: HostLayout,
+        flat: Transport,
+        inner: Transport | None,
+        rail: Transport | None,
+        link: cost.Link,
+    ) -> None:
+        self._watching = cast(Any, flat)  # a `TorchGroup`
+        super().__init__(context, layout, flat, inner, rail, link)
+        self._watching.on_end = self._end_layers
+
+    def _ended(self) -> HoldfastError | None:
+        return self._watching.ended  # type: ignore[no-any-return]
+
+    def _end_layers(self, error: HoldfastError) -> None:
+        for part in (self._inner, self._rail):
+            if part is not None:
+                part.transport.abort(error)
 
     def launch(self, name: str, op: Callable[[], None]) -> Work:
         return self._flat.launch(name, op)

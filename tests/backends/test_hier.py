@@ -238,3 +238,37 @@ def test_ops_of_a_device_are_launched_on_its_stream_with_all_their_layers() -> N
     transport.launch("all_reduce", lambda: launched.append("inside"))
     assert launched == ["all_reduce", "inside"]
     assert (transport.streams, transport.device) == (True, flat.device)
+
+
+class Layer:
+    """A transport whose ops fail once it was aborted, with ranks of its own."""
+
+    size, streams, ended = 2, True, None
+
+    def __init__(self) -> None:
+        self.device, self.errors = torch.device("cuda", 0), list[HoldfastError]()
+
+    def abort(self, error: HoldfastError) -> None:
+        self.errors.append(error)
+
+    def all_reduce(self, *arguments: Any) -> None:
+        if self.errors:
+            raise PeerFailed((0,), "this rank has left it")
+
+    reduce_scatter = all_gather = all_reduce
+
+
+def test_the_layers_of_a_device_end_when_the_flat_transport_finds_a_rank_of_another_layer_dead() -> None:
+    """Rank 2 has no layer in common with rank 1. It queued ops for 20 s, since no rank of its own layers had died."""
+    always_in_layers()
+    flat, inner, rail = (cast(Any, Layer()) for _ in range(3))
+    peers = tuple(Peer(host, 1, 1) for host in "aabb")
+    context = Context(2, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), peers, 0.0)
+    transport = StreamedHierarchy(context, HostLayout.of(peers), flat, inner, rail, Link(15e-6, 20e9))
+    transport.all_reduce(torch.ones(8), ReduceOp.SUM, 0.0)
+    flat.ended = PeerFailed((1,), "the kernel says that the process is gone")
+    flat.on_end(flat.ended)
+    assert inner.errors == rail.errors == [flat.ended], "what they have queued ends, too"
+    with pytest.raises(PeerFailed) as caught:
+        transport.all_reduce(torch.ones(8), ReduceOp.SUM, 0.0)
+    assert caught.value.ranks == (1,)
