@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from holdfast.backends.hier.choice import MEGABITS
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
@@ -48,6 +49,7 @@ def layered(inner: str, outer: str, device: str) -> BackendInfo:
         probe=partial(probe, inner, outer),
         connect=partial(connect, inner, outer),
         prepare=partial(prepare, outer),
+        hints=(MEGABITS,),
     )
 
 

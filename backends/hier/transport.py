@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from holdfast.backends.hier.choice import MEGABITS, WITHIN, WITHIN_DEVICES, Choice, HostLayout
 from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.arithmetic import SCALED, postscale, prescale
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
@@ -26,62 +27,15 @@ from holdfast.comms.journal import Journal
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpTensors
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.transport.base import Context, Peer, Transport
+from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import is_gone
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
 
 
-_WITHIN, _BETWEEN = cost.Link(50e-6, 8e9), cost.Link(25e-6, 1.5e9)
-"""The costs of a message within a host, with the wake-up of its receiver, and over TCP, on an unmeasured machine."""
-_WITHIN_DEVICES, _BETWEEN_DEVICES = cost.Link(8e-6, 100e9), cost.Link(15e-6, 20e9)
-"""The same between the GPUs of a host over NVLink, and between hosts over RDMA: from data sheets, not measured."""
-
-_COSTS: dict[str, Callable[[cost.Link, int, int], dict[str, float]]] = {
-    "all_reduce": cost.all_reduce,
-    "broadcast": cost.broadcast,
-    "all_gather": cost.all_gather,
-    "reduce_scatter": cost.all_gather,  # the same messages in the other direction
-}
-
-
-@dataclass(frozen=True, slots=True)
-class HostLayout:
-    """Which ranks are on which host, in the order of the hosts' first ranks."""
-
-    hosts: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(peers: Sequence[Peer]) -> HostLayout:
-        hosts: dict[str, list[int]] = {}
-        for rank, peer in enumerate(peers):
-            hosts.setdefault(peer.host, []).append(rank)
-        return HostLayout(tuple(map(tuple, hosts.values())))
-
-    @property
-    def rails(self) -> int:
-        return min(map(len, self.hosts))
-
-    @property
-    def even(self) -> bool:
-        return len({len(host) for host in self.hosts}) == 1
-
-    @property
-    def leaving(self) -> int:
-        """The most ranks of a host whose next rank is on another host; 1 where a host's ranks are neighbours."""
-        size = sum(map(len, self.hosts))
-        return max(sum((rank + 1) % size not in ranks for rank in ranks) for ranks in self.hosts)
-
-    @property
-    def layered(self) -> bool:
-        """Whether there are several hosts, and several ranks on one."""
-        return 1 < len(self.hosts) < sum(map(len, self.hosts))
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and its number there."""
-        host = next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
-        return host, self.hosts[host].index(rank)
+_BETWEEN, _BETWEEN_DEVICES = cost.Link(25e-6, 1.5e9), cost.Link(15e-6, 20e9)
+"""The costs of a message between hosts over TCP, and over RDMA between GPUs, where the outer transport has none."""
 
 
 class _Part:
@@ -149,11 +103,10 @@ class HierarchicalTransport(Transport):
         flat: Transport,
         inner: Transport | None,
         rail: Transport | None,
-        link: cost.Link,
+        choice: Choice,
     ) -> None:
         self.rank, self.size = context.rank, context.size
-        self._layout, self._link = layout, link
-        self._within, self.device = _WITHIN_DEVICES if flat.streams else _WITHIN, flat.device
+        self._layout, self.choice, self.device = layout, choice, flat.device
         self._host, self._local = layout.place(context.rank)
         here = layout.hosts[self._host]
         self._flat = flat
@@ -161,7 +114,7 @@ class HierarchicalTransport(Transport):
         on_rail = tuple(host[self._local] for host in layout.hosts) if rail is not None else ()
         self._rail = None if rail is None else _Part(rail, on_rail, context, self._ended)
         self._parts = [part for part in (flat, inner, rail) if part is not None]
-        self._cheaper: dict[tuple[str, int], bool] = {}
+        self._cheaper: dict[tuple[str, int, int], bool] = {}
 
     def _ended(self) -> HoldfastError | None:
         """What has ended the whole, if a part tells it of itself."""
@@ -169,23 +122,13 @@ class HierarchicalTransport(Transport):
 
     # -- the cost model
 
-    def _in_layers(self, op: str, nbytes: int) -> bool:
+    def _in_layers(self, op: str, nbytes: int, root: int = 0) -> bool:
         """Whether the hierarchy is cheaper than the flat transport; the same on every rank."""
-        known = self._cheaper.get((op, nbytes))
+        key = op, nbytes, root
+        known = self._cheaper.get(key)
         if known is None:
-            known = self._cheaper[op, nbytes] = self._costs_less(op, nbytes)
+            known = self._cheaper[key] = self.choice.in_layers(op, nbytes, root)
         return known
-
-    def _costs_less(self, op: str, nbytes: int) -> bool:
-        costs = _COSTS[op]
-        hosts, most = len(self._layout.hosts), max(map(len, self._layout.hosts))
-        shares = op in ("all_gather", "reduce_scatter")  # of which `nbytes` is one rank's
-        within = self._within.seconds(2 * most, nbytes * self.size if shares else 2 * nbytes)
-        between = nbytes * most if shares else nbytes  # the rails of a host share its link
-        # Flat algorithms send along rings: the link of a host is shared by its ranks that have a neighbour elsewhere.
-        shared = replace(self._link, bandwidth=self._link.bandwidth / self._layout.leaving)
-        layered = within + min(costs(self._link, hosts, between).values())
-        return layered < min(costs(shared, self.size, nbytes).values())
 
     # -- the ops with layers
 
@@ -207,21 +150,44 @@ class HierarchicalTransport(Transport):
             self._inner.run("all_gather", pieces, own, deadline)
 
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
-        if not self._in_layers("broadcast", tensor.nbytes):
+        if not self._in_layers("broadcast", tensor.nbytes, src):
             self._flat.broadcast(tensor, src, deadline)
             return
         source, local = self._layout.place(src)
         pieces = self._pieces(tensor)
+        own = pieces[self._local]
         if self._inner is not None and self._host == source:
-            self._inner.run("broadcast", tensor, local, deadline)
-        if self._rail is not None:
-            self._rail.run("broadcast", pieces[self._local], source, deadline)
-        if self._inner is not None and self._host != source:
-            self._inner.run("all_gather", pieces, pieces[self._local], deadline)
+            self._inner.run("scatter", own, pieces if self._local == local else None, local, deadline)
+        segments = self.choice.segments(tensor.nbytes)
+        if self._rail is not None and segments:
+            self._broadcast_on_rail(self._rail, own, source, segments, deadline)
+        elif self._rail is not None:
+            self._rail.run("broadcast", own, source, deadline)
+        if self._inner is not None:
+            self._inner.run("all_gather", pieces, own, deadline)
+
+    def _broadcast_on_rail(self, rail: _Part, tensor: Tensor, source: int, segments: int, deadline: float) -> None:
+        """The source gives each other host a share, and these exchange theirs: each byte leaves the source once.
+
+        While the source gives the shares of one segment, the others exchange those of the segment before.
+        """
+        here, nothing = self._host, tensor[:0]
+        others = [host for host in range(len(rail.members)) if host != source]
+        parts = [segment.tensor_split(len(others)) for segment in tensor.tensor_split(segments)]
+        none = [nothing] * len(others)
+        for new, known in zip([*parts, none], [none, *parts], strict=True):
+            given, taken = [nothing] * len(rail.members), [nothing] * len(rail.members)
+            for host, to_give, to_take in zip(others, new, known, strict=True):
+                if here == source:
+                    given[host] = to_give
+                elif host == here:
+                    taken[source] = to_give
+                else:
+                    given[host], taken[host] = known[others.index(here)], to_take
+            rail.run("all_to_all", taken, given, deadline)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
-        total = sum(output.nbytes for output in outputs)
-        if not (self._layout.even and self._in_layers("all_gather", total // self.size)):
+        if not self._in_layers("all_gather", sum(output.nbytes for output in outputs)):
             self._flat.all_gather(outputs, tensor, deadline)
             return
         assert self._rail is not None and self._inner is not None, "hosts of one size, with several ranks"
@@ -230,8 +196,7 @@ class HierarchicalTransport(Transport):
             self._inner.run("all_gather", [outputs[rank] for rank in host], outputs[host[self._local]], deadline)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
-        total = sum(each.nbytes for each in inputs)
-        if not (self._layout.even and self._in_layers("reduce_scatter", total // self.size)):
+        if not self._in_layers("reduce_scatter", sum(each.nbytes for each in inputs)):
             self._flat.reduce_scatter(output, inputs, op, deadline)
             return
         assert self._rail is not None and self._inner is not None, "hosts of one size, with several ranks"
@@ -323,10 +288,10 @@ class StreamedHierarchy(HierarchicalTransport):
         flat: Transport,
         inner: Transport | None,
         rail: Transport | None,
-        link: cost.Link,
+        choice: Choice,
     ) -> None:
-        self._watching = cast(Any, flat)  # a `TorchGroup`
-        super().__init__(context, layout, flat, inner, rail, link)
+        super().__init__(context, layout, flat, inner, rail, choice)
+        self._watching: Any = flat  # a `TorchGroup`
         self._watching.on_end = self._end_layers
 
     def _ended(self) -> HoldfastError | None:
@@ -352,7 +317,7 @@ def connect(inner: str, outer: str, context: Context) -> Transport:
     if not layout.layered:
         only = registry().backend(inner if len(layout.hosts) == 1 else outer).info
         assert only.connect is not None
-        return only.connect(replace(context, previous=None, links=only.links))
+        return only.connect(replace(context, previous=None, links=only.links, hints={}))
     host, local = layout.place(context.rank)
     here, rails = layout.hosts[host], layout.rails
     with contextlib.ExitStack() as undo:
@@ -367,7 +332,10 @@ def connect(inner: str, outer: str, context: Context) -> Transport:
         within = part(inner, here, f"host{host}") if len(here) > 1 else None
         rail = part(outer, [ranks[local] for ranks in layout.hosts], f"rail{local}") if local < rails else None
         kind = StreamedHierarchy if flat.streams else HierarchicalTransport
-        transport = kind(context, layout, flat, within, rail, link)
+        megabits = context.hints.get(MEGABITS.name)
+        rate = None if megabits is None else megabits * 1e6 / 8
+        choice = Choice(outer, layout, link, WITHIN_DEVICES if flat.streams else WITHIN, rate)
+        transport = kind(context, layout, flat, within, rail, choice)
         undo.pop_all()
         return transport
 
@@ -394,6 +362,7 @@ def _connect_part(backend: str, members: Sequence[int], name: str, context: Cont
                 journal=None if context.journal is None else _PartJournal(context.journal, members),
                 previous=None,
                 links=info.links,
+                hints={},
                 connect_payload=(),
                 meanwhile=lambda transport: None,
             )

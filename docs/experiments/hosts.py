@@ -85,7 +85,7 @@ def run(
         processes = []
         for rank in range(count):
             host = rank % hosts if in_turns else rank // ranks
-            body = _Rank(network.entry(host), names, rank, count, tuple(sizes), rounds, str(folder))
+            body = _Rank(network.entry(host), names, rank, count, tuple(sizes), rounds, str(folder), megabits)
             environ = {
                 "HOLDFAST_CHECK": "0",
                 "GLOO_SOCKET_IFNAME": "eth0",
@@ -136,6 +136,7 @@ class _Rank:
     sizes: tuple[int, ...]
     rounds: int
     folder: str
+    megabits: int
 
     def __call__(self, channel: ProcessChannel) -> None:
         self.entry()
@@ -148,6 +149,7 @@ class _Rank:
                         size=self.ranks,
                         rendezvous=url_of("file", Path(self.folder) / name),
                         timeout=120.0,
+                        hints={"megabits": self.megabits} if self.megabits and name.startswith("hier-") else None,
                     )
                 )
                 for name in self.names

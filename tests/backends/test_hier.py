@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast import comms
+from holdfast.backends.hier.choice import WITHIN_DEVICES, Choice, HostLayout
 from holdfast.backends.hier.plugin import layered
-from holdfast.backends.hier.transport import HierarchicalTransport, HostLayout, StreamedHierarchy, connect
+from holdfast.backends.hier.transport import HierarchicalTransport, StreamedHierarchy, connect
 from holdfast.backends.nccl import stand_in
 from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Revoked, Unsupported
 from holdfast.comms.plugins.registry import registry
@@ -67,7 +68,7 @@ def on_hosts(comm: Communicator, hosts: Sequence[int], backend: str, meeting: st
 
 def always_in_layers() -> None:
     """Let no cost speak for the flat transport in this process."""
-    HierarchicalTransport._costs_less = lambda self, op, nbytes: True  # type: ignore[method-assign]
+    Choice.in_layers = lambda self, op, nbytes, root=0: self.layout.even or op in ("all_reduce", "broadcast")  # type: ignore[method-assign]
 
 
 LAYOUTS = {
@@ -76,13 +77,15 @@ LAYOUTS = {
     "hosts of three and one": [0, 0, 0, 1],
     "one host": [0, 0, 0, 0],
     "a host a rank": [0, 1, 2, 3],
+    "three hosts": [0, 1, 2, 0],
 }
 
 
 def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: str) -> list[bytes]:
     bits = []
     always_in_layers()
-    with torch.device(device_of(backend)), on_hosts(comm, hosts, backend, meeting) as whole:
+    slow = {"megabits": 1}  # so that a broadcast goes in segments
+    with torch.device(device_of(backend)), on_hosts(comm, hosts, backend, meeting, hints=slow) as whole:
         for count in (0, 1, 7, 30_000) if device_of(backend) == "cpu" else (7, 30_000):
             rows = torch.stack([torch.arange(count) % 5 + float(r + 1) for r in range(whole.size)])
             mine = rows[whole.rank]
@@ -161,7 +164,7 @@ def test_a_layout_follows_from_the_hosts_of_the_peers() -> None:
     layout = HostLayout.of([Peer(host, 1, 1) for host in ("b", "a", "b", "a", "b")])
     assert layout.hosts == ((0, 2, 4), (1, 3)) and layout.place(3) == (1, 1)
     assert layout.rails == 2 and not layout.even and layout.layered
-    assert layout.leaving == 2 and HostLayout.of([Peer(host, 1, 1) for host in "aabb"]).leaving == 1
+    assert layout.as_neighbours.hosts == ((0, 1, 2), (3, 4))
     assert not HostLayout.of([Peer("a", 1, 1)] * 3).layered
     assert not HostLayout.of([Peer(host, 1, 1) for host in "abc"]).layered
 
@@ -234,7 +237,8 @@ def test_ops_of_a_device_are_launched_on_its_stream_with_all_their_layers() -> N
     flat.launch = lambda name, op: launched.append(name) or op()
     layout = HostLayout(((0, 1), (2, 3)))
     context = Context(0, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), (), 0.0)
-    transport = StreamedHierarchy(context, layout, cast(Any, flat), None, None, Link(15e-6, 20e9))
+    choice = Choice("nccl", layout, Link(15e-6, 20e9), WITHIN_DEVICES, 20e9)
+    transport = StreamedHierarchy(context, layout, cast(Any, flat), None, None, choice)
     transport.launch("all_reduce", lambda: launched.append("inside"))
     assert launched == ["all_reduce", "inside"]
     assert (transport.streams, transport.device) == (True, flat.device)
