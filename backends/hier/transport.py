@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -290,8 +290,8 @@ class StreamedHierarchy(HierarchicalTransport):
         rail: Transport | None,
         choice: Choice,
     ) -> None:
+        self._watching = cast(Any, flat)  # a `TorchGroup`
         super().__init__(context, layout, flat, inner, rail, choice)
-        self._watching: Any = flat  # a `TorchGroup`
         self._watching.on_end = self._end_layers
 
     def _ended(self) -> HoldfastError | None:
