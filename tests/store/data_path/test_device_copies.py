@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import io
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from holdfast.backends.inproc.memory_plane import InprocPlane
 from holdfast.comms.errors import BackendUnavailable, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.tensors.plain_tensors import PlainTensors
+from holdfast.harness.cli.store_tables import holders_table
 from holdfast.store import WeightStore, weight_store
 from holdfast.store.catalog.records import DeviceAddress
 from holdfast.store.data import device_copy, device_memory, tree
@@ -97,7 +100,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
     monkeypatch.setattr(device_copy, "cuda", fake)
     monkeypatch.setattr(device_copy, "registrations", registrations := Registrations(fake))
-    for module in ("data.packing", "read.filling"):
+    for module in ("data.packing", "read.filling", "weight_store"):
         monkeypatch.setattr(f"holdfast.store.{module}.registrations", registrations)
     monkeypatch.setattr(tree, "PlainTensors", SimpleNamespace(of=described))
     return fake
@@ -200,9 +203,14 @@ def test_a_refusal_is_said_once_and_the_bytes_are_right(
             into = on_the_device(cuda, blank(state))
             store.get(version, into)
             check(into, state)
+        report = store.inspect().report()
     said = [each.getMessage() for each in caplog.records if "cudaHostRegister" in each.getMessage()]
     assert len(said) == 1
     assert "'out of memory'" in said[0] and "ulimit -l" in said[0]
+    assert [holder.slow for holder in report.holders] == ["out of memory"]
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(holders_table(report))
+    assert "copies from the GPU are slow: out of memory" in " ".join(shown.getvalue().split())
 
 
 def test_bytes_are_digested_while_the_next_ones_are_copied(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
