@@ -15,6 +15,7 @@ import pytest
 from holdfast.ft.launch.held_directory import MARKER
 from support.leaks import Snapshot, shared_memory
 from support.source_tree import ROOT
+from support.waiting import next_line
 
 TESTS = ROOT / "tests"
 
@@ -105,8 +106,7 @@ def test_what_programs_of_other_sessions_have_in_shared_memory_is_no_leak() -> N
     """One uses a semaphore; another was killed, and the next program removes the folder that it held."""
     before = Snapshot.take()
     with subprocess.Popen([sys.executable, "-c", SEMAPHORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        semaphore = Path(f"/dev/shm/sem.{other.stdout.readline().decode().strip().removeprefix('/')}")
+        semaphore = Path(f"/dev/shm/sem.{next_line(other.stdout).strip().removeprefix('/')}")
         folder = Path(tempfile.mkdtemp(prefix="holdfast-ranks-", dir="/dev/shm"))
         try:
             (folder / MARKER).touch()
@@ -114,7 +114,7 @@ def test_what_programs_of_other_sessions_have_in_shared_memory_is_no_leak() -> N
             found = before.files_left_behind(patience=0.0)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            other.communicate(b"\n")
+            other.communicate(b"\n", timeout=60.0)
     assert not [line for line in found if str(semaphore) in line or str(folder) in line]
 
 

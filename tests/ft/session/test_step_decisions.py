@@ -88,9 +88,9 @@ def test_the_end_of_a_job_commits_a_prepared_last_step_and_refuses_missing_ones(
 
 def test_few_epochs_between_two_commits_may_end_without_a_cause() -> None:
     state = CommitState()
-    assert [state.may_break() for _ in range(BROKEN_EPOCHS + 1)] == [True] * BROKEN_EPOCHS + [False]
-    state.commit()
-    assert state.may_break()
+    for _ in range(2):
+        assert [state.may_break() for _ in range(BROKEN_EPOCHS + 1)] == [True] * BROKEN_EPOCHS + [False]
+        state.commit()
 
 
 def test_a_new_process_has_done_nothing_and_needs_the_state() -> None:
