@@ -114,6 +114,13 @@ def test_founders_hold_the_state_once_each_of_them_has_that_of_the_first() -> No
     assert new.vote().standing == NEWCOMER
 
 
+def test_a_newcomer_that_has_got_the_state_holds_it_whether_or_not_the_others_learn_that() -> None:
+    new = CommitState()
+    new.settle(Decision(False, 5, 0, (1,), rewinds=2))
+    new.take_over(5)
+    assert new.vote() == Vote(HOLDER, 5, False, -1, rewinds=2) and new.pending is None
+
+
 def test_each_return_to_a_checkpoint_is_counted_and_drops_the_open_step() -> None:
     state = CommitState()
     state.commit()
