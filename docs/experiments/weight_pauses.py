@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -287,10 +286,12 @@ def in_ray(folder: Path, nbytes: int, versions: int) -> Figures:
 
 def measure(name: str, nbytes: int, versions: int, path: str) -> Figures:
     """One way, in a program of its own."""
+    from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory
+
     paths = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "TORCHSTORE_LOG_LEVEL": "ERROR", "PYTHONPATH": paths}
-    with tempfile.TemporaryDirectory(prefix="holdfast-pauses-", dir="/dev/shm") as folder:
-        command = [sys.executable, __file__, "--role", "all", "--folder", folder, "--ways", name]
+    with HeldDirectory("holdfast-pauses-", SHARED_MEMORY) as held:
+        command = [sys.executable, __file__, "--role", "all", "--folder", str(held.path), "--ways", name]
         command += ["--versions", str(versions), "--size", str(nbytes)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=Figures)

@@ -18,6 +18,7 @@ from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.records import BLOCK, Delta, ElementPiece, PackedDelta
 from holdfast.store.publish.publication import diff
 from holdfast.store.read.delta import apply
+from support.waiting import next_line
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -98,8 +99,7 @@ class Publisher:
 
     def version(self) -> int:
         """The version that is published now."""
-        assert self.process.stdout is not None
-        return int(self.process.stdout.readline())
+        return int(next_line(self.process.stdout))
 
     def go_on(self) -> None:
         assert self.process.stdin is not None
@@ -108,7 +108,7 @@ class Publisher:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=60.0)
 
 
 @pytest.fixture
