@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -75,12 +76,15 @@ def bytecodes(op: Callable[[], object]) -> int:
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # a collection may come in the middle, and call what waits for the end of objects
     sys.settrace(trace)
     try:
         op()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
 
 

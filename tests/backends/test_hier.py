@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,9 +66,13 @@ def on_hosts(comm: Communicator, hosts: Sequence[int], backend: str, meeting: st
     )
 
 
-def always_in_layers() -> None:
-    """Let no cost speak for the flat transport in this process."""
-    Choice.in_layers = lambda self, op, nbytes, root=0: self.layout.even or op in ("all_reduce", "broadcast")  # type: ignore[method-assign]
+def always_in_layers(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let no cost speak for the flat transport, in this process unless `replace` takes it back."""
+
+    def in_layers(self: Choice, op: str, nbytes: int, root: int = 0) -> bool:
+        return self.layout.even or op in ("all_reduce", "broadcast")
+
+    replace(Choice, "in_layers", in_layers)
 
 
 LAYOUTS = {
@@ -262,9 +266,11 @@ class Layer:
     reduce_scatter = all_gather = all_reduce
 
 
-def test_the_layers_of_a_device_end_when_the_flat_transport_finds_a_rank_of_another_layer_dead() -> None:
+def test_the_layers_of_a_device_end_when_the_flat_transport_finds_a_rank_of_another_layer_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rank 2 has no layer in common with rank 1. It queued ops for 20 s, since no rank of its own layers had died."""
-    always_in_layers()
+    always_in_layers(monkeypatch.setattr)
     flat, inner, rail = (cast(Any, Layer()) for _ in range(3))
     peers = tuple(Peer(host, 1, 1) for host in "aabb")
     context = Context(2, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), peers, 0.0)

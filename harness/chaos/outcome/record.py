@@ -122,10 +122,8 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(*runs: ChaosRun) -> ChaosReport:
         """The report of runs on this machine."""
-        from torch import __version__ as torch
-
         cores, system = len(os.sched_getaffinity(0)), f"{platform.system()} {platform.release()}"
-        machine = f"{counted(cores, 'core')}, {system}, Python {platform.python_version()}, torch {torch}"
+        machine = f"{counted(cores, 'core')}, {system}, Python {platform.python_version()}, torch {version('torch')}"
         return ChaosReport(version=version("holdfast"), machine=machine, runs=runs)
 
     @property
