@@ -119,12 +119,15 @@ def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
     main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if main_thread}
     handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    whole = main()
     try:
-        return asyncio.run(main())
+        return asyncio.run(whole)
     except asyncio.CancelledError:
         if received:
             raise SystemExit(128 + received[0]) from None
         raise
     finally:
+        for coroutine in (whole, work):  # Ctrl-C may come before the loop has taken them
+            coroutine.close()
         for number in handled:
             signal.signal(number, before[number])

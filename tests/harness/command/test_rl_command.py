@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from holdfast.harness.cli.app import app
+from holdfast.harness.training.driver import run_interruptible
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
 from support.programs.forked_programs import run_holdfast
@@ -101,6 +105,21 @@ def test_a_run_is_trained_and_gone_on_with_and_its_pages_are_written(tmp_path: P
 
 
 SMALL = ("model.warmup_steps=0", "evaluation.every=0", "trainer.spares=0", "trainer.replicas=1", "engine.kind=local")
+
+
+def test_ctrl_c_before_the_loop_begins_leaves_no_coroutine_that_was_never_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None: ...
+
+    def interrupted(whole: Coroutine[Any, Any, Any]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", interrupted)
+    coroutine = work()
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptible(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 @pytest.mark.thorough
