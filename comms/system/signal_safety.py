@@ -105,9 +105,11 @@ def run_shielded(call: Callable[[], None]) -> None:
     if threading.current_thread() is not threading.main_thread() or any(lock._is_owned() for lock in list(_shared)):  # type: ignore[attr-defined]
         call()
         return
-    ended, raised = threading.Event(), list[BaseException]()
+    begun, ended, raised = threading.Lock(), threading.Event(), list[BaseException]()
 
     def run() -> None:
+        if not begun.acquire(blocking=False):  # the caller was interrupted before this began, and has gone on
+            return
         try:
             call()
         except BaseException as error:
@@ -123,7 +125,7 @@ def run_shielded(call: Callable[[], None]) -> None:
         call()
         return
     except BaseException as error:
-        if thread.ident is None:
+        if begun.acquire(blocking=False):
             raise
         interruption = error
     while not ended.is_set() or thread.is_alive():

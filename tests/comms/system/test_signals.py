@@ -158,6 +158,23 @@ def test_a_shielded_call_ends_before_the_interruption_is_raised() -> None:
         run_shielded(lambda: {}["nothing"])
 
 
+def test_a_call_whose_thread_begins_after_the_interruption_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran beside its caller, which had gone on, and found half of what it was to make."""
+    launched, made = list[threading.Thread](), list[int]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        launched.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_shielded(lambda: made.append(1))
+    launched[0].start()
+    launched[0].join()
+    assert made == []
+
+
 def test_a_shielded_call_runs_at_once_below_a_handler_that_came_under_a_shared_lock() -> None:
     lock, threads = shared_lock(), list[threading.Thread]()
     with lock:
