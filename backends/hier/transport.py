@@ -281,21 +281,12 @@ class StreamedHierarchy(HierarchicalTransport):
 
     streams = True
 
-    def __init__(
-        self,
-        context: Context,
-        layout: HostLayout,
-        flat: Transport,
-        inner: Transport | None,
-        rail: Transport | None,
-        choice: Choice,
-    ) -> None:
-        self._watching = cast(Any, flat)  # a `TorchGroup`
-        super().__init__(context, layout, flat, inner, rail, choice)
-        self._watching.on_end = self._end_layers
+    def __init__(self, context: Context, layout: HostLayout, flat: Transport, *others: Any) -> None:
+        super().__init__(context, layout, flat, *others)
+        cast(Any, flat).on_end = self._end_layers  # a `TorchGroup`
 
     def _ended(self) -> HoldfastError | None:
-        return self._watching.ended  # type: ignore[no-any-return]
+        return cast(Any, self._flat).ended  # type: ignore[no-any-return]
 
     def _end_layers(self, error: HoldfastError) -> None:
         for part in (self._inner, self._rail):
