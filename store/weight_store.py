@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, get_args
@@ -33,10 +33,11 @@ from holdfast.store.data.device_copy import registrations
 from holdfast.store.data.packing import PackedPart
 from holdfast.store.data.rebuild import rebuild
 from holdfast.store.data.targets import check_writable
-from holdfast.store.data.tree import flatten, flatten_targets
+from holdfast.store.data.tree import FlatState, flatten, flatten_targets
 from holdfast.store.delta.far_reads import note_read
 from holdfast.store.errors import CallCancelled, NoSuchVersion, StoreTimeout, with_mixture
 from holdfast.store.follow.follower import Follower
+from holdfast.store.follow.staging import CopiedStaging, MappedStaging, Staging
 from holdfast.store.follow.switch import SwitchProposer, SwitchResult
 from holdfast.store.holding.host_copies import HostCopies
 from holdfast.store.holding.memory_pool import MemoryPool
@@ -51,7 +52,7 @@ from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.device_reads import DeviceReadCounts, DeviceReads
 from holdfast.store.read.device_reads import warm_up as warm_up_digests
 from holdfast.store.read.read_plan import PlanCache
-from holdfast.store.read.slices import Slice, chosen, copied, mapped
+from holdfast.store.read.slices import Slice, TensorForm, chosen, copied, mapped, mapped_state
 from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Targets
 from holdfast.store.read.version_reader import ReadTerms, VersionReader
 from holdfast.store.recent import Recent
@@ -115,6 +116,13 @@ def name_sequence(names: Sequence[str], what: str) -> Sequence[str]:
     if isinstance(names, str):
         raise TypeError(f"{what} is a list of names, not one name: [{names!r}]")
     return names
+
+
+def check_mappable(cast: str | None, layout: Layout | None = None) -> None:
+    """What is mapped is not copied, so it stays as it was published."""
+    if cast is not None or layout is not None:
+        other = f"cast={cast!r}" if cast is not None else "the layout"
+        raise ValueError(f"what is mapped is not copied, so it cannot be made into something else: leave out {other}")
 
 
 def wanted_version(version: int | str) -> int | str:
@@ -384,8 +392,8 @@ class WeightStore:
         not have. `cast` is that of `get`.
         """
         wanted = wire_cast(cast)
-        if map and wanted is not None:
-            raise ValueError(f"what is mapped is not copied, so it cannot be cast: leave out map=True or cast={cast!r}")
+        if map:
+            check_mappable(cast)
 
         def read(reader: VersionReader) -> dict[str, Any]:
             boxes = chosen(reader, names)
@@ -527,6 +535,7 @@ class WeightStore:
         strict: bool = True,
         layout: Layout | None = None,
         cast: CastName | None = None,
+        map: bool = False,  # noqa: A002
         timeout: float | None = None,
     ) -> Follower:
         """Keep the state dict `into` at the newest version: read it in the background, swap it in between two batches.
@@ -534,26 +543,49 @@ class WeightStore:
         With a name, `reader`, it gets the versions that `switch` commits, and no others; the name is unique in the
         store. `on_version` is called with the number of each version swapped in, in the thread that serves. `strict`,
         `layout` and `cast` are those of `get`, `timeout` is the limit of the follower's calls without one of their own.
+
+        With `map=True` nothing is copied, so a swap takes no time: it exchanges the items of the dict `into` for those
+        of the version, with tensors in the memory of the holders of this host (see `load`). Take them from there after
+        each swap, for instance by `model.load_state_dict(into, assign=True)`; tensors that were taken before stay as
+        they are. An `into` without tensors takes whatever the version has.
+
         Raises the errors of a bad `into`, and `Mismatch` if another process of this host follows as `reader`.
         """
         self._check_usable()
         wire_cast(cast)
         flat, holder = flatten(into, "`into`"), self._replica_holder.holder
-        check_writable(flat)
+        staging = self._mapped_staging(into, flat, strict) if map else None
+        if map:
+            check_mappable(cast, layout)
+        else:
+            check_writable(flat)
         name = f"{holder.id}.{secrets.token_hex(3)}" if reader is None else reader_name(reader)
         record = Reader(name, secrets.token_hex(6), holder.id, holder.peer, switched=reader is not None)
 
-        def get(version: int, state: Mapping[str, Any]) -> None:
-            self.get(version, state, strict=strict, layout=layout, cast=cast)
-
+        get = partial(self.get, strict=strict, layout=layout, cast=cast)
         client = self.open_catalog()
         try:
-            follower = Follower(client, record, flat, get, on_version, seconds_or(timeout, self._timeout))
+            staging = staging or CopiedStaging(flat, get)
+            follower = Follower(client, record, staging, on_version, seconds_or(timeout, self._timeout))
         except BaseException:
             client.close()
             raise
         self._followers.add(follower)
         return follower
+
+    def _mapped_staging(self, into: Mapping[str, Any], flat: FlatState, strict: bool) -> Staging:
+        if not isinstance(into, MutableMapping):
+            raise TypeError(
+                f"the items of `into` are exchanged with map=True: give a dict, not a {type(into).__name__}"
+            )
+        if flat.locals is not flat.tensors or any(not each.is_cpu for each in flat.tensors.values()):
+            raise Unsupported("mapping a version into DTensors, or tensors on a device", "leave out map=True")
+        like = {name: TensorForm.of(tensor) for name, tensor in flat.tensors.items()}
+
+        def load(version: int) -> dict[str, Any]:
+            return self._read_version(version, lambda reader: mapped_state(reader, like, strict), None, None)
+
+        return MappedStaging(into, load)
 
     def switch(
         self,

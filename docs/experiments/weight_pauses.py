@@ -1,10 +1,10 @@
 """How long does a generator pause for new weights, by which way? `python docs/experiments/weight_pauses.py`.
 
 A publisher and a generator in processes of their own; the generator draws step after step, and takes each version in
-between two of them. Ways: the weight store (read ahead by its follower), safetensors in /dev/shm, torchstore
-(`--torchstore CHECKOUT` of its main branch; PYTHONPATH has pygtrie and portpicker), and Ray's object store (`--ray
-FOLDER` of `pip install --target FOLDER ray==2.60.0`). Prints, of all versions but the first three, the medians of the
-seconds of a publish, of the seconds until the generator serves it, of its pause, and of its bytes a second.
+between two of them. Ways: the weight store (read ahead by its follower, or mapped ahead), safetensors in /dev/shm,
+torchstore (`--torchstore CHECKOUT` of its main branch; PYTHONPATH has pygtrie and portpicker), and Ray's object store
+(`--ray FOLDER` of `pip install --target FOLDER ray==2.60.0`). Prints, of all versions but the first three, the medians
+of the seconds of a publish, of the seconds until the generator serves it, of its pause, and of its bytes a second.
 """
 
 from __future__ import annotations
@@ -79,14 +79,16 @@ class Way(ABC):
 
 
 class Holdfast(Way):
-    """A follower of the weight store reads ahead; the pause is its swap."""
+    """A follower of the weight store reads ahead; the pause is its swap, a copy."""
+
+    map = False
 
     def begin(self, folder: Path, state: State, publishes: bool) -> None:
         from holdfast.store import WeightStore
 
         super().begin(folder, state, publishes)
         self._store = WeightStore(f"sqlite://{folder}/store.sqlite", hold=publishes, replicas=1, keep=2)
-        self._follower: Any = None if publishes else self._store.follow(state)
+        self._follower: Any = None if publishes else self._store.follow(state, map=self.map)
 
     def publish(self, version: int) -> None:
         self._store.publish(version, self.state)
@@ -101,6 +103,12 @@ class Holdfast(Way):
         if self._follower is not None:
             self._follower.close()
         self._store.close()
+
+
+class Mapped(Holdfast):
+    """The follower maps versions ahead; its swap exchanges the tensors of the state dict."""
+
+    map = True
 
 
 class Safetensors(Way):
@@ -156,7 +164,13 @@ class Ray(Way):
         return True
 
 
-WAYS: dict[str, type[Way]] = {"holdfast": Holdfast, "safetensors": Safetensors, "torchstore": Torchstore, "ray": Ray}
+WAYS: dict[str, type[Way]] = {
+    "holdfast": Holdfast,
+    "holdfast-mapped": Mapped,
+    "safetensors": Safetensors,
+    "torchstore": Torchstore,
+    "ray": Ray,
+}
 
 
 def begin(way: Way, folder: Path, nbytes: int, publishes: bool) -> tuple[Board, State]:
@@ -169,6 +183,11 @@ def begin(way: Way, folder: Path, nbytes: int, publishes: bool) -> tuple[Board, 
 
 def state_of(nbytes: int) -> State:
     return {f"layer.{number}": torch.zeros(ELEMENTS, device="cpu") for number in range(nbytes // (4 * ELEMENTS))}
+
+
+def layers_of(state: State) -> list[torch.Tensor]:
+    """The weights that a step uses; a way may have exchanged the tensors of the state."""
+    return [tensor.view(1024, -1) for tensor in list(state.values())[:16]]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -198,7 +217,7 @@ def publisher(way: Way, folder: Path, nbytes: int, versions: int) -> list[float]
 def generator(way: Way, folder: Path, nbytes: int, versions: int) -> tuple[list[float], list[float], float]:
     """Draw steps, and take each version; seconds until it is served, pauses, and the median of a step."""
     board, state = begin(way, folder, nbytes, False)
-    layers = [tensor.view(1024, -1) for tensor in list(state.values())[:16]]
+    layers = layers_of(state)
     served, pauses, steps = list[float](), list[float](), list[float]()
     hidden = torch.ones(1, 1024, device="cpu")
     while board.served < versions:
@@ -208,6 +227,7 @@ def generator(way: Way, folder: Path, nbytes: int, versions: int) -> tuple[list[
         ended = time.monotonic()
         steps.append(ended - began)
         if board.published > board.served and way.take(board.published):
+            layers = layers_of(state)
             now = time.monotonic()
             pauses.append(now - ended)
             served.append(now - board.began)
@@ -308,7 +328,7 @@ def row(name: str, nbytes: int, rounds: Sequence[Figures]) -> str:
     fetch = median(lambda each: [late - early for late, early in zip(each.served, each.publish, strict=True)])
     step = 1e3 * statistics.median(each.step for each in rounds)
     return (
-        f"{name:12} publish {publish:7.1f} ms  served after {served:7.1f} ms (first {1e3 * rounds[0].served[0]:7.1f})  "
+        f"{name:15} publish {publish:7.1f} ms  served after {served:7.1f} ms (first {1e3 * rounds[0].served[0]:7.1f})  "
         f"pause {pause:7.2f} ms   {nbytes / fetch / 1e6:5.2f} GB/s a reader   step {step:.1f} ms"
     )
 
@@ -333,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=512 << 20, help="bytes of a version")
     parser.add_argument("--versions", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=1, help="of all ways, in turns")
-    parser.add_argument("--ways", nargs="+", default=["holdfast", "safetensors"], choices=sorted(WAYS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS)[:3], choices=sorted(WAYS))
     parser.add_argument("--torchstore", default="", help="a checkout of torchstore")
     parser.add_argument("--ray", default="", help="a folder with Ray")
     parser.add_argument("--role", choices=["all", "publisher", "generator"], help=argparse.SUPPRESS)

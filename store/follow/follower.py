@@ -17,10 +17,9 @@ from holdfast.store.catalog.fleet import own
 from holdfast.store.catalog.fleet_records import Reader
 from holdfast.store.catalog.fleet_targets import digests_of, find_reader, may_serve, target
 from holdfast.store.catalog.records import Catalog
-from holdfast.store.data.tree import FlatState
 from holdfast.store.errors import NotCaughtUp, StoreTimeout
-from holdfast.store.follow.stager import Get, Stager
-from holdfast.store.follow.staging import StagingState, copy_state
+from holdfast.store.follow.stager import Stager
+from holdfast.store.follow.staging import Staging, StagingState
 
 LOOK_SECONDS = 0.2
 """The longest time that a wait for the background goes without a look at the catalogue."""
@@ -44,13 +43,12 @@ class Follower:
         self,
         client: CatalogClient,
         reader: Reader,
-        into: FlatState,
-        get: Get,
+        staging: Staging,
         on_version: Callable[[int], object] | None,
         timeout: float,
     ) -> None:
-        self._into, self._on_version, self._timeout = into, on_version, timeout
-        self._stager = Stager(client, reader, into, get)
+        self._staging, self._on_version, self._timeout = staging, on_version, timeout
+        self._stager = Stager(client, reader, staging)
         self._staged = self._stager.staged
         self._serving = threading.Lock()
         self._told: int | None = None
@@ -294,16 +292,16 @@ class Follower:
             catalog = self._put(taken)
 
     def _put(self, taken: StagingState) -> Catalog:
-        """Copy what was taken into the reader's tensors, and tell the others; undo the copy if it is broken off."""
+        """Put what was taken in its place, and tell the others; undo that if it is broken off."""
         assert taken.version is not None
         before, served, self._version = self._version, self._staged.served, None
         try:
             if taken is not served or before is None:
-                copy_state(taken, self._into)
+                self._staging.put(taken)
         except BaseException:
             self._staged.put_back()
             if before is not None and served is not None:
-                copy_state(served, self._into)
+                self._staging.put(served)
                 self._version = before
             raise
         self._version = taken.version

@@ -31,15 +31,15 @@ class StagedVersions:
     """Sets of staging tensors. Safe to use from the thread that serves and from the background at once.
 
     `changed` is notified when a version becomes ready or is served. Sets are made by `make` when they are first needed,
-    then used again.
+    then used again; with `keeps_before` one keeps the version that was served before.
     """
 
-    def __init__(self, make: Callable[[], StagingState]) -> None:
+    def __init__(self, make: Callable[[], StagingState], keeps_before: bool = True) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.served: StagingState | None = None
         self.before: int | None = None
         self.returning: int | None = None
-        self._make = make
+        self._make, self._keeps_before = make, keeps_before
         self._sets: list[StagingState] = []
         self._taken: StagingState | None = None
         self._previous: StagingState | None = None
@@ -100,6 +100,8 @@ class StagedVersions:
                 self._return = None
             elif self._return is not None:
                 self.before = None
+            if self._previous is not None and not self._keeps_before:
+                self._previous.state, self._previous.version, self._previous.complete = {}, None, False
             self.changed.notify_all()
 
     def go_back(self, reader: str, latest: int | None) -> int:

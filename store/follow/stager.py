@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
 
 from holdfast.comms.errors import HoldfastError, Mismatch, Unsupported
 from holdfast.store.cancellation import Cancellation
@@ -16,10 +13,9 @@ from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.fleet_records import Reader
 from holdfast.store.catalog.fleet_targets import Digests, digests_of, needed, preparing, wanted
 from holdfast.store.catalog.records import Catalog
-from holdfast.store.data.tree import FlatState
 from holdfast.store.errors import FollowFailed, NoSuchVersion, ReaderReplaced
 from holdfast.store.follow.staged_versions import StagedVersions
-from holdfast.store.follow.staging import StagingState, staging_for
+from holdfast.store.follow.staging import Staging, StagingState
 
 IDLE_SECONDS = 1.0
 UNDECIDED_SECONDS = 0.2
@@ -29,20 +25,17 @@ GRACE_SECONDS = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
 """Seconds to the next attempt after an error; the pause doubles."""
 
-Get = Callable[[int, Mapping[str, Any]], None]
-"""Reads a version into a state dict."""
 _log = logging.getLogger("holdfast.store")
 
 
 class Stager:
-    """Stages versions for `reader` with the state dict `into`. Owns the client."""
+    """Stages versions for `reader`. Owns the client."""
 
-    def __init__(self, client: CatalogClient, reader: Reader, into: FlatState, get: Get) -> None:
-        self.client, self.reader = client, reader
-        self.staged = StagedVersions(partial(staging_for, into))
+    def __init__(self, client: CatalogClient, reader: Reader, staging: Staging) -> None:
+        self.client, self.reader, self._staging = client, reader, staging
+        self.staged = StagedVersions(staging.new, staging.keeps_before)
         self.failures = 0
         self.failing: HoldfastError | None = None
-        self._get = get
         self._unfit: dict[int, tuple[Digests, HoldfastError]] = {}
         self._error: HoldfastError | None = None
         self._over: HoldfastError | None = None
@@ -193,7 +186,7 @@ class Stager:
     def _read(self, version: int, found: StagingState) -> None:
         try:
             with self._reading.scope():
-                self._get(version, found.state)
+                self._staging.read(version, found)
         except (Mismatch, Unsupported) as error:
             self._unfit[version] = (found.digests, error)
             self._settle_switch(self.client.read()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from holdfast.comms.errors import Unsupported
@@ -14,6 +15,7 @@ from holdfast.store.catalog.records import Catalog, Replica, Shard, Version
 from holdfast.store.data.device_copy import on_device
 from holdfast.store.data.manifest import LARGE_BYTES, Manifest, some
 from holdfast.store.data.merging import merge
+from holdfast.store.data.packing import digest_pieces
 from holdfast.store.data.shared_tensors import check_shared, tensors_of
 from holdfast.store.data.skeleton import decode
 from holdfast.store.data.targets import VersionTensor
@@ -141,10 +143,11 @@ class VersionReader:
             if not source.is_mapped and patchable:
                 self._filled.remember(part, targets, source.shard.digest)
 
-    def map(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def map(self, names: Sequence[str], *, verify: bool = False) -> dict[str, torch.Tensor]:
         """Tensors that lie in the holders' memory, without a copy. They last, whatever happens to the holders.
 
-        Raises `Unsupported` if a holder's memory cannot be mapped, or a tensor lies in several parts.
+        To `verify` them, all pieces of the parts are read once. Raises `Unsupported` if a holder's memory cannot be
+        mapped, or a tensor lies in several parts.
         """
         divided = [name for name in names if self.tensors[name].box is not None]
         if divided:
@@ -157,6 +160,9 @@ class VersionReader:
             if not entries:
                 continue
             region = source.map_for_good()
+            while verify and len(wrong := np.flatnonzero(digest_pieces(manifest.layout, region) != manifest.sums)):
+                source.reject(manifest.layout.pieces[wrong[0]].offset)
+                region = source.map_for_good()
             for entry in entries:
                 found.setdefault(entry.name, entry.of(region))
         return found

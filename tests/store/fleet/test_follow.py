@@ -12,12 +12,12 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.ft.registers import RegisterAway
-from holdfast.store import Follower, NoSuchVersion, NotCaughtUp, ReaderReplaced, StoreTimeout, WeightStore
+from holdfast.store import Follower, Layout, NoSuchVersion, NotCaughtUp, ReaderReplaced, StoreTimeout, WeightStore
 from holdfast.store.catalog.settling import without_versions
 from holdfast.store.data.tree import FlatState
-from holdfast.store.follow import follower as follower_module
+from holdfast.store.follow import staging
 from holdfast.store.follow.staged_versions import StagedVersions
 from holdfast.store.follow.staging import StagingState
 from support.waiting import eventually
@@ -187,23 +187,23 @@ def test_a_swap_that_is_broken_off_leaves_the_version_before(
 ) -> None:
     into = weights(-1)
     store.publish(1, weights(1))
-    copies = follower_module.copy_state
+    copies = staging.copy_state
 
     def interrupted(source: StagingState, target: FlatState) -> None:
         target.tensors["a"].copy_(source.locals["a"])
-        monkeypatch.setattr(follower_module, "copy_state", copies)
+        monkeypatch.setattr(staging, "copy_state", copies)
         raise KeyboardInterrupt
 
     with store.follow(into) as follower:
         follower.wait_ready(1)
-        monkeypatch.setattr(follower_module, "copy_state", interrupted)
+        monkeypatch.setattr(staging, "copy_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             follower.swap()
         assert follower.version is None, "the tensors had no version before"
         assert follower.swap() == 1 and value_of(into) == 1
         store.publish(2, weights(2))
         follower.wait_ready(2)
-        monkeypatch.setattr(follower_module, "copy_state", interrupted)
+        monkeypatch.setattr(staging, "copy_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             follower.swap()
         assert follower.version == 1 and value_of(into) == 1
@@ -264,6 +264,48 @@ def test_a_model_is_followed_with_tied_weights_and_views(store: WeightStore) -> 
         with pytest.raises(Mismatch, match="share memory"):
             follower.wait_ready(2)
         assert follower.swap() == 1
+
+
+def test_a_mapped_version_is_exchanged_and_not_copied(store: WeightStore) -> None:
+    model = nn.Linear(300, 400)
+    into: dict[str, Any] = dict(model.state_dict())
+    store.publish(1, {"weight": torch.full((400, 300), 1.0), "bias": torch.full((400,), 1.0)})
+    with store.follow(into, map=True) as follower:
+        assert follower.catch_up() == 1
+        model.load_state_dict(into, assign=True)
+        served = model.weight
+        store.publish(2, {"weight": torch.full((400, 300), 2.0), "bias": torch.full((400,), 2.0)})
+        follower.wait_ready(2)
+        assert bool((model.weight == 1).all()), "not before the swap"
+        assert follower.swap() == 2 and bool((into["weight"] == 2).all()) and bool((into["bias"] == 2).all())
+        assert bool((served == 1).all()), "tensors that were taken before stay as they are"
+        assert follower.back() == 1 and bool((into["weight"] == 1).all()), "it is mapped again"
+    assert bool((into["weight"] == 1).all())
+
+
+def test_a_mapped_version_must_fit_what_the_reader_has(store: WeightStore) -> None:
+    into = weights(-1)
+    with store.follow(into, map=True, reader="a") as follower:
+        store.publish(1, {"a": torch.zeros(3)})
+        assert not store.switch(1).committed, "the reader refuses it"
+        with pytest.raises(Mismatch, match=r"the version has no|the version has a"):
+            follower.swap()
+        assert value_of(into) == -1
+    for wrong in ({"cast": "bf16"}, {"layout": Layout()}):
+        with pytest.raises(ValueError, match="what is mapped is not copied"):
+            store.follow(into, map=True, **wrong)  # type: ignore[arg-type]
+
+
+def test_mapped_bytes_that_are_wrong_are_not_served(store: WeightStore) -> None:
+    into: dict[str, Any] = {}
+    store.publish(1, weights(1))
+    (kept,) = store._replica_holder._kept.values()
+    kept.memory[100] += 1
+    with store.follow(into, map=True) as follower:
+        eventually(lambda: follower.failure is not None)
+        with pytest.raises(CorruptData, match="wrong bytes"):
+            follower.swap()
+        assert into == {}
 
 
 def test_values_of_the_state_dict_are_swapped_with_the_tensors(store: WeightStore) -> None:
