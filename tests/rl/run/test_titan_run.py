@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,9 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
 
+from holdfast.harness.cli.app import app
 from holdfast.rl.config.load import load_config
 from holdfast.rl.config.resume import resolved
 from holdfast.rl.export.saved_versions import SavedVersions
@@ -23,6 +23,7 @@ from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import RunResumed, StepTrained
 from holdfast.rl.trainers.training import weights_digest
+from support.programs.forked_programs import run_holdfast
 from support.rl.training_runs import configured
 from support.source_tree import ROOT
 
@@ -47,22 +48,21 @@ TITAN: dict[str, object] = {
 }
 
 
-def holdfast(*words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    """A command of `holdfast rl`, in an interpreter without TorchTitan."""
-    environ = {**os.environ, **({"HOLDFAST_FAULT": fault} if fault else {})}
-    command = [sys.executable, "-P", "-m", "holdfast.harness.cli.app", "rl", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+def holdfast(*words: str) -> Result:
+    """A command of `holdfast rl`, in this interpreter, which has no TorchTitan."""
+    done = CliRunner().invoke(app, ["rl", *words])
+    assert done.exit_code == 0, done.output
+    return done
 
 
 def test_a_run_of_torchtitan_is_resumed_evaluated_and_exported(tmp_path: Path) -> None:
     directory, out = tmp_path / "run", tmp_path / "exported"
     (tmp_path / "run.toml").write_text(resolved(configured(**TITAN)))
-    killed = holdfast("train", str(tmp_path / "run.toml"), "-d", str(directory), fault="loop.after_step:3:-1")
+    fault = {**os.environ, "HOLDFAST_FAULT": "loop.after_step:3:-1"}
+    killed = run_holdfast("rl", "train", tmp_path / "run.toml", "-d", directory, environ=fault, timeout=280.0)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
-    resumed = holdfast("resume", str(directory), "--json")
-    assert resumed.returncode == 0, resumed.stderr
-    result = json.loads(resumed.stdout)
+    result = json.loads(holdfast("resume", str(directory), "--json").stdout)
     events = list(RunDirectory(directory).events())
     [again] = [each.step for each in events if isinstance(each, RunResumed)]
     assert again in (2, 4), "the newest checkpoint that was whole"
@@ -72,10 +72,8 @@ def test_a_run_of_torchtitan_is_resumed_evaluated_and_exported(tmp_path: Path) -
     saved = SavedVersions(load_config(directory / "config.toml"), RunDirectory(directory))
     assert saved.find("latest") == STEPS
     shown = holdfast("eval", str(directory), "--version", "latest", "--prompts", str(PROMPTS), "--json")
-    assert shown.returncode == 0, shown.stderr
     answers = json.loads(shown.stdout)["result"]["answers"]
-    exported = holdfast("export", str(directory), str(out), "--version", "latest")
-    assert exported.returncode == 0, exported.stderr
+    holdfast("export", str(directory), str(out), "--version", "latest")
 
     model = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
     assert weights_digest(model.state_dict()) == result["digest"], "the weights that the trainers published"
