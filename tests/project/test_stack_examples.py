@@ -48,7 +48,8 @@ JOBS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import show
-print(json.dumps([show.job("grpo.py", "gloo"), show.job("grpo.py", "holdfast", show.KILL)]))
+show.STEPS = 6
+print(json.dumps([show.job("grpo.py", "gloo"), show.job("grpo.py", "holdfast", 5)]))
 """
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,6 +37,7 @@ from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from holdfast.comms.interop.torchft_group import ProcessGroupHoldfast
 
 LOCAL_STEPS = 2  # to a step of DiLoCo or LocalSGD
+ALONE = 0.3  # seconds that a group which is alone leaves the processors, each step, to the other that starts
 
 
 def holdfast_manager(**options: Any) -> Manager:
@@ -83,6 +85,7 @@ class Trainer(FaultTolerantTrainer):
             step, groups = manager.current_step(), manager.num_participants()
             if groups != 2:
                 self._met = None
+                time.sleep(ALONE)
             elif self._met is None:
                 self._met = step
             if kill and self._met is not None and step - self._met >= kill:
