@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessStarted, RunResumed, StepTrained
 from holdfast.rl.trainers.training import weights_digest
+from support.programs.forked_programs import run_holdfast
 from support.rl import training_runs
 from support.rl.started_monarch import start_monarch_once
 from support.rl.training_runs import SPARED, Killer, run
@@ -87,20 +86,8 @@ def test_a_driver_that_dies_at_any_point_is_resumed_to_the_same_bits(
     """Its processes die with it. On resuming, there is one trainer more."""
     file = tmp_path / "run.toml"
     file.write_text(resolved(configured()))
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "holdfast.harness.cli.app",
-        "rl",
-        "train",
-        str(file),
-        "-d",
-        str(tmp_path / "run"),
-    ]
-    killed = subprocess.run(
-        command, env={**os.environ, "HOLDFAST_FAULT": f"{point}:-1"}, capture_output=True, text=True, timeout=120
-    )
+    fault = {**os.environ, "HOLDFAST_FAULT": f"{point}:-1"}
+    killed = run_holdfast("rl", "train", file, "-d", tmp_path / "run", environ=fault, timeout=120.0)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     events = list(RunDirectory(tmp_path / "run").events())
     for started in [event for event in events if isinstance(event, ProcessStarted)]:
