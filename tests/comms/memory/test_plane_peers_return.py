@@ -42,7 +42,7 @@ def start(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
 
 
 def live(pipe: Connection, plane: str, number: int) -> None:
-    """Expose a tensor full of `number`. Read each region that arrives: say its ends, or that it is gone; until killed."""
+    """Expose a tensor full of `number`; read each region that arrives, and say its ends, or that it is gone."""
     with comms.memory(plane) as opened:
         region = opened.expose(torch.full((COUNT,), float(number)))
         pipe.send(region.handle.encode())
