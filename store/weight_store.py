@@ -29,7 +29,7 @@ from holdfast.store.catalog.fleet_records import Reader, reader_name
 from holdfast.store.catalog.fleet_targets import Digests, digests_of
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Spread, Version
 from holdfast.store.data import device_memory
-from holdfast.store.data.device_copy import registrations
+from holdfast.store.data.device_copy import digests, registrations
 from holdfast.store.data.packing import PackedPart
 from holdfast.store.data.rebuild import rebuild
 from holdfast.store.data.targets import check_writable
@@ -50,7 +50,6 @@ from holdfast.store.read.cast_reader import CastVersionReader
 from holdfast.store.read.cast_sources import CastSources
 from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.device_reads import DeviceReadCounts, DeviceReads
-from holdfast.store.read.device_reads import warm_up as warm_up_digests
 from holdfast.store.read.read_plan import PlanCache
 from holdfast.store.read.slices import Slice, TensorForm, chosen, copied, mapped, mapped_state
 from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Targets
@@ -300,7 +299,7 @@ class WeightStore:
         device_memory.ipc.check()
         if importlib.util.find_spec("triton") is None:
             raise Unsupported("copies of weights on a device without triton", "pip install triton")
-        warm_up_digests(torch.device("cuda", torch.cuda.current_device()))
+        digests.compile(torch.device("cuda", torch.cuda.current_device()))
         observe = self._observe
 
         def tell(version: int, part: int, holder: str, why: str) -> None:
@@ -310,7 +309,7 @@ class WeightStore:
 
     def _note_slow(self) -> None:
         """Tell the catalogue, once, why copies from devices are slow here, if they are."""
-        if self._slow == (why := registrations.refused):
+        if self._slow == (why := registrations.refused or digests.refused):
             return
         self._slow, me = why, self._replica_holder.holder.id
         self._catalog_client.change(lambda now: transitions.note_slow(now, me, why))

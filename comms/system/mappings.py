@@ -26,11 +26,15 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(slots=True)
 class Mapping:
-    """A mapping of shareable memory in this process. `before_unmap` is called before it goes."""
+    """A mapping of shareable memory in this process. `before_unmap` is called before it goes.
+
+    `registered` says whether devices were told of it; None before that was tried.
+    """
 
     nbytes: int
     writable: bool
     before_unmap: Callable[[], object] = bool
+    registered: bool | None = None
 
 
 _mappings: dict[tuple[int, int], Mapping] = {}

@@ -5,26 +5,29 @@ of (`cudaHostRegister`) several times as fast as through the driver's own buffer
 a process, before the first copy or ahead of it, and until it is unmapped. Where CUDA refuses, the copies go on through
 the driver's buffers, and the store says why.
 
-Checksums are computed on the host, beside the copies: all cores together read memory faster than a device copies it,
-and the first copy does not wait for a compiler of kernels.
+A device computes the checksums of what lies there, beside the copies from it or behind the copies to it. Its kernel is
+compiled beside the program: until that is done, and where it cannot be done, the host computes them.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.comms.system.mappings import mapping_at
+from holdfast.store.data.digests import LEAST_BYTES, Words
 
 Tensor = torch.Tensor
+Flags = npt.NDArray[np.bool_]
 
 GROUP_BYTES = 128 << 20
 """About so many bytes arrive on the host before their checksums are computed, beside the copies that follow.
@@ -36,6 +39,8 @@ CHUNK_BYTES = 32 << 20
 """The most bytes that one copy moves to the host."""
 _READ_ONLY = 8
 """cudaHostRegisterReadOnly: the device only reads the memory, as this process does."""
+_WORD = 8
+"""The kernel for checksums reads words of so many bytes, which have to be aligned."""
 _log = logging.getLogger("holdfast.store")
 
 
@@ -62,9 +67,9 @@ class Cuda:
     def unregister(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of this process for copies of the store."""
-        return _stream(device)
+    def stream(self, device: torch.device, kernels: bool = False) -> torch.cuda.Stream:
+        """The stream of this process for copies of the store, or for kernels beside them."""
+        return _stream(device, kernels)
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -72,6 +77,27 @@ class Cuda:
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """What is queued in the context goes to a stream."""
         return torch.cuda.stream(stream)
+
+    def digest(
+        self, addresses: Words, sizes: Words, device: torch.device, targets: Words | None = None
+    ) -> Callable[[], Words]:
+        """Queue checksums of pieces in memory of a device, which are copied to `targets` if these are given.
+
+        What is returned gives them once the current stream is synchronized. Raises RuntimeError.
+        """
+        from holdfast.store.delta import triton_kernels
+
+        return triton_kernels.begin_digests(addresses, sizes, device, targets)
+
+    def compile(self, device: torch.device) -> None:
+        """Make the kernel of `digest`: that takes seconds unless an earlier process did it. Raises what hinders it."""
+        data = torch.zeros(LEAST_BYTES + 15, dtype=torch.uint8, device=device)
+        address, size = np.array([data.data_ptr()], np.uint64), np.array([data.nbytes], np.uint64)
+        stream = self.stream(device, kernels=True)
+        with self.on(stream):
+            for targets in (None, address):
+                self.digest(address, size, device, targets)
+        stream.synchronize()
 
     def _clear_error(self) -> None:
         """Take the error back, which the next launch of a kernel in this thread would report as its own."""
@@ -89,22 +115,16 @@ class Registrations:
         """Why CUDA did not register a mapping, if it did not."""
         self._cuda = cuda
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, int], bool] = {}
-        """By process and address: a forked child has the mappings of its parent, but not its devices."""
 
     def register(self, memory: Tensor) -> bool:
         """Register the whole mapping that a tensor of the host lies in; whether CUDA knows it now."""
-        storage = memory.untyped_storage()
-        address = storage.data_ptr()
-        key = os.getpid(), address
-        if (known := self._known.get(key)) is not None:
-            return known
+        address = memory.untyped_storage().data_ptr()
         mapping = mapping_at(address)
         if mapping is None:
             return False  # other memory: nothing would tell when it goes
         with self._lock:
-            if (known := self._known.get(key)) is not None:
-                return known
+            if mapping.registered is not None:
+                return mapping.registered
             why = self._cuda.register(address, mapping.nbytes, mapping.writable)
             if why and not self.refused:
                 _log.warning(
@@ -114,17 +134,79 @@ class Registrations:
                     why,
                 )
             self.refused = self.refused or why
-            self._known[key] = not why
-            mapping.before_unmap = functools.partial(self._forget, key)
+            mapping.registered = not why
+            if not why:
+                mapping.before_unmap = functools.partial(self._cuda.unregister, address)
         return not why
 
-    def _forget(self, key: tuple[int, int]) -> None:
-        if self._known.pop(key, False):  # without the lock: the collector may call this in any thread
-            self._cuda.unregister(key[1])
+
+class DeviceDigests:
+    """Checksums by the devices of this process. Thread-safe."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.refused = ""
+        """Why the devices cannot compute them, if they cannot."""
+        self._cuda = cuda
+        self._lock = threading.Lock()
+        self._ready: dict[torch.device, bool] = {}
+
+    def ready(self, device: torch.device) -> bool:
+        """Whether a device can compute them now. A thread compiles the kernel after the first call."""
+        if (found := self._ready.get(device)) is None:
+            with self._lock:
+                if device not in self._ready:
+                    self._ready[device] = False
+                    name = "holdfast-store-kernels"
+                    threading.Thread(target=self._compile, args=(device,), name=name, daemon=True).start()
+        return bool(found) and not self.refused
+
+    def compile(self, device: torch.device) -> None:
+        """Compile the kernel now. Raises what hinders it."""
+        self._cuda.compile(device)
+        self._ready[device] = True
+
+    def _compile(self, device: torch.device) -> None:
+        try:
+            self.compile(device)
+        except Exception as error:  # of Triton, of the compilers that it calls, or of its import
+            self.refuse(error)
+
+    def refuse(self, error: Exception) -> None:
+        """Leave checksums to the host from now on."""
+        with self._lock:
+            first, self.refused = not self.refused, self.refused or f"{type(error).__name__}: {error}"
+        if first:
+            _log.warning(
+                "the host computes the checksums of weights on CUDA devices, which slows copies down: "
+                "the kernel for the device cannot be had: %s; pip install triton, and a C compiler",
+                self.refused,
+            )
+
+    def queue(
+        self,
+        stream: torch.cuda.Stream,
+        device: torch.device,
+        addresses: Words,
+        sizes: Words,
+        targets: Words | None = None,
+    ) -> Callable[[], Words] | None:
+        """Queue those of pieces on a stream, and copies to `targets`; None, and nothing, if the host has to do it.
+
+        What is returned gives them once the stream is synchronized.
+        """
+        if not self.ready(device):
+            return None
+        try:
+            with self._cuda.on(stream):
+                return self._cuda.digest(addresses, sizes, device, targets)
+        except RuntimeError as error:  # of torch and Triton
+            self.refuse(error)
+            return None
 
 
 cuda = Cuda()
 registrations = Registrations(cuda)
+digests = DeviceDigests(cuda)
 
 
 def on_device(tensor: Tensor) -> bool:
@@ -132,10 +214,33 @@ def on_device(tensor: Tensor) -> bool:
     return cuda.has(tensor)
 
 
+def can_digest(addresses: Words, sizes: Words) -> Flags:
+    """Which pieces the kernel takes: not short ones, nor those at odd addresses."""
+    found: Flags = (addresses % _WORD == 0) & (sizes >= LEAST_BYTES)
+    return found
+
+
 def register_ahead(memory: Tensor) -> None:
     """Register the mapping that a tensor of the host lies in, if this process uses CUDA."""
     if cuda.in_use():
         registrations.register(memory)
+
+
+def digest_beside(device: torch.device, addresses: Words, sizes: Words) -> Callable[[], Words] | None:
+    """Begin to compute checksums of what the current stream has made, beside copies of it.
+
+    What is returned waits for them. None if the host has to do it.
+    """
+    stream = cuda.stream(device, kernels=True)
+    stream.wait_stream(cuda.current_stream(device))
+    if (digested := digests.queue(stream, device, addresses, sizes)) is None:
+        return None
+
+    def result() -> Words:
+        stream.synchronize()
+        return digested()
+
+    return result
 
 
 class HostCopy(NamedTuple):
@@ -152,7 +257,7 @@ def to_host(copies: Sequence[HostCopy], arrived: Callable[[int], None]) -> None:
     A copy begins when the work of the current stream that is queued so far is done, and does not delay what is queued
     later. Only the calling thread waits.
     """
-    streams = _streams(copy.source for copy in copies)
+    streams = _streams(copy.source.device for copy in copies)
     arrivals: list[tuple[int, torch.cuda.Event]] = []
     try:
         with torch.inference_mode():
@@ -180,14 +285,14 @@ def _queue(copies: Sequence[HostCopy], stream: torch.cuda.Stream) -> Iterator[tu
 
 
 class CopiesToDevices:
-    """Copies of bytes of the host to devices that were begun; `wait` returns when they are there.
+    """Copies of bytes to devices that were begun; `wait` returns when they are there.
 
     The current streams of the devices wait for the copies, so what is queued later sees the new elements.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Begin to copy each first tensor, on the host, into the second, of its shape."""
-        self._streams = _streams(target for _, target in pairs)
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device | None = None) -> None:
+        """Begin to copy each first tensor into the second, of its shape; `digest` may follow on `device`."""
+        self._streams = _streams([*(target.device for _, target in pairs), *([device] if device else [])])
         try:
             with torch.inference_mode():
                 for device, stream in self._streams.items():
@@ -199,20 +304,27 @@ class CopiesToDevices:
             self.wait()
             raise
 
+    def digest(
+        self, device: torch.device, addresses: Words, sizes: Words, targets: Words | None = None
+    ) -> Callable[[], Words] | None:
+        """Queue checksums behind the copies, as `DeviceDigests.queue` does: call what is returned after `wait`."""
+        return digests.queue(self._streams[device], device, addresses, sizes, targets)
+
     def wait(self) -> None:
         for device, stream in self._streams.items():
             cuda.current_stream(device).wait_stream(stream)
             stream.synchronize()
 
 
-def _streams(tensors: Iterable[Tensor]) -> dict[torch.device, torch.cuda.Stream]:
-    """The streams for copies of the tensors' devices, which wait for the current ones."""
-    found = {device: cuda.stream(device) for device in dict.fromkeys(tensor.device for tensor in tensors)}
+def _streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
+    """The streams for copies of devices, which wait for the current ones."""
+    found = {device: cuda.stream(device) for device in dict.fromkeys(devices)}
     for device, stream in found.items():
         stream.wait_stream(cuda.current_stream(device))
     return found
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device, kernels: bool) -> torch.cuda.Stream:
+    """Kernels of the store are short, and go first: what waits for them has not ended."""
+    return torch.cuda.Stream(device, priority=-1 if kernels else 0)  # type: ignore[no-untyped-call]

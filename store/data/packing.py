@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,15 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.ft.state.boxes import Box
 from holdfast.store.data.dense import copy_elements, flat_bytes, is_dense, lies_in_order
-from holdfast.store.data.device_copy import CHUNK_BYTES, HostCopy, on_device, registrations, to_host
+from holdfast.store.data.device_copy import (
+    CHUNK_BYTES,
+    HostCopy,
+    can_digest,
+    digest_beside,
+    on_device,
+    registrations,
+    to_host,
+)
 from holdfast.store.data.digests import (
     COUNT,
     FIRST,
@@ -35,8 +43,6 @@ ROWS_OF_JOB = 64
 """The number of small tensors that one thread copies at a time."""
 CACHED_PLANS = 16
 Flags = npt.NDArray[np.bool_]
-Sources = tuple[Words, Flags, Sequence[HostCopy]]
-"""The addresses of tensors, which of them are copied into place, and the copies from devices that are still to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,20 @@ class PartBlock:
     tensor: torch.Tensor
     shape: tuple[int, ...]
     box: Box | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocatedSources:
+    """The tensors of a layout: their addresses on the host, and which of them are copied into place otherwise.
+
+    `away` are the copies from devices that are still to do; `there` has the addresses of dense tensors on each device
+    (0 for the others).
+    """
+
+    addresses: Words
+    copied: Flags
+    away: Sequence[HostCopy] = ()
+    there: Mapping[torch.device, Words] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +129,22 @@ def pack_plain(
         kinds = ((name, str(each.dtype)[6:], tuple(each.shape), None, each.nbytes) for name, each in tensors.items())
         plan = _PackPlan(tuple(kinds))
         _plain_plans.put(key, plan)
-    located = plain.addresses[plan.order], np.zeros(len(plan.order), bool)
-    return _pack(plan, skeleton, allocate, lambda memory: (*located, ()))
+    located = LocatedSources(plain.addresses[plan.order], np.zeros(len(plan.order), bool))
+    return _pack(plan, skeleton, allocate, lambda memory: located)
 
 
 def _pack(
     plan: _PackPlan,
     skeleton: bytes,
     allocate: Callable[[int], torch.Tensor],
-    locate: Callable[[torch.Tensor], Sources],
+    locate: Callable[[torch.Tensor], LocatedSources],
 ) -> PackedPart:
     """Make the part in new memory, from what `_locate` finds."""
     layout = plan.layout
     memory = allocate(region_bytes(layout, skeleton))
     if plan.has_gaps:
         memory[: plan.small_bytes].numpy().fill(0)
-    return seal(layout, memory, skeleton, _fill(plan, *locate(memory), memory.data_ptr()))
+    return seal(layout, memory, skeleton, _fill(plan, locate(memory), memory.data_ptr()))
 
 
 def region_bytes(layout: RegionLayout, skeleton: bytes = b"") -> int:
@@ -159,13 +179,16 @@ def _digests(memory: torch.Tensor, ranges: Words) -> Words:
     return copy_and_digest(jobs)
 
 
-def _locate(plan: _PackPlan, sources: Sequence[torch.Tensor], memory: torch.Tensor) -> Sources:
+def _locate(plan: _PackPlan, sources: Sequence[torch.Tensor], memory: torch.Tensor) -> LocatedSources:
     """Locate the sources, in the order of the layout; copy those that do not have their bytes in order."""
     addresses = np.zeros(len(sources), np.uint64)
     copied = np.zeros(len(sources), bool)
     away: list[HostCopy] = []
+    there: dict[torch.device, Words] = {}
     for number, source in enumerate(sources):
         if on_device(source):
+            if is_dense(source):
+                there.setdefault(source.device, np.zeros(len(sources), np.uint64))[number] = source.data_ptr()
             away += _from_device(source, plan.layout.entries[number], memory)
         elif lies_in_order(source):
             addresses[number] = source.data_ptr()
@@ -175,7 +198,7 @@ def _locate(plan: _PackPlan, sources: Sequence[torch.Tensor], memory: torch.Tens
         copied[number] = True
     if away:
         registrations.register(memory)
-    return addresses, copied, away
+    return LocatedSources(addresses, copied, away, there)
 
 
 def _from_device(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor) -> list[HostCopy]:
@@ -194,19 +217,19 @@ def _from_device(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor)
     ]
 
 
-def _fill(plan: _PackPlan, addresses: Words, copied: Flags, away: Sequence[HostCopy], base: int) -> Words:
+def _fill(plan: _PackPlan, sources: LocatedSources, base: int) -> Words:
     """Copy what is not in place yet into the memory at `base`; return the checksums of all pieces."""
     arrays = plan.layout.arrays
-    rows = _small_rows(plan, addresses, copied, base)
-    in_place = copied[arrays.first_entry]
+    rows = _small_rows(plan, sources, base)
+    in_place = sources.copied[arrays.first_entry]
     large = arrays.first_entry >= plan.small
     jobs = np.zeros((len(arrays.piece_offsets), 5), np.uint64)
     jobs[:, SOURCE] = arrays.piece_offsets + np.uint64(base)
     jobs[:, NBYTES] = arrays.piece_nbytes
     direct = large & ~in_place
-    within = arrays.piece_offsets[direct] - arrays.entry_offsets[arrays.first_entry[direct]]
+    within = arrays.piece_offsets - arrays.entry_offsets[arrays.first_entry]
     jobs[direct, TARGET] = jobs[direct, SOURCE]
-    jobs[direct, SOURCE] = addresses[arrays.first_entry[direct]] + within
+    jobs[direct, SOURCE] = sources.addresses[arrays.first_entry[direct]] + within[direct]
     if len(rows):
         shares = np.zeros((-(-len(rows) // ROWS_OF_JOB), 5), np.uint64)
         shares[:, FIRST] = np.arange(len(shares)) * ROWS_OF_JOB
@@ -214,25 +237,35 @@ def _fill(plan: _PackPlan, addresses: Words, copied: Flags, away: Sequence[HostC
         copy_and_digest(shares, rows)
     sums = np.zeros(len(jobs), np.uint64)
     ends, done = arrays.piece_offsets + arrays.piece_nbytes, 0
+    here, under_way = np.ones(len(jobs), bool), []
+    for device, tensors in sources.there.items():
+        places = tensors[arrays.first_entry]
+        mine = large & (places > 0) & can_digest(places, arrays.piece_nbytes)
+        if mine.any() and (result := digest_beside(device, (places + within)[mine], arrays.piece_nbytes[mine])):
+            under_way.append((mine, result))
+            here &= ~mine
 
     def digest_before(end: int) -> None:
         nonlocal done
         upto = int(np.searchsorted(ends, end, "right"))
-        sums[done:upto] = copy_and_digest(jobs[done:upto])
+        mine = done + np.flatnonzero(here[done:upto])
+        sums[mine] = copy_and_digest(jobs[mine])
         done = upto
 
-    if away:
-        to_host(away, digest_before)
+    if sources.away:
+        to_host(sources.away, digest_before)
     digest_before(plan.layout.data_bytes)
+    for mine, result in under_way:
+        sums[mine] = result()
     return sums
 
 
-def _small_rows(plan: _PackPlan, addresses: Words, copied: Flags, base: int) -> Words:
+def _small_rows(plan: _PackPlan, sources: LocatedSources, base: int) -> Words:
     """Row copies of one row each, which bring the small sources into place."""
     arrays = plan.layout.arrays
-    wanted = np.flatnonzero(~copied[: plan.small] & (arrays.entry_nbytes[: plan.small] > 0))
+    wanted = np.flatnonzero(~sources.copied[: plan.small] & (arrays.entry_nbytes[: plan.small] > 0))
     rows = np.zeros((len(wanted), 6), np.uint64)
-    rows[:, ROW_SOURCE] = addresses[wanted]
+    rows[:, ROW_SOURCE] = sources.addresses[wanted]
     rows[:, ROW_TARGET] = arrays.entry_offsets[wanted] + np.uint64(base)
     rows[:, ROWS] = 1
     rows[:, ROW_BYTES] = arrays.entry_nbytes[wanted]

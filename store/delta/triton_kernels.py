@@ -1,14 +1,14 @@
 """Diff and checksums of pieces in CUDA memory by Triton kernels; records have the bits of the other kernels.
 
 Tested in Triton's interpreter, on CPU memory (`TRITON_INTERPRET=1`). Two launches find all records: one counts the
-changes of each tile of 1024 elements, one writes them where the counts say. XXH3 is computed by one program a piece,
-since its lanes are scrambled every 1024 bytes.
+changes of each tile of 1024 elements, one writes them where the counts say. XXH3 is computed by one program a piece, of
+one warp: its lanes are scrambled every 1024 bytes, in sequence.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 import xxhash
 
+from holdfast.store.data.digests import LEAST_BYTES, Words
 from holdfast.store.delta.records import (
     BLOCK,
     INTEGERS,
@@ -31,7 +32,6 @@ from holdfast.store.delta.records import (
 )
 
 Tensors = Sequence[torch.Tensor]
-Words = npt.NDArray[np.uint64]
 
 TILE = 1024
 """Elements that one program compares; it divides `BLOCK`."""
@@ -65,32 +65,56 @@ def pack_changes(base, changed, elements, starts, places, values, integer: tl.co
 
 
 @triton.jit
-def digest_lanes(pieces, sizes, secret, lanes_at_start, into, ends):
-    """XXH3's eight lanes of each piece before its last 64 bytes, and those; `pieces` and `sizes` say where it lies."""
+def digest_lanes(table, secret, start, found, copies: tl.constexpr, ahead: tl.constexpr):
+    """XXH3's eight lanes of each piece before its last 64 bytes, and those, as 16 words of `found` a piece.
+
+    `table` has the address and the size of each piece, and where it is copied to. A block of 1024 bytes is a sum, so
+    `ahead` of them are loaded at once; only the scramble after each goes in sequence.
+    """
     piece = tl.program_id(0)
     lane = tl.arange(0, 8)
     row = tl.arange(0, 16)
     byte = tl.arange(0, 64)
-    data = tl.load(pieces + piece).to(tl.pointer_type(tl.uint64))
-    nbytes = tl.load(sizes + piece)
-    end = data.to(tl.pointer_type(tl.uint8)) + (nbytes - 64)
-    tl.store(ends + piece * 64 + byte, tl.load(end + byte))
+    block = tl.arange(0, ahead)
+    data = tl.load(table + piece * 3).to(tl.pointer_type(tl.uint64))
+    nbytes = tl.load(table + piece * 3 + 1)
+    target = tl.load(table + piece * 3 + 2).to(tl.pointer_type(tl.uint64))
+    last = tl.load(data.to(tl.pointer_type(tl.uint8)) + (nbytes - 64) + byte)
+    tl.store((found + piece * 16 + 8).to(tl.pointer_type(tl.uint8)) + byte, last)
+    if copies:
+        tl.store(target.to(tl.pointer_type(tl.uint8)) + (nbytes - 64) + byte, last)
     left = (nbytes - 1) // 64
-    keys = tl.load(secret + row[:, None] + lane[None, :])
+    word = lane[:, None] + row[None, :] * 8
+    words = lane[:, None, None] + block[None, :, None] * 128 + row[None, None, :] * 8  # a thread sums rows
+    keys = tl.load(secret + lane[:, None] + row[None, :])
     scramble = tl.load(secret + 16 + lane)
-    sums = tl.load(lanes_at_start + lane)
+    sums = tl.load(start + lane)
+    while left >= 16 * ahead:
+        value = tl.load(data + words)
+        if copies:
+            tl.store(target + words, value)
+        key = value ^ keys[:, None, :]
+        added = tl.sum((key & 0xFFFFFFFF) * (key >> 32) + tl.load(data + (words ^ 1)), axis=2)
+        for number in tl.static_range(ahead):
+            sums += tl.sum(added * (block == number).to(tl.uint64)[None, :], axis=1)
+            sums = (sums ^ (sums >> 47) ^ scramble) * 0x9E3779B1
+        data += 128 * ahead
+        target += 128 * ahead
+        left -= 16 * ahead
     while left > 0:
-        inside = (row < left)[:, None] & (lane < 8)[None, :]
-        value = tl.load(data + row[:, None] * 8 + lane[None, :], mask=inside, other=0)
-        beside = tl.load(data + row[:, None] * 8 + (lane ^ 1)[None, :], mask=inside, other=0)
+        inside = (lane < 8)[:, None] & (row < left)[None, :]
+        value = tl.load(data + word, mask=inside, other=0)
+        if copies:
+            tl.store(target + word, value, mask=inside)
         key = value ^ keys
-        product = (key & 0xFFFFFFFF) * (key >> 32)
-        sums += tl.sum(tl.where(inside, product + beside, 0).to(tl.uint64), axis=0)
+        product = (key & 0xFFFFFFFF) * (key >> 32) + tl.load(data + (word ^ 1), mask=inside, other=0)
+        sums += tl.sum(tl.where(inside, product, 0).to(tl.uint64), axis=1)
         if left >= 16:
             sums = (sums ^ (sums >> 47) ^ scramble) * 0x9E3779B1
         data += 128
+        target += 128
         left -= 16
-    tl.store(into + piece * 8 + lane, sums)
+    tl.store(found + piece * 16 + lane, sums)
 
 
 def diff(base: Tensors, changed: Tensors, pieces: Sequence[ElementPiece]) -> PackedDelta:
@@ -209,34 +233,50 @@ _START = (
     0x27D4EB2F165667C5,
     0x9E3779B1,
 )
-LEAST_DIGEST = 241
-"""Bytes from which XXH3 works by stripes."""
+BLOCKS_AHEAD = 8
+"""Blocks of 1024 bytes that a program loads at once: a processor has few programs to hide the latency of memory."""
 
 
 def checksums(data: Tensors) -> list[int]:
     """xxh3 (64 bits) of each piece."""
     found: list[int] = [0] * len(data)
-    large = [at for at, piece in enumerate(data) if piece.nbytes >= LEAST_DIGEST and piece.data_ptr() % 8 == 0]
+    large = [at for at, piece in enumerate(data) if piece.nbytes >= LEAST_BYTES and piece.data_ptr() % 8 == 0]
     for at in set(range(len(data))) - set(large):
         found[at] = xxhash.xxh3_64_intdigest(data[at].cpu().numpy().data)
     if large:
-        places = np.array([(data[at].data_ptr(), data[at].nbytes) for at in large], np.int64)
-        for at, digest in zip(large, digests(places[:, 0], places[:, 1], data[large[0]].device).tolist(), strict=True):
+        places = np.array([(data[at].data_ptr(), data[at].nbytes) for at in large], np.uint64)
+        begun = begin_digests(places[:, 0], places[:, 1], data[large[0]].device)
+        if data[large[0]].is_cuda:
+            torch.cuda.current_stream(data[large[0]].device).synchronize()
+        for at, digest in zip(large, begun().tolist(), strict=True):
             found[at] = digest
     return found
 
 
-def digests(addresses: Numbers, sizes: Numbers, device: torch.device) -> Words:
-    """xxh3 (64 bits) of pieces of at least `LEAST_DIGEST` bytes at addresses of a device, each a multiple of 8.
+def begin_digests(
+    addresses: Words, sizes: Words, device: torch.device, targets: Words | None = None
+) -> Callable[[], Words]:
+    """Begin to compute xxh3 (64 bits) of pieces: what is returned gives them once the current stream is synchronized.
 
-    The current stream computes them.
+    The pieces have at least `LEAST_BYTES`, and lie at addresses of the device that are multiples of 8. They are copied
+    to such addresses `targets`, if these are given.
     """
-    lanes = torch.empty(8 * len(sizes), dtype=torch.uint64, device=device)
-    ends = torch.empty(64 * len(sizes), dtype=torch.uint8, device=device)
+    columns = addresses, sizes, addresses if targets is None else targets
+    table = torch.from_numpy(np.stack(columns, axis=1).astype(np.uint64).view(np.int64))
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    lanes = torch.empty(16 * len(sizes), dtype=torch.uint64, device=device)
     secret, start = _constants(device)
-    digest_lanes[(len(sizes),)](_table(addresses, device), _table(sizes, device), secret, start, lanes, ends)
-    found: Words = lanes.cpu().numpy().reshape(-1, 8)
-    return _finish(found, ends.cpu().numpy().view("<u8").reshape(-1, 8), sizes)
+    digest_lanes[(len(sizes),)](
+        table, secret, start, lanes, copies=targets is not None, ahead=BLOCKS_AHEAD, num_warps=1
+    )
+    found = lanes.to("cpu", non_blocking=True)
+
+    def result() -> Words:
+        words: Words = found.numpy().reshape(-1, 16)
+        return _finish(words[:, :8], words[:, 8:], sizes)
+
+    return result
 
 
 @functools.cache
@@ -247,7 +287,7 @@ def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return secret, start
 
 
-def _finish(lanes: Words, ends: Words, sizes: Numbers) -> Words:
+def _finish(lanes: Words, ends: Words, sizes: Words) -> Words:
     """The checksums, from the lanes of each piece before its last 64 bytes and those bytes."""
     lanes = lanes + ends[:, [1, 0, 3, 2, 5, 4, 7, 6]]
     key = ends ^ _secret_at(121, 8)

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from holdfast.comms.errors import HoldfastError, RegionGone
+from holdfast.comms.errors import BackendUnavailable, HoldfastError, RegionGone
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone
 from holdfast.store.catalog.records import DeviceAddress, Replica
@@ -112,26 +111,19 @@ class DeviceReads:
         self._tell(source.version, source.shard.part, replica.holder, why)
 
 
-def _copy(memory: torch.Tensor, into: PartTargets, jobs: Indexes, device: torch.device) -> Words:
-    """Copy what jobs take, and return the checksums of their pieces."""
-    under_way = into.begin_copies(memory, 0, jobs)
+def _copy(memory: torch.Tensor, into: PartTargets, todo: Indexes, device: torch.device) -> Words:
+    """Copy what jobs take, and return the checksums of their pieces: of whole ones, one kernel does both."""
+    jobs, (whole, places) = into.plan.jobs[todo], into.whole_there(todo)
+    sources, sums, begun = jobs[:, SOURCE] + np.uint64(memory.data_ptr()), np.zeros(len(todo), np.uint64), []
+    under_way = into.begin_copies(memory, 0, todo[~whole])
     try:
-        with device_copy.cuda.on(device_copy.cuda.stream(device)):
-            pieces = into.plan.jobs[jobs]
-            addresses = pieces[:, SOURCE].astype(np.int64) + memory.data_ptr()
-            return digests(addresses, pieces[:, NBYTES].astype(np.int64), device)
+        for mine, targets in ((whole, places[whole]), (~whole, None)):
+            if mine.any():
+                if (digested := under_way.digest(device, sources[mine], jobs[mine, NBYTES], targets)) is None:
+                    raise BackendUnavailable("CUDA", device_copy.digests.refused, "the log says more")
+                begun.append((mine, digested))
     finally:
         under_way.wait()
-
-
-def digests(addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], device: torch.device) -> Words:
-    """The checksums of pieces in memory of a device."""
-    from holdfast.store.delta import triton_kernels
-
-    return triton_kernels.digests(addresses, sizes, device)
-
-
-def warm_up(device: torch.device) -> None:
-    """Compile the kernel for checksums, which takes a second or two if no earlier process did it."""
-    data = torch.zeros(LEAST_BYTES + 15, dtype=torch.uint8, device=device)
-    digests(np.array([data.data_ptr()]), np.array([data.nbytes]), device)
+    for mine, digested in begun:
+        sums[mine] = digested()
+    return sums

@@ -104,12 +104,10 @@ def _from_mapping(
     wrong = []
     for call in calls(jobs):
         source.left()
-        under_way = into.begin_copies(mapped, 0, todo[call]) if into.any_away else None
-        try:
+        if into.any_away:
+            sums = _by_devices(into, mapped, todo[call], jobs[call], copies)
+        else:
             sums = copy_and_digest(jobs[call], copies)
-        finally:
-            if under_way is not None:
-                under_way.wait()
         wrong.append(todo[call][sums != expected[todo[call]]])
     if into.any_away and not source.confirm():
         return todo  # the devices may have got other bytes than those that were verified
@@ -117,6 +115,26 @@ def _from_mapping(
     if len(failed):
         source.reject(int(into.plan.jobs[failed[0], SOURCE]))
     return failed
+
+
+def _by_devices(into: PartTargets, mapped: torch.Tensor, todo: Indexes, jobs: Words, copies: Words) -> Words:
+    """Do jobs of which some take bytes to devices; return the checksums.
+
+    A device computes those of the pieces that it gets whole, from what it got; the host computes the others.
+    """
+    there, places = into.whole_there(todo)
+    sums, digested = np.zeros(len(todo), np.uint64), None
+    under_way = into.begin_copies(mapped, 0, todo)
+    try:
+        if into.device is not None and there.any():
+            digested = under_way.digest(into.device, places[there], jobs[there, NBYTES])
+        here = ~there if digested is not None else np.ones(len(todo), bool)
+        sums[here] = copy_and_digest(jobs[here], copies)
+    finally:
+        under_way.wait()
+    if digested is not None:
+        sums[there] = digested()
+    return sums
 
 
 def _by_reading(source: PartSource, into: PartTargets, expected: Words, todo: Indexes) -> Indexes:

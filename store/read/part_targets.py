@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.store.data.dense import flat_bytes
-from holdfast.store.data.device_copy import CopiesToDevices, on_device
+from holdfast.store.data.device_copy import CopiesToDevices, can_digest, on_device
 from holdfast.store.data.digests import (
     COUNT,
     FIRST,
@@ -88,7 +88,14 @@ class PartTargets:
                             _rows(data, shape, int(row[ROW_TARGET]), int(row[TARGET_STRIDE])),
                         )
                     )
-        return CopiesToDevices(pairs)
+        return CopiesToDevices(pairs, self.device)
+
+    def whole_there(self, todo: Indexes) -> tuple[npt.NDArray[np.bool_], Words]:
+        """Which of the jobs `todo` bring their whole piece to where the only device can digest it; the addresses."""
+        jobs, targets = self.plan.jobs[todo], self.plan.job_targets[todo]
+        places = self._addresses[targets] + jobs[:, TARGET] if len(self._addresses) else jobs[:, TARGET]
+        found = self.away[todo] & can_digest(places, jobs[:, NBYTES])
+        return found if self.device is not None else np.zeros(len(todo), bool), places
 
 
 def _rows(data: torch.Tensor, shape: tuple[int, int], start: int, stride: int) -> torch.Tensor:

@@ -19,14 +19,14 @@ import torch
 from rich.console import Console
 
 from holdfast.backends.inproc.memory_plane import InprocPlane
-from holdfast.comms.errors import BackendUnavailable, Unsupported
+from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.harness.cli.store_tables import holders_table
 from holdfast.store import WeightStore, weight_store
 from holdfast.store.catalog.records import DeviceAddress
 from holdfast.store.data import device_copy, device_memory, tree
-from holdfast.store.data.device_copy import Cuda, HostCopy, Registrations, to_host
+from holdfast.store.data.device_copy import Cuda, DeviceDigests, HostCopy, Registrations, to_host
 from holdfast.store.data.device_memory import CudaIpc
 from holdfast.store.data.digests import copy_and_digest
 from holdfast.store.data.packing import PartBlock, pack
@@ -34,6 +34,7 @@ from holdfast.store.read import device_reads, filling
 from holdfast.store.read.part_targets import PartTargets
 from holdfast.store.read.read_plan import local_tensor, plan_read
 from holdfast.store.reshard.plan import BoxTarget
+from support.waiting import eventually
 
 Tensor = torch.Tensor
 
@@ -48,6 +49,9 @@ class FakeCuda(Cuda):
         self.times = 0
         self.refusal = ""
         self.before_copy: Callable[[], object] = bool
+        self.before_digest: Callable[[], object] = bool
+        self.digested = 0
+        """The pieces whose checksums the device was asked for."""
         self._spans: list[Tensor] = []
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -71,7 +75,18 @@ class FakeCuda(Cuda):
     def unregister(self, address: int) -> None:
         del self.registered[address]
 
-    def stream(self, device: torch.device) -> Any:
+    def digest(self, addresses: Any, sizes: Any, device: torch.device, targets: Any = None) -> Any:
+        self.before_digest()
+        self.digested += len(sizes)
+        jobs = np.zeros((len(sizes), 5), np.uint64)
+        jobs[:, 0], jobs[:, 1], jobs[:, 2] = addresses, sizes, 0 if targets is None else targets
+        sums = copy_and_digest(jobs)
+        return lambda: sums
+
+    def compile(self, device: torch.device) -> None:
+        """All is there."""
+
+    def stream(self, device: torch.device, kernels: bool = False) -> Any:
         return SimpleNamespace(
             wait_stream=lambda other: self.log.append("copies wait for the program"),
             record_event=self._event,
@@ -102,6 +117,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(device_copy, "registrations", registrations := Registrations(fake))
     for module in ("data.packing", "read.filling", "weight_store"):
         monkeypatch.setattr(f"holdfast.store.{module}.registrations", registrations)
+    monkeypatch.setattr(device_copy, "digests", digests := DeviceDigests(fake))
+    monkeypatch.setattr(weight_store, "digests", digests)
+    digests.compile(torch.device("cpu"))
     monkeypatch.setattr(tree, "PlainTensors", SimpleNamespace(of=described))
     return fake
 
@@ -142,15 +160,72 @@ def refusing(cuda: FakeCuda) -> None:
     cuda.refusal = "out of memory"
 
 
+@pytest.fixture
+def no_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host computes the checksums."""
+
+    def fail(device: torch.device) -> None:
+        raise ImportError("No module named 'triton'")
+
+    cuda.compile = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(device_copy, "digests", digests := DeviceDigests(cuda))
+    monkeypatch.setattr(weight_store, "digests", digests)
+
+
 @pytest.mark.parametrize("atomic", [False, True])
 def test_tensors_of_a_device_are_published_and_got(tmp_path: Path, cuda: FakeCuda, atomic: bool) -> None:
     state = on_the_device(cuda, a_state())
     with WeightStore(f"memory://{tmp_path}") as store:
         store.publish(1, state)
+        assert cuda.digested == 5, "of the dense ones with pieces of their own: 3 of large, 1 of half, 1 of bytes"
         check(store.load(1), state)
         into = on_the_device(cuda, blank(state))
         store.get(1, into, atomic=atomic)
         check(into, state)
+        assert cuda.digested == (5 if atomic else 10), "an atomic get verifies copies on the host"
+
+
+def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
+    tmp_path: Path, cuda: FakeCuda, no_kernel: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = on_the_device(cuda, a_state())
+    with caplog.at_level(logging.WARNING), WeightStore(f"memory://{tmp_path}") as store:
+        for version in (1, 2, 3):
+            store.publish(version, state)
+            into = on_the_device(cuda, blank(state))
+            store.get(version, into)
+            check(into, state)
+        eventually(lambda: device_copy.digests.refused != "")
+        store.publish(4, state | {"odd": state["odd"] + 1})
+        report = store.inspect().report()
+    said = [each.getMessage() for each in caplog.records if "checksums" in each.getMessage()]
+    assert len(said) == 1 and "No module named 'triton'" in said[0] and "pip install triton" in said[0]
+    assert cuda.digested == 0
+    assert ["triton" in holder.slow for holder in report.holders] == [True]
+
+
+def test_a_kernel_that_fails_leaves_its_checksums_to_the_host(tmp_path: Path, cuda: FakeCuda) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    cuda.before_digest = fail
+    state = on_the_device(cuda, a_state())
+    with WeightStore(f"memory://{tmp_path}") as store:
+        store.publish(1, state)
+        into = on_the_device(cuda, blank(state))
+        store.get(1, into)
+        check(into, state)
+    assert device_copy.digests.refused == "RuntimeError: CUDA error: out of memory"
+
+
+def test_bytes_that_change_on_the_way_to_a_device_are_not_taken(tmp_path: Path, cuda: FakeCuda) -> None:
+    state = {"large": torch.randn(1_200_001)}
+    into = on_the_device(cuda, blank(state))
+    with WeightStore(f"memory://{tmp_path}") as store:
+        store.publish(1, state)
+        cuda.before_digest = lambda: into["large"][5].add_(1)
+        with pytest.raises(CorruptData, match="wrong bytes"):
+            store.get(1, into)
 
 
 def test_what_cannot_be_mapped_is_read_for_a_device(
@@ -233,7 +308,7 @@ def test_copies_are_over_before_an_error_leaves_the_call(cuda: FakeCuda) -> None
 
 
 def test_a_version_that_goes_while_it_is_copied_is_not_taken(
-    tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cuda: FakeCuda, no_kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's checksums hold for what the device got as long as the region is open."""
     state = on_the_device(cuda, a_state())
@@ -306,19 +381,11 @@ class NothingOwn(dict[bytes, Tensor]):
         """Forgets it."""
 
 
-def digests_of_host(addresses: Any, sizes: Any, device: torch.device) -> Any:
-    jobs = np.zeros((len(sizes), 5), np.uint64)
-    jobs[:, 0], jobs[:, 1] = addresses, sizes
-    return copy_and_digest(jobs)
-
-
 @pytest.fixture
 def ipc(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
     fake = FakeIpc(cuda)
     monkeypatch.setattr(device_memory, "ipc", fake)
     monkeypatch.setattr(device_memory, "_own", NothingOwn())
-    monkeypatch.setattr(device_reads, "digests", digests_of_host)
-    monkeypatch.setattr(weight_store, "warm_up_digests", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     return fake
@@ -387,13 +454,12 @@ def test_what_the_device_does_not_have_is_read_from_the_host(
         expected, version = {name: each.clone() for name, each in state.items()}, 3
         on_the_device(cuda, expected)["half"] += 1
 
-        def supersede(*arguments: Any) -> Any:
-            monkeypatch.setattr(device_reads, "digests", digests_of_host)
+        def supersede() -> None:
+            cuda.before_digest = bool
             for number in (2, 3):
                 store.publish(number, expected)
-            return digests_of_host(*arguments)
 
-        monkeypatch.setattr(device_reads, "digests", supersede)
+        cuda.before_digest = supersede
     into = on_the_device(cuda, blank(state))
     assert store.get("latest", into) == version
     check(into, expected)

@@ -341,14 +341,44 @@ assert triton_kernels.diff([], [], []).nbytes == native_kernels.diff([], [], [])
 print("equal")
 """
 
+TRITON_DIGESTS = """
+import numpy as np, torch, xxhash
+from hypothesis import given, settings, strategies as st
+from holdfast.store.delta import triton_kernels
+
+data = torch.from_numpy(np.random.default_rng(6).integers(0, 256, 40_000, np.uint8))
+near = st.builds(lambda blocks, more: max(241, 1024 * blocks + more), st.integers(0, 18), st.integers(-65, 65))
+places = st.integers(0, 2500).map(lambda word: 8 * word)
+pieces = st.lists(st.tuples(places, st.integers(241, 19_000) | near), min_size=1)
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(pieces=pieces, copied=st.booleans())
+def check(pieces, copied):
+    cuts = [data[at : at + size] for at, size in pieces]
+    into = [torch.zeros(size + 64, dtype=torch.uint8) for _, size in pieces]
+    sources, sizes, targets = (
+        np.array(each, np.uint64)
+        for each in ([cut.data_ptr() for cut in cuts], [cut.nbytes for cut in cuts], [each.data_ptr() for each in into])
+    )
+    found = triton_kernels.begin_digests(sources, sizes, torch.device("cpu"), targets if copied else None)()
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(cut.numpy().data) for cut in cuts]
+    for cut, each in zip(cuts, into):
+        assert torch.equal(each[: cut.nbytes], cut if copied else torch.zeros_like(cut))
+        assert not each[cut.nbytes :].any()
+
+check()
+print("equal")
+"""
+
 
 @pytest.mark.thorough
 @pytest.mark.skipif(site_of("triton") is None, reason="needs triton: make peers")
-def test_triton_kernels_give_the_bits_of_the_compiled_ones() -> None:
+@pytest.mark.parametrize("program", [TRITON_CHECK, TRITON_DIGESTS], ids=["deltas", "checksums"])
+def test_triton_kernels_give_the_bits_of_the_compiled_ones(program: str) -> None:
     """In Triton's interpreter, which has to be chosen before triton is imported: so in a process of its own."""
     path = os.pathsep.join(filter(None, [site_of("triton"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"TRITON_INTERPRET": "1"} | ({"PYTHONPATH": path} if path else {})
     done = subprocess.run(
-        [sys.executable, "-c", TRITON_CHECK], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert done.stdout == "equal\n", done.stderr

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 
 from holdfast.store import WeightStore
-from holdfast.store.data.device_copy import registrations
+from holdfast.store.data.device_copy import cuda, digests, registrations
 from holdfast.store.delta import native_kernels
 from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.records import BLOCK, Delta, ElementPiece, PackedDelta
@@ -274,3 +275,44 @@ def test_checksums_of_a_device_are_those_of_the_host() -> None:
     cuts = [data[:size] for size in (1, 240, 241, 1024, 1025, 1087, 1088, 2048, 2049, 70001)] + [data[3:4000]]
     wanted = [xxhash.xxh3_64_intdigest(each.numpy().data) for each in cuts]
     assert kernels.checksums([each.cuda() for each in cuts]) == wanted  # type: ignore[attr-defined]
+
+
+def test_pieces_are_copied_and_digested_by_one_kernel() -> None:
+    """All lengths about those of the kernel's loops, and pieces of the store's size."""
+    pytest.importorskip("triton", reason="the kernel that computes checksums on a device")
+    random = torch.Generator().manual_seed(6)
+    data = torch.randint(0, 256, (5 << 20,), generator=random).to(torch.uint8)
+    lengths = [max(241, 1024 * blocks + more) for blocks in (0, 1, 7, 8, 9, 16, 40) for more in range(-65, 66, 13)]
+    cuts = [data[8 * at : 8 * at + size] for at, size in enumerate([*lengths, 2 << 20, (2 << 20) - 1, (2 << 20) + 777])]
+    wanted = [xxhash.xxh3_64_intdigest(each.numpy().data) for each in cuts]
+    there = data.cuda()
+    into = [torch.zeros(each.nbytes + 64, dtype=torch.uint8, device="cuda") for each in cuts]
+    sources, sizes, targets = (
+        np.array(each, np.uint64)
+        for each in (
+            [there.data_ptr() + 8 * at for at in range(len(cuts))],
+            [each.nbytes for each in cuts],
+            [each.data_ptr() for each in into],
+        )
+    )
+    for addresses in (None, targets):
+        found = cuda.digest(sources, sizes, there.device, addresses)
+        torch.cuda.synchronize()
+        assert found().tolist() == wanted
+        for cut, each in zip(cuts, into, strict=True):
+            copied = torch.zeros_like(cut) if addresses is None else cut
+            assert torch.equal(each.cpu(), torch.cat((copied, torch.zeros(64, dtype=torch.uint8))))
+
+
+def test_the_device_computes_the_checksums_once_its_kernel_is_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the kernel that computes checksums on a device")
+    state = mixed_state()
+    digests.compile(torch.device("cuda", 0))
+    with WeightStore(f"memory://{tmp_path}") as store:
+        for version in (1, 2, 3):
+            state["0"].add_(1)
+            store.publish(version, state)
+            into = {name: torch.zeros_like(each) for name, each in state.items()}
+            store.get(version, into)
+            assert wrong(into, state) == []
+    assert digests.refused == ""
