@@ -14,7 +14,7 @@ import torch
 
 from holdfast.harness.bench.store import data
 from holdfast.harness.bench.store.data import Shards, TensorShape
-from holdfast.harness.bench.store.drivers import DRIVERS, StoreDriver, WorkerPlan
+from holdfast.harness.bench.store.drivers import DRIVERS, PinnedDriver, StoreDriver, WorkerPlan
 from holdfast.harness.measure.worker import serve
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class StoreWorker:
         self._got: data.State = {}
         self._matrices: tuple[torch.Tensor, ...] | None = None
         self._multiplied = 0.0
+        self._pinned: PinnedDriver | None = None
 
     def prepare(self, tensors: tuple[TensorShape, ...], seed: int, sharded: tuple[int, int] | None = None) -> None:
         """What the state is; a source has values of `seed`.
@@ -96,20 +97,30 @@ class StoreWorker:
     def _new_target(self) -> data.State:
         return data.target(self._tensors, self._plan.device)
 
-    async def multiply(self, version: int | None) -> Took:
-        """Multiply matrices on the GPU, beside a publish of the source as a version, if that is given."""
+    async def multiply(self, version: int | None, pinned: bool = False) -> Took:
+        """Multiply matrices on the GPU, beside a publish of the source as a version, if that is given.
+
+        `pinned`: beside a copy of it to pinned memory instead. The same products go before, uncounted, since a GPU that
+        comes from rest has a higher clock.
+        """
         if self._matrices is None:
             self._matrices = tuple(
                 torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device=self._plan.device) for _ in range(3)
             )
         one, other, into = self._matrices
-        torch.mm(one, other, out=into)
+        driver = self._driver
+        if pinned:
+            driver = self._pinned = self._pinned or PinnedDriver(self._plan)
+            await driver.publish(0, self._source)  # the first one allocates
+        for _ in range(PRODUCTS):
+            torch.mm(one, other, out=into)
         torch.cuda.synchronize()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
         def publish(number: int) -> None:
             with torch.cuda.stream(side):  # so that it does not wait for the products
-                asyncio.run(self._driver.publish(number, self._source))
+                asyncio.run(driver.publish(number, self._source))
+                side.synchronize()
 
         async def multiply() -> None:
             for _ in range(PRODUCTS):

@@ -26,6 +26,8 @@ EVERYONE = (HOLDFAST, *PEERS)
 FAN_OUT = 8
 FSDP_RANKS, TP_RANKS = 4, 2
 _CHANGES = {"all changed": 1.0, "1% changed": 0.01}
+_BESIDE = {"alone": (False, False), "beside a pinned copy": (True, True), "beside a publish": (True, False)}
+"""What products are multiplied beside: whether there is anything, and whether it is a mere copy."""
 _LOADS: Mapping[str, How] = {"new tensors": "load", "mapped": "map"}
 SERVED_BYTES = 40_000_000
 """The bytes of 10 million parameters of float32."""
@@ -198,12 +200,17 @@ def _killed(team: Team, version: int) -> TimedTurn:
 
 
 def _multiply(team: Team, version: int) -> TimedTurn:
-    """Multiply matrices on the GPU, then again while a version is published, and have a reader get that."""
+    """Multiply matrices on the GPU alone, beside a copy, and while a version is published, which a reader gets.
+
+    Each of these goes first in turn.
+    """
     digests, publishers, readers = change(team, version), team.publishers[:1], team.readers[:1]
-    alone = call(publishers, "multiply", None, into=Took)[0]
-    beside = call(publishers, "multiply", version, into=Took)[0]
+    ways = list(_BESIDE.items())
+    first, seconds = version % len(ways), {}
+    for figure, (publishes, pinned) in ways[first:] + ways[:first]:
+        seconds[figure] = call(publishers, "multiply", version if publishes else None, pinned, into=Took)[0].seconds
     get(readers, version)
-    return _turn({"alone": alone.seconds, "beside a publish": beside.seconds}, wrong(readers, digests))
+    return _turn(seconds, wrong(readers, digests))
 
 
 def _model(nbytes: int) -> tuple[TensorShape, ...]:
@@ -350,7 +357,7 @@ DEVICE_WORKLOADS = (
     StoreBenchWorkload(
         "products",
         f"{PRODUCTS} products of matrices of {MATRIX} by {MATRIX} on the GPU that publishes",
-        ("alone", "beside a publish"),
+        tuple(_BESIDE),
         _many,
         _multiply,
         contestants=(HOLDFAST,),
