@@ -85,9 +85,9 @@ class Cuda:
 
         What is returned gives them once the current stream is synchronized. Raises RuntimeError.
         """
-        from holdfast.store.delta import triton_kernels
+        from holdfast.store.digest_kernel import begin_digests
 
-        return triton_kernels.begin_digests(addresses, sizes, device, targets)
+        return begin_digests(addresses, sizes, device, targets)
 
     def compile(self, device: torch.device) -> None:
         """Make the kernel of `digest`: that takes seconds unless an earlier process did it. Raises what hinders it."""

@@ -65,7 +65,7 @@ LAYERS = {
         cancellation
         catalog
         reshard
-        data
+        data digest_kernel
         delta casts
         read
         holding

@@ -344,7 +344,7 @@ print("equal")
 TRITON_DIGESTS = """
 import numpy as np, torch, xxhash
 from hypothesis import given, settings, strategies as st
-from holdfast.store.delta import triton_kernels
+from holdfast.store.digest_kernel import begin_digests
 
 data = torch.from_numpy(np.random.default_rng(6).integers(0, 256, 40_000, np.uint8))
 near = st.builds(lambda blocks, more: max(241, 1024 * blocks + more), st.integers(0, 18), st.integers(-65, 65))
@@ -360,7 +360,7 @@ def check(pieces, copied):
         np.array(each, np.uint64)
         for each in ([cut.data_ptr() for cut in cuts], [cut.nbytes for cut in cuts], [each.data_ptr() for each in into])
     )
-    found = triton_kernels.begin_digests(sources, sizes, torch.device("cpu"), targets if copied else None)()
+    found = begin_digests(sources, sizes, torch.device("cpu"), targets if copied else None)()
     assert found.tolist() == [xxhash.xxh3_64_intdigest(cut.numpy().data) for cut in cuts]
     for cut, each in zip(cuts, into):
         assert torch.equal(each[: cut.nbytes], cut if copied else torch.zeros_like(cut))
