@@ -6,8 +6,9 @@ the methods of `Communicator` with the same names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plan import OpDescription
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors.memory import is_sparse
-from holdfast.comms.tensors.overlap import check_outputs, unaliased
+from holdfast.comms.tensors.overlap import check_outputs, span, unaliased
 from holdfast.comms.tensors.packing import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport.base import Transport
 
@@ -45,6 +46,59 @@ class CheckedOps:
         self._transport = transport
         self._check = check
 
+    # -- how bodies are made: the transport gets contiguous memory, and for reductions a dtype that it reduces
+
+    def _flat(self, tensor: Tensor, op: ReduceOp | None) -> Tensor:
+        return packed(tensor) if op is None else self._check.carrier(packed(tensor), op)
+
+    def _on_one(
+        self, description: OpDescription, tensor: Tensor, call: Callable[[Tensor, float], None], fills: bool = True
+    ) -> CheckedOp:
+        """An op on one tensor, which it `fills` on this rank, or else only reads."""
+
+        def prepare() -> Body:
+            flat = self._flat(tensor, description.reduction)
+
+            def body(deadline: float) -> None:
+                call(flat, deadline)
+                if fills:
+                    unpack(flat, tensor)
+
+            return body
+
+        return CheckedOp(description, prepare)
+
+    def _between(
+        self,
+        description: OpDescription,
+        call: Callable[[list[Tensor], list[Tensor], float], None],
+        own: Callable[[list[Tensor], list[Tensor]], tuple[int, Tensor, Tensor]] | None = None,
+    ) -> CheckedOp:
+        """An op from its inputs to its outputs, called as `call(outputs, inputs, deadline)`.
+
+        Inputs that outputs overlap are copied. Only this rank's own part may be in place: `own` tells the number of the
+        input that has it, and the two tensors that may be the same memory.
+        """
+
+        def prepare() -> Body:
+            outputs = [self._flat(each, description.reduction) for each in description.outputs]
+            inputs = [self._flat(each, description.reduction) for each in description.inputs]
+            number, one, other = (-1, None, None) if own is None else own(outputs, inputs)
+            in_place = number if one is not None and other is not None and span(one) == span(other) else -1
+            inputs = [each if i == in_place else unaliased(each, outputs) for i, each in enumerate(inputs)]
+
+            def body(deadline: float) -> None:
+                call(outputs, inputs, deadline)
+                unpack_all(outputs, description.outputs)
+
+            return body
+
+        return CheckedOp(description, prepare)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor with a part for each."""
+        return parts(whole, self.size)[self.rank]
+
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, reproducible: bool) -> CheckedOp:
@@ -54,30 +108,13 @@ class CheckedOps:
         self._check.reducible(tensor, op)
         if reproducible:
             check_exact(op)
-        transport = self._transport
-
-        def prepare() -> Body:
-            flat, inner = self._check.carrier(packed(tensor), op), self._check.carrier_op(op, tensor.dtype)
-
-            def body(deadline: float) -> None:
-                if reproducible:
-                    reduce_exactly(transport, flat, inner, deadline)
-                else:
-                    transport.all_reduce(flat, inner, deadline)
-                unpack(flat, tensor)
-
-            return body
-
+        run = partial(reduce_exactly, self._transport) if reproducible else self._transport.all_reduce
+        inner, words = self._check.carrier_op(op, tensor.dtype), "reproducible " * reproducible + op.name
+        both = (tensor,)
         description = OpDescription(
-            "all_reduce",
-            tensor.nbytes,
-            tensors=tensor,
-            detail="reproducible " + op.name if reproducible else op.name,
-            inputs=(tensor,),
-            outputs=(tensor,),
-            reduction=op,
+            "all_reduce", tensor.nbytes, True, tensor, words, inputs=both, outputs=both, reduction=op
         )
-        return CheckedOp(description, prepare)
+        return self._on_one(description, tensor, lambda flat, deadline: run(flat, inner, deadline))
 
     def _all_reduce_sparse(self, tensor: Tensor, op: ReduceOp, reproducible: bool) -> CheckedOp:
         stored = tensor.detach().coalesce()
@@ -114,184 +151,89 @@ class CheckedOps:
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp) -> CheckedOp:
         dst = self._check.rank(dst, "dst")
-        tensor = self._check.output(tensor) if dst == self.rank else self._check.operand(tensor)
+        here = dst == self.rank
+        tensor = self._check.output(tensor) if here else self._check.operand(tensor)
         self._check.reducible(tensor, op)
-
-        def prepare() -> Body:
-            flat = self._check.carrier(packed(tensor), op)
-
-            def body(deadline: float) -> None:
-                self._transport.reduce(flat, dst, self._check.carrier_op(op, tensor.dtype), deadline)
-                if dst == self.rank:
-                    unpack(flat, tensor)
-
-            return body
-
-        words = op.name, f"to {dst}"
-        description = OpDescription(
-            "reduce",
-            tensor.nbytes,
-            tensors=tensor,
-            detail=words,
-            peer=dst,
-            inputs=(tensor,),
-            outputs=(tensor,) if dst == self.rank else (),
-            reduction=op,
-        )
-        return CheckedOp(description, prepare)
+        inner, words = self._check.carrier_op(op, tensor.dtype), (op.name, f"to {dst}")
+        outputs = (tensor,) if here else ()
+        description = OpDescription("reduce", tensor.nbytes, True, tensor, words, dst, (tensor,), outputs, op)
+        run = self._transport.reduce
+        return self._on_one(description, tensor, lambda flat, deadline: run(flat, dst, inner, deadline), here)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp) -> CheckedOp:
-        output, inputs = self._check.output(output, "output"), self._check.operands(inputs, "inputs")
+        output, inputs = self._check.output(output, "output"), tuple(self._check.operands(inputs, "inputs"))
         self._check.reducible(output, op)
         self._check.one_for_each(inputs, "inputs", output.dtype)
         self._check.same_count(output, inputs[self.rank].numel(), "output", f"as many as inputs[{self.rank}]")
-
-        def prepare() -> Body:
-            flat = self._check.carrier(packed(output), op)
-            given = [self._check.carrier(packed(each), op) for each in inputs]
-            given = [unaliased(each, [flat], 0 if i == self.rank else None) for i, each in enumerate(given)]
-
-            def body(deadline: float) -> None:
-                self._transport.reduce_scatter(flat, given, self._check.carrier_op(op, output.dtype), deadline)
-                unpack(flat, output)
-
-            return body
-
-        description = OpDescription(
-            "reduce_scatter",
-            output.nbytes,
-            tensors=tuple(inputs),
-            detail=op.name,
-            inputs=tuple(inputs),
-            outputs=(output,),
-            reduction=op,
+        rank, run, inner = self.rank, self._transport.reduce_scatter, self._check.carrier_op(op, output.dtype)
+        return self._between(
+            OpDescription("reduce_scatter", output.nbytes, True, inputs, op.name, -1, inputs, (output,), op),
+            lambda outputs, inputs, deadline: run(outputs[0], inputs, inner, deadline),
+            lambda outputs, inputs: (rank, inputs[rank], outputs[0]),
         )
-        return CheckedOp(description, prepare)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, op: ReduceOp) -> CheckedOp:
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.reducible(output, op)
         self._check.same_dtype(tensor, output)
         self._check.whole(tensor, output, "tensor", "output's")
-
-        def prepare() -> Body:
-            flat, given = self._check.carrier(packed(output), op), self._check.carrier(packed(tensor), op)
-            if unaliased(flat, parts(given, self.size), self.rank) is not flat:
-                given = given.clone()
-
-            def body(deadline: float) -> None:
-                self._transport.reduce_scatter_single(flat, given, self._check.carrier_op(op, output.dtype), deadline)
-                unpack(flat, output)
-
-            return body
-
-        description = OpDescription(
-            "reduce_scatter_single",
-            output.nbytes,
-            tensors=output,
-            detail=op.name,
-            inputs=(tensor,),
-            outputs=(output,),
-            reduction=op,
+        run, inner = self._transport.reduce_scatter_single, self._check.carrier_op(op, output.dtype)
+        return self._between(
+            OpDescription("reduce_scatter_single", output.nbytes, True, output, op.name, -1, (tensor,), (output,), op),
+            lambda outputs, inputs, deadline: run(outputs[0], inputs[0], inner, deadline),
+            lambda outputs, inputs: (0, self._part(inputs[0]), outputs[0]),
         )
-        return CheckedOp(description, prepare)
 
     # -- moves
 
     def broadcast(self, tensor: Tensor, src: int) -> CheckedOp:
         src = self._check.rank(src, "src")
-        tensor = self._check.operand(tensor) if src == self.rank else self._check.output(tensor)
+        here = src == self.rank
+        tensor = self._check.operand(tensor) if here else self._check.output(tensor)
         self._check.movable(tensor)
-        words = f"from {src}"
-
-        def prepare() -> Body:
-            flat = packed(tensor)
-
-            def body(deadline: float) -> None:
-                self._transport.broadcast(flat, src, deadline)
-                if src != self.rank:
-                    unpack(flat, tensor)
-
-            return body
-
-        description = OpDescription(
-            "broadcast",
-            tensor.nbytes,
-            tensors=tensor,
-            detail=words,
-            peer=src,
-            inputs=(tensor,) if src == self.rank else (),
-            outputs=(tensor,),
-        )
-        return CheckedOp(description, prepare)
+        inputs = (tensor,) if here else ()
+        description = OpDescription("broadcast", tensor.nbytes, True, tensor, f"from {src}", src, inputs, (tensor,))
+        run = self._transport.broadcast
+        return self._on_one(description, tensor, lambda flat, deadline: run(flat, src, deadline), not here)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> CheckedOp:
-        outputs, tensor = self._check.outputs(outputs, "outputs"), self._check.operand(tensor)
+        outputs, tensor = tuple(self._check.outputs(outputs, "outputs")), self._check.operand(tensor)
         self._check.movable(tensor)
         self._check.one_for_each(outputs, "outputs", tensor.dtype)
         self._check.same_count(outputs[self.rank], tensor.numel(), f"outputs[{self.rank}]", "as many as tensor")
-
-        def prepare() -> Body:
-            flats = [packed(t) for t in outputs]
-            given = unaliased(packed(tensor), flats, self.rank)
-
-            def body(deadline: float) -> None:
-                self._transport.all_gather(flats, given, deadline)
-                unpack_all(flats, outputs)
-
-            return body
-
-        description = OpDescription(
-            "all_gather", tensor.nbytes, tensors=tuple(outputs), inputs=(tensor,), outputs=tuple(outputs)
+        rank, run = self.rank, self._transport.all_gather
+        return self._between(
+            OpDescription("all_gather", tensor.nbytes, tensors=outputs, inputs=(tensor,), outputs=outputs),
+            lambda outputs, inputs, deadline: run(outputs, inputs[0], deadline),
+            lambda outputs, inputs: (0, inputs[0], outputs[rank]),
         )
-        return CheckedOp(description, prepare)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> CheckedOp:
         output, tensor = self._check.output(output, "output"), self._check.operand(tensor)
         self._check.movable(tensor)
         self._check.same_dtype(output, tensor)
         self._check.whole(output, tensor, "output", "tensor's")
-
-        def prepare() -> Body:
-            flat = packed(output)
-            given = unaliased(packed(tensor), parts(flat, self.size), self.rank)
-
-            def body(deadline: float) -> None:
-                self._transport.all_gather_single(flat, given, deadline)
-                unpack(flat, output)
-
-            return body
-
-        description = OpDescription(
-            "all_gather_single", tensor.nbytes, tensors=tensor, inputs=(tensor,), outputs=(output,)
+        run = self._transport.all_gather_single
+        return self._between(
+            OpDescription("all_gather_single", tensor.nbytes, tensors=tensor, inputs=(tensor,), outputs=(output,)),
+            lambda outputs, inputs, deadline: run(outputs[0], inputs[0], deadline),
+            lambda outputs, inputs: (0, inputs[0], self._part(outputs[0])),
         )
-        return CheckedOp(description, prepare)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> CheckedOp:
         if len(inputs) != self.size:
             raise ValueError(f"inputs has {len(inputs)} tensors; it needs one for each of {self.size} ranks")
-        inputs, outputs = self._check.operands(inputs, "inputs"), self._check.outputs(outputs, "outputs")
+        inputs, outputs = tuple(self._check.operands(inputs, "inputs")), tuple(self._check.outputs(outputs, "outputs"))
         self._check.movable(inputs[0])
-        dtype = inputs[0].dtype
+        dtype, rank = inputs[0].dtype, self.rank
         self._check.one_for_each(inputs, "inputs", dtype)
         self._check.one_for_each(outputs, "outputs", dtype)
-        own = inputs[self.rank].numel()
-        self._check.same_count(outputs[self.rank], own, f"outputs[{self.rank}]", f"as many as inputs[{self.rank}]")
-
-        def prepare() -> Body:
-            flats, given = [packed(t) for t in outputs], [packed(t) for t in inputs]
-            given = [unaliased(each, flats, i if i == self.rank else None) for i, each in enumerate(given)]
-
-            def body(deadline: float) -> None:
-                self._transport.all_to_all(flats, given, deadline)
-                unpack_all(flats, outputs)
-
-            return body
-
-        description = OpDescription(
-            "all_to_all", sum(t.nbytes for t in inputs), detail=dtype, inputs=tuple(inputs), outputs=tuple(outputs)
+        self._check.same_count(outputs[rank], inputs[rank].numel(), f"outputs[{rank}]", f"as many as inputs[{rank}]")
+        return self._between(
+            OpDescription("all_to_all", sum(t.nbytes for t in inputs), detail=dtype, inputs=inputs, outputs=outputs),
+            self._transport.all_to_all,
+            lambda outputs, inputs: (rank, inputs[rank], outputs[rank]),
         )
-        return CheckedOp(description, prepare)
 
     def all_to_all_single(
         self,
@@ -314,24 +256,16 @@ class CheckedOps:
             self._check.own_part(output, to_output, tensor, of_tensor)
             splits = to_output, of_tensor
 
-        def prepare() -> Body:
-            flat = packed(output)
-            given = unaliased(packed(tensor), [flat])
+        def run(outputs: list[Tensor], inputs: list[Tensor], deadline: float) -> None:
+            if splits is None:
+                self._transport.all_to_all_single(outputs[0], inputs[0], deadline)
+            else:
+                into, out_of = rows(outputs[0], output, splits[0]), rows(inputs[0], tensor, splits[1])
+                self._transport.all_to_all(into, out_of, deadline)
 
-            def body(deadline: float) -> None:
-                if splits is None:
-                    self._transport.all_to_all_single(flat, given, deadline)
-                else:
-                    into, out_of = rows(flat, output, splits[0]), rows(given, tensor, splits[1])
-                    self._transport.all_to_all(into, out_of, deadline)
-                unpack(flat, output)
-
-            return body
-
-        description = OpDescription(
-            "all_to_all_single", tensor.nbytes, detail=tensor.dtype, inputs=(tensor,), outputs=(output,)
-        )
-        return CheckedOp(description, prepare)
+        name, nbytes = "all_to_all_single", tensor.nbytes
+        description = OpDescription(name, nbytes, detail=tensor.dtype, inputs=(tensor,), outputs=(output,))
+        return self._between(description, run)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int) -> CheckedOp:
         tensor = self._check.operand(tensor)
@@ -339,26 +273,12 @@ class CheckedOps:
         self._check.movable(tensor)
         dst = self._check.rank(dst, "dst")
         self._check.of_root(outputs, "outputs", dst, tensor)
-
-        def prepare() -> Body:
-            flats = [packed(t) for t in outputs or ()]
-            given = unaliased(packed(tensor), flats, dst)
-
-            def body(deadline: float) -> None:
-                self._transport.gather(given, flats if self.rank == dst else None, dst, deadline)
-                unpack_all(flats, outputs or ())
-
-            return body
-
-        description = OpDescription(
-            "gather",
-            tensor.nbytes,
-            detail=(tensor.dtype, f"to {dst}"),
-            peer=dst,
-            inputs=(tensor,),
-            outputs=tuple(outputs or ()),
+        here, run, words = self.rank == dst, self._transport.gather, (tensor.dtype, f"to {dst}")
+        return self._between(
+            OpDescription("gather", tensor.nbytes, True, None, words, dst, (tensor,), tuple(outputs or ())),
+            lambda outputs, inputs, deadline: run(inputs[0], outputs if here else None, dst, deadline),
+            (lambda outputs, inputs: (0, inputs[0], outputs[dst])) if here else None,
         )
-        return CheckedOp(description, prepare)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int) -> CheckedOp:
         tensor = self._check.output(tensor)
@@ -366,26 +286,12 @@ class CheckedOps:
         self._check.movable(tensor)
         src = self._check.rank(src, "src")
         self._check.of_root(inputs, "inputs", src, tensor)
-
-        def prepare() -> Body:
-            flat = packed(tensor)
-            given = [unaliased(packed(each), [flat], 0 if i == src else None) for i, each in enumerate(inputs or ())]
-
-            def body(deadline: float) -> None:
-                self._transport.scatter(flat, given if self.rank == src else None, src, deadline)
-                unpack(flat, tensor)
-
-            return body
-
-        description = OpDescription(
-            "scatter",
-            tensor.nbytes,
-            detail=(tensor.dtype, f"from {src}"),
-            peer=src,
-            inputs=tuple(inputs or ()),
-            outputs=(tensor,),
+        here, run, words = self.rank == src, self._transport.scatter, (tensor.dtype, f"from {src}")
+        return self._between(
+            OpDescription("scatter", tensor.nbytes, True, None, words, src, tuple(inputs or ()), (tensor,)),
+            lambda outputs, inputs, deadline: run(outputs[0], inputs if here else None, src, deadline),
+            (lambda outputs, inputs: (src, inputs[src], outputs[0])) if here else None,
         )
-        return CheckedOp(description, prepare)
 
     def barrier(self) -> CheckedOp:
         return CheckedOp(OpDescription("barrier", 0), lambda: self._transport.barrier)
@@ -393,29 +299,16 @@ class CheckedOps:
     # -- point to point
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> CheckedOp:
-        tensor = self._check.operand(tensor)
+        tensor, run = self._check.operand(tensor), self._transport.send
         dst, tag = self._check.message(tensor, dst, "dst", tag)
-
-        def prepare() -> Body:
-            flat = packed(tensor)
-            return lambda deadline: self._transport.send(flat, dst, tag, deadline)
-
-        return CheckedOp(OpDescription("send", tensor.nbytes, False, tensor, tag, dst, inputs=(tensor,)), prepare)
+        description = OpDescription("send", tensor.nbytes, False, tensor, tag, dst, inputs=(tensor,))
+        return self._on_one(description, tensor, lambda flat, deadline: run(flat, dst, tag, deadline), False)
 
     def recv(self, tensor: Tensor, src: int, tag: int) -> CheckedOp:
-        tensor = self._check.output(tensor)
+        tensor, run = self._check.output(tensor), self._transport.recv
         src, tag = self._check.message(tensor, src, "src", tag)
-
-        def prepare() -> Body:
-            flat = packed(tensor)
-
-            def body(deadline: float) -> None:
-                self._transport.recv(flat, src, tag, deadline)
-                unpack(flat, tensor)
-
-            return body
-
-        return CheckedOp(OpDescription("recv", tensor.nbytes, False, tensor, tag, src, outputs=(tensor,)), prepare)
+        description = OpDescription("recv", tensor.nbytes, False, tensor, tag, src, outputs=(tensor,))
+        return self._on_one(description, tensor, lambda flat, deadline: run(flat, src, tag, deadline))
 
     def batch_send_recv(self, batch: Sequence[Send | Recv]) -> CheckedOp:
         if not all(isinstance(item, Send | Recv) for item in batch):
@@ -428,25 +321,15 @@ class CheckedOps:
         received = {f"batch[{i}]": item.tensor for i, item in enumerate(items) if isinstance(item, Recv)}
         check_outputs(list(received.values()), list(received))
 
-        def prepare() -> Body:
-            flats = [packed(recv.tensor) for recv in recvs]
-            given = [(unaliased(packed(send.tensor), flats), *line) for send, line in zip(sends, to, strict=True)]
-            into = [(flat, *line) for flat, line in zip(flats, of, strict=True)]
+        def run(outputs: list[Tensor], inputs: list[Tensor], deadline: float) -> None:
+            given = [(flat, *line) for flat, line in zip(inputs, to, strict=True)]
+            into = [(flat, *line) for flat, line in zip(outputs, of, strict=True)]
+            self._transport.batch_send_recv(given, into, deadline)
 
-            def body(deadline: float) -> None:
-                self._transport.batch_send_recv(given, into, deadline)
-                unpack_all(flats, [recv.tensor for recv in recvs])
-
-            return body
-
-        description = OpDescription(
-            "batch_send_recv",
-            sum(send.tensor.nbytes for send in sends),
-            False,
-            inputs=tuple(send.tensor for send in sends),
-            outputs=tuple(recv.tensor for recv in recvs),
-        )
-        return CheckedOp(description, prepare)
+        sent = tuple(send.tensor for send in sends)
+        nbytes = sum(tensor.nbytes for tensor in sent)
+        description = OpDescription("batch_send_recv", nbytes, False, inputs=sent, outputs=tuple(received.values()))
+        return self._between(description, run)
 
 
 def _sum_sparse(transport: Transport, entries: Tensor, op: ReduceOp, deadline: float) -> Tensor:

@@ -33,16 +33,11 @@ def check_outputs(outputs: Sequence[Tensor], names: Sequence[str]) -> None:
         reached.append((end, i))
 
 
-def unaliased(given: Tensor, outputs: Sequence[Tensor], own: int | None = None) -> Tensor:
-    """`given`, or a copy of it if an op that writes `outputs` would overwrite it. All are contiguous.
-
-    `given` may be exactly the memory of output number `own`, to which the op copies it.
-    """
+def unaliased(given: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """`given`, or a copy of it if an op that writes `outputs` would overwrite it. All are contiguous."""
     start, end = span(given)
-    for i, output in enumerate(outputs):
-        at, stop = span(output)
-        if at < end and start < stop and not (i == own and (at, stop) == (start, end)):
-            return given.clone()
+    if any(at < end and start < stop for at, stop in map(span, outputs)):
+        return given.clone()
     return given
 
 
