@@ -6,12 +6,11 @@ three numbers a row; log_softmax over the vocabulary is never in memory.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
-
-from holdfast.comms.tensors.kernel_choice import Implementation, KernelChoice
 
 Tensor = torch.Tensor
 
@@ -47,17 +46,13 @@ class FusedKernels(Protocol):
         """The gradient of the logits, in their dtype, from the gradients of log-probabilities and entropies."""
 
 
-def _triton() -> FusedKernels:
+def fused_kernels(device: torch.device, elements: int) -> FusedKernels | None:
+    """Triton's for large calls on CUDA, where it is installed; None: torch's ops."""
+    if device.type != "cuda" or elements < LEAST or importlib.util.find_spec("triton") is None:
+        return None
     from holdfast.rl.kernels import triton_kernels
 
     return triton_kernels
-
-
-CHOICE = KernelChoice[FusedKernels | None](
-    Implementation(_triton, "cuda", "triton", LEAST),
-    Implementation(lambda: None),
-)
-"""None: torch's ops."""
 
 
 def token_logprobs(
@@ -67,7 +62,7 @@ def token_logprobs(
 
     With `entropies` also those of the distributions, else None.
     """
-    kernels = CHOICE.of(logits.device, logits.numel()) if logits.dtype in FUSED_DTYPES else None
+    kernels = fused_kernels(logits.device, logits.numel()) if logits.dtype in FUSED_DTYPES else None
     if kernels is None:
         return eager_token_logprobs(logits, tokens, temperature, entropies=entropies)
     return fused_token_logprobs(kernels, logits, tokens, temperature, entropies=entropies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.comms.tensors.kernel_choice import Implementation, KernelChoice
 from holdfast.rl.kernels import token_logprobs as dispatch
 from holdfast.rl.kernels.token_logprobs import eager_token_logprobs, token_logprobs
 from support.source_tree import TESTS
@@ -71,31 +71,23 @@ def test_the_cpu_and_double_precision_get_torchs_ops(monkeypatch: pytest.MonkeyP
     assert token_logprobs(logits, tokens)[1] is None
 
 
-def test_a_choice_takes_the_first_implementation_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_calls_on_cuda_are_fused_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 3)
-    choice = KernelChoice(
-        Implementation(lambda: "missing", "cuda", "no_such_package_of_kernels"),
-        Implementation(lambda: "fused", "cuda", "torch", least=100),
-        Implementation(lambda: "reference"),
-    )
-    assert [choice.of(gpu, elements) for elements in (99, 100)] == ["reference", "fused"]
-    assert choice.of(cpu, 1000) == "reference"
-    with pytest.raises(ValueError, match="must serve every device"):
-        KernelChoice(Implementation(lambda: "fused", "cuda"))
+    assert dispatch.fused_kernels(cpu, 1 << 30) is None
+    assert dispatch.fused_kernels(gpu, dispatch.LEAST - 1) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert dispatch.fused_kernels(gpu, 1 << 30) is None
 
 
 def test_the_dispatch_hands_large_calls_to_the_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
 
-    def loads() -> Any:
-        def forward(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
-            asked.append(("logprobs", len(logits)))
-            return (logits[:, 0],) * 3
+    def forward(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+        asked.append(("logprobs", len(logits)))
+        return (logits[:, 0],) * 3
 
-        return SimpleNamespace(logprobs_forward=forward)
-
-    choice: KernelChoice[Any] = KernelChoice(Implementation(loads, least=8), Implementation(lambda: None))
-    monkeypatch.setattr(dispatch, "CHOICE", choice)
+    kernels = SimpleNamespace(logprobs_forward=forward)
+    monkeypatch.setattr(dispatch, "fused_kernels", lambda _, elements: kernels if elements >= 8 else None)
     token_logprobs(torch.rand(4, 2), torch.zeros(4, dtype=torch.int64))
     assert asked == [("logprobs", 4)]
     for logits in (torch.rand(3, 2), torch.rand(4, 2, dtype=torch.float64)):
