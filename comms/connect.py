@@ -113,8 +113,7 @@ def connect(
     rank = None if rank is None else integer(rank, "rank")
     size = None if size is None else integer(size, "size")
     where = torch.device("cpu" if device is None else device)
-    preference, unavailable = _requested_backends(backend, where)
-    unavailable |= _without_hints(preference, unavailable, hints)
+    preference, unavailable = _requested_backends(backend, where, hints, unknown=True)
     key = job_key()
 
     def find() -> places.MeetingPlace:
@@ -377,12 +376,11 @@ def _place_of(members: Members, own: object, timeout: float) -> places.MeetingPl
             f"the first member listens on {host} alone, and is on another host; set HOLDFAST_HOST there to an address "
             "that the others reach, or pass another handle first"
         )
-    began = time.monotonic()
     try:
-        store = tcp.dial(host, port, timeout, check_abort=check_first)
-    except tcp.NoAnswer as error:
+        store = tcp.dial(host, port, timeout, 0, check_first)
+    except StoreSilent:
         check_first()
-        raise StoreSilent(first.at, time.monotonic() - began, (0,)) from error
+        raise
     return places.MeetingPlace(members.rank, len(members.handles), store, key, first.at, by_rank_0=True)
 
 
@@ -447,8 +445,8 @@ def connect_members(
 def choose_backend(preference: str, peers: Sequence[Peer], device: str | torch.device | None = None) -> str:
     """The first backend of a preference that this process can run and that reaches all peers."""
     where = torch.device("cpu" if device is None else device)
-    names = _preference(preference, where)
-    unavailable = _unavailable(names) | _unable_to_connect(names, peers)
+    names, unavailable = _requested_backends(preference, where)
+    unavailable |= _unable_to_connect(names, peers)
     for name in names:
         if name not in unavailable:
             return name
@@ -461,11 +459,9 @@ def runnable_backends(
     """The backends of a preference that this process can run with these hints, in order; and why not the others.
 
     Calls `prepare` of those that it can run. Raises `BackendUnavailable` for an unknown name, ValueError for an empty
-    preference, and if all that could run lack a hint.
+    preference, and if all lack a hint.
     """
-    names = _preference(backend, device)
-    unavailable = _unavailable(names)
-    unavailable |= _without_hints([name for name in names if name not in unavailable], unavailable, hints)
+    names, unavailable = _requested_backends(backend, device, hints)
     runnable = [name for name in names if name not in unavailable]
     for name in runnable:
         if (prepare := registry().backend(name).info.prepare) is not None:
@@ -625,32 +621,28 @@ def _without_hints(names: Sequence[str], unavailable: Mapping[str, str], hints: 
     return {name: why for name, why in lacking.items() if name not in unavailable}
 
 
-def _requested_backends(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """The backends to try, in order, and why this process cannot run some of them.
+def _requested_backends(
+    backend: str, device: torch.device, hints: Hints | None = None, *, unknown: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """The backends to try, in order, and why this process cannot run some of them with these hints.
 
-    An unknown backend gets a reason, not an error: ranks that have its plugin then learn that this one lacks it. Raises
-    ValueError for no backend, `Unsupported` for one that only has a memory plane.
+    An `unknown` one gets a reason, not an error: ranks that have its plugin then learn that this one lacks it. Raises
+    ValueError for no backend, and if all known ones lack a hint; `Unsupported` for one that only has a memory plane.
     """
-    names = _names(backend, device)
-    known = [name for name in names if name in registry().backends]
-    for name in known:
-        _check_connects(name)
-    unavailable = _unavailable(known)
+    names, unavailable = _names(backend, device), dict[str, str]()
     for name in names:
-        if name not in known:
-            try:
-                registry().backend(name)
-            except BackendUnavailable as error:
-                unavailable[name] = error.reason
-    return names, unavailable
-
-
-def _preference(backend: str, device: torch.device) -> list[str]:
-    """The backends to try, in order. Raises for names that are unknown, or have only a memory plane."""
-    names = _names(backend, device)
-    for name in names:
-        _check_connects(name)
-    return names
+        try:
+            found = registry().backend(name)
+        except BackendUnavailable as error:
+            if not unknown:
+                raise
+            unavailable[name] = error.reason
+            continue
+        if found.info.connect is None:
+            raise Unsupported(f"a communicator over {name!r}", "it offers a memory plane only: comms.memory()")
+        if isinstance(found.status, Unavailable):
+            unavailable[name] = found.status.reason
+    return names, unavailable | _without_hints(names, unavailable, hints)
 
 
 def _names(backend: str, device: torch.device) -> list[str]:
@@ -663,20 +655,6 @@ def _names(backend: str, device: torch.device) -> list[str]:
         known = ", ".join(sorted(registry().backends))
         raise ValueError(f"backend is empty: pass one of {known}, several in order of preference, or 'auto'")
     return names
-
-
-def _check_connects(name: str) -> None:
-    if registry().backend(name).info.connect is None:
-        raise Unsupported(f"a communicator over {name!r}", "it offers a memory plane only: comms.memory()")
-
-
-def _unavailable(names: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        status = registry().backend(name).status
-        if isinstance(status, Unavailable):
-            found[name] = status.reason
-    return found
 
 
 def _unable_to_connect(names: Sequence[str], peers: Sequence[Peer]) -> dict[str, str]:

@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import socket
-import time
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,9 +152,9 @@ def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Meet
     address = f"{host}:{port}"
     key = f"tcp:{address}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return MeetingPlace(rank, size, _dialled(host, port, timeout, None), key, address)
+        return MeetingPlace(rank, size, tcp.dial(host, port, timeout), key, address)
     if rank != 0:
-        return MeetingPlace(rank, size, _dialled(host, port, timeout, 0), key, address, by_rank_0=True)
+        return MeetingPlace(rank, size, tcp.dial(host, port, timeout, 0), key, address, by_rank_0=True)
     try:
         store = tcp.serve(host, port, timeout, _interface(host))
         return MeetingPlace(rank, size, store, key, address, served=True, by_rank_0=True)
@@ -167,10 +166,10 @@ def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> Meet
         raise HoldfastError(f"rank 0 cannot serve the rendezvous at {address}: {error}") from error
     try:  # torch's own store, if this process has begun a group there
         return MeetingPlace(rank, size, tcp.dial(host, port, min(timeout, _OWN_PORT_SECONDS)), key, address)
-    except tcp.NoAnswer as error:
+    except StoreSilent as error:
         raise HoldfastError(
             f"rank 0 cannot serve the rendezvous at {address}: the port is in use, by something that is not a store of "
-            f"torch's ({error}); choose another port"
+            "torch's; choose another port"
         ) from error
 
 
@@ -193,12 +192,3 @@ def _interface(host: str) -> str:
         host,
     )
     return "0.0.0.0"
-
-
-def _dialled(host: str, port: int, timeout: float, serving_rank: int | None) -> dist.TCPStore:
-    began = time.monotonic()
-    try:
-        return tcp.dial(host, port, timeout)
-    except tcp.NoAnswer as error:
-        missing = () if serving_rank is None else (serving_rank,)
-        raise StoreSilent(f"{host}:{port}", time.monotonic() - began, missing) from error

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.rendezvous.fetching import first_line
+from holdfast.comms.rendezvous.meeting_store import StoreSilent
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import own_address
 from holdfast.comms.system.interruptible import run_interruptible
@@ -41,10 +41,6 @@ def _begin_child() -> None:
     for store in _served.values():
         forks.never_destroy(store)
     _served.clear()
-
-
-class NoAnswer(ConnectionError):
-    """No TCPStore answered in time."""
 
 
 def serve(host: str, port: int, timeout: float, interface: str | None = None) -> dist.TCPStore:
@@ -107,19 +103,20 @@ def dial(
     host: str,
     port: int,
     timeout: float,
-    answer_seconds: float | None = None,
+    serving_rank: int | None = None,
     check_abort: Callable[[], None] = lambda: None,
+    answer_seconds: float | None = None,
 ) -> dist.TCPStore:
-    """Connect a client to the store at host:port. Raises `NoAnswer`, and what `check_abort` raises meanwhile.
+    """Connect a client to the store at host:port, which `serving_rank` serves.
 
-    torch limits only the connect, and waits for the first answer forever; here that wait ends, too. With
-    `answer_seconds`, each later call raises torch's error after so long without an answer. The client must not be used
-    after that: it would take a late answer for the answer to its next request.
+    Raises `StoreSilent`, which names that rank, and what `check_abort` raises meanwhile. torch limits only the connect,
+    and waits for the first answer forever; here that wait ends, too. With `answer_seconds`, each later call raises
+    torch's error after so long without an answer. The client must not be used after that: it would take a late answer
+    for the answer to its next request.
     """
     patience = max(timeout, answer_seconds or 0.0) + 0.25  # if no process listens, torch gives up first
-    deadline = time.monotonic() + patience
-
-    ended = threading.Event()
+    began, ended = time.monotonic(), threading.Event()
+    missing = () if serving_rank is None else (serving_rank,)
 
     def connect() -> dist.TCPStore:
         limit = timedelta(seconds=max(timeout, 0.001))
@@ -130,8 +127,9 @@ def dial(
 
     def check() -> None:
         check_abort()
-        if time.monotonic() >= deadline:
-            raise NoAnswer(f"what listens there did not answer as a TCPStore does within {patience:.3g} s")
+        waited = time.monotonic() - began
+        if waited >= patience:
+            raise StoreSilent(f"{host}:{port}", waited, missing)
 
     before = _sockets_to(port)
     new: dict[int, socket.socket] = {}
@@ -139,7 +137,7 @@ def dial(
         try:
             store = run_interruptible(connect, check, every=0.02, delays_exit=False)
         except dist.DistError as error:
-            raise NoAnswer(first_line(error)) from error
+            raise StoreSilent(f"{host}:{port}", time.monotonic() - began, missing) from error
         except BaseException:
             new = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
             for each in new.values():

@@ -152,7 +152,7 @@ class TcpCell(Cell):
 
     def _connected(self) -> dist.TCPStore:
         """A connection to the same store as before: a restarted store has lost the job's data."""
-        store = dial(self._host, self._port, CONNECT_SECONDS, PATIENCE)
+        store = dial(self._host, self._port, CONNECT_SECONDS, answer_seconds=PATIENCE)
         identity = _compare_set(store, "holdfast/store", b"", secrets.token_bytes(16))
         if self._identity not in (b"", identity):
             raise RegisterAway(self._url, "another store is at its address now: what it held went with its process")

@@ -7,7 +7,6 @@ group's own store, which often ends with rank 0, is not asked.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.rendezvous import tcp
-from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreSilent
+from holdfast.comms.rendezvous.meeting_store import MeetingStore
 from holdfast.comms.rendezvous.seal import Seal
 from holdfast.comms.system.keys import job_key
 
@@ -53,7 +52,8 @@ class PairStores:
         """
         host, port, scope = self._places[ranks.dst]
         where = f"{host}:{port}"
-        store = self._own if ranks.dst == self._rank else self._dial(ranks.dst, host, port, check_abort)
+        own = ranks.dst == self._rank
+        store = self._own if own else tcp.dial(host, port, self._timeout, ranks.dst, check_abort)
         if store is None:
             raise HoldfastError("the group has ended")
         prefix = f"{scope}/{ranks.name}"
@@ -66,13 +66,6 @@ class PairStores:
             serving_rank=ranks.dst,
             check_abort=check_abort,
         )
-
-    def _dial(self, rank: int, host: str, port: int, check_abort: Callable[[], None]) -> dist.TCPStore:
-        began = time.monotonic()
-        try:
-            return tcp.dial(host, port, self._timeout, check_abort=check_abort)
-        except tcp.NoAnswer as error:
-            raise StoreSilent(f"{host}:{port}", time.monotonic() - began, (rank,)) from error
 
     def close(self) -> None:
         """End this process's store, unless another group uses it."""

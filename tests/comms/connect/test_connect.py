@@ -316,8 +316,8 @@ def missing(monkeypatch: pytest.MonkeyPatch, on_rank: int) -> None:
     module = importlib.import_module("holdfast.comms.connect")
     asked = module._requested_backends
 
-    def lacking(backend: str, device: torch.device) -> tuple[list[str], dict[str, str]]:
-        names, unavailable = asked(backend, device)
+    def lacking(*arguments: Any, **named: Any) -> tuple[list[str], dict[str, str]]:
+        names, unavailable = asked(*arguments, **named)
         here = threading.current_thread().name == str(on_rank)
         return names, {"inproc": "not installed here"} if here else unavailable
 
