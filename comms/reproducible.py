@@ -10,7 +10,7 @@ Complex numbers are summed as pairs of reals. A minimum or maximum that is zero 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,31 +42,17 @@ def sum_contributions(
     Each rank passes any number of contributions, also none, each of `output`'s shape and a floating dtype. The result
     does not depend on how they are spread over the ranks. Raises ValueError and `Unsupported` before any byte moves.
     """
-    comm.check_operand(output, "output")
-    if not summable(output.dtype):
-        raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
-    for tensor in contributions:
-        if tensor.shape != output.shape or tensor.dtype != output.dtype or tensor.device != output.device:
-            raise ValueError(
-                f"a contribution is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, output {output.dtype} "
-                f"{tuple(output.shape)} on {output.device}; pass one dtype, shape and device"
-            )
+    shape = tuple(output.shape)
+    _check_contributions(comm, contributions, output, lambda each: each.shape == output.shape, str(shape))
 
     def body(deadline: float) -> None:
-        transport = comm._transport
-        counts = [torch.zeros(1, dtype=torch.int64, device=output.device) for _ in range(comm.size)]
-        transport.all_gather(counts, torch.full_like(counts[0], len(contributions)), deadline)
-        flat = packed(output)
-        _sum(transport, [packed(t) for t in contributions], [int(c.item()) for c in counts], flat, deadline)
+        transport, flat = comm._transport, packed(output)
+        counts = _counts_of_all(transport, len(contributions), output.device, deadline)
+        _sum(transport, [packed(each) for each in contributions], counts, flat, deadline)
         unpack(flat, output)
 
-    comm.issue(
-        "sum_contributions",
-        output.nbytes * len(contributions),
-        body,
-        lambda: f"{output.dtype}, {tuple(output.shape)}",
-        timeout,
-    )
+    nbytes = output.nbytes * len(contributions)
+    comm.issue("sum_contributions", nbytes, body, lambda: f"{output.dtype}, {shape}", timeout)
 
 
 def scatter_contributions(
@@ -85,25 +71,15 @@ def scatter_contributions(
     parts = parts or comm.size
     if not 1 <= parts <= comm.size:
         raise ValueError(f"parts={parts}: it must be the number of ranks, {comm.size}")
-    comm.check_operand(output, "output")
-    if not summable(output.dtype):
-        raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
-    for tensor in contributions:
-        if (tensor.numel(), tensor.dtype, tensor.device) != (output.numel() * parts, output.dtype, output.device):
-            raise ValueError(
-                f"a contribution is {tensor.numel()} x {tensor.dtype} on {tensor.device}; it must be "
-                f"{parts} times output's {output.numel()} x {output.dtype} on {output.device}"
-            )
+    wanted = output.numel() * parts
+    _check_contributions(comm, contributions, output, lambda each: each.numel() == wanted, f"of {wanted} elements")
 
     def body(deadline: float) -> None:
-        transport = comm._transport
-        counts = [torch.zeros(1, dtype=torch.int64, device=output.device) for _ in range(comm.size)]
-        transport.all_gather(counts, torch.full_like(counts[0], len(contributions)), deadline)
-        flat = packed(output).view(-1)
+        transport, flat = comm._transport, packed(output).view(-1)
+        rows = _counts_of_all(transport, len(contributions), output.device, deadline)
         given = [packed(each).view(parts, flat.numel()) for each in contributions]
         step = max(1, _SEGMENT_BYTES // flat.element_size() // parts)
-        buffers = [flat.new_empty(int(count.item()) * min(step, flat.numel())) for count in counts]
-        rows = [int(count.item()) for count in counts]
+        buffers = [flat.new_empty(count * min(step, flat.numel())) for count in rows]
         for start in range(0, flat.numel(), step):
             sent = [[each[r, start : start + step] for each in given] if r < parts else [] for r in range(comm.size)]
             own_part = flat[start : start + step] if comm.rank < parts else flat[:0]
@@ -111,13 +87,35 @@ def scatter_contributions(
         if comm.rank < parts:
             unpack(flat.view(output.shape), output)
 
-    comm.issue(
-        "scatter_contributions",
-        output.nbytes * parts * len(contributions),
-        body,
-        lambda: f"{output.dtype}, {tuple(output.shape)}, {parts} parts",
-        timeout,
-    )
+    nbytes = output.nbytes * parts * len(contributions)
+    words = f"{output.dtype}, {tuple(output.shape)}, {parts} parts"
+    comm.issue("scatter_contributions", nbytes, body, lambda: words, timeout)
+
+
+def _check_contributions(
+    comm: Communicator,
+    contributions: Sequence[Tensor],
+    output: Tensor,
+    fits: Callable[[Tensor], bool],
+    wanted: str,
+) -> None:
+    """Raise ValueError and `Unsupported` unless all contributions fit, and `output` can be summed exactly."""
+    comm.check_operand(output, "output")
+    if not summable(output.dtype):
+        raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
+    for each in contributions:
+        if each.dtype != output.dtype or each.device != output.device or not fits(each):
+            raise ValueError(
+                f"a contribution is {each.dtype} {tuple(each.shape)} on {each.device}; with this output it must be "
+                f"{output.dtype} {wanted} on {output.device}"
+            )
+
+
+def _counts_of_all(transport: Transport, count: int, device: torch.device, deadline: float) -> list[int]:
+    counts = torch.empty(transport.size, dtype=torch.int64, device=device)
+    transport.all_gather_single(counts, torch.full_like(counts[:1], count), deadline)
+    found: list[int] = counts.tolist()
+    return found
 
 
 def check_exact(op: ReduceOp) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
 from collections import deque
@@ -40,7 +41,10 @@ def check_finite(comm: Communicator) -> HookHandle:
         if event.error is None and found is not None:
             raise found
 
-    return _both(comm.hooks.before_op(before), comm.hooks.after_op(after))
+    handles = contextlib.ExitStack()
+    for handle in (comm.hooks.before_op(before), comm.hooks.after_op(after)):
+        handles.callback(handle.remove)
+    return HookHandle(handles.close)
 
 
 def _non_finite(event: OpEvent, kind: str, tensors: tuple[torch.Tensor, ...]) -> NonFinite | None:
@@ -150,11 +154,3 @@ class OpLog:
         if self._leaked:
             ops = ", ".join(f"{op.op} (op {op.seq}, {op.nbytes} bytes)" for op in self._leaked)
             log.warning("%r ended on rank %d before its ops did: %s", event.communicator, event.rank, ops)
-
-
-def _both(*handles: HookHandle) -> HookHandle:
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return HookHandle(remove)

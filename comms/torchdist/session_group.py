@@ -5,8 +5,7 @@ The session owns the communicator: the group ends with the epoch, and the next e
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +13,10 @@ import torch.distributed as dist
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import Revoked, Unsupported
-from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.torchdist.device_backend import refused
 from holdfast.comms.torchdist.options import Options
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.comms.torchdist.untraced import untraced
-from holdfast.comms.torchdist.works import TorchWork
 
 
 @untraced
@@ -30,6 +27,7 @@ class SessionProcessGroup(HoldfastProcessGroup):
     """
 
     supports_reconfigure = supports_shrinking = False
+    reconfigure = refused("reconfigure", "the session decides who its members are")
     suspend = resume = refused("suspend", "a session owns its communicator; leave the session instead")
 
     def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
@@ -49,15 +47,6 @@ class SessionProcessGroup(HoldfastProcessGroup):
                 "a session ends the ops of its own transport; give the subgroup no options",
             )
         return ours.split(ranks)
-
-    def reconfigure(
-        self,
-        given: Any,
-        handles: Sequence[str] | Set[str] | None = None,
-        timeout: timedelta | float | None = None,
-        hints: Hints | None = None,
-    ) -> TorchWork:
-        raise Unsupported("to reconfigure a session's process group", "the session decides who its members are")
 
     def abort(self) -> None:
         """End the point-to-point ops, and leave the communicator to the session."""

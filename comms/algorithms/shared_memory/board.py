@@ -36,7 +36,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from holdfast.comms import _native
@@ -83,54 +83,35 @@ HINTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BoardLayout:
-    """The layout of a board of `size` ranks, in words unless a name says bytes."""
+    """Where the parts of a row are, in words from its start; the words of a table and a row; else bytes."""
 
     size: int
-
-    @cached_property
-    def table_words(self) -> int:
-        return _round_up(1 + 2 * self.size, LINE)
-
-    @cached_property
-    def places(self) -> int:
-        return TABLE + RUN_AHEAD * self.table_words
-
-    @cached_property
-    def note_text(self) -> int:
-        return self.places + _round_up(self.size, LINE)
-
-    @cached_property
-    def channels(self) -> int:
-        return self.note_text + NOTE_BYTES // 8
-
-    @cached_property
-    def slots(self) -> int:
-        return _round_up(self.channels + self.size * CHANNEL_ENTRIES * ENTRY_WORDS, 512)
-
-    @cached_property
-    def stage(self) -> int:
-        return self.slots + 2 * SLOT_BYTES // 8
-
-    @cached_property
-    def stage_block(self) -> int:
-        """Bytes of a stage block: smaller for more ranks, so that the stage stays in the shared cache."""
-        return max(STAGE_BLOCK_BYTES // max(1, self.size - 1) // 4096, 8) * 4096
-
-    @cached_property
-    def row_words(self) -> int:
-        return self.stage + STAGE_DEPTH * self.size * self.stage_block // 8
-
-    @cached_property
-    def nbytes(self) -> int:
-        return self.size * self.row_words * 8
+    table_words: int
+    places: int
+    note_text: int
+    channels: int
+    slots: int
+    stage: int
+    stage_block: int
+    row_words: int
+    nbytes: int
 
 
 @cache
 def layout_of(size: int) -> BoardLayout:
-    """The layout of every board of `size` ranks."""
-    return BoardLayout(size)
+    """The layout of every board of `size` ranks. More ranks have smaller blocks: the stage stays in a shared cache."""
+    table_words = _round_up(1 + 2 * size, LINE)
+    places = TABLE + RUN_AHEAD * table_words
+    note_text = places + _round_up(size, LINE)
+    channels = note_text + NOTE_BYTES // 8
+    slots = _round_up(channels + size * CHANNEL_ENTRIES * ENTRY_WORDS, 512)
+    stage = slots + 2 * SLOT_BYTES // 8
+    stage_block = max(STAGE_BLOCK_BYTES // max(1, size - 1) // 4096, 8) * 4096
+    row_words = stage + STAGE_DEPTH * size * stage_block // 8
+    nbytes = size * row_words * 8
+    return BoardLayout(size, table_words, places, note_text, channels, slots, stage, stage_block, row_words, nbytes)
 
 
 def _round_up(value: int, unit: int) -> int:

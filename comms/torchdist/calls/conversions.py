@@ -10,17 +10,6 @@ import torch
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
 
-_REDUCTIONS = {
-    "SUM": ReduceOp.SUM,
-    "PRODUCT": ReduceOp.PRODUCT,
-    "MIN": ReduceOp.MIN,
-    "MAX": ReduceOp.MAX,
-    "AVG": ReduceOp.AVG,
-    "BAND": ReduceOp.BAND,
-    "BOR": ReduceOp.BOR,
-    "BXOR": ReduceOp.BXOR,
-}
-
 
 def reduction(op: Any, tensor: torch.Tensor) -> ReduceOp:
     """Convert torch's reduction (a `ReduceOp` or `RedOpType`) to holdfast's. Booleans sum by or, multiply by and."""
@@ -29,8 +18,8 @@ def reduction(op: Any, tensor: torch.Tensor) -> ReduceOp:
     if name == "PREMUL_SUM":
         factor = op.factor
         return ReduceOp.premul_sum(float(factor))
-    found = _REDUCTIONS.get(name)
-    if found is None:
+    found = getattr(ReduceOp, name, None)
+    if not isinstance(found, ReduceOp):
         raise Unsupported(f"the reduction {name}")
     if tensor.dtype == torch.bool:
         found = {"sum": ReduceOp.BOR, "max": ReduceOp.BOR, "product": ReduceOp.BAND, "min": ReduceOp.BAND}.get(

@@ -26,28 +26,15 @@ c10d: Any = _distributed_c10d
 """torch's types of hooks are not in the stubs of torch before 2.14."""
 
 _NAMES = {
-    "allreduce": "ALLREDUCE",
-    "allreduce_coalesced": "ALLREDUCE_COALESCED",
-    "reduce": "REDUCE",
-    "reduce_scatter": "REDUCE_SCATTER",
     "reduce_scatter_single": "REDUCE_SCATTER_BASE",
     "reduce_scatter_single_coalesced": "REDUCE_SCATTER_TENSOR_COALESCED",
-    "broadcast": "BROADCAST",
-    "allgather": "ALLGATHER",
-    "allgather_coalesced": "ALLGATHER_COALESCED",
     "all_gather_single": "ALLGATHER_BASE",
     "all_gather_single_coalesced": "ALLGATHER_INTO_TENSOR_COALESCED",
-    "gather": "GATHER",
     "gather_single": "GATHER",
-    "scatter": "SCATTER",
-    "alltoall": "ALLTOALL",
     "all_to_all_single": "ALLTOALL_BASE",
-    "barrier": "BARRIER",
-    "send": "SEND",
-    "recv": "RECV",
     "recv_anysource": "RECV",
 }
-"""By the group's method, the member of torch's `HookOpName`."""
+"""By the group's method, the member of torch's `HookOpName`, if that is not its name in capitals."""
 
 _FROM_ROOT = ("broadcast", "scatter")
 """Only the root's inputs are sent: the others' may be memory that nobody has written."""
@@ -172,7 +159,7 @@ class TorchHooks:
 
 def _name_of(method: str) -> Any:
     names = getattr(c10d, "HookOpName", None)
-    return method if names is None else getattr(names, _NAMES[method])
+    return method if names is None else getattr(names, _NAMES.get(method, method.upper()))
 
 
 def check_available() -> None:
