@@ -35,7 +35,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo
 from holdfast.comms.quantities import seconds_or
 from holdfast.comms.rendezvous.handles import LastingIdentity
-from holdfast.comms.rendezvous.offer_exchange import MeetingCounters
+from holdfast.comms.rendezvous.offer_exchange import meeting_counters
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.registration import Registration
 from holdfast.comms.transport.base import Context, Peer, Transport
@@ -116,7 +116,7 @@ class Communicator:
         self._context, self._info = context, info
         self._connector, self._recorder = connector, settings.recorder
         self._membership = LastingIdentity()
-        self._splits: MeetingCounters[tuple[int, ...]] = MeetingCounters()
+        self._splits = meeting_counters()
         self._windowed, self._atomics = info.capabilities.windows, info.capabilities.atomics
         self._windows: list[Window] = []
         self._memories: list[WindowMemory] = []
@@ -580,7 +580,7 @@ class Communicator:
         part = self._connector.connect_part(
             self,
             members,
-            self._splits.of(members),
+            self._splits(members),
             timeout=seconds_or(timeout, self._executor.timeout),
             name=name,
             hints=hints,

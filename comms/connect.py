@@ -39,7 +39,7 @@ from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.handles import VERSION, Members, ProcessHandle, epoch_of, fingerprint, parse_members
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
-from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, MeetingCounters, OfferExchange, connected_nonces
+from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, OfferExchange, connected_nonces, meeting_counters
 from holdfast.comms.rendezvous.offers import Offer, shorten
 from holdfast.comms.rendezvous.tcp import LOOPBACK, address_for
 from holdfast.comms.system import forks
@@ -55,7 +55,7 @@ log = logging.getLogger("holdfast.comms")
 _NAMED_RANKS = 8
 """The number of a part's ranks that an error names by their numbers in the whole."""
 
-_counts: MeetingCounters[tuple[str, str, int]] = MeetingCounters()
+_counts = meeting_counters()
 _open: dict[tuple[str, str, int], str] = {}
 """The ranks that this process is, by rendezvous, name and number, each with the nonce of its offer."""
 _lock = shared_lock()
@@ -135,7 +135,7 @@ def connect(
                     "another name"
                 )
             _open[identity] = offer.nonce
-            count = _counts.of(identity)
+            count = _counts(identity)
         connected_nonces.add(offer.nonce)
         exchange = OfferExchange(
             place,

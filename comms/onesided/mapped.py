@@ -10,7 +10,6 @@ window closed before it writes to the memory again.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch
 
 from holdfast.comms._native import Words, copy
 from holdfast.comms.errors import OpTimeout
-from holdfast.comms.system.cpu_wait import Wait
+from holdfast.comms.system.cpu_wait import Wait, change
 from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.window_memory import WindowMemory, closed_here, closed_there
 
@@ -130,23 +129,20 @@ class MappedWindow(WindowMemory):
             self._live(rank)
 
     def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
-        return self.update(rank, offset, dtype, lambda old: old + value, deadline)
+        return self._change(rank, offset, dtype, True, value, 0, deadline)
 
     def compare_swap(
         self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
     ) -> int:
-        return self.update(rank, offset, dtype, lambda old: desired if old == expected else old, deadline)
+        return self._change(rank, offset, dtype, False, expected, desired, deadline)
 
-    def update(self, rank: int, offset: int, dtype: torch.dtype, change: Callable[[int], int], deadline: float) -> int:
-        """Replace an integer by `change(it)`, atomically; returns the old value."""
+    def _change(
+        self, rank: int, offset: int, dtype: torch.dtype, add: bool, first: int, second: int, deadline: float
+    ) -> int:
         part = self._live(rank)
-        kind = ctypes.c_int32 if dtype == torch.int32 else ctypes.c_int64
         with part.lock.held(deadline, lambda: self._live(rank)):
             self._live(rank)
-            place = kind.from_address(part.address + offset)
-            old = place.value
-            place.value = change(old)
-        return old
+            return change(part.address + offset, dtype.itemsize, add, first, second)
 
     def signal(self, rank: int, deadline: float) -> None:
         self._live(rank)

@@ -7,8 +7,9 @@ the other ranks then skip to the next number. So ranks that failed at different 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
@@ -23,7 +24,6 @@ from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.transport.liveness import is_gone, this_process
 
 T = TypeVar("T")
-K = TypeVar("K")
 
 _LEFT = "left"
 """Key of the number of ranks that gave up a meeting. One is enough: the meeting is over for all ranks."""
@@ -37,7 +37,7 @@ _FORGED_SECONDS, _PAUSE = 2.0, 0.02
 
 
 _REMEMBERED = 256
-"""Keys of `MeetingCounters`."""
+"""Keys of `meeting_counters`."""
 
 connected_nonces: set[str] = set()
 """The nonces of the offers with which this process is connected or connecting."""
@@ -64,22 +64,12 @@ class MeetingCounter:
     number: int = 0
 
 
-class MeetingCounters(Generic[K]):
+def meeting_counters() -> Callable[[Hashable], MeetingCounter]:
     """Counters by key; of many keys, only those of the newest.
 
     A rank whose counter is gone begins at 0 again, and finds in the store which meetings it has been to.
     """
-
-    def __init__(self) -> None:
-        self._counters: dict[K, MeetingCounter] = {}
-
-    def of(self, key: K) -> MeetingCounter:
-        """The counter of `key`, which becomes the newest."""
-        counter = self._counters.pop(key, None) or MeetingCounter()
-        self._counters[key] = counter
-        if len(self._counters) > _REMEMBERED:
-            del self._counters[next(iter(self._counters))]
-        return counter
+    return functools.lru_cache(_REMEMBERED)(lambda key: MeetingCounter())
 
 
 class OfferExchange:

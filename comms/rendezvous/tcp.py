@@ -85,17 +85,11 @@ def address_for(peers: Sequence[Peer]) -> str:
 def _listen(host: str, port: int) -> socket.socket:
     """Listen at the first address of `host` that can be bound."""
     problem: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        listener = socket.socket(family, kind, protocol)
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
+            return socket.create_server(address, family=family, backlog=_BACKLOG)
         except OSError as error:
-            listener.close()
             problem = problem or error
-        else:
-            return listener
     raise problem or OSError(f"{host} has no address")
 
 

@@ -66,12 +66,12 @@ def test_ranks_meet_again_though_one_has_forgotten_how_often_they_met(
 ) -> None:
     """The number of counted names is bounded, so a process that uses ever new names does not grow."""
     monkeypatch.setattr(offer_exchange, "_REMEMBERED", 3)
-    counters = offer_exchange.MeetingCounters[str]()
+    counters = offer_exchange.meeting_counters()
     for turn in range(100):
-        counters.of(f"name {turn % 50}").number = 7
-    assert len(counters._counters) == 3 and counters.of("name 0").number == 0
-    counters.of("name 49").number = 8
-    assert counters.of("name 49").number == 8
+        counters(f"name {turn % 50}").number = 7
+    assert counters("name 0").number == 0, "forgotten"
+    counters("name 49").number = 8
+    assert counters("name 49").number == 8
     place = f"file://{tmp_path}/meeting"
     for turn in range(8):
         name = f"name {turn % 2}"
