@@ -11,7 +11,7 @@ import torch
 from holdfast import comms
 from holdfast.comms import Communicator, CorruptData, NonFinite, Recv, ReduceOp, Revoked, Send
 from holdfast.comms.hooks import OpLog, check_finite, compare_checksums
-from holdfast.comms.plugins.spec import AbortEvent, OpEvent
+from holdfast.comms.plugins.spec import OpEvent
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.helpers import on_each_rank
 
@@ -109,35 +109,6 @@ def test_a_failed_op_keeps_its_error_when_a_hook_raises_too(comm: Communicator) 
     comm.hooks.after_op(complain)
     with pytest.raises(comms.HoldfastError):
         comm.recv(torch.ones(1), 1 - comm.rank, timeout=0.05)
-
-
-@on_each_rank
-def test_abort_hooks_run_once_with_the_reason(comm: Communicator) -> None:
-    aborts: list[AbortEvent] = []
-
-    def fail(event: AbortEvent) -> None:
-        raise ArithmeticError("a hook of the abort")
-
-    comm.hooks.on_abort(fail)
-    comm.hooks.on_abort(aborts.append)
-    comm.barrier()
-    comm.abort("enough")
-    comm.abort("again")
-    with pytest.raises(Revoked):
-        comm.barrier()
-    comm.close()
-    assert [event.rank for event in aborts] == [comm.rank] and isinstance(aborts[0].error, Revoked)
-
-
-def test_a_clean_close_calls_no_abort_hook(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> int:
-        aborts: list[AbortEvent] = []
-        comm.hooks.on_abort(aborts.append)
-        comm.barrier()
-        comm.close()
-        return len(aborts)
-
-    assert ranks.run(body) == [0, 0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -98,23 +98,6 @@ def test_reconfigure_to_the_same_members_then_fewer_then_all_in_another_order(
     on_ranks(three, tmp_path, body)
 
 
-def test_reconfigure_ends_pending_ops_but_not_ops_that_others_still_finish(three: LocalCluster, tmp_path: Path) -> None:
-    def body(group: Group) -> None:
-        handles = group.handles("all")
-        pending: list[Any] = []
-        if group.rank == 0:  # the other ranks do not issue these
-            pending = [dist.irecv(torch.empty(1), 1), dist.all_reduce(torch.ones(1), async_op=True)]
-        group.pg.reconfigure(0, handles)
-        for work in pending:
-            with pytest.raises((Revoked, PeerFailed)):
-                work.wait()
-        for uuid in range(1, 6):  # one rank may be in the next group while another is still in the sum
-            assert group.sum() == 6
-            group.pg.reconfigure(uuid, handles)
-
-    on_ranks(three, tmp_path, body)
-
-
 def test_reconfigure_works_after_an_abort_and_refuses_bad_arguments(three: LocalCluster, tmp_path: Path) -> None:
     def body(group: Group) -> None:
         handles = group.handles("all")

@@ -84,25 +84,6 @@ def test_a_mapped_tensor_is_the_peers_own_or_is_refused_by_name(two: LocalCluste
         assert held == ([0.0, 0.0, 41.0 - rank, 0.0] if access == "mapped" else [0.0] * 4)
 
 
-@pytest.mark.skipif(not hasattr(dist.distributed_c10d, "_new_window"), reason="torch has windows from 2.14 on")
-def test_torchs_own_functions_take_our_groups(two: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> float:
-        c10d: Any = dist.distributed_c10d
-        assert c10d._supports_window()
-        window = c10d._new_window(torch.zeros(1))
-        window.put(torch.ones(1), 1 - rank, 0, False)
-        window.wait_signal(1 - rank, False)
-        window.tensor_deregister()
-        window.close()
-        part: Any = dist.split_group(split_ranks=[[0], [1]])
-        tensor = torch.full((1,), rank + 1.0)
-        dist.all_reduce(tensor, group=part)
-        assert dist.get_world_size(part) == 1
-        return float(tensor)
-
-    assert in_group(two, tmp_path, body) == [1.0, 2.0]
-
-
 @pytest.mark.parametrize("backend", ["nccl", "rccl"])
 def test_windows_and_symmetric_memory_on_gpus_are_announced_as_not_there(backend: str) -> None:
     info = registry().backend(backend).info
