@@ -109,20 +109,20 @@ class DefaultGroup:
 
         Raises HoldfastError if torch has another default group in this process.
         """
-        from holdfast.comms.torchdist.default_group import install
+        from holdfast.comms.torchdist.registration import install_default_group
 
         if self._group is None or self._group.communicator is not comm:
             self.drop()
-            self._group = install(comm, dist.PrefixStore("torch", store), timeout)
+            self._group = install_default_group(comm, dist.PrefixStore("torch", store), timeout)
         return self._group
 
     def drop(self) -> None:
         """Take the group from torch: its epoch is over. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
-            from holdfast.comms.torchdist.default_group import remove
+            from holdfast.comms.torchdist.registration import remove_default_group
 
-            remove(group)
+            remove_default_group(group)
 
 
 def collect_votes(comm: Communicator, mine: Vote, timeout: float) -> list[Vote]:

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -36,6 +37,7 @@ from holdfast.comms.arithmetic import SCALED
 from holdfast.comms.errors import (
     ConcurrentCall,
     HoldfastError,
+    Mismatch,
     NotConnected,
     OpTimeout,
     PeerFailed,
@@ -43,7 +45,6 @@ from holdfast.comms.errors import (
     Unsupported,
     describe,
 )
-from holdfast.comms.execution.agreement import Agreement
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.hooks.hooks import Hooks
 from holdfast.comms.journal import Journal, Recorder
@@ -56,7 +57,7 @@ from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
 from holdfast.comms.tensors.packing import dlpack_device
-from holdfast.comms.transport.base import Context, Transport
+from holdfast.comms.transport.base import Context, Transport, gather_bytes
 from holdfast.comms.transport.liveness import stopped_ranks
 from holdfast.comms.work import DONE, Lane, Work
 
@@ -67,6 +68,7 @@ Prepare = Callable[[], Body]
 """Makes the body of an op when its turn has come. It moves no byte, so its errors leave the communicator usable."""
 
 _CLOSE_SECONDS = 10.0
+_DIGEST, _LENGTH, _TEXT = 16, 4, 172
 _LOOKS = Wait(yields=0, sleep_seconds=0.0005)
 """How often `close` checks whether the op that it aborted has ended."""
 
@@ -470,6 +472,50 @@ class _IssuedOp:
         if self.check is not None:
             self.check(deadline)
         body(deadline)
+
+
+class Agreement:
+    """Compares op descriptions over a transport. HOLDFAST_CHECK=1 turns it on.
+
+    Before each collective the ranks exchange a digest of its description, and the beginning of it, in one small
+    all-gather. If the digests differ, they exchange the descriptions, all ranks raise the same `Mismatch`, and no byte
+    of the op has moved.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def check(self, words: str, deadline: float) -> None:
+        """Raise `Mismatch` unless `words` (the next collective and its number) is the same on every rank.
+
+        Sends and receives are not counted in that number, since ranks may differ in them.
+        """
+        encoded = words.encode()
+        digest = hashlib.blake2b(encoded, digest_size=_DIGEST).digest()
+        message = digest + len(encoded).to_bytes(_LENGTH, "little") + encoded[:_TEXT].ljust(_TEXT, b"\0")
+        messages = gather_bytes(self._transport, message, deadline)
+        if len({each[:_DIGEST] for each in messages}) > 1:
+            self._raise(self._descriptions(messages, encoded, deadline))
+
+    def _descriptions(self, messages: Sequence[bytes], mine: bytes, deadline: float) -> list[str]:
+        """Every rank's description, in full. All ranks have seen the same messages, so all call this."""
+        lengths = [int.from_bytes(message[_DIGEST : _DIGEST + _LENGTH], "little") for message in messages]
+        texts = [message[_DIGEST + _LENGTH :] for message in messages]
+        if max(lengths) > _TEXT:
+            outputs = [torch.zeros(length, dtype=torch.uint8, device="cpu") for length in lengths]
+            own = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
+            self._transport.all_gather(outputs, own, deadline)
+            texts = [bytes(output.numpy()) for output in outputs]
+        return [text[:length].decode(errors="replace") for text, length in zip(texts, lengths, strict=True)]
+
+    def _raise(self, words: list[str]) -> None:
+        common = max(set(words), key=lambda word: (words.count(word), -words.index(word)))
+        usual = words.index(common)
+        odd = "; ".join(f"rank {r} called {word}" for r, word in enumerate(words) if word != common)
+        raise Mismatch(
+            f"{odd}; rank {usual} called {common}; every rank must issue the same ops, in the same order, with the "
+            "same shapes and dtypes"
+        )
 
 
 def _local_failure(error: BaseException, op: str) -> HoldfastError | None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect
-from holdfast.comms.errors import Unsupported
+from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend
 from holdfast.comms.torchdist.group_members import checked_members, group_store
@@ -103,6 +103,40 @@ def create_for_device(given: Any, pg_options: object = None) -> HoldfastBackend:
             f"it takes torch 2.14; let {BACKEND!r} be the backend of the whole group",
         )
     return HoldfastBackend(create(given, pg_options))
+
+
+def install_default_group(communicator: Communicator, store: dist.Store, timeout: float) -> SessionProcessGroup:
+    """Make torch's default group run over `communicator`. `timeout` (seconds) is the default of its ops.
+
+    Its subgroups meet at `store`. Raises HoldfastError if torch has a default group already: that of another library,
+    or of another rank in this process.
+    """
+    if dist.is_initialized():
+        raise HoldfastError(
+            "torch.distributed has a default group in this process already; do not call init_process_group() where a "
+            "session makes the group"
+        )
+    register()
+    options = Options(backend=communicator.backend, device=communicator.device.type, over=communicator)
+    dist.init_process_group(
+        BACKEND,
+        store=store,
+        rank=communicator.rank,
+        world_size=communicator.size,
+        timeout=timedelta(seconds=timeout),
+        pg_options=options,
+    )
+    group: Any = dist.group.WORLD
+    assert isinstance(group, SessionProcessGroup)
+    return group
+
+
+def remove_default_group(group: SessionProcessGroup) -> None:
+    """End the group's dependents; destroy it and its subgroups, if it is still torch's default group."""
+    while group.dependents:
+        group.dependents.popitem()[1].end()
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
 
 
 def _accept_builtin_hooks() -> None:

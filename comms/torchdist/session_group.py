@@ -23,7 +23,7 @@ from holdfast.comms.torchdist.untraced import untraced
 class SessionProcessGroup(HoldfastProcessGroup):
     """A process group over a session's communicator. The session closes that, and decides on the members.
 
-    `dependents` are objects that were made over the group; `default_group.remove` calls their `end()`.
+    `dependents` are objects that were made over the group; `remove_default_group` calls their `end()`.
     """
 
     supports_reconfigure = supports_shrinking = False
