@@ -39,8 +39,14 @@ from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.handles import VERSION, Members, ProcessHandle, epoch_of, fingerprint, parse_members
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
-from holdfast.comms.rendezvous.offer_exchange import MeetingCounter, OfferExchange, connected_nonces, meeting_counters
-from holdfast.comms.rendezvous.offers import Offer, shorten
+from holdfast.comms.rendezvous.offer_exchange import (
+    MeetingCounter,
+    Offer,
+    OfferExchange,
+    connected_nonces,
+    meeting_counters,
+    shorten,
+)
 from holdfast.comms.rendezvous.tcp import LOOPBACK, address_for
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import flag, own_address

@@ -16,9 +16,15 @@ import torch
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, PeerFailed, Revoked
 from holdfast.comms.system import forks
-from holdfast.comms.torchdist.p2p.channel import ChannelEnd, RecvChannel, SendChannel, ready_key
+from holdfast.comms.torchdist.p2p.channel import (
+    ChannelEnd,
+    ChannelRanks,
+    PairStores,
+    RecvChannel,
+    SendChannel,
+    ready_key,
+)
 from holdfast.comms.torchdist.p2p.message_matcher import MessageMatcher, PendingRecv
-from holdfast.comms.torchdist.p2p.pair_stores import ChannelRanks, PairStores
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.work import Work
 

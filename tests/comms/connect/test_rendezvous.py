@@ -24,7 +24,7 @@ from holdfast import comms
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.rendezvous import meeting_place as places
 from holdfast.comms.rendezvous import tcp
-from holdfast.comms.rendezvous.offers import Offer, decode_offer
+from holdfast.comms.rendezvous.offer_exchange import Offer, decode_offer
 from holdfast.comms.rendezvous.seal import Seal
 from holdfast.comms.system.keys import create_key
 from holdfast.comms.transport.base import Peer
