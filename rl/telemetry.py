@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from holdfast.ft.detectors.process_watch import cpu_ticks
 
@@ -23,9 +21,6 @@ MOST = 4096
 FOLD_SECONDS = 0.05
 """A call that begins within this time of a span's begin is added to that span: a server may take thousands a second."""
 
-Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-
 
 class WorkSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Something that began `ago` seconds before the report, and took `seconds`, `cpu` of them on a processor.
@@ -33,19 +28,18 @@ class WorkSpan(msgspec.Struct, frozen=True, kw_only=True):
     `number` is the step or the version; of `WorkLog.calling`, the number of calls.
     """
 
-    what: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
-    number: Count
-    ago: Seconds
-    seconds: Seconds
-    cpu: Seconds
+    what: str
+    number: int
+    ago: float
+    seconds: float
+    cpu: float
 
 
 class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The spans since a reading before, the position after them, and the processor seconds of the process."""
+    """The spans since the report before, and the processor seconds of the process."""
 
-    spans: Annotated[tuple[WorkSpan, ...], Meta(max_length=MOST)]
-    cpu: Seconds
-    next: Count = 0
+    spans: tuple[WorkSpan, ...]
+    cpu: float
 
 
 @dataclass(slots=True)
@@ -68,7 +62,7 @@ class _Calls:
 
 
 class WorkLog:
-    """Records spans of work from any thread, for any number of readers: what one has read, another one still gets.
+    """Records spans of work from any thread, for one reader.
 
     `processor` gives the processor seconds of the process, with those of its children if they do its work.
     """
@@ -77,7 +71,6 @@ class WorkLog:
         self.processor = processor
         self._lock = threading.Lock()
         self._spans: deque[_Span] = deque(maxlen=MOST)
-        self._count = self._reported = 0
         self._calls: dict[str, _Calls] = {}
         self._unread: dict[str, _Span] = {}
 
@@ -93,7 +86,7 @@ class WorkLog:
     def add(self, what: str, number: int, began: float, cpu: float) -> None:
         """Record what began at `began` on `time.monotonic()`, and ends now."""
         with self._lock:
-            self._append(_Span(what, number, began, time.monotonic() - began, cpu))
+            self._spans.append(_Span(what, number, began, time.monotonic() - began, cpu))
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
@@ -114,11 +107,8 @@ class WorkLog:
                 if not calls.running:
                     self._end(what, calls, ended)
 
-    def read(self, since: int | None) -> WorkReport:
-        """The spans since the reading that gave `since` as its `next`; None reads nothing, and begins.
-
-        Calls that still run are given up to now.
-        """
+    def report(self) -> WorkReport:
+        """The spans since the last call. Calls that still run are given up to now."""
         now = time.monotonic()
         with self._lock:
             for what, calls in self._calls.items():
@@ -126,23 +116,15 @@ class WorkLog:
                     self._end(what, calls, now)
                     calls.began, calls.count = now, calls.running
             self._unread.clear()
-            first = self._count - len(self._spans)
-            spans = () if since is None else tuple(self._spans)[max(0, since - first) :]
-            following = self._count
+            spans = tuple(self._spans)
+            self._spans.clear()
         return WorkReport(
             spans=tuple(
                 WorkSpan(what=each.what, number=each.number, ago=now - each.began, seconds=each.seconds, cpu=each.cpu)
                 for each in spans
             ),
             cpu=self.processor(),
-            next=following,
         )
-
-    def report(self) -> WorkReport:
-        """The spans since the last call of this method: for a process that one driver asks."""
-        report = self.read(self._reported)
-        self._reported = report.next
-        return report
 
     def _end(self, what: str, calls: _Calls, now: float) -> None:
         """Record that calls ran until now. A later span of the same time is shorter by the pauses within."""
@@ -153,12 +135,8 @@ class WorkLog:
             span.number += calls.count
         else:
             span = self._unread[what] = _Span(what, calls.count, calls.began, now - calls.began, calls.cpu)
-            self._append(span)
+            self._spans.append(span)
         calls.cpu, calls.count = 0.0, 0
-
-    def _append(self, span: _Span) -> None:
-        self._spans.append(span)
-        self._count += 1
 
 
 def processor_with_descendants() -> float:

@@ -99,9 +99,11 @@ ReplicaEventKind = Literal["ready", "lost", "start_failed", "took_over"]
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a replica, at `time` (monotonic seconds).
+    """What happened to a replica, which is process `pid` of `host`, at `time` (monotonic seconds).
 
-    "took_over": it answered a call that the replica `detail` had before it was lost; the call took `seconds` in all.
+    "ready": it serves, `seconds` after its start was begun. "took_over": it answered a call that the replica `detail`
+    had before it was lost; the call took `seconds` in all. "start_failed" with `passing`: the reason passes, so it is
+    not counted.
     """
 
     time: float
@@ -109,8 +111,11 @@ class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
     replica: str
     slot: int
     kind: ReplicaEventKind
+    host: str = ""
+    pid: int = 0
     detail: str = ""
     seconds: float = 0.0
+    passing: bool = False
 
 
 class ServiceReplica:
@@ -132,11 +137,17 @@ class ServiceReplica:
         self.health: Health = "starting"
         self.why = ""
         self.outstanding = self.sessions = self.used = 0
+        self.began = time.monotonic()
         self.gone = asyncio.Event()
         """Set when it is lost."""
         self._on_lost = on_lost
         self._process: ActorProcess | None = None
         self._beating: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 until there is one."""
+        return 0 if self._process is None else self._process.pid
 
     @property
     def load(self) -> int:
@@ -202,7 +213,7 @@ class ServiceReplica:
             name=self.name,
             slot=self.slot,
             host=self.host,
-            pid=0 if self._process is None else self._process.pid,
+            pid=self.pid,
             health=self.health,
             load=self.load,
             restarts=restarts,
@@ -274,6 +285,11 @@ def choose(replicas: Sequence[ServiceReplica], choice: RouteChoice) -> ServiceRe
 def affinity(key: Hashable, slot: int) -> int:
     """Rendezvous hashing: without a slot, only its own keys move."""
     return xxhash.xxh3_64_intdigest(repr((key, slot)).encode())
+
+
+def _passes(error: Exception) -> bool:
+    """Whether a start may succeed later, as nothing ended the process."""
+    return isinstance(error, HoldfastError) and error.retryable and not isinstance(error, ActorProcessLost)
 
 
 @dataclass(slots=True, eq=False)
@@ -391,25 +407,25 @@ class ReplicaSet:
             try:
                 await replica.start(self._engine, self._actor, self._args, self._kwargs)
             except Exception as error:
-                self._tell(replica, "start_failed", describe(error))
                 await replica.stop()
-                if isinstance(error, ActorHostAway):
-                    slot.moves += 1
-                    if slot.moves % len(self.options.hosts):
-                        continue
-                failures += 1
-                retryable = (
-                    isinstance(error, HoldfastError) and error.retryable and not isinstance(error, ActorProcessLost)
-                )
-                passing = retryable and time.monotonic() - since < AWAY_SECONDS
-                if failures >= self.options.start_failures and not passing:
+                away = isinstance(error, ActorHostAway)
+                slot.moves += away
+                elsewhere = away and slot.moves % len(self.options.hosts) != 0
+                passing = elsewhere or (_passes(error) and time.monotonic() - since < AWAY_SECONDS)
+                failures += not elsewhere
+                over = failures >= self.options.start_failures and not passing
+                if over:
                     self._end(ServiceFailed(self.name, failures, describe(error)))
+                self._tell(replica, "start_failed", describe(error), passing=passing)
+                if over:
                     return
+                if elsewhere:
+                    continue
                 await asyncio.sleep(min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(failures - 1, 10)))
                 continue
             failures = 0
             replica.health = "ready"
-            self._tell(replica, "ready")
+            self._tell(replica, "ready", seconds=time.monotonic() - replica.began)
             slot.ready.set()
             self.settle()
             await replica.gone.wait()
@@ -439,6 +455,7 @@ class ReplicaSet:
         kind: ReplicaEventKind,
         detail: str = "",
         seconds: float = 0.0,
+        passing: bool = False,
     ) -> None:
         if self.options.observer is not None:
             self.options.observer(
@@ -448,8 +465,11 @@ class ReplicaSet:
                     replica=replica.name,
                     slot=replica.slot,
                     kind=kind,
+                    host=replica.host,
+                    pid=replica.pid,
                     detail=detail,
                     seconds=seconds,
+                    passing=passing,
                 )
             )
 

@@ -129,6 +129,19 @@ class ServiceEndpoint:
             raise QuorumMissed(self.endpoint.name, quorum, done, errors)
         return found
 
+    async def answers(self, seconds: float) -> dict[str, Any]:
+        """Ask all replicas; what each one says that answers in so many seconds. The others are left out, and stay."""
+        asked = {each.name: asyncio.create_task(self._result(each, (), {})) for each in self._replicas.replicas}
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=seconds)
+            results = {name: task.result() for name, task in asked.items() if task.done()}
+        finally:
+            for task in asked.values():
+                task.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
+        return {name: each.value for name, each in results.items() if each.error is None}
+
     async def _result(self, replica: ServiceReplica, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplicaResult:
         name, method = replica.name, self.endpoint.name
         if replica.health != "ready":
@@ -185,6 +198,10 @@ class Service:
         self._replicas = replicas
 
     def __getattr__(self, method: str) -> ServiceEndpoint:
+        return self.endpoint(method)
+
+    def endpoint(self, method: str) -> ServiceEndpoint:
+        """A method of the replicas, also where the service has one of that name. Raises `NoSuchEndpoint`."""
         found = endpoint_of(self.actor, method)
         options = self._replicas.options
         deadline = found.deadline or options.deadline

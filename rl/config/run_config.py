@@ -374,7 +374,7 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
             description="Seconds after which a host that does not answer is away, its processes with it.",
         ),
     ] = 5.0
-    restarts: Annotated[int, Meta(ge=0, description="Processes that may be lost before the run fails.")] = 100
+    restarts: Annotated[int, Meta(ge=0, description="Trainers that may be lost before the run fails.")] = 100
 
 
 class EvaluationConfig(_Section, frozen=True, kw_only=True):

@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import http
 import logging
-import os
 import random
-import secrets
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Annotated, Any, NoReturn, Self, cast
-from urllib.parse import parse_qs, urlsplit
+from typing import Any, NoReturn, Self, cast
+from urllib.parse import urlsplit
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection
@@ -22,7 +20,6 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response
 
-from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.console.units import counted
 from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.rl.environments import messages
@@ -35,7 +32,7 @@ from holdfast.rl.environments.errors import (
     EpisodeOver,
 )
 from holdfast.rl.environments.local import LocalSession
-from holdfast.rl.telemetry import Count, WorkLog, WorkReport, processor_with_descendants
+from holdfast.rl.telemetry import WorkLog, processor_with_descendants
 
 CODES: dict[type[EnvironmentFailed], str] = {
     EnvironmentDied: "EXECUTION_ERROR",
@@ -62,18 +59,6 @@ class Health(msgspec.Struct, frozen=True):
     hung: int
 
 
-_Word = Annotated[str, msgspec.Meta(max_length=200)]
-
-
-class ServerWork(WorkReport, frozen=True, kw_only=True):
-    """What `/work` tells: a report of the process `pid` on `host`. `server` is another word after each start."""
-
-    server: _Word
-    host: _Word
-    pid: Count
-    next: Count
-
-
 class _Guest(ServerConnection):
     """A connection that may be dropped until its handshake is done."""
 
@@ -98,8 +83,7 @@ class EnvironmentServer:
     """Serves an environment: each connection to `/ws` is a session with an environment of its own.
 
     `sessions` bounds their number. A session ends with its connection, at any error, and after `lease` seconds without
-    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`. `work` has all calls; at
-    `/work?since=N` are those since the answer with `next` N, in JSON.
+    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`. `work` has all calls.
     """
 
     def __init__(
@@ -116,7 +100,6 @@ class EnvironmentServer:
     ) -> None:
         self.environment, self.limit = environment, sessions
         self.work = WorkLog(processor_with_descendants)
-        self._mark = secrets.token_hex(8)
         self._factory, self._host, self._port = factory, host, port
         self._lease, self._timeout, self._max_bytes = lease, timeout, max_bytes
         self._sessions: set[LocalSession] = set()
@@ -166,29 +149,17 @@ class EnvironmentServer:
         await self._server.wait_closed()
 
     def _answer_http(self, connection: ServerConnection, request: HttpRequest) -> Response | None:
-        asked = urlsplit(request.path)
-        answer: Health | ServerWork
-        match asked.path:
+        match urlsplit(request.path).path:
             case "/ws":
                 return None
             case "/health":
-                answer = self.health()
-            case "/work":
-                try:
-                    answer = self._work_since(asked.query)
-                except msgspec.ValidationError as error:
-                    return connection.respond(http.HTTPStatus.BAD_REQUEST, f"since: {error}\n")
+                answer = msgspec.json.encode(self.health()).decode()
             case _:
-                return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /ws, /work and /health\n")
-        response = connection.respond(http.HTTPStatus.OK, msgspec.json.encode(answer).decode())
+                return connection.respond(http.HTTPStatus.NOT_FOUND, "there is /ws, and /health\n")
+        response = connection.respond(http.HTTPStatus.OK, answer)
         del response.headers["Content-Type"]
         response.headers["Content-Type"] = "application/json"
         return response
-
-    def _work_since(self, query: str) -> ServerWork:
-        since = parse_qs(query).get("since")
-        report = self.work.read(None if since is None else msgspec.convert(since[0], Count, strict=False))
-        return ServerWork(server=self._mark, host=this_host(), pid=os.getpid(), **msgspec.structs.asdict(report))
 
     async def _serve(self, connection: ServerConnection) -> None:
         handler = asyncio.ensure_future(self._lead(connection))

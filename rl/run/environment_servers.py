@@ -7,17 +7,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from http.client import HTTPException
-from urllib.error import HTTPError
-from urllib.parse import urlencode, urlsplit, urlunsplit
-from urllib.request import ProxyHandler, build_opener
+from collections.abc import Mapping
+from urllib.parse import urlencode
 
-import msgspec
-
-from holdfast.comms.errors import HoldfastError, describe
-from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.environment.listen_address import choose_address, local_addresses
 from holdfast.rl.actors.engine import Engine, endpoint
@@ -25,14 +17,13 @@ from holdfast.rl.actors.errors import ServiceFailed
 from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica
 from holdfast.rl.actors.service import Service, ServiceStatus, served
 from holdfast.rl.config.run_config import EnvironmentConfig
-from holdfast.rl.environments.client import EnvironmentClient, websocket_url
+from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.errors import EnvironmentFailed, UnknownEnvironment
 from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.registry import check_environment, environment_factory
-from holdfast.rl.environments.server import EnvironmentServer, ServerWork
+from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session_source import SessionSource
-from holdfast.rl.run.run_events import ProcessLost, ProcessStarted
-from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry
+from holdfast.rl.run.telemetry import ANSWER_SECONDS, ProcessRecorder, RunTelemetry
 from holdfast.rl.telemetry import WorkReport
 
 ROLE = "environment"
@@ -43,106 +34,6 @@ LEASE_SECONDS = 3600.0
 _MARGIN = 2.0
 """Seconds by which a client waits longer than the server, which knows more of what hangs."""
 _LOOK_SECONDS = 1.0
-_MOST_BYTES = 4 << 20
-_direct = build_opener(ProxyHandler({}))
-
-
-class NoWorkToTell(HoldfastError):
-    """A server does not tell what it did: it is another program's, or one of another release."""
-
-    def __init__(self, url: str, why: str) -> None:
-        self.url, self.why = url, why
-        super().__init__(
-            f"server {url} does not tell what it did: {why}; to see it in the report, start a server of this release"
-        )
-
-
-async def ask_work(url: str, since: int | None, timeout: float = 2.0) -> ServerWork | None:
-    """What the server at `url` did since an answer with this `next`; None if it does not answer now.
-
-    Raises `NoWorkToTell`.
-    """
-    scheme, place, path, query, _ = urlsplit(websocket_url(url))
-    asked = [*filter(None, [query]), *([] if since is None else [f"since={since}"])]
-    address = urlunsplit((scheme.replace("ws", "http"), place, path.removesuffix("/ws") + "/work", "&".join(asked), ""))
-
-    def ask() -> bytes:
-        with _direct.open(address, timeout=timeout) as answer:
-            found: bytes = answer.read(_MOST_BYTES)
-            return found
-
-    try:
-        return msgspec.json.decode(await asyncio.wait_for(asyncio.to_thread(ask), timeout), type=ServerWork)
-    except (HTTPError, HTTPException, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise NoWorkToTell(url, describe(error)) from error
-    except OSError:
-        return None
-
-
-@dataclass(slots=True)
-class _Server:
-    """What is known of a server. `mark` tells one start of it from the next."""
-
-    url: str
-    name: str
-    pid: int = 0
-    host: str = ""
-    mark: str = ""
-    since: int | None = None
-    starts: int = 0
-    silent: bool = False
-
-
-class AddressedServers:
-    """Asks the servers at some URLs what they did. Each is a process of the run from its first answer on.
-
-    Servers that are no program of ours tell nothing, and are asked once.
-    """
-
-    def __init__(self, urls: Iterable[str], role: str, telemetry: RunTelemetry) -> None:
-        self._role, self._telemetry = role, telemetry
-        self._servers = [_Server(url, _place(url)) for url in urls]
-
-    async def work(self) -> Mapping[str, WorkReport]:
-        """What each server did since the last call, without those that do not answer. The first call begins."""
-        asked = [each for each in self._servers if not each.silent]
-        answers = await asyncio.gather(*map(self._ask, asked))
-        return {name: report for name, report in answers if report is not None}
-
-    async def _ask(self, server: _Server) -> tuple[str, WorkReport | None]:
-        try:
-            answer = await ask_work(server.url, server.since)
-            if answer is not None and answer.server != server.mark:
-                # What another start did is not what was asked for: begin there.
-                answer = answer if server.since is None else await ask_work(server.url, None)
-        except NoWorkToTell:
-            server.silent = True
-            return server.name, None
-        if answer is None:
-            return server.name, None
-        if answer.server != server.mark:
-            self._started(server, answer.server, "" if answer.host == this_host() else server.url, answer.pid)
-        server.since = answer.next
-        return server.name, answer
-
-    def _started(self, server: _Server, mark: str, host: str, pid: int) -> None:
-        now, before, role = self._telemetry.now(), server.name, self._role
-        replaces = before if server.starts else ""
-        if server.starts:
-            how = "another process serves at its address"
-            self._telemetry.emit(
-                ProcessLost(time=now, name=before, role=role, host=server.host, pid=server.pid, how=how)
-            )
-            server.name = f"{_place(server.url)}, start {server.starts + 1}"
-        server.starts, server.mark, server.host, server.pid = server.starts + 1, mark, host, pid
-        self._telemetry.emit(
-            ProcessStarted(time=now, name=server.name, role=role, host=host, pid=pid, replaces=replaces)
-        )
-
-
-def _place(url: str) -> str:
-    """The host and the port of a server."""
-    return urlsplit(websocket_url(url)).netloc.rpartition("@")[2]
 
 
 class ServedEnvironment:
@@ -209,7 +100,6 @@ class EnvironmentServers:
         """The servers that it starts are spread over `hosts`; none: this host. `telemetry` is that of a run."""
         self.name = full_name(config)
         self._config, self._engine, self._hosts = config, engine, hosts
-        self._addressed = None if telemetry is None else AddressedServers(config.addresses, ROLE, telemetry)
         self._recorder = None if telemetry is None else ProcessRecorder(ROLE, telemetry)
         self._urls: dict[str, str] = {}
         self._pool: EnvironmentPool | None = None
@@ -234,8 +124,6 @@ class EnvironmentServers:
                 self._service = await spec.as_service(name, config.sessions, config.timeout, bool(self._hosts))
             except ServiceFailed as error:
                 raise UnknownEnvironment(name, f"no server of it can be started: {error}") from error
-            if self._recorder is not None:
-                self._recorder.see_first(self._service)
             # No other client has a use for its own servers, so sessions are kept.
             self._source = self._pool = _pool(config, tuple(self._urls.values()), keep=True)
         else:
@@ -249,11 +137,10 @@ class EnvironmentServers:
         return () if self._service is None else (self._service.status(),)
 
     async def work(self) -> Mapping[str, WorkReport]:
-        """What each server did since the last call, without those that do not answer."""
+        """What each server of its own did since the last call, without those that do not answer."""
         if self._service is None:
-            return {} if self._addressed is None else await self._addressed.work()
-        found = await self._service.work.fanout()
-        return {each.replica: each.value for each in found if each.error is None}
+            return {}
+        return await self._service.work.answers(ANSWER_SECONDS)
 
     async def close(self) -> None:
         """End all servers. Idempotent."""

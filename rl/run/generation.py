@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from secrets import token_hex
-from typing import Any
 
 import msgspec
 
@@ -23,8 +22,9 @@ from holdfast.rl.generators.errors import UpdateFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
+from holdfast.rl.run.hosts import service_options
 from holdfast.rl.run.run_events import WeightsServed
-from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry
+from holdfast.rl.run.telemetry import ANSWER_SECONDS, ProcessRecorder, RunTelemetry
 from holdfast.rl.run.weight_holder import WeightHolder
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import AsyncWeightStore, Reader
@@ -171,8 +171,7 @@ class Generators:
         self._engine = engine
         self._version: int | None = None
         self._store = AsyncWeightStore(store, hold=False, plane=config.store.plane)
-        self._common: dict[str, Any] = {"engine": engine, "environ": dict(environ), "hosts": config.engine.hosts}
-        self._recorders = {role: ProcessRecorder(role, telemetry) for role in ("holder", "generator")}
+        self._common = service_options(config, engine, environ)
         self._services: dict[str, Service] = {}
         # A turn of a group is a request of its own: what else is asked at that time must not change its bits.
         self.generate = BatchedRequests(self._route, config.sampling.batch, alone=lambda request: request.samples == 1)
@@ -183,10 +182,10 @@ class Generators:
             WeightHolder,
             name="holder",
             num_replicas=self._config.store.holders,
-            observer=self._recorders["holder"].hear,
+            observer=ProcessRecorder("holder", self._telemetry).hear,
             **self._common,
         )
-        self._add("holder", await spec.as_service(self._config, self._url))
+        self._services["holder"] = await spec.as_service(self._config, self._url)
 
     async def start(self) -> None:
         """Start the generators; they serve nothing before `advance`. Raises `ServiceFailed`, `ExtraNotInstalled`."""
@@ -197,12 +196,12 @@ class Generators:
             name="generator",
             num_replicas=generator.replicas,
             python=str(extra_python("vllm", generator.python)) if vllm else None,
-            observer=self._recorders["generator"].hear,
+            observer=ProcessRecorder("generator", self._telemetry).hear,
             deadline=2 * generator.timeout,
             tries=generator.attempts,
             **self._common,
         )
-        self._add("generator", await spec.as_service(self._source, self._url, self._config))
+        self._services["generator"] = await spec.as_service(self._source, self._url, self._config)
 
     async def advance(self, version: int) -> None:
         """Wait until a version is published, then have all living replicas serve it, and those that start later."""
@@ -256,8 +255,7 @@ class Generators:
         service = self._services.get(role)
         if service is None or not hasattr(service.actor, "work"):
             return {}
-        found = await service.work.fanout()
-        return {each.replica: each.value for each in found if each.error is None}
+        return await service.work.answers(ANSWER_SECONDS)
 
     def status(self) -> tuple[ServiceStatus, ...]:
         """The services now. May be called from any thread."""
@@ -278,10 +276,6 @@ class Generators:
         for service in reversed(self._services.values()):
             await service.close()
         await self._store.close()
-
-    def _add(self, role: str, service: Service) -> None:
-        self._services[role] = service
-        self._recorders[role].see_first(service)
 
     async def _route(self, request: SamplingRequest) -> list[Completion]:
         completions: list[Completion] = await self._services["generator"].generate.route(request)

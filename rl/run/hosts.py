@@ -1,17 +1,16 @@
-"""What a run on several hosts has besides one on this host: a register elsewhere, and transports between hosts."""
+"""What a run on several hosts needs: a register elsewhere, transports between hosts, and longer silences."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from holdfast.ft.timeouts import Timeouts
-from holdfast.rl.actors.engine import ActorProcess
-from holdfast.rl.actors.errors import ActorHostAway
+from holdfast.rl.actors.engine import Engine
+from holdfast.rl.actors.replicas import ServiceOptions
 from holdfast.rl.config.run_config import RunConfig
 
 UCX_TLS = "UCX_TLS"
@@ -51,16 +50,7 @@ def session_options(config: RunConfig) -> dict[str, Timeouts]:
     }
 
 
-class HostTurns:
-    """Gives each new process the next host in turn, or the one after that if it is away."""
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._turns: Sequence[str | None] = hosts or (None,)
-        self._next = itertools.cycle(self._turns)
-
-    async def start(self, start: Callable[[str | None], Awaitable[ActorProcess]]) -> ActorProcess:
-        """Await `start` with a host. Raises `ActorHostAway` if all of them are, and what `start` raises."""
-        for _ in self._turns[1:]:
-            with contextlib.suppress(ActorHostAway):
-                return await start(next(self._next))
-        return await start(next(self._next))
+def service_options(config: RunConfig, engine: Engine, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The options of all services of a run: a replica may be as silent as its host."""
+    silence = max(config.engine.silence, ServiceOptions().silence)
+    return {"engine": engine, "environ": dict(environ), "hosts": config.engine.hosts, "silence": silence}

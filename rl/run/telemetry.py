@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.replicas import ReplicaEvent
-from holdfast.rl.actors.service import Service
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Activity,
@@ -21,6 +20,7 @@ from holdfast.rl.run.run_events import (
     Event,
     ProcessLost,
     ProcessorTime,
+    ProcessReady,
     ProcessStarted,
     StepTrained,
     WeightsServed,
@@ -39,48 +39,36 @@ EVERY = 2.0
 SECONDS = 10.0
 """The limit of one collection; what a process did not say by then comes with the next one."""
 
+ANSWER_SECONDS = 5.0
+"""Seconds that one process of a service has to answer in a collection."""
+
 Ask = Callable[[], Awaitable[Mapping[str, WorkReport]]]
 """Asks the processes of a role; those that do not answer are left out."""
 
 
 class ProcessRecorder:
-    """Emits a process's start and loss for each replica of a service."""
+    """Emits what happens to the processes of a service."""
 
     def __init__(self, role: str, telemetry: RunTelemetry) -> None:
         self._role, self._telemetry = role, telemetry
-        self._found: dict[str, tuple[str, int]] = {}
-        """The host and the number of each process."""
+        self._alive = set[str]()
         self._in_slot: dict[int, str] = {}
-        self.service: Service | None = None
 
     def hear(self, event: ReplicaEvent) -> None:
         """Handle an event."""
-        at = self._telemetry.at(event.time)
-        name, role = event.replica, self._role
+        at, emit = self._telemetry.at(event.time), self._telemetry.emit
+        name, role, host, pid = event.replica, self._role, event.host, event.pid
         if event.kind == "ready":
-            self._started(name, event.slot, at)
-        elif event.kind == "lost" and name in self._found:
+            replaces, self._in_slot[event.slot] = self._in_slot.get(event.slot, ""), name
+            self._alive.add(name)
+            emit(ProcessStarted(time=at, name=name, role=role, host=host, pid=pid, replaces=replaces))
+            emit(ProcessReady(time=at, name=name, role=role, seconds=event.seconds))
+        elif event.kind == "lost" and name in self._alive:
+            self._alive.remove(name)
             how = event.detail.splitlines()[0] if event.detail else "ended"
-            host, pid = self._found.pop(name)
-            self._telemetry.emit(ProcessLost(time=at, name=name, role=role, host=host, pid=pid, how=how))
+            emit(ProcessLost(time=at, name=name, role=role, host=host, pid=pid, how=how))
         elif event.kind == "took_over":
-            self._telemetry.emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
-
-    def see_first(self, service: Service) -> None:
-        """Record the replicas with which a service began."""
-        self.service = service
-        for each in service.status().replicas:
-            if each.health == "ready":
-                self._started(each.name, each.slot, self._telemetry.now())
-
-    def _started(self, name: str, slot: int, at: float) -> None:
-        if self.service is None or name in self._found:
-            return
-        replicas = self.service.status().replicas
-        mine = next(((each.host, each.pid) for each in replicas if each.name == name), ("", 0))
-        host, pid = self._found[name] = mine
-        replaces, self._in_slot[slot] = self._in_slot.get(slot, ""), name
-        self._telemetry.emit(ProcessStarted(time=at, name=name, role=self._role, host=host, pid=pid, replaces=replaces))
+            emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
 
 
 class RunTelemetry:

@@ -184,7 +184,7 @@ class TrainingRun:
                 else:
                     await asynchronous(episode, buffer, train, serve, steps, config.algorithm.concurrency)
                 await evaluation.settle()
-                digest = await trainers.digest()
+                digest = await trainers.group.finished(config.steps)
         finally:
             await evaluation.stop()
         return RunResult(digest=digest, steps=config.steps, seconds=self.telemetry.now(), best=evaluation.best)

@@ -66,8 +66,13 @@ class TrainerGroup:
         )
         return report
 
+    async def finished(self, steps: int) -> str:
+        """Wait until all `steps` are committed and published; returns the digest of the weights. Raises as `step`."""
+        digest: str = await self._first("finished", steps)
+        return digest
+
     async def _first(self, method: str, step: int, *args: Any) -> Any:
-        """Call a method of all trainers; returns the first answer that is not None."""
+        """Call a method of all trainers; returns the first answer that says something: a spare's is None, or ""."""
         calls: dict[asyncio.Task[Any], TrainerProcess] = {}
         asked: list[TrainerProcess] = []
         errors: list[str] = []
@@ -99,7 +104,7 @@ class TrainerGroup:
                             errors.append(describe(error))
                             self.remove(trainer)
                     for answer in answers:
-                        if answer is not None:
+                        if answer:
                             return answer
         finally:
             for call in calls:

@@ -27,7 +27,8 @@ from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica
 from holdfast.rl.actors.service import Servable, Service, served
 from holdfast.rl.generators.errors import GenerationTimeout
-from support.samples.actors import Counter, Stillborn
+from support.samples.actors import Counter, Late, Stillborn
+from support.waiting import PATIENCE
 
 MakeEngine = Callable[..., Engine]
 
@@ -256,6 +257,31 @@ async def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEn
         with pytest.raises(ServiceFailed, match="3 times in a row"):
             await options.as_service(how)
     assert {each.kind for each in events} == {"start_failed"}
+
+
+async def test_a_start_that_fails_for_a_reason_that_passes_is_not_counted(tmp_path: Path) -> None:
+    events: list[ReplicaEvent] = []
+
+    def hear(event: ReplicaEvent) -> None:
+        events.append(event)
+        if len(events) == 3:
+            (tmp_path / "here").touch()
+
+    async with LocalEngine():
+        options = served(Late, start_failures=1, observer=hear)
+        async with await options.as_service(str(tmp_path / "here")) as late:
+            [replica] = late.status().replicas
+    assert [(each.kind, each.passing) for each in events] == [("start_failed", True)] * 3 + [("ready", False)]
+    ready = events[-1]
+    assert (ready.pid, ready.host) == (replica.pid, "") and ready.seconds > 0
+
+
+async def test_a_replica_that_answers_late_is_left_out_and_stays() -> None:
+    async with LocalEngine(), await served(Counter, num_replicas=2).as_service() as counter:
+        assert await counter.hang.answers(0.05) == {}
+        assert await counter.who.answers(PATIENCE) == dict(zip(["counter-0", "counter-1"], pids(counter), strict=True))
+        assert counter.status().lost == 0
+        assert [each.load for each in counter.status().replicas] == [0, 0]
 
 
 async def test_a_full_queue_refuses_instead_of_growing(make_engine: MakeEngine) -> None:

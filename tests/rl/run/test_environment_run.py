@@ -164,31 +164,29 @@ def test_an_environment_that_is_not_there_is_named_before_anything_starts(
 
 
 @pytest.mark.thorough
-def test_what_servers_and_holders_did_is_in_the_report_also_from_a_server_that_the_run_did_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("holdfast.rl.run.telemetry.EVERY", 0.1)  # the run is short
+def test_a_run_plays_at_a_server_that_it_did_not_start(tmp_path: Path) -> None:
     with server_process("guess?high=5&turns=3") as server:
         changes: dict[str, object] = {"environment__servers": 0, "environment__arguments": "{}"}
         changes |= {"environment__addresses": f'["{server.url}"]'}
-        changes |= {"steps": 6, "store__holders": 2, "store__copies": 2}
-        run(configured(**changes), tmp_path / "theirs")
-        theirs = RunFacts.of(RunDirectory(tmp_path / "theirs").events())
-        lanes = {lane.name: lane for lane in theirs.lanes()}
-        assert lanes[f"127.0.0.1:{server.port}"].pid == server.pid
-    run(configured(steps=6), tmp_path / "ours")
-    for facts in (theirs, RunFacts.of(RunDirectory(tmp_path / "ours").events())):
-        steps = [each for each in facts.activities if (each.role, each.what) == ("environment", "step")]
-        assert sum(each.number for each in steps) >= 6 * 16, "an episode has a step at least"
-        assert len(steps) < 6 * 16, "calls at the same time are one span"
-        [use] = [each for each in facts.uses() if each.role == "environment"]
-        assert use.processes == 1 and 0 < use.busy < 1 and use.idle_seconds > 0
-        [spent] = [each for each in facts.processor_uses() if each.role == "environment"]
-        assert 0 < dict(spent.work)["step"] < spent.seconds
-    assert {each.what for each in theirs.activities if each.role == "holder"} == {"replicate"}
+        assert run(configured(**changes, steps=2), tmp_path).steps == 2
+
+
+@pytest.mark.thorough
+def test_what_servers_and_holders_did_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.rl.run.telemetry.EVERY", 0.1)  # the run is short
+    run(configured(steps=6, store__holders=2, store__copies=2), tmp_path / "run")
+    facts = RunFacts.of(RunDirectory(tmp_path / "run").events())
+    steps = [each for each in facts.activities if (each.role, each.what) == ("environment", "step")]
+    assert sum(each.number for each in steps) >= 6 * 16, "an episode has a step at least"
+    assert len(steps) < 6 * 16, "calls at the same time are one span"
+    [use] = [each for each in facts.uses() if each.role == "environment"]
+    assert use.processes == 1 and 0 < use.busy < 1 and use.idle_seconds > 0
+    [spent] = [each for each in facts.processor_uses() if each.role == "environment"]
+    assert 0 < dict(spent.work)["step"] < spent.seconds
+    assert {each.what for each in facts.activities if each.role == "holder"} == {"replicate"}
     (tmp_path / "report").mkdir()
-    page = write_pages(tmp_path / "theirs", tmp_path / "report").report.read_text()
-    assert f"127.0.0.1:{server.port}" in page and "environment" in page.partition("Processor")[2]
+    page = write_pages(tmp_path / "run", tmp_path / "report").report.read_text()
+    assert "environment" in page.partition("Processor")[2]
 
 
 FLAWED = """

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.rl.actors.errors import ActorDied, EndpointFailed
 from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.replicas import ServiceReplica
+from holdfast.rl.actors.service import Service, served
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Event, ProcessLost, StepTrained
-from holdfast.rl.run.trainer_processes import MemberProcess
+from holdfast.rl.run.trainer_processes import SessionMember
 from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted
 from support.rl.training_runs import configured, run
 from support.samples.actors import Counter
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,6 +45,18 @@ def ends(answer):
 """
 REWARD = '[[reward]]\nkind = "python"\nfunction = "{path}:ends"\n'
 ASYNCHRONOUS = {"algorithm__mode": "asynchronous", "algorithm__staleness": 1, "sampling__group": 2}
+
+
+@contextlib.asynccontextmanager
+async def trainers() -> AsyncIterator[tuple[asyncio.Queue[ServiceReplica], Service]]:
+    """A service of one replica, and the replicas that it has prepared."""
+    members: asyncio.Queue[ServiceReplica] = asyncio.Queue()
+    async with (
+        asyncio.timeout(PATIENCE),
+        LocalEngine(),
+        await served(Counter, prepare=members.put).as_service() as service,
+    ):
+        yield members, service
 
 
 class Outage:
@@ -85,20 +102,19 @@ def test_no_reward_and_no_outage_ends_a_run(tmp_path: Path) -> None:
     assert "its process ended" in reasons[6]
 
 
-async def test_a_trainer_that_was_evicted_is_killed_and_counts_as_dead() -> None:
-    ends: asyncio.Queue[str] = asyncio.Queue()
-    async with LocalEngine() as engine, asyncio.timeout(20.0):
-        process = MemberProcess(await engine.start("trainer-0", Counter, on_exit=ends.put_nowait))
-        with pytest.raises(ActorDied, match=r"trainer-0 .* cannot do fail: .*evicted in epoch 2"):
-            await process.call("fail", TrainerEvicted("evicted in epoch 2: silent for 3 s"))
-        assert "SIGKILL" in await ends.get()
+async def test_a_trainer_that_was_evicted_is_killed_and_replaced() -> None:
+    async with trainers() as (members, counter):
+        member = SessionMember(await members.get())
+        with pytest.raises(ActorDied, match=r"counter-0 .* cannot do fail: .*evicted in epoch 2"):
+            await member.call("fail", TrainerEvicted("evicted in epoch 2: silent for 3 s"))
+        assert ((await members.get()).name, counter.status().lost) == ("counter-0.1", 1)
 
 
 async def test_other_errors_of_a_trainer_are_told_and_leave_its_process() -> None:
-    async with LocalEngine() as engine, asyncio.timeout(20.0):
-        process = MemberProcess(await engine.start("trainer-0", Counter))
-        with pytest.raises(RunFailed, match=r"^trainer-0 has ended: nothing is committed$"):
-            await process.call("fail", TrainerEnded("nothing is committed"))
+    async with trainers() as (members, counter):
+        member = SessionMember(await members.get())
+        with pytest.raises(RunFailed, match=r"^counter-0 has ended: nothing is committed$"):
+            await member.call("fail", TrainerEnded("nothing is committed"))
         with pytest.raises(EndpointFailed, match="Traceback"):
-            await process.call("fail", TrainerEnded("TypeError: of holdfast", fault=True))
-        assert await process.call("add") == 1
+            await member.call("fail", TrainerEnded("TypeError: of holdfast", fault=True))
+        assert await member.call("add") == 1 and counter.status().lost == 0

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.engine import endpoint
 
 
@@ -48,6 +49,10 @@ class Counter:
         """Raise `error`."""
         raise error
 
+    async def hang(self) -> None:
+        """Never answer."""
+        await asyncio.Event().wait()
+
     def lock(self) -> object:
         """Give what cannot be sent."""
         return (each for each in ())
@@ -69,3 +74,17 @@ class Stillborn:
         if how == "raise":
             raise ValueError("no such model")
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Late:
+    """An actor that cannot be made while a file is missing, for a reason that passes."""
+
+    def __init__(self, file: str) -> None:
+        if not Path(file).exists():
+            raise StoreBusy(f"there is no {file} yet")
+
+
+class StoreBusy(HoldfastError):
+    """It may be tried again."""
+
+    retryable = True
