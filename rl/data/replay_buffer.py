@@ -112,7 +112,7 @@ class ReplayBuffer:
         return Batch(step=step, groups=state.batch_groups(), after=state.commit())
 
     def commit(self) -> None:
-        """The batch that was taken is trained."""
+        """The batch that was taken is trained, or given to the trainers."""
         self._set(self._state.commit())
 
     def serve(self, version: int) -> None:

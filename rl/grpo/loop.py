@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Completion, Group, Prompt, SamplingRequest
 from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer, StepReport
 from holdfast.rl.grpo.games import EnvironmentGames
 
-Spawn = Callable[[Coroutine[None, None, None]], "asyncio.Task[None]"]
-"""Runs a coroutine in a task that ends with the block it was begun in."""
+Work = Callable[[], Awaitable[None]]
+Spawn = Callable[[Work], "asyncio.Task[None]"]
+"""Does work in a task that ends with the block it was begun in."""
 Train = Callable[[Batch], Awaitable[StepReport]]
-"""Trains a batch; returns once the new weights are committed."""
-Serve = Callable[[int], Coroutine[None, None, None]]
+"""Trains a batch after those that were given before; returns once the new weights are committed."""
+Serve = Callable[[int], Awaitable[None]]
 """Switches the whole policy to a version of the weights, and tells the buffer of it."""
 Generate = Callable[[SamplingRequest], Awaitable[Sequence[Completion]]]
 """Draws the completions of a request from the policy."""
@@ -23,9 +25,7 @@ Evaluate = Callable[[Prompt, Sequence[Completion]], Awaitable[Group | FailedGrou
 """Makes a group of a prompt's completions, with rewards."""
 
 
-async def synchronous(
-    episode: Callable[[], Awaitable[None]], buffer: ReplayBuffer, train: Train, serve: Serve, steps: Iterable[int]
-) -> None:
+async def synchronous(episode: Work, buffer: ReplayBuffer, train: Train, serve: Serve, steps: Iterable[int]) -> None:
     """Generate a batch, train it, update the policy, for the batches that begin at `steps`.
 
     With a buffer of bound 0, each is trained on episodes of the newest weights.
@@ -40,7 +40,7 @@ async def synchronous(
 
 
 async def asynchronous(
-    episode: Callable[[], Awaitable[None]],
+    episode: Work,
     buffer: ReplayBuffer,
     train: Train,
     serve: Serve,
@@ -49,25 +49,31 @@ async def asynchronous(
 ) -> None:
     """Train the batches that begin at `steps`, while up to `concurrency` episodes are generated.
 
-    The policy gets new weights beside the next step: what is generated meanwhile has the version that its tokens name,
-    and the buffer holds its bound on their age.
+    The trainers have the next batch before they are done with one, and the policy gets new weights beside the next
+    step: what is generated meanwhile has the version that its tokens name, and the buffer holds its bound on their age.
     """
+    room = asyncio.Semaphore(2)
 
     async def episodes() -> None:
         while True:
             await episode()
 
+    async def train_and_serve(batch: Batch, before: asyncio.Task[None] | None) -> None:
+        report = await train(batch)
+        room.release()
+        if before is not None:
+            await before
+        await serve(report.version)
+
     async with running(episodes, concurrency) as spawn:
-        serving: asyncio.Task[None] | None = None
+        last: asyncio.Task[None] | None = None
         for step in steps:
             batch = await buffer.take(step)
-            report = await train(batch)
+            await room.acquire()
             buffer.commit()
-            if serving is not None:
-                await serving
-            serving = spawn(serve(report.version))
-        if serving is not None:
-            await serving
+            last = spawn(partial(train_and_serve, batch, last))
+        if last is not None:
+            await last
 
 
 async def generate_episode(
@@ -118,13 +124,13 @@ def teaches(group: Group | FailedGroup) -> bool:
 
 
 @asynccontextmanager
-async def running(work: Callable[[], Awaitable[None]], tasks: int) -> AsyncIterator[Spawn]:
+async def running(work: Work, tasks: int) -> AsyncIterator[Spawn]:
     """Run `tasks` copies of `work`, and what the block spawns, until it ends; the first error of any ends all."""
     first: list[BaseException] = []
 
-    async def noted(awaitable: Awaitable[None]) -> None:
+    async def noted(work: Work) -> None:
         try:
-            await awaitable
+            await work()
         except BaseException as error:
             if not first:
                 first.append(error)
@@ -132,10 +138,10 @@ async def running(work: Callable[[], Awaitable[None]], tasks: int) -> AsyncItera
 
     try:
         async with asyncio.TaskGroup() as group:
-            begun = [group.create_task(noted(work())) for _ in range(tasks)]
+            begun = [group.create_task(noted(work)) for _ in range(tasks)]
 
-            def spawn(coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
-                begun.append(group.create_task(noted(coroutine)))
+            def spawn(work: Work) -> asyncio.Task[None]:
+                begun.append(group.create_task(noted(work)))
                 return begun[-1]
 
             try:
@@ -152,7 +158,7 @@ async def running(work: Callable[[], Awaitable[None]], tasks: int) -> AsyncItera
     raise failure
 
 
-async def together(work: Callable[[], Awaitable[None]], tasks: int) -> None:
+async def together(work: Work, tasks: int) -> None:
     """Run `tasks` copies of `work` to their ends; the first error of any ends all, and is raised."""
     left = tasks
     done = asyncio.Event()

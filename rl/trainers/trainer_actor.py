@@ -30,8 +30,8 @@ CLOSE_SECONDS = 30.0
 """Seconds that `close` waits for the step that is being computed."""
 
 
-KEPT = 2
-"""The number of newest batches that are kept: members of a session are at most one step apart."""
+KEPT = 3
+"""The number of newest batches that are kept: members of a session are at most one step apart, and have the next."""
 
 LOOK_SECONDS = 0.05
 """Seconds of one wait for a batch, after which `over` is called."""
@@ -141,8 +141,8 @@ class TrainerActor:
     async def train(self, batch: EncodedBatch) -> StepReport | None:
         """Train on a batch with the other members, which get the same one; returns once it is committed.
 
-        Returns None if this trainer does not take part before a later batch comes: a spare. A batch that is committed
-        already is not trained on again. Raises `TrainerEnded` if the steps end, with the cause as its `__cause__`;
+        Returns None if this trainer does not take part before two later batches come: a spare. A batch is trained on
+        once, also if it comes twice. Raises `TrainerEnded` if the steps end, with the cause as its `__cause__`;
         after an eviction `TrainerEvicted`.
         """
         reply: Future[StepReport | None] = Future()
@@ -151,7 +151,7 @@ class TrainerActor:
                 raise self._ended()
             if self._last is not None and self._last.step >= batch.step:
                 return self._last if self._last.step == batch.step else None
-            late = [step for step in self._waiting if step < batch.step]
+            late = sorted(step for step in self._waiting if step < batch.step)[:-1]
             superseded = [each for step in late for each in self._waiting.pop(step)]
             self._waiting.setdefault(batch.step, []).append(reply)
         for each in superseded:

@@ -47,12 +47,14 @@ class ToyCluster:
     versions: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(14, 14)])
     batches: list[Batch] = field(default_factory=list)
     generation: asyncio.Event = field(default_factory=asyncio.Event)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def generate(self, request: SamplingRequest) -> Sequence[Completion]:
         self.generated_during_steps += self.training
         version = self.served
         assert request.version in (None, version)
-        await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
         self.generation.set()
         drawn = []
         for sample, seed in enumerate(request.seeds):
@@ -71,6 +73,10 @@ class ToyCluster:
         self.served = version
 
     async def step(self, batch: Batch) -> StepReport:
+        async with self.turn:
+            return await self.train(batch)
+
+    async def train(self, batch: Batch) -> StepReport:
         self.training = True
         self.generation.clear()
         if self.overlap:
@@ -162,6 +168,31 @@ async def test_the_asynchronous_loop_switches_the_policy_beside_the_next_step() 
     await train(cluster, range(6), bound=2)
     assert cluster.served == 6
     assert all(batch.step - group.version <= 2 for batch in cluster.batches for group in batch.groups)
+
+
+async def test_the_asynchronous_loop_gives_the_next_batch_to_trainers_that_are_at_work_and_no_more() -> None:
+    class Asked(ToyCluster):
+        """A step lasts until the next one was asked for."""
+
+        asked = 0
+
+        async def step(self, batch: Batch) -> StepReport:
+            self.asked += 1
+            return await super().step(batch)
+
+        async def train(self, batch: Batch) -> StepReport:
+            async with asyncio.timeout(30.0):
+                while self.asked < min(batch.step + 2, 6):
+                    await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert self.asked == min(batch.step + 2, 6)
+            return await super().train(batch)
+
+    cluster = Asked()
+    await train(cluster, range(6), bound=3)
+    assert cluster.served == 6
+    assert all(batch.step - group.version <= 3 for batch in cluster.batches for group in batch.groups)
 
 
 async def test_a_synchronous_run_that_is_resumed_ends_with_the_same_bits() -> None:
