@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
-from holdfast.comms.errors import HoldfastError, again
+from holdfast.comms.errors import HoldfastError, again, describe
 from holdfast.ft.telemetry.metrics import PORT, ports, serve_page
 from holdfast.rl.actors.engine import Endpoint, current_engine, endpoint_of
 from holdfast.rl.actors.errors import ActorProcessLost, NoReplica, QuorumMissed, ReplicaLost
@@ -59,6 +59,7 @@ class ServiceEndpoint:
     timeout: float
     deadline: float | None
     _replicas: ReplicaSet
+    patience: float | None = None
 
     def options(
         self,
@@ -66,10 +67,19 @@ class ServiceEndpoint:
         key: Hashable = None,
         timeout: float | None = None,
         deadline: float | None = None,
+        patience: float | None = None,
     ) -> ServiceEndpoint:
-        """With a `key` choose always the same replica, else the least loaded one; bound the time."""
-        choice = self.choice if key is None else RouteChoice(key=key)
-        return replace(self, choice=choice, timeout=timeout or self.timeout, deadline=deadline or self.deadline)
+        """With a `key` choose always the same replica, else the least loaded one; bound the time.
+
+        A fanout waits so much `patience` for a replica, in seconds: one that is late has an error, and stays.
+        """
+        return replace(
+            self,
+            choice=self.choice if key is None else RouteChoice(key=key),
+            timeout=timeout or self.timeout,
+            deadline=deadline or self.deadline,
+            patience=patience or self.patience,
+        )
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:
         """Call one replica.
@@ -129,33 +139,24 @@ class ServiceEndpoint:
             raise QuorumMissed(self.endpoint.name, quorum, done, errors)
         return found
 
-    async def answers(self, seconds: float) -> dict[str, Any]:
-        """Ask all replicas; what each one says that answers in so many seconds. The others are left out, and stay."""
-        asked = {each.name: asyncio.create_task(self._result(each, (), {})) for each in self._replicas.replicas}
-        try:
-            if asked:
-                await asyncio.wait(asked.values(), timeout=seconds)
-            results = {name: task.result() for name, task in asked.items() if task.done()}
-        finally:
-            for task in asked.values():
-                task.cancel()
-            await asyncio.gather(*asked.values(), return_exceptions=True)
-        return {name: each.value for name, each in results.items() if each.error is None}
-
     async def _result(self, replica: ServiceReplica, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplicaResult:
         name, method = replica.name, self.endpoint.name
         if replica.health != "ready":
             why = f"it is {replica.health}" + (f": {replica.why}" if replica.why else "")
             return ReplicaResult(replica=name, error=ReplicaLost(name, method, why, 0, "it was not called"))
         replica.outstanding += 1
+        late = asyncio.timeout(self.patience)
         try:
-            return ReplicaResult(replica=name, value=await replica.call(method, *args, timeout=self.deadline, **kwargs))
+            async with late:
+                value = await replica.call(method, *args, timeout=self.deadline, **kwargs)
+            return ReplicaResult(replica=name, value=value)
         except ActorProcessLost:
             error: HoldfastError = ReplicaLost(name, method, replica.why, 1, "it is being replaced")
         except HoldfastError as failure:
             error = failure
         except Exception as failure:
-            error = HoldfastError(f"{type(failure).__name__}: {failure}")
+            why = f"no answer in {self.patience:.3g} s" if late.expired() and self.patience else describe(failure)
+            error = HoldfastError(f"{method}: {name}: {why}")
         finally:
             self._replicas.release(replica)
         return ReplicaResult(replica=name, error=error)

@@ -23,7 +23,7 @@ from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.registry import check_environment, environment_factory
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session_source import SessionSource
-from holdfast.rl.run.telemetry import ANSWER_SECONDS, ProcessRecorder, RunTelemetry
+from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry, answers
 from holdfast.rl.telemetry import WorkReport
 
 ROLE = "environment"
@@ -140,7 +140,7 @@ class EnvironmentServers:
         """What each server of its own did since the last call, without those that do not answer."""
         if self._service is None:
             return {}
-        return await self._service.work.answers(ANSWER_SECONDS)
+        return await answers(self._service.work)
 
     async def close(self) -> None:
         """End all servers. Idempotent."""

@@ -24,7 +24,7 @@ from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.run.hosts import service_options
 from holdfast.rl.run.run_events import WeightsServed
-from holdfast.rl.run.telemetry import ANSWER_SECONDS, ProcessRecorder, RunTelemetry
+from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry, answers
 from holdfast.rl.run.weight_holder import WeightHolder
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import AsyncWeightStore, Reader
@@ -255,7 +255,7 @@ class Generators:
         service = self._services.get(role)
         if service is None or not hasattr(service.actor, "work"):
             return {}
-        return await service.work.answers(ANSWER_SECONDS)
+        return await answers(service.work)
 
     def status(self) -> tuple[ServiceStatus, ...]:
         """The services now. May be called from any thread."""

@@ -8,10 +8,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.replicas import ReplicaEvent
+from holdfast.rl.actors.service import ServiceEndpoint
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Activity,
@@ -41,6 +42,13 @@ SECONDS = 10.0
 
 ANSWER_SECONDS = 5.0
 """Seconds that one process of a service has to answer in a collection."""
+
+
+async def answers(endpoint: ServiceEndpoint) -> dict[str, Any]:
+    """What each replica says that answers in time; the others are left out, and stay."""
+    results = await endpoint.options(patience=ANSWER_SECONDS).fanout()
+    return {each.replica: each.value for each in results if each.error is None}
+
 
 Ask = Callable[[], Awaitable[Mapping[str, WorkReport]]]
 """Asks the processes of a role; those that do not answer are left out."""

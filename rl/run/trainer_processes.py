@@ -18,7 +18,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.hosts import service_options, session_options
 from holdfast.rl.run.run_status import TrainerRow
-from holdfast.rl.run.telemetry import ANSWER_SECONDS, ProcessRecorder, RunTelemetry
+from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry, answers
 from holdfast.rl.telemetry import WorkReport
 from holdfast.rl.trainers.errors import TrainerEnded
 from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerPosition, TrainerStatus
@@ -87,13 +87,13 @@ class TrainerProcesses:
 
     async def work(self) -> Mapping[str, WorkReport]:
         """What each trainer did since the last call, without those that do not answer."""
-        return {} if self._service is None else await self._service.work.answers(ANSWER_SECONDS)
+        return {} if self._service is None else await answers(self._service.work)
 
     async def rows(self) -> tuple[TrainerRow, ...]:
         """The state of each trainer that answers."""
         if self._service is None:
             return ()
-        found: Mapping[str, TrainerStatus] = await self._service.endpoint("status").answers(ANSWER_SECONDS)
+        found: Mapping[str, TrainerStatus] = await answers(self._service.endpoint("status"))
         pids = {each.name: each.pid for each in self._service.status().replicas}
         return tuple(
             TrainerRow(

@@ -276,10 +276,12 @@ async def test_a_start_that_fails_for_a_reason_that_passes_is_not_counted(tmp_pa
     assert (ready.pid, ready.host) == (replica.pid, "") and ready.seconds > 0
 
 
-async def test_a_replica_that_answers_late_is_left_out_and_stays() -> None:
+async def test_a_replica_that_a_fanout_does_not_wait_for_has_an_error_and_stays() -> None:
     async with LocalEngine(), await served(Counter, num_replicas=2).as_service() as counter:
-        assert await counter.hang.answers(0.05) == {}
-        assert await counter.who.answers(PATIENCE) == dict(zip(["counter-0", "counter-1"], pids(counter), strict=True))
+        late = await counter.hang.options(patience=0.05).fanout()
+        assert [str(each.error) for each in late] == [f"hang: counter-{n}: no answer in 0.05 s" for n in range(2)]
+        who = await counter.who.options(patience=PATIENCE).fanout(quorum=2)
+        assert [each.value for each in who] == pids(counter)
         assert counter.status().lost == 0
         assert [each.load for each in counter.status().replicas] == [0, 0]
 
