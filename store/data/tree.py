@@ -18,6 +18,7 @@ from holdfast.comms._native import plain
 from holdfast.comms.codecs.value_codec import Plain, encode_value
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.tensors.memory import plain_tensor
+from holdfast.comms.tensors.packing import dlpack_device
 from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.comms.tensors.shared import alias_key
 from holdfast.store.data.faults import Fault, FaultList
@@ -66,6 +67,10 @@ def find_ties(
             for name in names:
                 groups[_key(tensors[name])].append(name)
     return {name: min(names) for names in groups.values() for name in names if name != min(names)}
+
+
+def _plain_on_device(tensor: Tensor) -> bool:
+    return tensor.is_cuda and (place := dlpack_device(tensor.device)) is not None and plain(tensor, *place)
 
 
 def locals_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -211,7 +216,7 @@ class _TreeWalk:
             if known is _NO_KEY:
                 continue
             name = f"{prefix}{known}"
-            if type(value) is Tensor and name not in tensors and plain(value):
+            if type(value) is Tensor and name not in tensors and (plain(value) or _plain_on_device(value)):
                 tensors[name] = value
                 node: StateNode | None = ordinary
             else:
