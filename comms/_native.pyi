@@ -112,14 +112,15 @@ class Order:
 class FastPath:
     """Runs the most frequent ops without the general argument checks and bookkeeping.
 
-    Each method returns whether it completed the op. On False the op may have begun: the caller must issue it through
-    the general path with the same arguments, which continues it. A fast path declines unusual arguments, ops while
-    `observers.observed`, and ops behind one that is still running; it never refuses an op with an error.
+    Each method returns the op's work: `done` once it is complete, and with `async_op` what its function has returned.
+    On None the op may have begun: the caller must issue it through the general path with the same arguments, which
+    continues it. A fast path declines unusual arguments, ops while `observers.observed`, and ops behind one that is
+    still running; it never refuses an op with an error.
 
-    `plan(op, tensor, root, reduction)` is called once for each kind of op: it returns an `OpPlan`, which runs over the
-    `board`, or without a board a function of the op's output, tensor and deadline, as far as the op has them; None if
-    the op is not for this path. A journal that is not None is told of each op. `failed(op, seq, joint, error)` is
-    called with the error of a function, and raises. `device`: DLPack's kind and number of the tensors' device.
+    `plan(op, tensor, root, reduction, async_op)` is called once for each kind of op: it returns an `OpPlan`, which runs
+    over the `board`, or without a board a function of the op's output, tensor and deadline, as far as the op has them;
+    None if the op is not for this path. A journal that is not None is told of each op. `failed(op, seq, joint, error)`
+    is called with the error of a function, and raises. `device`: DLPack's kind and number of the tensors' device.
     """
 
     def __init__(
@@ -134,13 +135,14 @@ class FastPath:
         failed: Any,
         device: tuple[int, int],
         board: Board | None,
+        done: Work,
     ) -> None: ...
-    def all_reduce(self, tensor: Any, op: Any, /) -> bool: ...
-    def reduce_scatter(self, output: Any, tensor: Any, op: Any, /) -> bool: ...
-    def broadcast(self, tensor: Any, src: int, /) -> bool: ...
-    def all_gather(self, output: Any, tensor: Any, /) -> bool: ...
-    def all_to_all(self, output: Any, tensor: Any, /) -> bool: ...
-    def barrier(self) -> bool: ...
+    def all_reduce(self, tensor: Any, op: Any, async_op: bool, /) -> Work | None: ...
+    def reduce_scatter(self, output: Any, tensor: Any, op: Any, async_op: bool, /) -> Work | None: ...
+    def broadcast(self, tensor: Any, src: int, async_op: bool, /) -> Work | None: ...
+    def all_gather(self, output: Any, tensor: Any, async_op: bool, /) -> Work | None: ...
+    def all_to_all(self, output: Any, tensor: Any, async_op: bool, /) -> Work | None: ...
+    def barrier(self, async_op: bool, /) -> Work | None: ...
 
 class PreparedOp:
     """One op with its arguments, to be started many times. `comm.prepare` makes it.

@@ -228,13 +228,12 @@ class Communicator:
         fast = self._fast
         if (
             fast
-            and not async_op
             and timeout is None
             and hints is None
             and not reproducible
-            and fast.all_reduce(tensor, op)
+            and (work := fast.all_reduce(tensor, op, async_op))
         ):
-            return DONE
+            return work
         return self._issue(self._ops.all_reduce(tensor, op, reproducible), async_op, timeout, hints)
 
     def reduce(
@@ -272,8 +271,8 @@ class Communicator:
     ) -> Work:
         """Reduce `tensor` and put its part i into rank i's `output`, which has 1/size of its elements."""
         fast = self._fast
-        if fast and not async_op and timeout is None and hints is None and fast.reduce_scatter(output, tensor, op):
-            return DONE
+        if fast and timeout is None and hints is None and (work := fast.reduce_scatter(output, tensor, op, async_op)):
+            return work
         return self._issue(self._ops.reduce_scatter_single(output, tensor, op), async_op, timeout, hints)
 
     # -- moves
@@ -283,8 +282,8 @@ class Communicator:
     ) -> Work:
         """Copy rank `src`'s `tensor` into every rank's."""
         fast = self._fast
-        if fast and not async_op and timeout is None and hints is None and fast.broadcast(tensor, src):
-            return DONE
+        if fast and timeout is None and hints is None and (work := fast.broadcast(tensor, src, async_op)):
+            return work
         return self._issue(self._ops.broadcast(tensor, src), async_op, timeout, hints)
 
     def all_gather(
@@ -308,8 +307,8 @@ class Communicator:
     ) -> Work:
         """Concatenate every rank's `tensor`, in rank order, into `output`, which has size times its elements."""
         fast = self._fast
-        if fast and not async_op and timeout is None and hints is None and fast.all_gather(output, tensor):
-            return DONE
+        if fast and timeout is None and hints is None and (work := fast.all_gather(output, tensor, async_op)):
+            return work
         return self._issue(self._ops.all_gather_single(output, tensor), async_op, timeout, hints)
 
     def all_to_all(
@@ -338,8 +337,8 @@ class Communicator:
         Split sizes are numbers of rows, one for each rank; without them the rows are divided evenly.
         """
         fast, even = self._fast, output_split_sizes is None and input_split_sizes is None
-        if fast and even and not async_op and timeout is None and hints is None and fast.all_to_all(output, tensor):
-            return DONE
+        if fast and even and timeout is None and hints is None and (work := fast.all_to_all(output, tensor, async_op)):
+            return work
         return self._issue(
             self._ops.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes), async_op, timeout, hints
         )
@@ -371,8 +370,8 @@ class Communicator:
     def barrier(self, async_op: bool = False, timeout: float | None = None, hints: Hints | None = None) -> Work:
         """Return once every rank has entered."""
         fast = self._fast
-        if fast and not async_op and timeout is None and hints is None and fast.barrier():
-            return DONE
+        if fast and timeout is None and hints is None and (work := fast.barrier(async_op)):
+            return work
         return self._issue(self._ops.barrier(), async_op, timeout, hints)
 
     # -- point to point

@@ -8,10 +8,12 @@ call returns once its op is queued; an abort takes as long as NCCL's.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,15 +27,16 @@ from holdfast.backends.gloo.connecting import abandoned_groups, connect_group
 from holdfast.backends.gloo.sockets import shut_down
 from holdfast.backends.nccl import transport
 from holdfast.backends.nccl.ending import ends
-from holdfast.backends.nccl.streams import wait_for
+from holdfast.backends.nccl.streams import StreamWork, wait_for
 from holdfast.backends.nccl.transport import NcclTransport
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
-from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.errors import HoldfastError, OpTimeout, StillRunning
 from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
 
@@ -153,6 +156,21 @@ class OnTheHost(NcclTransport):
     def _stream_here(self) -> Any:
         return contextlib.nullcontext
 
+    def launch(self, name: str, op: Callable[[], None]) -> Work:
+        op()
+        return HostWork(name, self._device, self._passed(), self._check)
+
+    def async_function(self, plan: OpPlan) -> Callable[..., Work] | None:
+        """The ops that are one call of torch's group are launched; the worker runs others: they wait in between."""
+        return None if self._straight(plan)[1] is None else partial(self._launch_planned, plan.op, self._queue(plan))
+
+    def _queue(self, plan: OpPlan) -> Callable[..., None]:
+        return NcclTransport.function(self, plan)
+
+    def _passed(self) -> Any:
+        """An event after all ops that were queued."""
+        return SimpleNamespace(query=lambda: True)
+
     def _wait(self, op: str, deadline: float) -> None:
         self._check()
 
@@ -170,6 +188,15 @@ class OnTheHost(NcclTransport):
             else:
                 taken = [[bytes_of(output) for output in outputs]]
                 self._call("all_gather", deadline, self._group.allgather, taken, [given], limit)
+
+
+class HostWork(StreamWork):
+    """An op on host memory, which no stream orders: `wait` waits for the op itself."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._failed()
+        if not wait_for(self._event, math.inf if timeout is None else time.monotonic() + timeout, self._failed):
+            raise StillRunning(self._name, timeout or 0.0)
 
 
 class Queue:
@@ -294,12 +321,14 @@ class StandInTransport(OnTheHost):
 
     def _wait(self, op: str, deadline: float) -> None:
         """Wait for the queue as for a stream, though by the deadline of the watchdog as well."""
-        queue, count = self._group.queue, self._group.queue.count
         began = time.monotonic()
-        passed = SimpleNamespace(query=lambda: queue.done >= count)
-        if not wait_for(passed, deadline, self._check):
+        if not wait_for(self._passed(), deadline, self._check):
             raise OpTimeout(op, self._seq, time.monotonic() - began)
         self._check()
+
+    def _passed(self) -> Any:
+        queue, count = self._group.queue, self._group.queue.count
+        return SimpleNamespace(query=lambda: queue.done >= count)
 
     def _call(self, op: str, deadline: float, start: Callable[..., Any], *arguments: Any) -> None:
         """Wait for each op: the caller reads host memory, which no stream orders."""
@@ -307,7 +336,7 @@ class StandInTransport(OnTheHost):
         self._wait(op, deadline)
 
     def function(self, plan: OpPlan) -> Callable[..., None]:
-        call = super().function(plan)
+        call = self._queue(plan)
 
         def and_wait(*arguments: Any) -> None:
             call(*arguments)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from holdfast.comms.errors import StillRunning
 from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.work import Work
 
@@ -32,7 +33,7 @@ class StreamWork(Work):
     __slots__ = ("_device", "_event", "_failed")
 
     def __init__(self, name: str, device: torch.device, event: Event, failed: Callable[[], None]) -> None:
-        super().__init__(name)
+        self._name, self._callbacks, self.seconds = name, [], None  # without the lock that a thread's work has
         self._device = device
         self._event = event
         self._failed = failed
@@ -43,7 +44,7 @@ class StreamWork(Work):
         if timeout is None:
             return
         if not wait_for(self._event, time.monotonic() + timeout, self._failed):
-            raise TimeoutError(f"{self._name} is still running after {timeout} s of waiting; it goes on")
+            raise StillRunning(self._name, timeout)
 
     def done(self) -> bool:
         return bool(self._event.query())
@@ -73,6 +74,8 @@ class SideStream:
         self._device = device
         self._failed = failed
         self._stream = _cuda.Stream(device)
+        self._begin = _cuda.Event()
+        """Where the current stream was at the newest launch."""
         self._running: deque[tuple[Event, Callable[[], None]]] = deque()
 
     def launch(self, name: str, op: Callable[[], None]) -> Work:
@@ -83,7 +86,8 @@ class SideStream:
         torch looks for the number of a `torch.device` for some 10 us, and as long for `torch.cuda.stream`.
         """
         stream = self._stream
-        stream.wait_stream(_cuda.current_stream(self._device.index))
+        self._begin.record(_cuda.current_stream(self._device.index))
+        stream.wait_event(self._begin)
         with stream:
             op()
             event = _cuda.Event()

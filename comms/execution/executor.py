@@ -140,6 +140,7 @@ class Executor:
             self._failed,
             device,
             self._transport.board,
+            DONE,
         )
 
     @property
@@ -549,10 +550,12 @@ def _plan_usual(
     tensor: torch.Tensor | None,
     root: int,
     reduction: Any,
-) -> OpPlan | Callable[..., None] | None:
+    async_op: bool,
+) -> OpPlan | Callable[..., Work | None] | None:
     """The plan of an op over a board, else the transport's function for it.
 
-    None if such tensors must be checked or copied on each call, or are reduced in more than one step.
+    None if such tensors must be checked or copied on each call, or are reduced in more than one step; and if the
+    worker thread has to run an asynchronous op.
     """
     dtype, nbytes = (None, 0) if tensor is None else (tensor.dtype, tensor.nbytes)
     if tensor is not None:
@@ -563,6 +566,8 @@ def _plan_usual(
         if not needs_no_copy:
             return None
     plan = OpPlan.make(op.removesuffix("_single"), dtype, nbytes, root, reduction, timeout)
+    if async_op:
+        return transport.async_function(plan)
     if transport.board is None:
         return transport.function(plan)
     in_one_step = reduction is None or (plan.kind >= 0 and reduction.name not in SCALED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -216,6 +217,13 @@ class Transport(ABC):
         if plan.op == "all_reduce":
             return lambda tensor, deadline: self.all_reduce(tensor, reduction, deadline)
         return lambda output, tensor, deadline: self.reduce_scatter_single(output, tensor, reduction, deadline)
+
+    def async_function(self, plan: OpPlan) -> Callable[..., Work] | None:
+        """As `function`, for asynchronous ops: it launches them. None if the communicator's worker thread runs them."""
+        return partial(self._launch_planned, plan.op, self.function(plan)) if self.streams else None
+
+    def _launch_planned(self, name: str, call: Callable[..., None], *arguments: Any) -> Work:
+        return self.launch(name, partial(call, *arguments))
 
     def register(self, tensor: torch.Tensor) -> str:
         """Prepare the memory of a contiguous tensor for many ops; return what was done with it, in words."""

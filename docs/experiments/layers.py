@@ -5,7 +5,8 @@ library's own object, with everything prepared beforehand; as the library's user
 `torch.distributed.all_reduce`; and through holdfast. Each has connections of its own, of the same kind.
 
 For nccl that is one rank, and the time of the host: a call returns once the op is queued. With `--stand-in` a group of
-torch that does nothing takes the place of NCCL, and the rest of the path is the same.
+torch that does nothing takes the place of NCCL, and the rest of the path is the same. With `--async-op` each op is
+asynchronous, and the time is that of its call and its wait.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class LayerCost(msgspec.Struct, frozen=True):
     others: float
 
 
-def run(backend: str, sizes: Sequence[int], ranks: int, rounds: int) -> LayerCost:
+def run(backend: str, sizes: Sequence[int], ranks: int, rounds: int, async_op: bool = False) -> LayerCost:
     """Measure, about a second for each size and ten rounds. Raises the errors of `LocalCluster`."""
     noise = Noise(zygote_pid)
     alone = backend in ("nccl", STAND_IN)
@@ -81,7 +82,7 @@ def run(backend: str, sizes: Sequence[int], ranks: int, rounds: int) -> LayerCos
         LocalCluster(1 if alone else ranks, where, threads=1, echo=False, timeout=600.0, environ=quiet) as cluster,
         tempfile.TemporaryDirectory() as folder,
     ):
-        by_rank = cluster.run(_measure, backend, list(sizes), rounds, Path(folder))
+        by_rank = cluster.run(_measure, backend, list(sizes), rounds, Path(folder), async_op)
     costs = tuple(cost for nbytes in sizes for cost in _costs(nbytes, [rank[nbytes] for rank in by_rank]))
     return LayerCost(backend, len(by_rank), costs, noise.cpus())
 
@@ -107,7 +108,7 @@ def _costs(nbytes: int, by_rank: Sequence[Mapping[str, Sequence[float]]]) -> Ite
 
 
 def _measure(
-    comm: Communicator, backend: str, sizes: Sequence[int], rounds: int, folder: Path
+    comm: Communicator, backend: str, sizes: Sequence[int], rounds: int, folder: Path, async_op: bool
 ) -> dict[int, dict[str, list[float]]]:
     """The body of a rank: by size and way, the seconds of a call in each round."""
     if backend == STAND_IN:
@@ -117,7 +118,7 @@ def _measure(
     with comms.connect(
         backend, rank=comm.rank, size=comm.size, rendezvous=meeting, device=device, timeout=TIMEOUT
     ) as ours:
-        ways = _ways(ours, backend, folder)
+        ways = _ways(ours, backend, folder, async_op)
         for nbytes in sizes:
             calls = _Calls(comm, torch.empty(max(1, nbytes // 4), device=device), check=backend != STAND_IN)
             turns = take_turns(calls, ways, range(rounds), _raise)
@@ -165,9 +166,13 @@ def _raise(name: str, error: Exception) -> None:
     raise error
 
 
-def _ways(comm: Communicator, backend: str, folder: Path) -> Ways:
+def _ways(comm: Communicator, backend: str, folder: Path, async_op: bool) -> Ways:
     """The ways to call a backend's library; the others are compared with the first."""
-    ours = {"holdfast": lambda tensor: partial(comm.all_reduce, tensor)}
+    ours = (
+        {"holdfast": lambda tensor: _awaited(partial(comm.all_reduce, tensor, async_op=True))}
+        if async_op
+        else {"holdfast": lambda tensor: partial(comm.all_reduce, tensor)}
+    )
     if backend == "mpi":
         from mpi4py import MPI
 
@@ -176,7 +181,10 @@ def _ways(comm: Communicator, backend: str, folder: Path) -> Ways:
 
         return {"MPI.Comm.Allreduce": direct, **ours}
     if backend == STAND_IN:
-        return {"FakeProcessGroup.allreduce": partial(_queued, importlib.import_module(_PLUGIN).OneRank()), **ours}
+        return {
+            "FakeProcessGroup.allreduce": partial(_queued, importlib.import_module(_PLUGIN).OneRank(), async_op),
+            **ours,
+        }
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"{backend} is no layer over a library: ask for gloo, mpi or nccl")
     dist.init_process_group(
@@ -184,7 +192,7 @@ def _ways(comm: Communicator, backend: str, folder: Path) -> Ways:
     )
     if backend == "nccl":
         group: Any = dist.distributed_c10d._get_default_group()
-        return {"ProcessGroupNCCL.allreduce": partial(_queued, group._get_backend(comm.device)), **ours}
+        return {"ProcessGroupNCCL.allreduce": partial(_queued, group._get_backend(comm.device), async_op), **ours}
     store = dist.FileStore(str(folder / "direct"), comm.size)
     gloo = dist.ProcessGroupGloo(store, comm.rank, comm.size, timedelta(seconds=TIMEOUT))
     usual = {"torch.distributed.all_reduce": lambda tensor: partial(dist.all_reduce, tensor)}
@@ -196,10 +204,14 @@ def _waited(group: Any, tensor: torch.Tensor) -> Call:
     return lambda: group.allreduce(tensors, options).wait()
 
 
-def _queued(group: Any, tensor: torch.Tensor) -> Call:
-    """An all_reduce of torch's own group, on the caller's stream as ours."""
+def _awaited(call: Callable[[], Any]) -> Call:
+    return lambda: call().wait()
+
+
+def _queued(group: Any, async_op: bool, tensor: torch.Tensor) -> Call:
+    """An all_reduce of torch's own group: synchronous on the caller's stream, as ours."""
     tensors, options = [tensor], dist.AllreduceOptions()
-    options.asyncOp = False
+    options.asyncOp = async_op
 
     def call() -> object:
         work = group.allreduce(tensors, options)
@@ -216,11 +228,15 @@ def main() -> None:
     parser.add_argument("--sizes", type=parse_sizes, default="8,1M,16M", help="bytes of float32")
     parser.add_argument("--rounds", type=int, default=60, help="turns of each way to call it")
     parser.add_argument("--stand-in", action="store_true", help="for nccl: a group of torch that does nothing")
+    parser.add_argument("--async-op", action="store_true", help="for nccl: asynchronous ops, each with its wait")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     if asked.stand_in and asked.backend != "nccl":
         parser.error(f"--stand-in: {asked.backend} needs none")
-    cost = run(STAND_IN if asked.stand_in else asked.backend, asked.sizes, asked.ranks, asked.rounds)
+    if asked.async_op and asked.backend != "nccl":
+        parser.error(f"--async-op: not for {asked.backend}, whose asynchronous ops are run by a thread")
+    backend = STAND_IN if asked.stand_in else asked.backend
+    cost = run(backend, asked.sizes, asked.ranks, asked.rounds, asked.async_op)
     if asked.json:
         print_json(cost)
         return

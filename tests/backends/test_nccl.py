@@ -29,7 +29,7 @@ from holdfast.backends.nccl import rccl
 from holdfast.backends.nccl import stand_in as stand_in_plugin
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.device_reduction import DeviceReduction, combine, device_reduction_of
-from holdfast.backends.nccl.stand_in import OnTheHost
+from holdfast.backends.nccl.stand_in import HostWork, OnTheHost
 from holdfast.comms import (
     BackendUnavailable,
     Communicator,
@@ -37,12 +37,14 @@ from holdfast.comms import (
     OpTimeout,
     PeerFailed,
     ReduceOp,
+    StillRunning,
     Unsupported,
     arithmetic,
 )
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.spec import Unavailable
+from holdfast.comms.system.paths import url_of
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
 from support.meeting import run_in_threads
@@ -242,25 +244,72 @@ def test_each_movement_calls_its_counterpart_of_torchs_group(size: int) -> None:
     on_ranks(size, body)
 
 
+def calls_of_python(call: Callable[[], object]) -> list[str]:
+    """The functions of Python that `call()` enters, without itself."""
+    entered = list[str]()
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered[1:]
+
+
 def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(
     stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 of them cost 22 us beside torch's 14 on an H100 (docs/experiments/layers.py has the time)."""
     monkeypatch.setenv("HOLDFAST_CHECK", "0")
     with comms.connect("nccl-stand-in", rank=0, size=1, rendezvous=dist.HashStore()) as comm:
-        tensor, entered = torch.ones(2), list[str]()
+        tensor = torch.ones(2)
+        for async_op in (False, True):
+            comm.all_reduce(tensor, async_op=async_op).wait()
+        assert calls_of_python(lambda: comm.all_reduce(tensor)) == ["all_reduce", "start"]
+        launched = calls_of_python(lambda: comm.all_reduce(tensor, async_op=True))
+        assert launched[:3] == ["all_reduce", "_launch_planned", "launch"] and len(launched) <= 6, launched
+        assert tensor.tolist() == [1, 1] and comm.progress[0] == 4
 
-        def profile(frame: Any, event: str, argument: object) -> None:
-            if event == "call":
-                entered.append(frame.f_code.co_name)
 
-        comm.all_reduce(tensor)
-        sys.setprofile(profile)
-        try:
-            comm.all_reduce(tensor)
-        finally:
-            sys.setprofile(None)
-        assert entered == ["all_reduce", "start"] and tensor.tolist() == [1, 1]
+@pytest.mark.parametrize("how", ["abort", "kill", "timeout"])
+def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(how: str, tmp_path: Path) -> None:
+    """Over the stand-in, and on the usual path: without a timeout of its own, hooks and checks."""
+    reasons = {"abort": r"enough", "kill": r"rank 1.* the process is gone", "timeout": r"did not complete"}
+
+    def body(outer: Communicator) -> None:
+        comms.register(stand_in_plugin)
+        place = url_of("file", tmp_path / "meet")
+        comm = comms.connect("nccl-stand-in", rank=outer.rank, size=2, rendezvous=place, timeout=20.0)
+        outer.barrier()
+        if outer.rank == 1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            outer.barrier()
+        else:
+            if how == "timeout":
+                comm._executor.timeout = 0.3
+            unchecked(comm)
+            work = comm.all_reduce(torch.ones(2), async_op=True)
+            assert isinstance(work, HostWork) and comm.progress[0] == 1
+            with pytest.raises(StillRunning):
+                work.wait(0.01)
+            if how == "abort":
+                comm.abort("enough")
+            with pytest.raises(HoldfastError, match=reasons[how]):
+                work.wait()
+            with pytest.raises(HoldfastError, match=reasons[how]):
+                comm.all_reduce(torch.ones(2), async_op=True)
+            if how != "kill":
+                outer.barrier()
+        comm.close()
+
+    with LocalCluster(2, "gloo", timeout=60.0, threads=1) as cluster:
+        survivor = cluster.outcomes(body)[0]
+        assert survivor.error is None, survivor.error
 
 
 @pytest.fixture
@@ -319,6 +368,12 @@ def test_an_abort_reaches_torchs_group_once_and_names_its_reason_in_later_ops() 
 # With a GPU -------------------------------------------------------------------------------------------------------
 
 
+def unchecked(comm: Communicator) -> None:
+    """Let ops take the usual way, which the checks of the tests rule out."""
+    comm._executor._agreement = None
+    comm._fast = comm._executor.fast_path(comm._check)
+
+
 @pytest.fixture(params=[1, 2])
 def on_gpu(
     request: pytest.FixtureRequest, tmp_path: Path
@@ -370,7 +425,7 @@ def test_gpu_ops_are_right_and_in_stream_order(on_gpu: Callable[..., list[Any]])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> None:
     def body(comm: Communicator) -> None:
-        comm._executor._agreement = None  # its checks go through the host, which a graph cannot
+        unchecked(comm)  # checks go through the host, which a graph cannot
         tensor = torch.ones(1024, device="cuda")
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -380,13 +435,14 @@ def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> No
         with torch.cuda.graph(graph, stream=side):
             comm.all_reduce(tensor)
             tensor.add_(1)
+            comm.all_reduce(tensor, async_op=True).wait()
         tensor.fill_(1)
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
         expected = 1.0
         for _ in range(3):
-            expected = expected * comm.size + 1
+            expected = (expected * comm.size + 1) * comm.size
         assert bool((tensor == expected).all())
 
     on_gpu(body)
@@ -400,7 +456,7 @@ def test_gpu_overhead_over_torchs_own_group_is_small(
     """Printed, for docs/performance.md; asserted loosely."""
 
     def body(comm: Communicator) -> tuple[float, float]:
-        comm._executor._agreement = None
+        unchecked(comm)
         tensor = torch.ones(2, device="cuda")
         group: Any = comm._transport._group  # type: ignore[attr-defined]
 

@@ -64,12 +64,15 @@ static int parse_plan(plan *at) {
 }
 
 /* Ask Python for a plan and cache it. 0, or -1 with a Python error. */
-static int fetch_plan(fast_path *self, plan *at, collective op, PyObject *tensor, uint64_t root,
-                      PyObject *reduction) {
+static int fetch_plan(fast_path *self, plan *at, const fast_call *call, PyObject *reduction) {
+    collective op = call->op;
+    PyObject *tensor = op == BARRIER ? NULL : call->tensor.itself;
+    uint64_t root = (uint64_t)call->src;
     at->what = 0;
     PyObject *answer =
-        PyObject_CallFunction(self->planner, "OOKO", self->names[op], tensor ? tensor : Py_None,
-                              (unsigned long long)root, reduction ? reduction : Py_None);
+        PyObject_CallFunction(self->planner, "OOKOO", self->names[op], tensor ? tensor : Py_None,
+                              (unsigned long long)root, reduction ? reduction : Py_None,
+                              call->asynchronous ? Py_True : Py_False);
     PyObject *replaced[] = {at->answer, at->detail, at->reduction};
     at->detail = answer && answer != Py_None ? detail_of(op, tensor, root, reduction) : NULL;
     at->answer = answer, at->reduction = reduction ? Py_NewRef(reduction) : NULL;
@@ -81,13 +84,14 @@ static int fetch_plan(fast_path *self, plan *at, collective op, PyObject *tensor
 }
 
 /* The plan of an op; NULL if it is not for a fast path, or with a Python error. */
-static const plan *planned(fast_path *self, collective op, const operand *of, uint64_t root,
-                           PyObject *reduction) {
-    uint64_t what = (uint64_t)op << 32 | (of ? of->dtype : 0), count = of ? of->count : 0;
+static const plan *planned(fast_path *self, const fast_call *call, PyObject *reduction) {
+    const operand *of = call->op == BARRIER ? NULL : &call->tensor;
+    uint64_t form = (uint64_t)call->op | (uint64_t)call->asynchronous << 8, root = (uint64_t)call->src;
+    uint64_t what = form << 32 | (of ? of->dtype : 0), count = of ? of->count : 0;
     uint64_t mixed = (what ^ count << 7 ^ root << 20 ^ (uintptr_t)reduction >> 4) * 0x9E3779B97F4A7C15u;
     plan *at = &self->plans[mixed >> 58];
     if (at->what != what || at->count != count || at->root != root || at->reduction != reduction) {
-        if (fetch_plan(self, at, op, of ? of->itself : NULL, root, reduction) < 0)
+        if (fetch_plan(self, at, call, reduction) < 0)
             return NULL;
         at->what = what, at->count = count, at->root = root;
     }
@@ -214,9 +218,9 @@ static int run_function(fast_path *self, fast_call *call) {
         done = PyObject_CallFunctionObjArgs(function, deadline, NULL);
     Py_DECREF(function);
     Py_DECREF(deadline);
-    Py_XDECREF(done);
     if (!done)
         return raise_failure(self, call->op, seq, joint);
+    call->work = done;
     return leave_journal(self, Py_None) < 0 ? RAISED : COMPLETED;
 }
 
@@ -255,8 +259,7 @@ static int are_usual(fast_path *self, PyObject *const *args, fast_call *call) {
 
 static int find_plan(fast_path *self, PyObject *const *args, fast_call *call) {
     PyObject *reduction = is_reduction(call->op) ? args[usual[call->op].arguments - 1] : NULL;
-    call->as =
-        planned(self, call->op, call->op == BARRIER ? NULL : &call->tensor, (uint64_t)call->src, reduction);
+    call->as = planned(self, call, reduction);
     return call->as != NULL;
 }
 
@@ -292,15 +295,23 @@ int run_call(fast_path *self, fast_call *call, PyObject *const *args, int unchan
     return end;
 }
 
-/* Run an op. Returns True if it is complete. */
+/* Run or launch an op. Returns its work: `done` once it is complete, None if it is for the slow path. */
 static PyObject *run_collective(fast_path *self, collective op, PyObject *const *args, Py_ssize_t count) {
-    if (count != usual[op].arguments) {
-        PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", usual[op].arguments, count);
+    if (count != usual[op].arguments + 1) {
+        PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", usual[op].arguments + 1, count);
         return NULL;
     }
-    fast_call call = {.op = op};
+    int asynchronous = PyObject_IsTrue(args[count - 1]);
+    if (asynchronous < 0)
+        return NULL;
+    if (asynchronous && self->board)
+        Py_RETURN_NONE;
+    fast_call call = {.op = op, .asynchronous = asynchronous};
     int end = run_call(self, &call, args, 0);
-    return end == RAISED ? NULL : PyBool_FromLong(end == COMPLETED);
+    if (end == COMPLETED && asynchronous)
+        return call.work;
+    Py_XDECREF(call.work);
+    return end == RAISED ? NULL : Py_NewRef(end == COMPLETED ? self->done : Py_None);
 }
 
 #define FAST_OP(NAME, OP)                                                                                    \
@@ -329,12 +340,12 @@ static PyMethodDef fast_methods[] = {
 static int fast_init(PyObject *object, PyObject *args, PyObject *named) {
     fast_path *self = (fast_path *)object;
     static char *names[] = {"rank",    "size",   "order",  "plan",  "observers", "journal",
-                            "timeout", "failed", "device", "board", NULL};
+                            "timeout", "failed", "device", "board", "done",    NULL};
     state *made = PyType_GetModuleState(Py_TYPE(object));
-    PyObject *order, *planner, *observers, *journal, *failed, *board;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "iiO!OOOdO(ii)O", names, &self->rank, &self->size,
+    PyObject *order, *planner, *observers, *journal, *failed, *board, *done;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "iiO!OOOdO(ii)OO", names, &self->rank, &self->size,
                                      made->order, &order, &planner, &observers, &journal, &self->timeout,
-                                     &failed, &self->device.kind, &self->device.number, &board))
+                                     &failed, &self->device.kind, &self->device.number, &board, &done))
         return -1;
     if (self->size < 1 || self->rank < 0 || self->rank >= self->size) {
         PyErr_SetString(PyExc_ValueError, "there is no such rank");
@@ -347,7 +358,7 @@ static int fast_init(PyObject *object, PyObject *args, PyObject *named) {
     self->board = board == Py_None ? NULL : (Board *)Py_NewRef(board);
     self->order = (Order *)Py_NewRef(order), self->known = &made->known;
     self->planner = Py_NewRef(planner), self->observers = Py_NewRef(observers),
-    self->failed = Py_NewRef(failed);
+    self->failed = Py_NewRef(failed), self->done = Py_NewRef(done);
     self->observed = PyUnicode_InternFromString("observed");
     for (int op = 1; op < COLLECTIVES; op++)
         if (usual[op].name && !(self->names[op] = PyUnicode_InternFromString(usual[op].name)))
@@ -370,7 +381,8 @@ static void fast_dealloc(PyObject *object) {
                         self->observed,
                         self->enter,
                         self->leave,
-                        self->failed};
+                        self->failed,
+                        self->done};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++)
         Py_XDECREF(held[i]);
     for (int op = 0; op < COLLECTIVES; op++)

@@ -45,7 +45,9 @@ typedef struct {
     collective op;
     operand tensor, output; /* as far as the op has them */
     long src;
+    int asynchronous;
     const plan *as;
+    PyObject *work; /* what the function returned; the caller owns it */
 } fast_call;
 
 typedef struct {
@@ -59,6 +61,7 @@ typedef struct {
     int rank, size;
     Board *board;     /* NULL: ops are functions */
     PyObject *failed; /* called with the error of a function; raises */
+    PyObject *done;   /* the work of an op that is complete */
     double timeout;
     plan plans[PLANS];
 } fast_path;

@@ -65,6 +65,7 @@ static int start_fast(PreparedOp *self) {
                     is_unchanged(path, &call->output);
     fast_call now = unchanged ? *call : (fast_call){.op = call->op};
     int end = run_call(path, &now, self->args, unchanged);
+    Py_CLEAR(now.work);
     self->checked = end == COMPLETED;
     if (self->checked)
         *call = now;

@@ -20,6 +20,7 @@ from holdfast.comms._native import FastPath, OpCall, Order
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.comms.tensors.packing import DTYPES
+from holdfast.comms.work import DONE, Work
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.helpers import on_each_rank
 
@@ -131,29 +132,29 @@ def test_transports_over_shared_memory_have_a_board(ranks: LocalCluster) -> None
     assert ranks.run(has_board) == [ranks.backend in ("inproc", "shm")] * RANKS
 
 
-def takes(comm: Communicator) -> list[bool]:
+def takes(comm: Communicator) -> list[Work | None]:
     """The fast path's results for unusual calls. All ranks make the same calls, so none is left waiting."""
     fast = comm._fast
     assert fast is not None
     plain = torch.ones(6)
     said = [
-        fast.all_reduce(torch.ones(2, 6)[:, ::2], ReduceOp.SUM),
-        fast.all_reduce(torch.ones(2, requires_grad=True), ReduceOp.SUM),
-        fast.all_reduce(plain, "sum"),
-        fast.all_reduce([1.0], ReduceOp.SUM),
-        fast.all_reduce(torch.ones(2, dtype=torch.complex64), ReduceOp.SUM),
-        fast.all_reduce(torch.ones(2), ReduceOp.BXOR),
-        fast.reduce_scatter(torch.ones(3), plain, ReduceOp.SUM),
-        fast.reduce_scatter(torch.ones(2, dtype=torch.int64), plain, ReduceOp.SUM),
-        fast.all_gather(torch.ones(5), plain),
-        fast.all_gather(torch.ones(18, dtype=torch.float64), plain),
-        fast.all_to_all(torch.ones(4), torch.ones(4)),
-        fast.all_to_all(torch.ones(3), plain),
-        fast.broadcast(plain, comm.size),
-        fast.broadcast(plain, -1),
-        fast.broadcast(plain, 1 << 80),
-        fast.broadcast(plain, True),
-        fast.broadcast(None, 0),
+        fast.all_reduce(torch.ones(2, 6)[:, ::2], ReduceOp.SUM, False),
+        fast.all_reduce(torch.ones(2, requires_grad=True), ReduceOp.SUM, False),
+        fast.all_reduce(plain, "sum", False),
+        fast.all_reduce([1.0], ReduceOp.SUM, False),
+        fast.all_reduce(torch.ones(2, dtype=torch.complex64), ReduceOp.SUM, False),
+        fast.all_reduce(torch.ones(2), ReduceOp.BXOR, False),
+        fast.reduce_scatter(torch.ones(3), plain, ReduceOp.SUM, False),
+        fast.reduce_scatter(torch.ones(2, dtype=torch.int64), plain, ReduceOp.SUM, False),
+        fast.all_gather(torch.ones(5), plain, False),
+        fast.all_gather(torch.ones(18, dtype=torch.float64), plain, False),
+        fast.all_to_all(torch.ones(4), torch.ones(4), False),
+        fast.all_to_all(torch.ones(3), plain, False),
+        fast.broadcast(plain, comm.size, False),
+        fast.broadcast(plain, -1, False),
+        fast.broadcast(plain, 1 << 80, False),
+        fast.broadcast(plain, True, False),
+        fast.broadcast(None, 0, False),
     ]
     comm.barrier()
     return said
@@ -420,15 +421,15 @@ def test_a_path_needs_a_board_and_an_order_of_the_right_kind() -> None:
     wrong: Any = print
     cpu = (1, 0)
     with pytest.raises(TypeError, match="a Board or None"):
-        FastPath(0, 1, Order(), print, registry(), None, 1.0, print, cpu, wrong)
+        FastPath(0, 1, Order(), print, registry(), None, 1.0, print, cpu, wrong, DONE)
     with pytest.raises(TypeError):
-        FastPath(0, 1, wrong, print, registry(), None, 1.0, print, cpu, None)
+        FastPath(0, 1, wrong, print, registry(), None, 1.0, print, cpu, None, DONE)
     with pytest.raises(ValueError, match="no such rank"):
-        FastPath(0, 0, Order(), print, registry(), None, 1.0, print, cpu, None)
+        FastPath(0, 0, Order(), print, registry(), None, 1.0, print, cpu, None, DONE)
 
 
 def function_path(order: Order, plan: Callable[..., Any], failed: Callable[..., Any]) -> FastPath:
-    return FastPath(0, 2, order, plan, registry(), None, 5.0, failed, (1, 0), None)
+    return FastPath(0, 2, order, plan, registry(), None, 5.0, failed, (1, 0), None, DONE)
 
 
 def test_an_op_is_planned_once_and_called_with_a_deadline() -> None:
@@ -441,10 +442,27 @@ def test_an_op_is_planned_once_and_called_with_a_deadline() -> None:
 
     order, tensor, began = Order(), torch.ones(3), time.monotonic()
     fast = function_path(order, plan, print)
-    assert fast.all_reduce(tensor, ReduceOp.SUM) and fast.all_reduce(tensor, ReduceOp.SUM)
-    assert fast.all_reduce(torch.ones(4), ReduceOp.SUM) and fast.all_reduce(tensor, ReduceOp.MAX)
+    assert fast.all_reduce(tensor, ReduceOp.SUM, False) and fast.all_reduce(tensor, ReduceOp.SUM, False)
+    assert fast.all_reduce(torch.ones(4), ReduceOp.SUM, False) and fast.all_reduce(tensor, ReduceOp.MAX, False)
     assert [form[0] for form in asked] == ["all_reduce"] * 3
     assert called[0][0] is tensor and began <= called[0][1] - 5.0 <= time.monotonic()
+    assert (order.seq, order.joint, order.busy) == (4, 4, False)
+
+
+def test_an_asynchronous_op_has_a_plan_of_its_own_and_the_work_of_its_function() -> None:
+    asked: list[tuple[object, ...]] = []
+    work = Work("all_reduce")
+
+    def plan(*form: object) -> Callable[[torch.Tensor, float], Work | None]:
+        asked.append(form)
+        return lambda tensor, deadline: work if form[-1] else None
+
+    order, tensor = Order(), torch.ones(3)
+    fast = function_path(order, plan, print)
+    for _ in range(2):
+        assert fast.all_reduce(tensor, ReduceOp.SUM, True) is work
+        assert fast.all_reduce(tensor, ReduceOp.SUM, False) is DONE
+    assert [form[-1] for form in asked] == [True, False]
     assert (order.seq, order.joint, order.busy) == (4, 4, False)
 
 
@@ -458,7 +476,7 @@ def test_the_fast_path_raises_the_error_of_its_failure_callback() -> None:
     order = Order()
     fast = function_path(order, lambda *form: fails, failed)
     with pytest.raises(RuntimeError, match="barrier 1 1: cut") as caught:
-        fast.barrier()
+        fast.barrier(False)
     assert isinstance(caught.value.__cause__, ConnectionError) and not order.busy
 
 
@@ -466,16 +484,16 @@ def test_the_fast_path_does_nothing_where_no_op_may_run() -> None:
     for shut in ("over", "queued"):
         order = Order()
         setattr(order, shut, True)
-        assert not function_path(order, pytest.fail, print).barrier()
+        assert not function_path(order, pytest.fail, print).barrier(False)
     order = Order()
     with order:
-        assert not function_path(order, pytest.fail, print).barrier()
+        assert not function_path(order, pytest.fail, print).barrier(False)
     assert order.seq == 0
 
 
 def test_an_op_without_a_plan_is_for_the_slow_path() -> None:
     order = Order()
-    assert not function_path(order, lambda *form: None, print).barrier()
+    assert not function_path(order, lambda *form: None, print).barrier(False)
     assert (order.seq, order.busy) == (0, False)
 
 
@@ -488,7 +506,7 @@ def test_an_error_during_planning_reaches_the_caller() -> None:
     order = Order()
     fast = function_path(order, interrupted, print)
     for _ in range(2):
-        for op in (fast.barrier, partial(fast.broadcast, torch.ones(2), 0)):
+        for op in (partial(fast.barrier, False), partial(fast.broadcast, torch.ones(2), 0, False)):
             with pytest.raises(KeyboardInterrupt):
                 op()
     assert (order.seq, order.busy) == (0, False)
@@ -496,7 +514,7 @@ def test_an_error_during_planning_reaches_the_caller() -> None:
 
 def test_the_fast_path_counts_its_arguments() -> None:
     fast: Any = function_path(Order(), pytest.fail, print)
-    with pytest.raises(TypeError, match="expected 2 arguments, got 1"):
+    with pytest.raises(TypeError, match="expected 3 arguments, got 1"):
         fast.all_reduce(torch.ones(1))
 
 

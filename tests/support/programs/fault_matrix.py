@@ -43,8 +43,8 @@ NAME_NO_LATE_RANK = ("gloo", STAND_IN, GPU)
 NAME_NO_CLOSER = ("gloo",)
 """Over these a typed error may name no rank: after a timeout; after a close, which gloo shows as a lost connection."""
 
-SHORT, LONG, MARGIN = 0.5, 20.0, 15.0
-"""Timeouts of the ops that a late rank holds up, and of the others; what a loaded machine may add, in seconds."""
+SHORT, LONG, MARGIN = 0.5, 30.0, 15.0
+"""Timeouts of the ops that a late rank holds up, and of the communicator; what a loaded machine may add, in seconds."""
 
 REASON = "disk on fire"
 _NAMES_VICTIM = re.compile(rf"\branks? (\d+, )*{VICTIM}\b")
@@ -207,11 +207,12 @@ def _run_cell(outer: Communicator, backend: str, cell: MatrixCell, place: Path, 
         size=outer.size,
         rendezvous=url_of("file", place),
         name=f"cell-{place.name}",
-        timeout=60.0,
+        timeout=LONG,
         device=_device(backend),
     )
     outer.barrier()
-    how: dict[str, Any] = {"timeout": SHORT if cell.fault in LATE else LONG, "async_op": cell.mode == "async"}
+    how: dict[str, Any] = {"timeout": SHORT} if cell.fault in LATE else {}  # without one an op takes the usual way
+    how["async_op"] = cell.mode == "async"
     op = _batch if cell.mode == "coalesced" else OPS[cell.op]
     outs = [place.with_name(f"{place.name}-out-{other}") for other in range(outer.size) if other != VICTIM]
     if rank == VICTIM:
