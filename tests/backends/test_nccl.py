@@ -285,8 +285,10 @@ def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(how: str, 
         place = url_of("file", tmp_path / "meet")
         comm = comms.connect("nccl-stand-in", rank=outer.rank, size=2, rendezvous=place, timeout=20.0)
         outer.barrier()
+        waits = tmp_path / "waits"
         if outer.rank == 1:
             if how == "kill":
+                eventually(waits.exists)
                 os.kill(os.getpid(), signal.SIGKILL)
             outer.barrier()
         else:
@@ -297,6 +299,7 @@ def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(how: str, 
             assert isinstance(work, HostWork) and comm.progress[0] == 1
             with pytest.raises(StillRunning):
                 work.wait(0.01)
+            waits.touch()
             if how == "abort":
                 comm.abort("enough")
             with pytest.raises(HoldfastError, match=reasons[how]):
