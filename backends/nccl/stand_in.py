@@ -208,7 +208,7 @@ class Queue:
         self.done = 0
         self.count = 0
         self.failure: BaseException | None = None
-        self._closed = False
+        self._late = self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"holdfast-{name}-queue", daemon=True)
         self._thread.start()
 
@@ -219,9 +219,9 @@ class Queue:
             self._added.notify()
 
     def is_late(self) -> bool:
-        """Whether the running op has exceeded its time."""
+        """Whether the running op, or the one that failed, has exceeded its time."""
         with self._added:
-            return bool(self._ops) and time.monotonic() > self._ops[0][1]
+            return self._late or (bool(self._ops) and time.monotonic() > self._ops[0][1])
 
     def _run(self) -> None:
         while True:
@@ -229,12 +229,12 @@ class Queue:
                 self._added.wait_for(lambda: self._ops or self._closed)
                 if not self._ops:
                     return
-                op = self._ops[0][0]
+                op, limit = self._ops[0]
             try:
                 if self.failure is None:
                     op()
-            except BaseException as error:
-                self.failure = error
+            except BaseException as error:  # gloo has a timeout of its own, at the same time
+                self.failure, self._late = error, time.monotonic() > limit
             with self._added:
                 del self._ops[0]
                 self.done += self.failure is None
