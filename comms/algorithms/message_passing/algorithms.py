@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.comms.algorithms.message_passing.cost import PIPELINE_BYTES
-from holdfast.comms.algorithms.message_passing.exchange import Exchange, bounds
+from holdfast.comms.algorithms.message_passing.exchange import Begin, Exchange, bounds
 from holdfast.comms.arithmetic import combine
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.ops import ReduceOp
@@ -25,11 +25,12 @@ Tensor = torch.Tensor
 # the largest one send their input to a partner first, and receive the result from it at the end.
 
 
-def doubling_all_reduce(exchange: Exchange, flat: Tensor, op: ReduceOp) -> None:
+def doubling_all_reduce(begin: Begin, op: ReduceOp, tensor: Tensor, deadline: float) -> None:
     """Recursive doubling, in place. log2 n messages of b bytes: for small tensors.
 
     Both partners compute the same sum of the same two values in the same order, so all ranks get equal bits.
     """
+    exchange, flat = begin(deadline), tensor.view(-1)
     rank, ranks = exchange.rank, _fold(exchange, flat, op)
     if rank >= ranks:
         return
@@ -43,8 +44,9 @@ def doubling_all_reduce(exchange: Exchange, flat: Tensor, op: ReduceOp) -> None:
     _unfold(exchange, flat, ranks)
 
 
-def halving_all_reduce(exchange: Exchange, flat: Tensor, op: ReduceOp) -> None:
+def halving_all_reduce(begin: Begin, op: ReduceOp, tensor: Tensor, deadline: float) -> None:
     """Rabenseifner's: recursive halving to reduce, doubling to gather, in place. 2 log2 n messages, 2 b bytes."""
+    exchange, flat = begin(deadline), tensor.view(-1)
     rank, ranks = exchange.rank, _fold(exchange, flat, op)
     if rank >= ranks:
         return
@@ -92,11 +94,12 @@ def _unfold(exchange: Exchange, flat: Tensor, ranks: int) -> None:
 # P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 
 
-def ring_all_reduce(exchange: Exchange, flat: Tensor, op: ReduceOp) -> None:
-    """Reduce a flat tensor in place. n ranks, b bytes: 2 (n-1) messages of b/n.
+def ring_all_reduce(begin: Begin, op: ReduceOp, tensor: Tensor, deadline: float) -> None:
+    """Reduce a tensor in place. n ranks, b bytes: 2 (n-1) messages of b/n.
 
     Each part is reduced along the ring, so its bits are one rank's, and the same everywhere.
     """
+    exchange, flat = begin(deadline), tensor.view(-1)
     rank, size = exchange.rank, exchange.size
     edges = bounds(flat.numel(), size)
     parts = [flat[edges[i] : edges[i + 1]] for i in range(size)]

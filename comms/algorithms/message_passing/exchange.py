@@ -46,6 +46,10 @@ class Exchange(msgspec.Struct, frozen=True):
         self.complete(posted, self.deadline, self.op, self.seq)
 
 
+Begin = Callable[[float], Exchange]
+"""Begins an op that has this deadline."""
+
+
 def bounds(count: int, parts: int) -> list[int]:
     """The `parts` + 1 bounds of `count` elements in nearly equal parts."""
     return [count * part // parts for part in range(parts + 1)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -101,30 +102,28 @@ class MessageTransport(Transport):
         plain = reduction is not None and reduction.name not in arithmetic.SCALED
         if plan.op != "all_reduce" or not plain or not plan.nbytes or self.size == 1:
             return super().function(plan)
-        algorithm = self._algorithm("all_reduce", plan.nbytes)
-        return lambda tensor, deadline: algorithm(self._exchange("all_reduce", deadline), tensor.view(-1), reduction)
+        return partial(self._algorithm("all_reduce", plan.nbytes), partial(self._exchange, "all_reduce"), reduction)
 
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
-        exchange = self._exchange("all_reduce", deadline)
         scaled = arithmetic.prescale(tensor, op)
         if scaled is not tensor:
             tensor.copy_(scaled)
         if tensor.numel() and self.size > 1:
-            self._algorithm("all_reduce", tensor.nbytes)(exchange, tensor.view(-1), op)
+            self._algorithm("all_reduce", tensor.nbytes)(partial(self._exchange, "all_reduce"), op, tensor, deadline)
         arithmetic.postscale(tensor, op, self.size)
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         exchange = self._exchange("reduce", deadline)
-        partial = arithmetic.prescale(tensor, op).view(-1)
-        if self.rank != dst and partial.data_ptr() == tensor.data_ptr():
-            partial = partial.clone()
+        total = arithmetic.prescale(tensor, op).view(-1)
+        if self.rank != dst and total.data_ptr() == tensor.data_ptr():
+            total = total.clone()
         if tensor.numel():
-            algorithms.binomial_reduce(exchange, partial, dst, op)
+            algorithms.binomial_reduce(exchange, total, dst, op)
         if self.rank == dst:
-            if partial.data_ptr() != tensor.data_ptr():
-                tensor.view(-1).copy_(partial)
+            if total.data_ptr() != tensor.data_ptr():
+                tensor.view(-1).copy_(total)
             arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:

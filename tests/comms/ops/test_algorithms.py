@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_every_all_reduce_gives_equal_and_right_bits(name: str, size: int) -> No
         for count in (1, 3, 8, 1001):
             tensor = torch.randn(count, generator=torch.Generator().manual_seed(transport.rank))
             if transport.size > 1:
-                ALL_REDUCES[name](transport._exchange("all_reduce", soon()), tensor, ReduceOp.SUM)
+                ALL_REDUCES[name](partial(transport._exchange, "all_reduce"), ReduceOp.SUM, tensor, soon())
             found.append(tensor)
         return found
 
@@ -123,7 +124,7 @@ def test_every_rank_keeps_the_same_zero_and_the_same_nan(name: str, op: ReduceOp
     def body(transport: QueueTransport) -> bytes:
         sign = 1.0 if transport.rank in (0, 3) else -1.0
         tensor = torch.tensor([sign * 0.0, sign * math.nan] * 4)
-        ALL_REDUCES[name](transport._exchange("all_reduce", soon()), tensor, op)
+        ALL_REDUCES[name](partial(transport._exchange, "all_reduce"), op, tensor, soon())
         return tensor.numpy().tobytes()
 
     for size in range(2, 6):
@@ -203,7 +204,10 @@ def test_the_model_counts_the_messages_that_are_sent() -> None:
 
         return body
 
-    assert in_ranks(8, count(lambda e, t: algorithms.doubling_all_reduce(e, t, ReduceOp.SUM))) == [3] * 8
-    assert in_ranks(8, count(lambda e, t: algorithms.halving_all_reduce(e, t, ReduceOp.SUM))) == [6] * 8
-    assert in_ranks(8, count(lambda e, t: algorithms.ring_all_reduce(e, t, ReduceOp.SUM))) == [14] * 8
+    def all_reduced(run: Callable[..., None]) -> Callable[[Exchange, Tensor], None]:
+        return lambda exchange, tensor: run(lambda deadline: exchange, ReduceOp.SUM, tensor, soon())
+
+    assert in_ranks(8, count(all_reduced(algorithms.doubling_all_reduce))) == [3] * 8
+    assert in_ranks(8, count(all_reduced(algorithms.halving_all_reduce))) == [6] * 8
+    assert in_ranks(8, count(all_reduced(algorithms.ring_all_reduce))) == [14] * 8
     assert in_ranks(8, count(lambda e, t: algorithms.barrier(e))) == [3] * 8
