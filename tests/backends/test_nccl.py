@@ -278,7 +278,7 @@ def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(
 @pytest.mark.parametrize("how", ["abort", "kill", "timeout"])
 def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(how: str, tmp_path: Path) -> None:
     """Over the stand-in, and on the usual path: without a timeout of its own, hooks and checks."""
-    reasons = {"abort": r"enough", "kill": r"rank 1.* the process is gone", "timeout": r"did not complete"}
+    reasons = {"abort": r"enough", "kill": r"rank 1.* the process is gone", "timeout": r"timed out"}
 
     def body(outer: Communicator) -> None:
         comms.register(stand_in_plugin)
