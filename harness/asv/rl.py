@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 
@@ -18,9 +17,9 @@ class PolicyStep:
 
         from holdfast.rl.config.run_config import RunConfig, Sampling
         from holdfast.rl.data import arithmetic
-        from holdfast.rl.data.episode import SamplingRequest
+        from holdfast.rl.data.episode import Completion, SamplingRequest
         from holdfast.rl.data.prompts import PromptSource
-        from holdfast.rl.generators.batches import generate_batch
+        from holdfast.rl.generators.batches import ContinuousBatch, RunningRequest
         from holdfast.rl.generators.models import ModelSource
         from holdfast.rl.run.policy import SMALL_LLAMA
         from holdfast.rl.trainers.policy import PolicyLoss, build_policy
@@ -41,7 +40,15 @@ class PolicyStep:
         )
         self.policy = build_policy(model, config.model)
         self.loss = PolicyLoss(config, model)
-        self.generate = partial(generate_batch, self.policy, 0, request, lambda: None)
+
+        def generate() -> list[Completion]:
+            drawn = list[Completion]()
+            batch = ContinuousBatch.of(RunningRequest(request, drawn.extend))
+            while batch.busy:
+                batch.step(self.policy, 0)
+            return drawn
+
+        self.generate = generate
         self.update = _update(prompts, self.generate(), sampling.group, config.objective)
         self.parameters = list(self.policy.parameters())
 

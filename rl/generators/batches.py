@@ -1,4 +1,4 @@
-"""How a generator draws: one static batch a request, or a running batch that sequences join and leave.
+"""How a generator draws: a running batch, of one request, or of those that join and leave it.
 
 The running sequences fill the first slots of one static cache. If the weights change between two tokens, the keys and
 values of earlier tokens stay: they are of earlier weights than the tokens that follow.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -78,54 +78,6 @@ def prefill(model: PreTrainedModel, prompts: list[tuple[int, ...]]) -> tuple[Slo
     logits = cache.forward(model, tokens, positions, 0, torch.tensor(columns, device=device))
     chosen = torch.tensor([columns.index(length - 1) for length in lengths], device=device)
     return cache, logits[torch.arange(len(prompts), device=device), chosen], longest
-
-
-@torch.no_grad()
-def generate_batch(
-    model: PreTrainedModel, version: int, request: SamplingRequest, between: Callable[[], None]
-) -> list[Completion]:
-    """The completions of a request, those of one prompt side by side. `between` is called before each later token."""
-    prompts, samples, device = list(request.prompts), request.samples, model.device
-    rows = len(prompts) * samples
-    cache, logits, longest = prefill(model, prompts)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device).repeat_interleave(samples)
-    alike = int(lengths.min()) == longest
-    origin = torch.arange(len(prompts), device=device).repeat_interleave(samples)
-    logits = logits[origin]
-    temperature = torch.full((rows,), request.temperature, device=device)
-    top_p = torch.full((rows,), request.top_p, device=device)
-    random = uniforms(request.seeds, request.max_new_tokens).to(device)
-    stop = torch.tensor(request.stop, dtype=torch.int64, device=device)
-    tokens = torch.zeros(rows, request.max_new_tokens, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(rows, request.max_new_tokens, device=device)
-    counts = torch.full((rows,), request.max_new_tokens, device=device)
-    stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-    running = SlotCache(rows, longest + request.max_new_tokens - 1)
-    for step in range(request.max_new_tokens):
-        if step == 1:
-            running.copy_from(cache, origin, 0, longest)
-        if step:
-            between()
-            at = (lengths + step - 1).unsqueeze(1)
-            logits = running.forward(model, tokens[:, step - 1 : step], at, longest + step - 1 if alike else None)[:, 0]
-        tokens[:, step], logprobs[:, step] = draw(logits, temperature, top_p, random[:, step])
-        if len(stop):
-            ends = torch.isin(tokens[:, step], stop) & ~stopped
-            counts[ends] = step + 1
-            stopped |= ends
-            if bool(stopped.all()):
-                break
-    return [
-        Completion(
-            tokens=tuple(drawn[:count]),
-            logprobs=tuple(found[:count]),
-            versions=(version,) * count,
-            finish="stop" if ended else "length",
-        )
-        for drawn, found, count, ended in zip(
-            tokens.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist(), strict=True
-        )
-    ]
 
 
 class SlotCache:
@@ -263,6 +215,14 @@ class ContinuousBatch:
         self._cache = SlotCache(slots, length)
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+
+    @classmethod
+    def of(cls, running: RunningRequest) -> Self:
+        """A batch of one request alone: its completions are a function of the request and the weights."""
+        request = running.request
+        batch = cls(len(request.seeds), max(map(len, request.prompts)) + request.max_new_tokens)
+        batch.add(running)
+        return batch
 
     @property
     def running(self) -> int:

@@ -21,7 +21,7 @@ import torch
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.generators.batches import ContinuousBatch, RunningRequest, generate_batch
+from holdfast.rl.generators.batches import ContinuousBatch, RunningRequest
 from holdfast.rl.generators.errors import BadRequest, GenerationTimeout, GeneratorClosed, GeneratorNotReady, VersionGone
 from holdfast.rl.generators.models import ModelSource, longest_sequence
 from holdfast.rl.telemetry import WorkLog, WorkReport
@@ -64,8 +64,8 @@ class TransformersGenerator:
 
     `source` is the model, `store` the URL of the store with its weights; without one, the weights are those of the
     source, as version 0. It serves the newest version; as a `reader` with a name, what `switch` commits: it has caught
-    up once it is made. In the synchronous mode each request is one static batch, whose completions are a function of
-    the request and the weights; else samples of any requests share a running batch. `between` is called between two
+    up once it is made. In the synchronous mode each request is a batch alone, whose completions are a function of the
+    request and the weights; else samples of any requests share a running batch. `between` is called between two
     tokens. Raises `ModelMisfit` if the model cannot serve.
     """
 
@@ -197,6 +197,7 @@ class GenerationThread:
     ) -> None:
         self._model, self._follower, self._config = model, follower, config
         self._between, self._work = between, work
+        self._alone = config.algorithm.mode == "synchronous"
         self._batch = ContinuousBatch(config.sampling.slots, length)
         self._queue: deque[tuple[SamplingRequest, Reply]] = deque()
         self._changed = threading.Condition() if follower is None else follower.changed
@@ -231,12 +232,11 @@ class GenerationThread:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        serve = self._serve_next if self._config.algorithm.mode == "synchronous" else self._draw_next
         try:
             while self._batch.busy or self._await_request():
                 if self._closed:
                     return
-                serve()
+                self._draw_next()
         finally:
             with self._changed:
                 self._closed = True
@@ -254,40 +254,20 @@ class GenerationThread:
                     return not self._closed
             self._swap_if_due()
 
-    # -- fixed
-
-    def _serve_next(self) -> None:
-        found = self._next()
-        if found is None:
-            return
-        request, reply = found
-        version = self.version
-        assert version is not None
-        try:
-            with self._work.doing("generate", version):
-                completions = generate_batch(self._model, version, request, self._between_tokens)
-        except Exception as error:
-            _fail(reply, error)
-        else:
-            reply.set_result(completions)
-
-    def _between_tokens(self) -> None:
-        self._between()
-        if self._closed:
-            raise GeneratorClosed
-
-    # -- continuous
-
     def _draw_next(self) -> None:
         """Draw the next token of each running sample, and the first one of those that join now."""
         if self._batch.busy and self._may_swap:
             self._swap_if_due()
-        while (found := self._next()) is not None:
+        while not (self._alone and self._batch.busy) and (found := self._next()) is not None:
             request, reply = found
             exact = request.version is not None
             self._pinned += exact
             self._replies.add(reply)
-            self._batch.add(RunningRequest(request, partial(self._reply, reply, exact)))
+            running = RunningRequest(request, partial(self._reply, reply, exact))
+            if self._alone:
+                self._batch = ContinuousBatch.of(running)
+            else:
+                self._batch.add(running)
         self._record()
         if not self._batch.busy:
             return
@@ -295,7 +275,8 @@ class GenerationThread:
         assert version is not None
         try:
             self._batch.step(self._model, version)
-            self._between()
+            if self._batch.busy:
+                self._between()
         except Exception as error:
             self._batch.drop_all()
             self._pinned = 0
@@ -387,7 +368,7 @@ class GenerationThread:
     @property
     def _may_swap(self) -> bool:
         """Whether samples that run may go on with other weights."""
-        return self._config.generator.update == "swap" and not self._pinned
+        return not self._alone and self._config.generator.update == "swap" and not self._pinned
 
     def _is_due(self) -> bool:
         return self._follower is not None and self._follower.is_due()

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
 from holdfast.rl.data.episode import SamplingRequest
-from holdfast.rl.generators.batches import generate_batch
+from holdfast.rl.generators.batches import ContinuousBatch, RunningRequest
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.store import WeightStore
@@ -55,7 +55,9 @@ def test_a_request_costs_no_more_than_a_loop_without_cache_and_seeds() -> None:
         torch.multinomial(logits.exp(), 1, generator=random)
 
     def ours() -> None:
-        generate_batch(model, 0, asked, lambda: None)
+        batch = ContinuousBatch.of(RunningRequest(asked, lambda found: None))
+        while batch.busy:
+            batch.step(model, 0)
 
     turns = [(cpu_seconds(plain), cpu_seconds(ours)) for _ in range(60)][10:]
     one, other = (statistics.median(each) for each in zip(*turns, strict=True))
