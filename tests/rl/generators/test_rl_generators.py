@@ -23,6 +23,7 @@ from holdfast.rl.generators.batches import draw, uniforms
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.store import StoreTimeout, WeightStore
+from holdfast.store.follow.staging import CopiedStaging, StagingState
 from support.rl.greedy_request import greedy
 from support.waiting import eventually
 
@@ -379,16 +380,16 @@ def test_after_a_failed_update_it_is_not_ready_until_one_worked(
     generator = generators(source(), store=store.url, mode=mode)
     asyncio.run(generator.update(1))
     before = run(generator, request((1, 2), version=1))
-    real = WeightStore.get
+    real = CopiedStaging.read
 
-    def broken(self: WeightStore, version: int, into: Any, **_: Any) -> int:
+    def broken(self: CopiedStaging, version: int, into: StagingState) -> None:
         if version == 1:
             return real(self, version, into)
-        next(iter(into.values())).zero_()
+        next(iter(into.locals.values())).zero_()
         raise CorruptData("half of it came")
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightStore, "get", broken)
+        patch.setattr(CopiedStaging, "read", broken)
         publish(store, 2)
         with pytest.raises(CorruptData):
             asyncio.run(generator.update(2))
