@@ -21,7 +21,7 @@ from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plan import OpDescription
 from holdfast.comms.reproducible import check_exact, reduce_exactly
 from holdfast.comms.tensors.memory import is_sparse
-from holdfast.comms.tensors.overlap import check_outputs, span, unaliased
+from holdfast.comms.tensors.overlap import check_outputs, extent, overlapping
 from holdfast.comms.tensors.packing import packed, parts, rows, unpack, unpack_all
 from holdfast.comms.transport.base import Transport
 
@@ -48,19 +48,22 @@ class CheckedOps:
 
     # -- how bodies are made: the transport gets contiguous memory, and for reductions a dtype that it reduces
 
-    def _flat(self, tensor: Tensor, op: ReduceOp | None) -> Tensor:
-        return packed(tensor) if op is None else self._check.carrier(packed(tensor), op)
-
     def _on_one(
-        self, description: OpDescription, tensor: Tensor, call: Callable[[Tensor, float], None], fills: bool = True
+        self,
+        description: OpDescription,
+        tensor: Tensor,
+        run: Callable[..., None],
+        *arguments: object,
+        fills: bool = True,
     ) -> CheckedOp:
-        """An op on one tensor, which it `fills` on this rank, or else only reads."""
+        """An op on one tensor, which it `fills` here, or else only reads: `run(tensor, *arguments, deadline)`."""
+        op = description.reduction
 
         def prepare() -> Body:
-            flat = self._flat(tensor, description.reduction)
+            flat = packed(tensor) if op is None else self._check.carrier(packed(tensor), op)
 
             def body(deadline: float) -> None:
-                call(flat, deadline)
+                run(flat, *arguments, deadline)
                 if fills:
                     unpack(flat, tensor)
 
@@ -71,24 +74,27 @@ class CheckedOps:
     def _between(
         self,
         description: OpDescription,
-        call: Callable[[list[Tensor], list[Tensor], float], None],
+        run: Callable[[list[Tensor], list[Tensor], float], None],
         own: Callable[[list[Tensor], list[Tensor]], tuple[int, Tensor, Tensor]] | None = None,
     ) -> CheckedOp:
-        """An op from its inputs to its outputs, called as `call(outputs, inputs, deadline)`.
+        """An op from its inputs to its outputs: `run(outputs, inputs, deadline)`.
 
         Inputs that outputs overlap are copied. Only this rank's own part may be in place: `own` tells the number of the
         input that has it, and the two tensors that may be the same memory.
         """
+        op, check = description.reduction, self._check
 
         def prepare() -> Body:
-            outputs = [self._flat(each, description.reduction) for each in description.outputs]
-            inputs = [self._flat(each, description.reduction) for each in description.inputs]
-            number, one, other = (-1, None, None) if own is None else own(outputs, inputs)
-            in_place = number if one is not None and other is not None and span(one) == span(other) else -1
-            inputs = [each if i == in_place else unaliased(each, outputs) for i, each in enumerate(inputs)]
+            outputs, inputs = list(map(packed, description.outputs)), list(map(packed, description.inputs))
+            if op is not None:
+                outputs, inputs = [[check.carrier(each, op) for each in flats] for flats in (outputs, inputs)]
+            for number in overlapping(inputs, outputs):
+                place, one, other = (-1, inputs[0], outputs[0]) if own is None else own(outputs, inputs)
+                if number != place or extent(one) != extent(other):
+                    inputs[number] = inputs[number].clone()
 
             def body(deadline: float) -> None:
-                call(outputs, inputs, deadline)
+                run(outputs, inputs, deadline)
                 unpack_all(outputs, description.outputs)
 
             return body
@@ -109,12 +115,12 @@ class CheckedOps:
         if reproducible:
             check_exact(op)
         run = partial(reduce_exactly, self._transport) if reproducible else self._transport.all_reduce
-        inner, words = self._check.carrier_op(op, tensor.dtype), "reproducible " * reproducible + op.name
+        inner, words = self._check.carrier_op(op, tensor.dtype), "reproducible " + op.name if reproducible else op.name
         both = (tensor,)
         description = OpDescription(
             "all_reduce", tensor.nbytes, True, tensor, words, inputs=both, outputs=both, reduction=op
         )
-        return self._on_one(description, tensor, lambda flat, deadline: run(flat, inner, deadline))
+        return self._on_one(description, tensor, run, inner)
 
     def _all_reduce_sparse(self, tensor: Tensor, op: ReduceOp, reproducible: bool) -> CheckedOp:
         stored = tensor.detach().coalesce()
@@ -157,8 +163,7 @@ class CheckedOps:
         inner, words = self._check.carrier_op(op, tensor.dtype), (op.name, f"to {dst}")
         outputs = (tensor,) if here else ()
         description = OpDescription("reduce", tensor.nbytes, True, tensor, words, dst, (tensor,), outputs, op)
-        run = self._transport.reduce
-        return self._on_one(description, tensor, lambda flat, deadline: run(flat, dst, inner, deadline), here)
+        return self._on_one(description, tensor, self._transport.reduce, dst, inner, fills=here)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp) -> CheckedOp:
         output, inputs = self._check.output(output, "output"), tuple(self._check.operands(inputs, "inputs"))
@@ -193,8 +198,7 @@ class CheckedOps:
         self._check.movable(tensor)
         inputs = (tensor,) if here else ()
         description = OpDescription("broadcast", tensor.nbytes, True, tensor, f"from {src}", src, inputs, (tensor,))
-        run = self._transport.broadcast
-        return self._on_one(description, tensor, lambda flat, deadline: run(flat, src, deadline), not here)
+        return self._on_one(description, tensor, self._transport.broadcast, src, fills=not here)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> CheckedOp:
         outputs, tensor = tuple(self._check.outputs(outputs, "outputs")), self._check.operand(tensor)
@@ -299,16 +303,16 @@ class CheckedOps:
     # -- point to point
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> CheckedOp:
-        tensor, run = self._check.operand(tensor), self._transport.send
+        tensor = self._check.operand(tensor)
         dst, tag = self._check.message(tensor, dst, "dst", tag)
         description = OpDescription("send", tensor.nbytes, False, tensor, tag, dst, inputs=(tensor,))
-        return self._on_one(description, tensor, lambda flat, deadline: run(flat, dst, tag, deadline), False)
+        return self._on_one(description, tensor, self._transport.send, dst, tag, fills=False)
 
     def recv(self, tensor: Tensor, src: int, tag: int) -> CheckedOp:
-        tensor, run = self._check.output(tensor), self._transport.recv
+        tensor = self._check.output(tensor)
         src, tag = self._check.message(tensor, src, "src", tag)
         description = OpDescription("recv", tensor.nbytes, False, tensor, tag, src, outputs=(tensor,))
-        return self._on_one(description, tensor, lambda flat, deadline: run(flat, src, tag, deadline))
+        return self._on_one(description, tensor, self._transport.recv, src, tag)
 
     def batch_send_recv(self, batch: Sequence[Send | Recv]) -> CheckedOp:
         if not all(isinstance(item, Send | Recv) for item in batch):

@@ -26,7 +26,7 @@ import torch
 from holdfast.comms.codecs import float8_blocks
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
-from holdfast.comms.tensors.overlap import span, unaliased
+from holdfast.comms.tensors.overlap import extent, overlapping
 from holdfast.comms.tensors.packing import packed, parts, unpack
 from holdfast.comms.transport.base import Transport
 
@@ -123,8 +123,8 @@ def reduce_scatter_quantised(
 
     def body(deadline: float) -> None:
         flat, given = packed(target).view(-1), packed(source).view(-1)
-        if span(flat) != span(parts(given, comm.size)[comm.rank]):
-            given = unaliased(given, [flat])
+        if extent(flat) != extent(parts(given, comm.size)[comm.rank]):
+            given = given.clone() if overlapping([given], [flat]) else given
         lost = None if feedback is None else feedback.begin(given.numel())
         reduce_scatter_parts(comm._transport, flat, Contribution(given, residual), lost, count, deadline)
         unpack(flat.view(target.shape), target)

@@ -33,12 +33,20 @@ def check_outputs(outputs: Sequence[Tensor], names: Sequence[str]) -> None:
         reached.append((end, i))
 
 
-def unaliased(given: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """`given`, or a copy of it if an op that writes `outputs` would overwrite it. All are contiguous."""
-    start, end = span(given)
-    if any(at < end and start < stop for at, stop in map(span, outputs)):
-        return given.clone()
-    return given
+def overlapping(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[int]:
+    """The numbers of the inputs that an op which writes `outputs` would overwrite. All are contiguous."""
+    written = [extent(output) for output in outputs]
+    found = []
+    for number, (at, end) in enumerate(map(extent, inputs)):
+        if any(at < stop and start < end for start, stop in written):
+            found.append(number)
+    return found
+
+
+def extent(flat: Tensor) -> tuple[int, int]:
+    """As `span`, of a contiguous tensor."""
+    at = flat.data_ptr()
+    return at, at + flat.nbytes
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
