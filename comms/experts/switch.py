@@ -22,7 +22,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported
 from holdfast.comms.experts import links as frames
 from holdfast.comms.experts.agreement import REPORT, MaskAgreement
-from holdfast.comms.experts.links import LinkGone, open_links
+from holdfast.comms.experts.links import LinkGone, Links
 from holdfast.comms.quantities import integer_in, seconds
 
 Tensor = torch.Tensor
@@ -120,7 +120,7 @@ class Switch:
         self._head = 3 + max(comm.size, *(len(hosted) for hosted in self._hosted))
         self._check_alike(comm, silence)
         payload = math.ceil(self._rows * self.hidden * dtype.itemsize / 8)
-        self._links = open_links(comm, self._head, payload, self._masks_silent, self.timeout)
+        self._links = Links(comm, self._head, payload, self._masks_silent, self.timeout)
         self._payload_words = payload
         self._participants = frozenset(range(comm.size))
         self._gone: set[int] = set()

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported
+from holdfast.comms import Communicator, Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported, connect
 from holdfast.comms.experts import Received, Switch
 from holdfast.comms.experts import links as frames
 from holdfast.harness import LocalCluster
@@ -472,3 +473,10 @@ def test_masking_of_silent_ranks_needs_memory_that_a_stopped_rank_cannot_keep_ba
 
     with LocalCluster(2, "gloo", timeout=4 * PATIENCE) as cluster:
         cluster.run(make)
+
+
+def test_experts_need_a_backend_with_windows(tmp_path: Path) -> None:
+    with connect("inproc", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+        comm.backend = "fake"
+        with pytest.raises(Unsupported, match="experts over 'fake'; it has no windows"):
+            Switch(comm, 1, top_k=1, hidden=1, max_tokens=1)
