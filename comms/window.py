@@ -190,11 +190,14 @@ class Window:
 
         The mapping outlives the window and the peer: after their end it holds the last values that were written, and
         what is stored into it reaches nobody. To learn of the end, call the window. Loads and stores have no order
-        with calls but that of `signal` and `wait_signal`. Raises `Unsupported` unless `info.access` is "mapped".
+        with calls but that of `signal` and `wait_signal`. Raises `Unsupported` for another rank unless `info.access` is
+        "mapped".
         """
         with self._calls:
             rank = self._check_rank(rank)
             if self.info.access != "mapped":
+                if rank == self.rank and self._exposed is not None:
+                    return self._exposed.held
                 raise Unsupported(
                     f"map of a window that is reached by {self.info.access}",
                     "use get and put; backends that share memory map windows between processes of one host",

@@ -65,6 +65,7 @@ def test_a_mapped_tensor_is_the_peers_own_or_is_refused_by_name(two: LocalCluste
         exposed = torch.zeros(2, 2)
         window = group.new_window(exposed)
         access = window.info.access
+        window.map_remote_tensor(rank)[0, 0] = 7.0
         if access == "mapped":
             window.map_remote_tensor(1 - rank)[1, 0] = 40.0 + rank
         else:
@@ -81,7 +82,7 @@ def test_a_mapped_tensor_is_the_peers_own_or_is_refused_by_name(two: LocalCluste
         return access, exposed.view(-1).tolist()
 
     for rank, (access, held) in enumerate(in_group(two, tmp_path, body)):
-        assert held == ([0.0, 0.0, 41.0 - rank, 0.0] if access == "mapped" else [0.0] * 4)
+        assert held == [7.0, 0.0, 41.0 - rank if access == "mapped" else 0.0, 0.0]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "rccl"])

@@ -1,8 +1,8 @@
 """Runs TorchComms' own integration tests over holdfast: `torchcomms_suite.py CHECKOUT TRANSPORT [FILE ...]`.
 
 CHECKOUT is a checkout of TorchComms, whose tests are not in any package. The classes below, over a `Communicator`, take
-the place of its module in C++: each method calls the one of ours that does the same. Two ranks run the tests side by
-side in CPU memory. Prints how many pass, and each that fails, or is skipped, with its reason.
+the place of its module in C++: each method calls the one of ours that does the same. Ranks run the tests side by side
+in CPU memory. Prints how many pass, and each that fails, or is skipped, with its reason.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import tempfile
 import types
 import unittest
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,15 @@ import torch.distributed as dist
 from holdfast import comms
 from holdfast.comms import Communicator, Recv, Send, Unsupported
 
-RANKS = 2
-SECONDS = 300.0
+RANKS = int(os.environ.get("RANKS", "3"))
+"""Tests of leaving ranks need three."""
+SECONDS = 900.0
 FILES = (
     *("AllGatherTest", "AllGatherSingleTest", "AllGatherVTest", "AllReduceTest", "AllToAllTest", "AllToAllSingleTest"),
     *("AllToAllvSingleTest", "BarrierTest", "BatchSendRecvTest", "BroadcastTest", "GatherTest", "GatherSingleTest"),
     *("MultiCommTest", "ObjColTest", "OptionsTest", "ReduceTest", "ReduceScatterTest", "ReduceScatterSingleTest"),
     *("ReduceScatterVTest", "RegisterTensorTest", "ScatterTest", "SendRecvTest", "SplitTest", "WaitBlockingTest"),
-    *("WindowRmaTest",),
+    *("WindowRmaTest", "GetInitHandleTest", "FinalizeWarningTest", "ReconfigureTest"),
 )
 """All but those that need CUDA graphs, NCCLX, or TorchComms' own wrapper of process groups."""
 
@@ -96,8 +98,7 @@ class TorchWork:
     def is_completed(self) -> bool:
         return bool(self._work.done())
 
-    def wait_blocking(self) -> None:
-        raise RuntimeError("waitBlocking not implemented: wait() blocks")
+    wait_blocking = wait
 
 
 class BatchSendRecv:
@@ -119,6 +120,11 @@ class BackendWrapper:
 
     def __init__(self, comm: Any) -> None:
         raise Unsupported("TorchComms' wrapper of process groups", 'use init_process_group("holdfast")')
+
+
+class TorchCommWinAccessType(enum.Enum):
+    WIN_ACCESS_TYPE_UNIFIED = enum.auto()
+    WIN_ACCESS_TYPE_SEPARATE = enum.auto()
 
 
 class TorchCommWindow:
@@ -144,6 +150,13 @@ class TorchCommWindow:
 
     def map_remote_tensor(self, rank: int) -> Any:
         return self._window.map(rank)
+
+    def get_attr(self, rank: int) -> types.SimpleNamespace:
+        mapped = self._window.info.access == "mapped"
+        kind = TorchCommWinAccessType
+        return types.SimpleNamespace(
+            access_type=kind.WIN_ACCESS_TYPE_UNIFIED if mapped else kind.WIN_ACCESS_TYPE_SEPARATE
+        )
 
     def get_tensor(self) -> Any:
         return self._tensor
@@ -190,6 +203,14 @@ class TorchComm:
 
     def abort(self) -> None:
         self._comm.abort()
+
+    def get_init_handle(self) -> str:
+        return self._comm.handle()
+
+    def reconfigure(
+        self, uuid: int, init_handles: Any, timeout: timedelta | None = None, hints: Any = None
+    ) -> TorchWork:
+        return TorchWork(self._comm.reconfigure(uuid, init_handles, timeout.total_seconds() if timeout else None))
 
     def is_abort_supported(self) -> bool:
         return True
@@ -303,12 +324,14 @@ class TorchComm:
         """Does nothing: a registration ends with its object."""
 
 
-def new_comm(backend: str, device: Any, store: Any = None, name: str = "default", **more: Any) -> TorchComm:
+def new_comm(backend: str, device: Any, name: str = "default", store: Any = None, **more: Any) -> TorchComm:
     timeout = more.get("timeout")
+    seconds = timeout.total_seconds() if timeout else 60.0
+    if more.get("enable_reconfigure"):
+        return TorchComm(comms.unconnected(backend, name=name, device=device, timeout=seconds), timeout)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if store is None:
         store = dist.FileStore(f"{os.environ['SUITE_FOLDER']}/{name}", -1)
-    seconds = timeout.total_seconds() if timeout else 60.0
     return TorchComm(
         comms.connect(backend, rank=rank, size=size, rendezvous=store, name=name, device=device, timeout=seconds),
         timeout,
@@ -317,7 +340,16 @@ def new_comm(backend: str, device: Any, store: Any = None, name: str = "default"
 
 def install(checkout: Path) -> None:
     """Make `torchcomms` and `torchcomms._comms` this shim, beside the Python modules of the checkout."""
-    names = (RedOpType, ReduceOp, TorchWork, TorchComm, TorchCommWindow, BatchSendRecv, new_comm)
+    names = (
+        RedOpType,
+        ReduceOp,
+        TorchWork,
+        TorchComm,
+        TorchCommWindow,
+        TorchCommWinAccessType,
+        BatchSendRecv,
+        new_comm,
+    )
     package, compiled = types.ModuleType("torchcomms"), types.ModuleType("torchcomms._comms")
     package.__path__ = [str(checkout / "comms" / "torchcomms")]
     for module in (package, compiled):
@@ -348,23 +380,45 @@ class Outcomes(unittest.TestResult):
         self.found[test.id()] = f"skipped: {reason}"
 
 
+def _announce(module: types.ModuleType) -> None:
+    """Have the module's optional tests run for this transport, in CPU memory."""
+    for each in vars(module).values():
+        if isinstance(each, type) and isinstance(names := getattr(each, "SUPPORTED_BACKENDS", None), set):
+            names.add(os.environ["TEST_BACKEND"])
+    windows = getattr(module, "WindowRmaTest", None)
+    for test in (windows.test_all_tests, windows.test_new_window_with_tensor) if windows else ():
+        setattr(windows, test.__name__, test.__wrapped__)
+        nothing = {"Stream": MagicMock, "MemPool": MagicMock, "synchronize": MagicMock()}
+        contexts = {name: lambda _: nullcontext() for name in ("stream", "use_mem_pool")}
+        vars(torch.cuda).update(nothing, **contexts)  # a CPU has no streams, and no pools that windows need
+
+
 def run_rank(checkout: Path, files: Sequence[str], out: Path) -> None:
     """Run the tests of these files as one rank, and write what came out after each file."""
     install(checkout)
     outcomes = Outcomes()
     torch.set_num_threads(1)
-    for name in files:
+    for name, port in zip(files, os.environ["PORTS"].split(), strict=True):
+        os.environ["MASTER_PORT"] = port  # a test's store may keep it
         try:
             module = importlib.import_module(f"torchcomms.tests.integration.py.{name}")
         except ImportError as error:
             outcomes.found[name] = f"failed: {error}"
-            continue
-        unittest.defaultTestLoader.loadTestsFromModule(module).run(outcomes)
+        else:
+            _announce(module)
+            unittest.defaultTestLoader.loadTestsFromModule(module).run(outcomes)
         out.write_text(json.dumps(outcomes.found))
 
 
 def main(checkout: str, transport: str, *files: str) -> int:
-    """Start the ranks, and print what both agree passes."""
+    """Start the ranks, and print what all agree passes."""
+    if not Path(checkout, "comms", "torchcomms", "tests", "integration", "py").is_dir():
+        print(
+            f"{checkout or 'no folder'} is no checkout of TorchComms: git clone "
+            "https://github.com/meta-pytorch/torchcomms, "
+            "then make torchcomms-suite HOLDFAST_TORCHCOMMS=FOLDER"
+        )
+        return 2
     folder = tempfile.mkdtemp(prefix="torchcomms-suite-")
     environ = {
         **os.environ,
@@ -373,7 +427,7 @@ def main(checkout: str, transport: str, *files: str) -> int:
         "WORLD_SIZE": str(RANKS),
         "SUITE_FOLDER": folder,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(tcp_port()),
+        "PORTS": " ".join(str(tcp_port()) for _ in files or FILES),
     }
     command = [sys.executable, __file__, "rank", checkout, folder, *(files or FILES)]
     ranks = [subprocess.Popen(command, env={**environ, "RANK": str(rank)}) for rank in range(RANKS)]
@@ -385,7 +439,7 @@ def main(checkout: str, transport: str, *files: str) -> int:
     found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
     worst = {
         name: next((each.get(name, "failed: did not end") for each in found if each.get(name) != "passed"), "passed")
-        for name in sorted({**found[0], **found[1]})
+        for name in sorted({name for each in found for name in each})
     }
     kinds = [text.partition(":")[0] for text in worst.values()]
     print(
